@@ -59,6 +59,11 @@ def _show(state: Reported) -> None:
         f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; messages dropped: "
         f"{state.stale} stale, {state.refused} refused"
     )
+    if state.totals.moves:
+        click.echo(
+            f"moved       {state.totals.moves} times on to another target, "
+            f"{state.totals.rebalanced} of them to a faster one"
+        )
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
     served = any("target" in w.roles and not w.standby for w in state.workers)

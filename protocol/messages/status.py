@@ -188,6 +188,8 @@ class Totals(Frozen):
     """Sessions whose target was lost, and that wait for another."""
     moves: Count = 0
     """Times that a session went on on another target."""
+    rebalanced: Count = 0
+    """Those of them that were made because another target is faster for the session."""
     let_go: Count = 0
     """Clients whose requests were ended because they read nothing."""
     queue: Annotated[tuple[KeyWaits, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()

@@ -38,7 +38,7 @@ from dovetail.runtime.engine.shared import Shared, WaitingRequest
 from dovetail.runtime.fleet.beginnings import comes_later
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.room import held_on, needs, tokens_of
+from dovetail.runtime.fleet.room import has_room, held_on, needs, tokens_of
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 
@@ -262,7 +262,7 @@ class ClientRequests:
         self._queue.given(request.owner, tokens_of(request), self._now_ns())
         if target.limits.room is not None:
             left = target.limits.room - held_on(target, self._running)
-            left -= self._needs(target, request)
+            left -= needs(request, target, self._running, reuse=self._reuse)
             for session in target.shelf.give_up(left, running.session.target_base):
                 yield Send(target, Close(epoch=self._service.epoch, session=session))
         client.sessions[waiting.submit.request] = running.session.number
@@ -318,28 +318,15 @@ class ClientRequests:
         ):
             return None
         return self._placement.settle(
-            waiting.target, request, lambda target: self._has_room(target, request)
-        )
-
-    def _has_room(self, target: Worker, request: Request) -> bool:
-        """Return whether a request fits into a target's memory beside those that run there. An idle
-        target takes any, and refuses by itself what is too large."""
-        held = held_on(target, self._running)
-        return (
-            target.limits.room is None
-            or not held
-            or held + self._needs(target, request) <= target.limits.room
+            waiting.target,
+            request,
+            lambda target: has_room(target, request, self._running, reuse=self._reuse),
         )
 
     def _comes_later(self, request: Request, target: Worker) -> bool:
         """Return whether a request waits until its target has read what it begins with for
         another."""
         return self._reuse and comes_later(request, target, self._running)
-
-    def _needs(self, target: Worker, request: Request) -> int:
-        """Return how many tokens a request may take on a target, without those that it shares."""
-        reuse = self._reuse and request.may_reuse
-        return needs(request, target, self._running) if reuse else tokens_of(request)
 
     def _held_by_keys(self) -> dict[str, int]:
         """Return how many tokens the sessions of each key may take in all."""

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST
@@ -55,6 +56,7 @@ from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.moves.moving import Moving
+from dovetail.runtime.moves.rebalancing import Rebalancing
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.request import Request
@@ -115,6 +117,16 @@ class Coordinator:
         )
         self._changes = Changes(
             self.epoch, self._running, self.registry, self._placement, self._moving, clock_ns
+        )
+        self._rebalancing = Rebalancing(
+            self.service,
+            self._running,
+            self.registry,
+            self._placement,
+            self._moving,
+            self._tally,
+            clock_ns,
+            reuse=settings.reuse,
         )
         self._open_rooms(later)
 
@@ -244,16 +256,27 @@ class Coordinator:
     # -- faults of our own -------------------------------------------------------------------------
 
     def _step_change(self, now_ns: int) -> None:
-        """See how the change of workers gets on that is under way, if one is; a fault of ours ends
-        it."""
-        if not self._changes.under_way:
-            return
+        """See how the change of workers gets on that is under way, if one is, and the move of a
+        session; a fault of ours ends it."""
+        if self._changes.under_way:
+            try:
+                self.carry_out(self._changes.step(now_ns))
+            except BaseException as error:
+                reraise_exits(error)
+                log.exception("the change of workers is abandoned")
+                self._peers.handle(self._changes.break_off, told(error))
+        if self._rebalancing.under_way:
+            self._rebalance(partial(self._rebalancing.step, changing=self._changes.under_way))
+
+    def _rebalance(self, handle: Callable[[], Effects[None]]) -> None:
+        """Do something about moves of sessions to better targets; a fault of ours ends the one that
+        is under way."""
         try:
-            self.carry_out(self._changes.step(now_ns))
+            self.carry_out(handle())
         except BaseException as error:
             reraise_exits(error)
-            log.exception("the change of workers is abandoned")
-            self._peers.handle(self._changes.break_off, told(error))
+            log.exception("the move of a session is abandoned")
+            self._peers.handle(self._rebalancing.break_off)
 
     def _record(self, note: Callable[[Recorder], None]) -> None:
         """Have something recorded. A recorder that fails is not asked again: no session is to
@@ -281,6 +304,8 @@ class Coordinator:
         self._peers.handle(observe, self._observing, self.registry, self.epoch)
         self._step_change(self.now_ns())
         self._peers.handle(self._moving.tick)
+        if not self._changes.under_way:
+            self._rebalance(self._rebalancing.look)
         self._conclude()
         for running in [*self._running.values()]:
             self._sessions.attempt(running, running.check_asked)

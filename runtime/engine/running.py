@@ -26,6 +26,7 @@ from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
+from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import EventLog
@@ -117,7 +118,10 @@ class RunningRequest:
     draft_failure: DraftFailure | None = None
     """The first one of its draft."""
     shunned: set[bytes] = field(default_factory=set)
-    """Drafts that the session has parted with for what they did or could not do."""
+    """Workers that the session has parted with for what they did or could not do."""
+    reads_for: "RunningRequest | None" = None
+    """The session whose log it reads on another target, where that one is to go on; it ends when it
+    has. None: it is a request, or a trial."""
     loss: Loss | None = None
     """The loss of its target, while it waits for another."""
     losses: list[tuple[str, int] | None] = field(default_factory=list)
@@ -167,6 +171,11 @@ class RunningRequest:
         """Return whether it is run for the sake of its workers: nobody else hears of it, and it
         goes on on no others."""
         return self.client.hear is not None
+
+    @property
+    def claim(self) -> Request:
+        """Return the request that takes room on its target."""
+        return (self.reads_for or self).session.request
 
     @property
     def doomed(self) -> bool:

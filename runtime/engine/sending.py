@@ -180,7 +180,7 @@ class CommandSender:
             and self._reuse
             and worker.limits.kept
             and running.draft is not running.target
-            and not running.trial
+            and (not running.trial or running.reads_for is not None)
         ):
             gone = self._shelve(running, worker, role)
         for session in gone or ():

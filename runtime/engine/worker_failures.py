@@ -78,8 +78,17 @@ class WorkerFailures:
         ):
             yield from self._moving.lose_target(running, "no longer has its session")
             yield from self._moving.resettle()
+        elif worker is running.target and owed.type is Opened and self._may_go_elsewhere(running):
+            running.shunned.add(worker.peer)
+            yield from self._moving.lose_target(running, f"could not read its log: {event.text}")
+            yield from self._moving.resettle()
         elif worker is running.target:
             yield Fail(running, RequestError(event.code, event.text))
+
+    def _may_go_elsewhere(self, running: RunningRequest) -> bool:
+        """Return whether a session that has begun can go on on another target than the one that was
+        to read its log."""
+        return bool(running.session.tokens) and self._moving.refuge(running) is not None
 
     def _failed_ahead(self, worker: Worker, why: str) -> None:
         """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dovetail.protocol.messages import PairState, Submit
+from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.pairs import Pair, share_cores, share_device
 from dovetail.runtime.costs.rounds import PairCosts
@@ -226,6 +227,33 @@ class Placement:
         return self._running_request(
             client, submit, target, draft, request, draft_sync, Accounts(now_ns), now_ns
         )
+
+    def read_log(
+        self, client: ClientPeer, target: Worker, request: Request, now_ns: int
+    ) -> RunningRequest:
+        """A session that reads the log of another on this target, of which nothing counts: the
+        prompt of `request`. It goes on from what the target has of it."""
+        submit = Submit(
+            epoch=self._epoch,
+            request=0,
+            tokens=request.prompt[:1],
+            max_tokens=0,
+            sampling=Sampling(),
+            tree=TreeSettings(),
+        )
+        running = self.try_out(client, submit, target, None, request, now_ns)
+        base = self.begins_with(request.packed, request, target)
+        if base is not None:
+            target.shelf.pin(base)
+        running.session.target_base = base
+        return running
+
+    def begins_with(self, log: bytes, request: Request, target: Worker) -> Base | None:
+        """Return what a target has of a session that another one serves, packed as `log`."""
+        if not (self._reuse and request.may_reuse):
+            return None
+        running = prompts_on_target(self._running, target, request.owner)
+        return target.shelf.find(log, owner=request.owner, running=running)
 
     def _running_request(
         self,

@@ -16,13 +16,32 @@ def tokens_of(request: Request) -> int:
 
 
 def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
-    """Return how many tokens the sessions that run on a target may take in all."""
-    there = {one.session.number: tokens_of(one.session.request) for one in _on(target, running)}
+    """Return how many tokens the sessions that run on a target may take in all, and those whose
+    logs are being read there before they move to it."""
+    there = {one.session.number: tokens_of(one.claim) for one in _on(target, running)}
     return sum(there.values()) - target.shelf.shared.saved(there)
 
 
-def needs(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> int:
-    """Return how many tokens a request may take on a target beside those that run there."""
+def has_room(
+    target: Worker, request: Request, running: Mapping[int, RunningRequest], *, reuse: bool
+) -> bool:
+    """Return whether a request fits into a target's memory beside those that run there. An idle
+    target takes any, and refuses by itself what is too large."""
+    held = held_on(target, running)
+    return (
+        target.limits.room is None
+        or not held
+        or held + needs(request, target, running, reuse=reuse) <= target.limits.room
+    )
+
+
+def needs(
+    request: Request, target: Worker, running: Mapping[int, RunningRequest], *, reuse: bool
+) -> int:
+    """Return how many tokens a request may take on a target beside those that run there. `reuse`:
+    sessions go on from the rows of others."""
+    if not (reuse and request.may_reuse):
+        return tokens_of(request)
     begun = prompts_on_target(running, target, request.owner)
     base = target.shelf.find(request.packed, owner=request.owner, running=begun)
     if base is None or not base.shared:

@@ -142,7 +142,7 @@ class Moving:
 
     def _resettle(self, running: RunningRequest) -> Effects[None]:
         target = self._placement.target(
-            partial(self._recovery.suits, running), context=running.session.length
+            partial(self.suits, running), context=running.session.length
         )
         if target is not None and not running.doomed:
             yield from self._recover(running, target)
@@ -160,10 +160,14 @@ class Moving:
             )
         return self._recovery.end_of(running, self._registry.workers.values(), self._now_ns())
 
+    def suits(self, running: RunningRequest, target: Worker) -> bool:
+        """Return whether a session may go on on this target, and that has not refused it."""
+        return target.peer not in running.shunned and self._recovery.suits(running, target)
+
     def refuge(self, running: RunningRequest) -> Worker | None:
         """Another target on which a session may go on."""
         return self._placement.target(
-            lambda other: other is not running.target and self._recovery.suits(running, other),
+            lambda other: other is not running.target and self.suits(running, other),
             context=running.session.length,
         )
 

@@ -150,6 +150,8 @@ class Tally:
     refused: int = 0
     """Requests that were turned down before anything was decoded."""
     moves: int = 0
+    rebalanced: int = 0
+    """Moves to a target that is faster for a session than its own."""
     let_go: int = 0
     """Clients that read nothing."""
 
@@ -190,6 +192,7 @@ class Tally:
             opening=opening,
             waiting=waiting,
             moves=self.moves,
+            rebalanced=self.rebalanced,
             let_go=self.let_go,
             kept=kept,
             occupied=occupied,

@@ -555,6 +555,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             queue=(m.KeyWaits(key="0123abcd", length=2, longest_s=1.5),),
             queued=2,
             moves=2,
+            rebalanced=1,
             let_go=1,
             kept=2,
             occupied=0.125,

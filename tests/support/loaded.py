@@ -67,6 +67,10 @@ class Pace:
     further_s: float = 0.0001
     """Added to a pass of the draft by each further session in it."""
     prompt_s: float = 0.01
+    row_s: float = 0.0
+    """Of the target, for each token of a log that it reads beyond `prompt_s`."""
+    kept: int = 0
+    """Tokens of ended sessions that the target keeps."""
     draft_prompt_s: float = 0.01
     hop_s: float = 1e-4
     coordinator_s: float = 5e-5
@@ -84,6 +88,8 @@ class Scripted:
             changes,
         )
         self.logs: dict[int, list[int]] = {}
+        self.read: list[int] = []
+        """Tokens that were read for each log."""
         self._prompts: dict[int, int] = {}
         self._last: dict[int, Drafted] = {}
         self.opened = 0
@@ -98,7 +104,8 @@ class Scripted:
 
     def hello(self, epoch: int) -> Hello:
         self._epoch = epoch
-        limits = Limits(context=1 << 16, together=self._pace.together)
+        kept = self._pace.kept if self._role == "target" else 0
+        limits = Limits(context=1 << 16, together=self._pace.together, kept=kept)
         return hello(
             self._role,
             **{"epoch": epoch, "limits": limits, "cores": (), "states": None, **self._changes},
@@ -130,13 +137,20 @@ class Scripted:
         self.opened += 1
         told = self.logs[command.session] = list(command.prompt)
         self._prompts[command.session] = len(told)
+        self.read.append(len(told) - command.kept)
         if self._role == "draft":
             self._spent(self._pace.draft_prompt_s)
             return Opened(epoch=self._epoch, session=command.session)
-        span = self._spent(self._pace.prompt_s)
+        rows = len(command.prompt) - command.kept
+        span = self._spent(self._pace.prompt_s + self._pace.row_s * rows)
         told.append(choice(told))
         return Opened(
-            epoch=self._epoch, session=command.session, bonus=told[-1], margin=1.0, spans=(span,)
+            epoch=self._epoch,
+            session=command.session,
+            round=command.round,
+            bonus=told[-1],
+            margin=1.0,
+            spans=(span,),
         )
 
     def _verify(self, command: Verify) -> Verified:
@@ -306,20 +320,33 @@ class Crowded:
         self._post(
             Hello(epoch=EPOCH, roles=("client",), name="client", host="client.simulated", pid=3)
         )
+        self.workers: dict[str, Scripted] = {}
+        for _ in range(self.targets):
+            self.add("target")
+        self.add("draft")
+        self._settle()
+
+    def add(self, role: str, *, at_ns: int = 0, pace: Pace | None = None, **changes: object) -> str:
+        """A worker joins at this time; return its name. `pace`: another one than that of all."""
+        clock, number, pace = Clock(), len(self.workers), pace or self.pace
+        clock.wait_until(at_ns)
         rows = (1, 2, 4, 8, 16, 32, 64, 128, 256)
         curve = ContextCurve(
-            context=0, t_v=RowsSeconds(rows=rows, seconds=tuple(map(self.pace.pass_s, rows)))
+            context=0, t_v=RowsSeconds(rows=rows, seconds=tuple(map(pace.pass_s, rows)))
         )
-        self.workers: dict[str, Scripted] = {}
-        for number, role in enumerate(["target"] * self.targets + ["draft"]):
-            clock = Clock()
-            name = f"{role}{number}" if role == "target" else role
-            curves = (curve,) if self.profiled and role == "target" else ()
-            worker = self.workers[name] = Scripted(
-                role, 0, clock, self.pace, name=name, pid=number, curves=curves
-            )
-            Process(bytes([10 + number]) + name.encode(), worker, clock, self.hub).start()
-        self._settle()
+        name = f"{role}{number}" if role == "target" else role
+        curves = (curve,) if self.profiled and role == "target" else ()
+        worker = self.workers[name] = Scripted(
+            role, 0, clock, pace, name=name, pid=number, curves=curves, **changes
+        )
+        Process(bytes([10 + number]) + name.encode(), worker, clock, self.hub).start()
+        return name
+
+    def join_after(self, seconds: float, pace: Pace | None = None, **changes: object) -> str:
+        """One more target joins so long after now, while streams run; return its name."""
+        return self.add(
+            "target", at_ns=self.hub.clock() + round(1e9 * seconds), pace=pace, **changes
+        )
 
     def _settle(self) -> None:
         while self.agenda.step():

@@ -1,0 +1,65 @@
+"""T(M) of one target by what several of the same fingerprint have shown: its own passes first, then
+those of the others where it has made none of so many rows. Pure.
+
+Below the fewest rows that anybody has shown a pass is hoped to take as much less as it has fewer
+rows. Whoever acts on that finds out.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from dovetail.protocol.calibration import RowsSeconds
+
+
+class PooledPasses:
+    """Seconds of a target's passes over any number of rows."""
+
+    def __init__(self, own: RowsSeconds | None, others: Iterable[RowsSeconds | None]) -> None:
+        """`own`: of the target's passes; `others`: of those of other targets."""
+        points = _points(own)
+        for curve in others:
+            theirs = _points(curve)
+            scale = _scale(points, theirs)
+            for rows, seconds in theirs.items():
+                if rows not in points and _rises(points, rows, scale * seconds):
+                    points[rows] = scale * seconds
+        self._rows = sorted(points)
+        self._seconds = [points[rows] for rows in self._rows]
+
+    def at(self, rows: int) -> float:
+        """Return the seconds of a pass over so many rows; 0 where nothing is known."""
+        if not self._rows or rows <= 0:
+            return 0.0
+        place = bisect_left(self._rows, rows)
+        if place == 0:
+            return self._seconds[0] * rows / self._rows[0]
+        if place == len(self._rows):
+            return self._beyond(rows)
+        low, high = self._rows[place - 1], self._rows[place]
+        share = (rows - low) / (high - low)
+        return self._seconds[place - 1] + share * (self._seconds[place] - self._seconds[place - 1])
+
+    def _beyond(self, rows: int) -> float:
+        """Return the seconds beyond the most rows: along the last two numbers, and in proportion
+        where there is one."""
+        most, seconds = self._rows[-1], self._seconds[-1]
+        before, less = (0, 0.0) if len(self._rows) == 1 else (self._rows[-2], self._seconds[-2])
+        return seconds + (rows - most) * max(0.0, seconds - less) / (most - before)
+
+
+def _points(curve: RowsSeconds | None) -> dict[int, float]:
+    return {} if curve is None else dict(zip(curve.rows, curve.seconds, strict=True))
+
+
+def _scale(own: dict[int, float], theirs: dict[int, float]) -> float:
+    """Return by how much longer the own passes take than theirs, as far as both have shown the same
+    number of rows."""
+    ratios = sorted(own[rows] / theirs[rows] for rows in own.keys() & theirs.keys())
+    return ratios[len(ratios) // 2] if ratios else 1.0
+
+
+def _rises(points: dict[int, float], rows: int, seconds: float) -> bool:
+    """Return whether a further point lies between those with fewer and with more rows."""
+    return all(
+        known <= seconds if count < rows else seconds <= known for count, known in points.items()
+    )

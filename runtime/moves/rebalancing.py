@@ -1,0 +1,362 @@
+"""Running sessions go over to a target that is there again, is new, or has become emptier, where
+`gains.py` says that it pays.
+
+One session moves at a time. The new target reads its log first, as a session of ours that ends when
+it has and is kept, while the old one goes on serving it; then the session goes on from that, and
+has to wait only until the tokens are read that have come meanwhile. Where nothing is kept it waits
+until all of its log has been read. It moves to the same fingerprint only, so that not a byte
+changes, and its draft goes on drafting. A move that fails before the session has left the old
+target changes nothing; afterwards it is a loss like any other. The next move is thought of when the
+moved session has had some rounds, so that it is known what passes take by then.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from dovetail.protocol.messages import Close, Failed, Finished, Hello, Message
+from dovetail.runtime.control.pairs import CPU, share_cores, share_device
+from dovetail.runtime.costs.pooled import PooledPasses
+from dovetail.runtime.engine.effects import Abandon, Effects, Say, Send, Start
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.fleet.room import has_room, held_on, needs
+from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.moves.gains import Gain, Place, Price, Seat, best_move
+from dovetail.runtime.moves.moving import Moving
+from dovetail.runtime.session.state import State
+from dovetail.runtime.telemetry.metrics import Tally
+
+LEAST_LEFT = 64
+"""Tokens that a session is expected to have to go at least, as far as its limit allows; later as
+many as it has had, since most end long before their limit."""
+MOST_LAG = 32
+"""Tokens that may be left to read when a session moves, while it waits: as fast as a few passes."""
+SETTLED_ROUNDS = 3
+"""Rounds of a moved session after which the next move is thought of."""
+STAY_NS = 5_000_000_000
+"""A session that has moved stays for so long."""
+REFUSED_NS = 30_000_000_000
+"""A target that could not read a log, or had to be given up for it, is left alone for so long."""
+
+
+@dataclass
+class Under:
+    """The move that is under way."""
+
+    running: RunningRequest
+    old: Worker
+    new: Worker
+    gain: Gain
+    phase: Literal["reading", "settling"] = "reading"
+    reader: RunningRequest | None = None
+    """The session that reads the log; None: the session itself will."""
+    heard: Finished | Failed | None = None
+    """The word with which the reader ended."""
+    unread: int = 0
+    """Tokens that the reader had to read."""
+    rounds: int = 0
+    """Rounds that the session had had when it moved."""
+
+
+class Rebalancing:
+    """Looks for moves that pay, and carries them out one at a time."""
+
+    def __init__(
+        self,
+        service: Service,
+        running: Mapping[int, RunningRequest],
+        registry: Registry,
+        placement: Placement,
+        moving: Moving,
+        tally: Tally,
+        clock_ns: Callable[[], int],
+        *,
+        reuse: bool,
+    ) -> None:
+        """`running`: the sessions by their numbers; `reuse`: sessions go on from what is kept."""
+        self._service, self._running, self._registry = service, running, registry
+        self._placement, self._moving, self._tally = placement, moving, tally
+        self._now_ns, self._reuse = clock_ns, reuse
+        self._under: Under | None = None
+        self._refused: dict[bytes, int] = {}
+        """Until when targets are left alone, by their peers."""
+        self._moved: dict[int, int] = {}
+        """When sessions have moved."""
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether a session moves, or has just moved."""
+        return self._under is not None
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def look(self) -> Effects[None]:
+        """Begin the move that brings most, if there is one and none is under way."""
+        if self._under is not None or self._service.ending:
+            return
+        now_ns = self._now_ns()
+        self._refused = {peer: until for peer, until in self._refused.items() if until > now_ns}
+        self._moved = {n: at_ns for n, at_ns in self._moved.items() if n in self._running}
+        for targets in self._alike():
+            if (gain := best_move(self._places(targets), self._price)) is not None:
+                yield from self._begin(gain)
+                return
+
+    def step(self, *, changing: bool) -> Effects[None]:
+        """Something was handled, or time has passed: see what follows for the move that is under
+        way. `changing`: a change of workers has begun, which comes first."""
+        if (under := self._under) is None:
+            return
+        if under.phase == "settling":
+            self._settle(under)
+        elif isinstance(under.heard, Failed):
+            self._refuse(under)
+        elif changing or not self._is_open(under):
+            yield from self.break_off()
+        elif under.heard is not None and self._lags(under):
+            yield from self._read(under)
+        elif under.heard is not None:
+            yield from self._go(under)
+
+    def break_off(self) -> Effects[None]:
+        """Give up the move that is under way; the session stays where it is."""
+        under, self._under = self._under, None
+        reader = under.reader if under is not None else None
+        if reader is not None and self._running.get(reader.session.number) is reader:
+            yield Abandon(reader)
+
+    def _begin(self, gain: Gain) -> Effects[None]:
+        running, workers = self._running[gain.session], self._registry.workers
+        under = self._under = Under(running, workers[gain.old], workers[gain.new], gain)
+        if self._reads_ahead(running, under.new):
+            yield from self._read(under)
+        else:
+            yield from self._go(under)
+
+    def _read(self, under: Under) -> Effects[None]:
+        """Have the new target read the log as far as it has come."""
+        under.reader, under.heard = self._reader(under), None
+        under.unread = under.reader.session.new_tokens
+        yield from self._make_room(under.running, under.new)
+        yield Start(under.reader)
+
+    def _lags(self, under: Under) -> bool:
+        """Return whether so many tokens have come while the log was read that they are better read
+        before the session moves, too."""
+        if under.reader is None:
+            return False
+        came = under.running.session.length - under.reader.session.length
+        return MOST_LAG < came <= under.unread // 2 and self._reads_ahead(under.running, under.new)
+
+    def _reader(self, under: Under) -> RunningRequest:
+        """Return a session that reads the log of another, and ends."""
+        session, hello = (
+            under.running.session,
+            Hello(
+                epoch=self._service.epoch, roles=("client",), name="move", host="", pid=os.getpid()
+            ),
+        )
+        log = replace(
+            session.request,
+            prompt=session.request.log(session.tokens, session.length),
+            max_tokens=0,
+            logprobs=None,
+            record=False,
+        )
+        ours = ClientPeer(b"", hello, hear=partial(self._hear, under))
+        reader = self._placement.read_log(ours, under.new, log, self._now_ns())
+        reader.reads_for = under.running
+        return reader
+
+    def _hear(self, under: Under, message: Message) -> None:
+        """Hear what the client of a reader is told."""
+        if isinstance(message, Finished | Failed):
+            under.heard = message
+
+    def _go(self, under: Under) -> Effects[None]:
+        """Have the session move."""
+        running, gain = under.running, under.gain
+        if not self._fits(running, under.new):
+            self._refuse(under)
+            return
+        under.phase, under.rounds = "settling", running.session.accounts.rounds
+        self._moved[running.session.number] = self._now_ns()
+        self._tally.rebalanced += 1
+        yield from self._make_room(running, under.new)
+        yield Say(
+            f"session {running.session.number} moves from {under.old.name} to {under.new.name}: "
+            f"{gain.new_rate:.3g} tokens/s are predicted for it there, {gain.rate:.3g} here, and "
+            f"all sessions of both together save {gain.saved_s:.3g} s for {gain.cost_s:.3g} s of "
+            "reading its log"
+        )
+        yield from self._moving.move(running, under.new)
+
+    def _settle(self, under: Under) -> None:
+        """See whether the session has had some rounds on its new target, or has ended."""
+        running = under.running
+        if self._running.get(running.session.number) is not running:
+            self._under = None
+        elif running.target is not under.new or running.loss is not None:
+            self._refuse(under)
+        elif running.session.accounts.rounds >= under.rounds + SETTLED_ROUNDS:
+            self._under = None
+
+    def _refuse(self, under: Under) -> None:
+        """Leave a target alone for a time to which a session could not move."""
+        self._refused[under.new.peer] = self._now_ns() + REFUSED_NS
+        self._under = None
+
+    def _make_room(self, running: RunningRequest, target: Worker) -> Effects[None]:
+        """Have a target give up as many kept sessions as the session takes."""
+        if target.limits.room is None:
+            return
+        request = running.session.request
+        left = target.limits.room - held_on(target, self._running)
+        left -= needs(request, target, self._running, reuse=self._reuse)
+        for number in target.shelf.give_up(left):
+            yield Send(target, Close(epoch=self._service.epoch, session=number))
+
+    # -- what is possible --------------------------------------------------------------------------
+
+    def _is_open(self, under: Under) -> bool:
+        """Return whether the session is still where it was, and both targets are there."""
+        running, workers = under.running, self._registry.workers
+        return (
+            self._running.get(running.session.number) is running
+            and running.target is under.old
+            and _may_leave(running)
+            and workers.get(under.new.peer) is under.new
+            and under.new.available
+        )
+
+    def _fits(self, running: RunningRequest, target: Worker) -> bool:
+        """Return whether a target has room for the session."""
+        full = target.sessions >= target.limits.sessions
+        request = running.session.request
+        return not full and has_room(target, request, self._running, reuse=self._reuse)
+
+    def _reads_ahead(self, running: RunningRequest, target: Worker) -> bool:
+        """Return whether a target can read the log of a session for it to go on from."""
+        session = running.session
+        tokens = session.length + 1 + session.request.most_levels
+        return self._reuse and session.request.may_reuse and tokens <= target.limits.kept
+
+    def _alike(self) -> Iterator[Sequence[Worker]]:
+        """Yield the targets of each fingerprint of which there are several."""
+        groups: dict[str, list[Worker]] = {}
+        for worker in self._registry.workers.values():
+            if worker.plays("target") and worker.available:
+                groups.setdefault(str(worker.hello.fingerprint), []).append(worker)
+        yield from (targets for targets in groups.values() if len(targets) > 1)
+
+    # -- what it brings ----------------------------------------------------------------------------
+
+    def _places(self, targets: Sequence[Worker]) -> Sequence[Place]:
+        """Return the targets with their sessions, and what rounds take there."""
+        held = {
+            target.peer: [
+                one
+                for one in self._running.values()
+                if one.target is target and one.loss is None and not one.trial
+            ]
+            for target in targets
+        }
+        every = [one for sessions in held.values() for one in sessions]
+        if not every:
+            return ()
+        rows = 1.0 + sum(len(one.session.tree.tokens) for one in every) / len(every)
+        context = sum(one.session.length for one in every) / len(every)
+        beside_s = sum(self._beside_s(one) for one in every) / len(every)
+        now_ns = self._now_ns()
+        return [
+            Place(
+                target.peer,
+                partial(
+                    _round_s,
+                    _passes_of(target, targets, context),
+                    rows,
+                    beside_s + target.hop_s,
+                ),
+                [self._seat(one, now_ns) for one in held[target.peer]],
+            )
+            for target in targets
+        ]
+
+    def _seat(self, running: RunningRequest, now_ns: int) -> Seat:
+        session = running.session
+        tokens = len(session.tokens) / max(1, session.accounts.rounds)
+        left = min(session.room, max(LEAST_LEFT, len(session.tokens)))
+        moved_ns = self._moved.get(session.number)
+        stays = moved_ns is not None and now_ns - moved_ns < STAY_NS
+        per_round = max(1.0, tokens)
+        return Seat(
+            session.number, left / per_round, per_round, movable=_may_leave(running) and not stays
+        )
+
+    def _beside_s(self, running: RunningRequest) -> float:
+        """Return the seconds of a round of a session beside its pass."""
+        if running.draft is None or not running.session.tree.tokens:
+            return 0.0
+        return self._placement.pair(running.draft, running.target)[1].order_s
+
+    def _price(self, number: int, peer: bytes) -> Price | None:
+        """Return what it costs to move a session to a target; None: it may not go there."""
+        running, target = self._running[number], self._registry.workers[peer]
+        if not (
+            peer not in self._refused
+            and self._moving.suits(running, target)
+            and target.hello.fingerprint == running.target.hello.fingerprint
+            and not _in_common(running.target, target)
+            and (running.draft is None or self._placement.goes_with(running.draft, target))
+            and self._fits(running, target)
+        ):
+            return None
+        session = running.session
+        base = self._placement.begins_with(session.packed(), session.request, target)
+        rows = session.length - (base.tokens if base is not None else 0)
+        row_s = target.reading.row_s or running.target.reading.row_s
+        if not row_s:
+            row_s = running.target.verifying.at(1, session.length)
+        reading_s = rows * row_s
+        pass_s = running.target.verifying.at(1 + len(session.tree.tokens), session.length)
+        waits_s = 0.0 if self._reads_ahead(running, target) else reading_s
+        return Price(reading_s, pass_s + waits_s)
+
+
+def _may_leave(running: RunningRequest) -> bool:
+    """Return whether a session is in the midst of its rounds, and of nothing else, and its tokens
+    do not depend on what a round without a draft would draw."""
+    return (
+        running.session.state in (State.DRAFTING, State.VERIFYING)
+        and running.loss is None
+        and not running.joining
+        and not running.session.request.rejects
+        and running.draft is not running.target
+    )
+
+
+def _in_common(one: Worker, other: Worker) -> bool:
+    """Return whether two targets are known to compute on the same device, where a second one brings
+    nothing."""
+    if next(iter(one.hello.device.split()), CPU) == CPU:
+        return share_cores(one.hello, other.hello)
+    return share_device(one.hello, other.hello)
+
+
+def _passes_of(target: Worker, targets: Sequence[Worker], context: float) -> Callable[[int], float]:
+    """Return what a target's passes take over so many rows, in seconds: by its profile and its
+    passes, or by its passes and those of the others of its fingerprint."""
+    if target.verifying.profiled:
+        return partial(target.verifying.at, context=context)
+    others = [other.verifying.curve(context) for other in targets if other is not target]
+    return PooledPasses(target.verifying.curve(context), others).at
+
+
+def _round_s(pass_s: Callable[[int], float], rows: float, beside_s: float, sessions: int) -> float:
+    """Return the seconds of a round of so many sessions, each with so many rows."""
+    return pass_s(round(rows * sessions)) + beside_s
