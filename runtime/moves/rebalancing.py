@@ -83,6 +83,9 @@ class Rebalancing:
         self._placement, self._moving, self._tally = placement, moving, tally
         self._now_ns, self._reuse = clock_ns, reuse
         self._under: Under | None = None
+        self._ways: tuple[bytes, bytes] | None = None
+        """From where to where the best move was at the last look: what pays for a moment only is
+        not begun."""
         self._refused: dict[bytes, int] = {}
         """Until when targets are left alone, by their peers."""
         self._moved: dict[int, int] = {}
@@ -102,10 +105,12 @@ class Rebalancing:
         now_ns = self._now_ns()
         self._refused = {peer: until for peer, until in self._refused.items() if until > now_ns}
         self._moved = {n: at_ns for n, at_ns in self._moved.items() if n in self._running}
-        for targets in self._alike():
-            if (gain := best_move(self._places(targets), self._price)) is not None:
-                yield from self._begin(gain)
-                return
+        gains = (best_move(self._places(targets), self._price) for targets in self._alike())
+        gain = next(filter(None, gains), None)
+        ways, before = None if gain is None else (gain.old, gain.new), self._ways
+        self._ways = ways
+        if gain is not None and ways == before:
+            yield from self._begin(gain)
 
     def step(self, *, changing: bool) -> Effects[None]:
         """Something was handled, or time has passed: see what follows for the move that is under

@@ -11,9 +11,22 @@ import os
 import pytest
 from hypothesis import Phase, given, seed, settings
 
-from dovetail.protocol.messages import Close, Closed, Command, Event, Open
+from dovetail.protocol.messages import Close, Closed, Command, Event, Failed, Open
 from support.faulty import CarefulTarget
-from support.schedules import CAREFUL, Fault, Schedule, Wish, World, play, schedules
+from support.schedules import (
+    CAREFUL,
+    READY_NS,
+    Fault,
+    Kind,
+    Schedule,
+    Wish,
+    World,
+    crowds,
+    hushed,
+    play,
+    schedules,
+    undisturbed,
+)
 from support.scripted import VOCABULARY, continuation
 
 EVERYDAY = 40
@@ -95,6 +108,87 @@ def test_a_prompt_in_the_midst_of_which_something_happens_is_read_again_beside_t
         steps = ((0, LONG), (30, long), (after, fault))
         world = play(Schedule(targets=2, reads=reads, part=3, steps=steps))
         assert any(told.wish == long for told in world.reader.told.values())
+
+
+@given(schedule=crowds())
+@settings(max_examples=EVERYDAY, derandomize=True, database=None, deadline=None, phases=PHASES)
+def test_whoever_comes_and_goes_sessions_move_and_no_text_changes(schedule: Schedule) -> None:
+    play(schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(math.ceil(MANY / AT_A_TIME / 4)))
+def test_in_many_more_schedules_of_targets_that_come_and_go_none_does(part: int) -> None:
+    @seed(f"crowd {SEED} {part}")
+    @given(schedule=crowds(most=16))
+    @settings(max_examples=AT_A_TIME, database=None, deadline=None, phases=PHASES)
+    def check(schedule: Schedule) -> None:
+        play(schedule)
+
+    check()
+
+
+def rebalanced(world: World) -> int:
+    return world.coordinator.report().totals.rebalanced
+
+
+CROWD = tuple((0, Wish(prompt=(number, 6, 7), tokens=200)) for number in range(3, 9))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("kept", [1 << 16, 0])
+def test_sessions_go_back_to_a_target_that_was_killed_and_is_there_again(
+    reads: bool, kept: int
+) -> None:
+    steps = (*CROWD, (60, Fault("kill", who=0, for_ms=300)))
+    world = play(Schedule(targets=2, reads=reads, part=3, row_ms=12.0, kept=kept, steps=steps))
+    assert rebalanced(world) >= 2
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "forget", "cut", "stick", "drop"])
+@pytest.mark.parametrize("side", ["new", "old"])
+def test_a_target_that_fails_in_the_midst_of_a_move_costs_no_session_anything(
+    side: str, kind: Kind
+) -> None:
+    for after in range(0, 40, 4):
+        world = World(Schedule(targets=2, part=3, row_ms=12.0, steps=CROWD), undisturbed)
+        with hushed(world.loud):
+            world.run_until(world.ready, READY_NS, "not everybody registered")
+            for _, wish in CROWD:
+                world.do(wish)
+            world.run(60)
+            world.do(Fault("kill", who=0, for_ms=300))
+            moves = world.coordinator._rebalancing
+            world.run_until(lambda moves=moves: moves.under_way, READY_NS, "nothing moves")
+            assert moves._under is not None
+            peer = getattr(moves._under, side).peer
+            (who,) = [
+                place
+                for place, process in enumerate(world.processes)
+                if process.wire is not None and process.wire.peer == peer
+            ]
+            world.run(after)
+            world.do(Fault(kind, who=who, for_ms=300))
+            world.settle()
+
+
+class Full(CarefulTarget):
+    """Has no memory for a session that was begun elsewhere, once it has been started again."""
+
+    def work(self, command: Command) -> list[Event]:
+        if isinstance(command, Open) and command.replied and self.epoch % 10_000 > 1:
+            text = "there is no memory for its cache"
+            about = {"epoch": self.epoch, "session": command.session, "round": command.round}
+            return [Failed(**about, code="capacity", text=text)]
+        return super().work(command)
+
+
+@pytest.mark.parametrize("kept", [1 << 16, 0])
+def test_a_session_that_finds_no_memory_where_it_moves_goes_on_where_it_was(kept: int) -> None:
+    """And nobody else is moved there for some time."""
+    steps = (*CROWD, (60, Fault("kill", who=0, for_ms=300)))
+    schedule = Schedule(targets=2, part=3, row_ms=12.0, kept=kept, steps=steps)
+    assert rebalanced(play(schedule, {**CAREFUL, "target": Full})) == 1
 
 
 # -- what a fault costs ----------------------------------------------------------------------------

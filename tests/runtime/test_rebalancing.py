@@ -121,11 +121,11 @@ def pauses_s(house: Crowded, after_s: float) -> list[float]:
 @pytest.mark.parametrize("kept", [1 << 16, 0])
 def test_the_old_target_serves_a_session_while_the_new_one_reads_its_log(kept: int) -> None:
     """Unless that keeps nothing: then it waits until all of its log is read there."""
-    house = Crowded(Pace(pass_s=lambda rows: 0.01 * rows, row_s=0.004, kept=kept))
+    house = Crowded(Pace(pass_s=lambda rows: 0.01 * rows, row_s=0.002, kept=kept))
     name, pauses = house.join_after(6.0), pauses_s(house, 6.0)
     streams = house.run(2, 400, speculate=False, prompt=200)
     assert sum(moves(streams)) == 1
-    longest_s, whole_s = max(pauses), 0.004 * 200
+    longest_s, whole_s = max(pauses), 0.002 * 200
     assert (longest_s < 0.25 * whole_s) if kept else (longest_s > whole_s)
     whole = [tokens for tokens in house.workers[name].read if tokens >= 200]
     assert len(whole) == 1, "the log is read whole once"

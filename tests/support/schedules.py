@@ -41,7 +41,17 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.engine.coordinator import Coordinator
 from dovetail.runtime.engine.running import MOST_LOSSES
-from support.faulty import LOAD_NS, MS, CarefulDraft, CarefulTarget, FaultyHub, Process, S, Time
+from support.faulty import (
+    LOAD_NS,
+    MS,
+    CarefulDraft,
+    CarefulTarget,
+    Costs,
+    FaultyHub,
+    Process,
+    S,
+    Time,
+)
 from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedWorker
 
 TICK_NS = S // 2
@@ -126,6 +136,14 @@ class Schedule:
     """Rows of a log that workers read at a time; 0: they read it whole."""
     sessions: int = 64
     """The most sessions that a worker holds; further requests wait."""
+    row_ms: float = 0.2
+    """Of a target's pass, each row: with much more than that sessions go over to another target."""
+    kept: int = ROOMY.kept
+    """Tokens of ended sessions that a worker keeps."""
+    room: int | None = None
+    """Tokens of all its sessions that a worker has room for."""
+    shares: bool = False
+    """Whether sessions begin with rows of others that stay."""
     steps: tuple[tuple[int, Wish | Fault], ...] = ()
 
 
@@ -397,7 +415,13 @@ class World:
             "name": f"{role}-{number}",
             "host": f"machine-{number}",
             "limits": ROOMY.model_copy(
-                update={"prompt_rows": self._schedule.part, "sessions": self._schedule.sessions}
+                update={
+                    "prompt_rows": self._schedule.part,
+                    "sessions": self._schedule.sessions,
+                    "kept": self._schedule.kept,
+                    "room": self._schedule.room,
+                    "shares": self._schedule.shares,
+                }
             ),
             "standby": standby,
             **head,
@@ -406,6 +430,7 @@ class World:
             self.time,
             role,
             make,
+            costs=Costs(row_ms=self._schedule.row_ms),
             about=about,
             stuck_ns=round(STUCK_S * S),
             load_ns=load_ns,
@@ -816,4 +841,49 @@ def schedules(
         part=st.sampled_from((3, 0, 3)),
         sessions=st.sampled_from((64, 2, 64)),
         steps=steps,
+    )
+
+
+COMING: tuple[Kind, ...] = ("kill", "kill", "join", "drain", "swap", "cut", "stop")
+"""Targets come and go."""
+
+
+def crowds(most: int = 10) -> st.SearchStrategy[Schedule]:
+    """Schedules in which several long requests run while targets come and go, so that sessions move
+    to those that are emptier."""
+    long = st.builds(
+        Wish,
+        prompt=st.sampled_from(PROMPTS),
+        tokens=st.sampled_from((120, 200)),
+        policy=st.sampled_from(("dynamic", "goodput")),
+        speculate=st.sampled_from((True, False)),
+        logprobs=st.sampled_from((None, None, 2)),
+    )
+    come = st.builds(
+        Fault,
+        kind=st.sampled_from(COMING),
+        who=st.sampled_from((0, 2, 4, 1)),
+        for_ms=st.sampled_from((40, 300, 1400)),
+    )
+    other = st.builds(
+        Fault,
+        kind=st.sampled_from(KINDS),
+        who=st.integers(0, 5),
+        for_ms=st.sampled_from((40, 300, 1400, 4000)),
+    )
+    step = st.tuples(st.sampled_from((40, 90, 200, 20)), come | come | long | other | WISHES)
+    return st.builds(
+        lambda wishes, rest, **about: Schedule(
+            steps=(*((0, wish) for wish in wishes), *rest), **about
+        ),
+        wishes=st.lists(long, min_size=3, max_size=7),
+        rest=st.lists(step, min_size=most // 2, max_size=most),
+        targets=st.sampled_from((1, 2, 3)),
+        drafts=st.sampled_from((0, 1, 2)),
+        reads=st.booleans(),
+        part=st.sampled_from((3, 0, 3)),
+        row_ms=st.sampled_from((4.0, 12.0)),
+        kept=st.sampled_from((ROOMY.kept, ROOMY.kept, 0, 150)),
+        room=st.sampled_from((None, None, 700)),
+        shares=st.booleans(),
     )

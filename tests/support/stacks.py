@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from dovetail.launch.processes.stack import (
     POLL_S,
@@ -30,8 +31,12 @@ PROMPTS: list[list[str]] = [
 SILENCE_S = 60.0
 
 
-Another = Callable[[Role | Played], Child]
-"""Starts one more worker of a role, with the settings of those that are there."""
+class Another(Protocol):
+    """Starts one more worker of a role, with the settings of those that are there."""
+
+    def __call__(self, role: Role | Played, *, cores: str | None = None) -> Child:
+        """`cores`: those that it runs on; None: those of its role; empty: any, and which ones it
+        tells nobody."""
 
 
 @contextmanager
@@ -48,11 +53,13 @@ def growing(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Another]]:
         wait_until_ready(supervisor, stack)
         layout = layout_of(stack.configuration.settings)
 
-        def another(role: Role | Played) -> Child:
-            return supervisor.start(
-                f"another {role} worker",
-                worker_arguments(stack.configuration, role, stack.address, layout),
-            )
+        def another(role: Role | Played, *, cores: str | None = None) -> Child:
+            arguments = worker_arguments(stack.configuration, role, stack.address, layout)
+            if cores is not None:
+                bound = ("--cores", "--memory-nodes")
+                arguments = [one for one in arguments if not one.startswith(bound)]
+                arguments += [f"--cores={cores}"] if cores else []
+            return supervisor.start(f"another {role} worker", arguments)
 
         with stack.connect() as client:
             yield stack, client, another
