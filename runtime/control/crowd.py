@@ -10,7 +10,9 @@ UNDRAFTED_PASSES = 16.0
 """Passes without drafting over which their time is compared with what they should take."""
 MOST_SLOWDOWN = 1.5
 MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
-"""Factors a round: the care stays as it is if about a twelfth of the sessions are behind."""
+"""Factors a round: the care stays as it is if about a twelfth of the sessions are far behind."""
+FAR = 0.25
+"""Share of its rate without drafting that a session which is far behind lacks."""
 CARE_OF_A_TRY = 2.0
 """The most with which drafting is tried again."""
 BEHIND = 0.97
@@ -70,7 +72,10 @@ class Crowd:
         self.tokens.add(tokens)
         self.seconds.add(seconds)
         alone_s = self.alone_s(expected_s)
-        change = MORE_CARE if rate() * alone_s < BEHIND else LESS_CARE
+        if (share := rate() * alone_s) < BEHIND:
+            change = MORE_CARE ** min(1.0, (1.0 - share) / FAR)
+        else:
+            change = LESS_CARE
         self.care = min(MOST_CARE, max(1.0, self.care * change ** (1.0 / among)))
         return self.on_off.drafted(tokens, seconds, alone_s, among=among, barren=barren)
 

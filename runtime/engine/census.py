@@ -23,15 +23,15 @@ class Census:
         self._counted.clear()
 
     def load(self, running: RunningRequest, *, opening: bool = False) -> Load:
-        """Return how much runs on a session's workers. `opening`: sessions whose prompts are being
-        read count, too."""
+        """Return how much runs on a session's workers, the session itself among it. `opening`:
+        sessions whose prompts are being read count, too."""
         key = id(running.target), id(running.draft), opening
         if (known := self._counted.get(key)) is None:
             known = self._counted[key] = self._count(running, opening)
         return known
 
     def _count(self, running: RunningRequest, opening: bool) -> Load:
-        states = (*RUNNING, State.OPENING) if opening else RUNNING
+        states = {*RUNNING, State.READY, *((State.OPENING,) if opening else ())}
         on_target = on_draft = 0
         for other in self._running.values():
             if other.session.state in states:
