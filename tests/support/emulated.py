@@ -2,13 +2,13 @@
 `cuda/cpu.h`, where the threads of a block are fibers: the same arithmetic, statement by statement,
 with no GPU. It is slow, and knows nothing of what a GPU does at the same time."""
 
-import atexit
-import shutil
+import fcntl
+import os
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from ctypes import CDLL, c_int64, c_void_p, cast
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "cuda"
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
+KEPT = Path(os.environ["XDG_CACHE_HOME"]) / "functions"
+"""What is compiled, for all processes of a run; `conftest.py` makes the folder above it, which goes
+with the run."""
 MOST_ARGUMENTS = 18
 UNITS = {"vectors": "", "matrices": "#define DT_MATRIX_UNITS\n"}
 """Name of a path of the functions -> the text that selects it in front of a source: for cards
@@ -93,14 +96,18 @@ def given_to_pretended(monkeypatch: "pytest.MonkeyPatch") -> Iterator[list[str]]
 @cache
 def library_file(source: str) -> Path:
     """Return functions of ours as a library of this machine, with what stands for NVIDIA's driver
-    (`cuda/driver.cpp`); it goes with this process."""
-    folder = Path(tempfile.mkdtemp(prefix="dovetail-functions-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (`cuda/driver.cpp`). The first process of a run that needs it compiles it, and others wait."""
     text = f'{source}\n#include "{FOLDER / "driver.cpp"}"\n'
-    program, made = compiler(), folder / "functions.so"
+    program, made = compiler(), KEPT / f"{sha256(text.encode()).hexdigest()}.so"
     assert program is not None
-    command = [program, *FLAGS, "-include", str(FOLDER / "cpu.h"), "-x", "c++", "-"]
-    subprocess.run([*command, "-o", str(made), "-ldl"], check=True, input=text, text=True)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            part = made.with_suffix(".part")
+            command = [program, *FLAGS, "-include", str(FOLDER / "cpu.h"), "-x", "c++", "-"]
+            subprocess.run([*command, "-o", str(part), "-ldl"], check=True, input=text, text=True)
+            part.rename(made)
     return made
 
 
@@ -113,5 +120,5 @@ def _library(source: str) -> CDLL:
 
 
 def emulated(source: str) -> Emulated:
-    """Return functions of ours, compiled once a process."""
+    """Return functions of ours, compiled once a run."""
     return Emulated(_library(source))

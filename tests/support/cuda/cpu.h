@@ -1,12 +1,14 @@
 // CUDA on a CPU, for tests: put before a source of workers/kernels/cuda by g++ (-include). A block's threads are fibers of one thread of the system, which
 // go on in the order of their numbers to the next barrier or shuffle; blocks come one after the other. What one thread writes between two barriers the next
 // one sees at once: a barrier that is missing shows where a later thread writes what an earlier one reads, and in DT_BACKWARDS the other way round.
+#undef _FORTIFY_SOURCE  // which forbids longjmp to another stack
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #define __global__
@@ -69,8 +71,10 @@ namespace cpu {
 
 constexpr size_t STACK_BYTES = 64 << 10;
 
+// A fiber is begun once, and then runs a thread of each block. Fibers change by _longjmp, which asks nothing of the kernel, as swapcontext does for signals.
 struct Fiber {
-    ucontext_t context;
+    jmp_buf place;
+    bool begun = false;
     std::vector<char> stack = std::vector<char>(STACK_BYTES);
     bool waiting, done;  // waiting: at a barrier
     unsigned turn;       // of exchanges
@@ -78,20 +82,36 @@ struct Fiber {
 };
 
 static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static unsigned current, exchanged[2][1024][6], arrivals[32];
 static void (*function)(int64_t, ...);
 static const int64_t* arguments;
 
-static void run_thread() {
-    const int64_t* a = arguments;
-    using Int = int64_t;
-    ((void (*)(Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int))function)(
-        a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17]);
-    fibers[current].done = true;
+static void pause() {
+    if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
 }
 
-static void pause() { swapcontext(&fibers[current].context, &scheduler); }
+static void run_threads() {
+    using Int = int64_t;
+    for (;; pause()) {
+        const int64_t* a = arguments;
+        ((void (*)(Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, Int))function)(
+            a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17]);
+        fibers[current].done = true;
+    }
+}
+
+static void go_on(Fiber& fiber) {
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = fiber.stack.data();
+    start.uc_stack.ss_size = fiber.stack.size();
+    makecontext(&start, run_threads, 0);
+    setcontext(&start);
+}
 
 // Every thread of a block, to its next pause; past a barrier when all are there. False if none is left.
 static bool advance(unsigned threads, bool backwards) {
@@ -104,7 +124,7 @@ static bool advance(unsigned threads, bool backwards) {
         if (fiber.waiting) continue;
         ran = true;
         threadIdx = {current, 0, 0};
-        swapcontext(&scheduler, &fiber.context);
+        go_on(fiber);
     }
     if (!ran)
         for (unsigned i = 0; i < threads; i++) fibers[i].waiting = false;
@@ -180,13 +200,8 @@ extern "C" void launch(void* function, const int64_t* arguments, int64_t columns
             for (unsigned& count : cpu::arrivals) count = 0;
             for (int64_t i = 0; i < threads; i++) {
                 cpu::Fiber& fiber = cpu::fibers[i];
-                getcontext(&fiber.context);
-                fiber.context.uc_stack.ss_sp = fiber.stack.data();
-                fiber.context.uc_stack.ss_size = fiber.stack.size();
-                fiber.context.uc_link = &cpu::scheduler;
                 fiber.waiting = fiber.done = false;
                 fiber.turn = fiber.takes = 0;
-                makecontext(&fiber.context, cpu::run_thread, 0);
             }
             while (cpu::advance((unsigned)threads, backwards)) {
             }
