@@ -1,28 +1,33 @@
-"""Sessions of a draft that ask for one proposal each; and drafts whose device, for which the CPU
-stands, computes nothing, so that only the host's part of a level is left."""
+"""Sessions of a draft that ask for one proposal each, or for proposals side by side; and drafts
+whose device, for which the CPU stands, computes nothing, so that only the host's part of a level is
+left."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.model import Drafter
+from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.heads.head import open_head
 from dovetail.workers.models.attention import by_torch
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.fixed import SLOTS
 from dovetail.workers.models.backends.device.levels import Captured, Levels
 from dovetail.workers.sessions.wire import TYPES, to_array
-from dovetail.workers.speculation.proposal import Shape
+from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
 from support.heads import VARIANTS, Variant, write_head
+from support.models import VOCABULARY as FEW
 from support.models import tiny_llama
 from support.opening import opening
 
@@ -161,3 +166,127 @@ def opened(kind: str, folder: Path) -> HeadDrafter | Drafter:
         backend="library",
     )
     return HeadDrafter(head, Spans(), contrast=False, capture=captured)
+
+
+# ---- sessions side by side
+
+PROMPTS = ([3, 1, 4, 1, 5], [2, 7, 1, 8], [1, 4, 1, 4, 2, 1, 3], [5, 7, 7])
+SHAPES = (Shape(12, 4, 4), Shape(3, 2, 2), Shape(16, 5, 3), Shape(8, 3, 4))
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=8, repetition_penalty=1.3),
+    Sampling(temperature=1.2),
+)
+POLICY_NAMES = tuple(sorted(POLICIES))
+
+
+def tree_of(policy: str) -> TreeSettings:
+    """Sharpening is fixed: what one session teaches, others use."""
+    if policy == "beam":
+        return TreeSettings(policy=policy, gamma=12, depth=4, width=3, sharpening=1.0)
+    return TreeSettings(policy=policy, gamma=12, depth=4, width=4, sharpening=1.0)
+
+
+class Scene:
+    """Sessions of an engine, each with a prompt, a sampling and a shape of its own; time stands
+    still, so that it decides nothing."""
+
+    def __init__(self, engine: Grower[Any], policies: Sequence[str], *, ahead: bool) -> None:
+        self.engine, self.ahead, self.rounds = engine, ahead, 0
+        self.random = torch.Generator().manual_seed(1)
+        self.sessions = [
+            engine.open(  # type: ignore[attr-defined]
+                opening(
+                    number,
+                    prompt,
+                    capacity=60,
+                    vocabulary_size=FEW,
+                    key=bytes([number] * 16),
+                    sampling=SAMPLINGS[number],
+                    tree=tree_of(policy),
+                    end=(1,),
+                )
+            )
+            for number, (prompt, policy) in enumerate(zip(PROMPTS, policies, strict=True))
+        ]
+        self.last: list[Proposal | None] = [None] * len(PROMPTS)
+        if isinstance(engine, HeadDrafter):
+            for session, prompt in zip(self.sessions, PROMPTS, strict=True):
+                engine.feed(session, 0, self.some(len(prompt)))
+
+    def some(self, count: int) -> Any:
+        assert isinstance(self.engine, HeadDrafter)
+        reads = self.engine.reads
+        return to_array(torch.randn(count, reads.row, generator=self.random).to(TYPES[reads.dtype]))
+
+    def order(self, number: int) -> Order[Any]:
+        """The order of a round: the first node is accepted where there is one."""
+        session, last = self.sessions[number], self.last[number]
+        accepted = (0,) if last is not None and len(last.tree) and self.rounds % 2 else ()
+        more = (2, 3) if (self.rounds + number) % 3 == 2 else ()
+        if isinstance(self.engine, HeadDrafter) and self.rounds:
+            missing = len(session.log) + len(accepted) + len(more) - session.fed
+            self.engine.take_features(session, self.some(missing))
+        price = Price() if number % 2 else Price(rate=0.0, floor=0.001)
+        bonus = 1 + (7 * self.rounds + number) % (FEW - 1)
+        return Order(
+            session,
+            accepted,
+            bonus,
+            SHAPES[(number + self.rounds) % len(SHAPES)],
+            more=more,
+            price=price,
+            ahead=self.ahead,
+        )
+
+    def round(self, *, together: bool) -> list[Proposal]:
+        """A round of all of them."""
+        orders = [self.order(number) for number in range(len(self.sessions))]
+        batches = [orders] if together else [[order] for order in orders]
+        found = dict[int, Proposal]()
+        for first, batch in enumerate(batches):
+            for place, outcome in self.engine.draft_all(batch):
+                assert isinstance(outcome, Proposal)
+                found[first + place] = outcome
+        self.rounds += 1
+        self.last = [found[number] for number in range(len(orders))]
+        self._grow(together=together)
+        return [found[number] for number in range(len(orders))]
+
+    def _grow(self, *, together: bool) -> None:
+        """Two passes ahead for each, those that go together in one."""
+        if together:
+            for _ in range(2):
+                self.engine.grow_all_ahead(self.sessions)
+        else:
+            for session in self.sessions:
+                for _ in range(2):
+                    self.engine.grow_ahead(session)
+
+
+def still() -> int:
+    return 0
+
+
+def check(
+    new: Callable[[], Grower[Any]],
+    policies: Sequence[str],
+    *,
+    ahead: bool,
+    exact: bool = True,
+    rounds: int = 5,
+) -> None:
+    """Each session gets the same proposals in company as alone, round after round; `exact`: with
+    the same bytes of all scores."""
+    alone, company = Scene(new(), policies, ahead=ahead), Scene(new(), policies, ahead=ahead)
+    nodes = 0
+    for _ in range(rounds):
+        expected, found = alone.round(together=False), company.round(together=True)
+        if exact:
+            assert found == expected
+        for one, other in zip(found, expected, strict=True):
+            assert one.tree == other.tree
+            np.testing.assert_allclose(one.scores, other.scores, rtol=0, atol=1e-4)
+        nodes += sum(len(proposal.tree) for proposal in expected)
+    assert nodes > 20

@@ -1,5 +1,6 @@
-"""Layers of a target that stay on a GPU are captured for passes of a few rows of one session. They
-give the bytes that they give operation by operation, however many rows a pass is padded to."""
+"""Layers of a target that stay on a GPU are captured for passes of a few rows, of one session or of
+several. They give the bytes that they give operation by operation, however many rows a pass is
+padded to."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -109,15 +110,54 @@ def test_layers_are_one_launch_and_captured_once_for_rows_up_to_a_power_of_two(
         model = placed(folder, [C, R, R], own)
         making.count = 0
         cache = model.new_cache(40)
-        for rows in (3, 4):
+        for rows in (19, 20):
             segment = Segment(cache, 0, rows, Paths.growing(0, rows))
             with counted() as asked:
-                model.forward(TOKENS[:rows], torch.arange(rows), [segment])
+                model.forward(torch.arange(rows), torch.arange(rows), [segment])
         counts.append(asked)
         assert making.count == (own is not None)
     captured, launched = counts
     assert captured.launches <= launched.launches - 2 * 15
     assert captured.copies_in == 1
+
+
+@pytest.mark.parametrize("family", everyday(["llama", "mistral-sliding", "qwen3"], "llama"))
+def test_passes_over_several_sessions_are_one_launch_and_give_each_what_it_gets_alone(
+    tmp_path: Path, launches: list[str], family: str
+) -> None:
+    """Caches of several sizes, one of which ends and leaves its memory to another."""
+    folder, making = FAMILIES[family](tmp_path, layers=LAYERS, dtype=torch.float16), Captures()
+    found = []
+    for model in (placed(folder, [C, R, R], None), placed(folder, [C, R, R], making)):
+        caches = {number: model.new_cache(capacity) for number, capacity in enumerate((40, 700))}
+        passes, counts = [], []
+        for number, sessions in enumerate([(0, 1), (1,), (0, 1), (2, 1), (1, 2)]):
+            if 2 in sessions and 0 in caches:
+                del caches[0]
+                caches[2] = model.new_cache(44)
+            parts, tokens, positions = [], list[int](), list[int]()
+            for session in sessions:
+                cache = caches[session]
+                length, rows = cache.length, 1 + (session + number) % 3
+                paths = [[length], *([length, length + row] for row in range(1, rows))]
+                parts.append(Segment(cache, length, rows, Paths.of(length, paths)))
+                tokens += [1 + session + 7 * row for row in range(rows)]
+                positions += [length, *[length + 1] * (rows - 1)]
+            before = making.count
+            with counted() as asked:
+                logits, states = model.forward_with_states(
+                    torch.tensor(tokens), torch.tensor(positions), parts, wanted=(2,)
+                )
+            passes += [logits.cpu(), states[2].cpu()]
+            if making.count == before:
+                counts.append(asked)
+            for part in parts:
+                part.cache.keep([part.start], 1)
+        found.append(passes)
+    assert making.count
+    assert len(counts) > 1
+    assert len({count.all() for count in counts}) == 1
+    assert all(map(torch.equal, *found))
 
 
 def test_layers_that_cannot_be_captured_are_computed_operation_by_operation(

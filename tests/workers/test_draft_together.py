@@ -1,7 +1,8 @@
 """Drafting for several sessions at once: each gets the proposals that it would get alone, and what
 happens to one does not affect the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from dovetail.protocol.codec import COMMAND, encode
 from dovetail.protocol.messages import Close, Draft, Drafted, Drafts, Event, Failed
-from dovetail.protocol.policies import POLICIES
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings import Sampling
 from dovetail.protocol.spans import Spans
+from dovetail.workers.devices import Device, open_device
+from dovetail.workers.devices.pretended import POSSIBLE
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.identity import Identity
@@ -20,109 +22,14 @@ from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.tree import Grower
 from dovetail.workers.heads.head import open_head
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.sessions.wire import TYPES, to_array
-from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
+from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.speculation.proposal import Order, Shape
+from support.cases import everyday
+from support.drafts import POLICY_NAMES, PROMPTS, SHAPES, Scene, check, still, tree_of
+from support.emulated import given_to_pretended
 from support.heads import write_head
-from support.models import VOCABULARY
+from support.models import VOCABULARY, tiny_llama
 from support.opening import opening
-
-PROMPTS = ([3, 1, 4, 1, 5], [2, 7, 1, 8], [1, 4, 1, 4, 2, 1, 3], [5, 7, 7])
-SHAPES = (Shape(12, 4, 4), Shape(3, 2, 2), Shape(16, 5, 3), Shape(8, 3, 4))
-SAMPLINGS = (
-    Sampling(),
-    Sampling(temperature=1.0),
-    Sampling(temperature=0.7, top_k=8, repetition_penalty=1.3),
-    Sampling(temperature=1.2),
-)
-POLICY_NAMES = tuple(sorted(POLICIES))
-
-
-def tree_of(policy: str) -> TreeSettings:
-    """Sharpening is fixed: what one session teaches, others use."""
-    if policy == "beam":
-        return TreeSettings(policy=policy, gamma=12, depth=4, width=3, sharpening=1.0)
-    return TreeSettings(policy=policy, gamma=12, depth=4, width=4, sharpening=1.0)
-
-
-class Scene:
-    """Sessions of an engine, each with a prompt, a sampling and a shape of its own; time stands
-    still, so that it decides nothing."""
-
-    def __init__(self, engine: Grower[Any], policies: Sequence[str], *, ahead: bool) -> None:
-        self.engine, self.ahead, self.rounds = engine, ahead, 0
-        self.random = torch.Generator().manual_seed(1)
-        self.sessions = [
-            engine.open(  # type: ignore[attr-defined]
-                opening(
-                    number,
-                    prompt,
-                    capacity=60,
-                    vocabulary_size=VOCABULARY,
-                    key=bytes([number] * 16),
-                    sampling=SAMPLINGS[number],
-                    tree=tree_of(policy),
-                    end=(1,),
-                )
-            )
-            for number, (prompt, policy) in enumerate(zip(PROMPTS, policies, strict=True))
-        ]
-        self.last: list[Proposal | None] = [None] * len(PROMPTS)
-        if isinstance(engine, HeadDrafter):
-            for session, prompt in zip(self.sessions, PROMPTS, strict=True):
-                engine.feed(session, 0, self.some(len(prompt)))
-
-    def some(self, count: int) -> Any:
-        assert isinstance(self.engine, HeadDrafter)
-        reads = self.engine.reads
-        return to_array(torch.randn(count, reads.row, generator=self.random).to(TYPES[reads.dtype]))
-
-    def order(self, number: int) -> Order[Any]:
-        """The order of a round: the first node is accepted where there is one."""
-        session, last = self.sessions[number], self.last[number]
-        accepted = (0,) if last is not None and len(last.tree) and self.rounds % 2 else ()
-        more = (2, 3) if (self.rounds + number) % 3 == 2 else ()
-        if isinstance(self.engine, HeadDrafter) and self.rounds:
-            missing = len(session.log) + len(accepted) + len(more) - session.fed
-            self.engine.take_features(session, self.some(missing))
-        price = Price() if number % 2 else Price(rate=0.0, floor=0.001)
-        bonus = 1 + (7 * self.rounds + number) % (VOCABULARY - 1)
-        return Order(
-            session,
-            accepted,
-            bonus,
-            SHAPES[(number + self.rounds) % len(SHAPES)],
-            more=more,
-            price=price,
-            ahead=self.ahead,
-        )
-
-    def round(self, *, together: bool) -> list[Proposal]:
-        """A round of all of them."""
-        orders = [self.order(number) for number in range(len(self.sessions))]
-        batches = [orders] if together else [[order] for order in orders]
-        found = dict[int, Proposal]()
-        for first, batch in enumerate(batches):
-            for place, outcome in self.engine.draft_all(batch):
-                assert isinstance(outcome, Proposal)
-                found[first + place] = outcome
-        self.rounds += 1
-        self.last = [found[number] for number in range(len(orders))]
-        self._grow(together=together)
-        return [found[number] for number in range(len(orders))]
-
-    def _grow(self, *, together: bool) -> None:
-        """Two passes ahead for each, those that go together in one."""
-        if together:
-            for _ in range(2):
-                self.engine.grow_all_ahead(self.sessions)
-        else:
-            for session in self.sessions:
-                for _ in range(2):
-                    self.engine.grow_ahead(session)
-
-
-def still() -> int:
-    return 0
 
 
 @pytest.fixture(scope="module")
@@ -143,24 +50,6 @@ def opened_head(
     return new
 
 
-def check(
-    new: Callable[[], Grower[Any]], policies: Sequence[str], *, ahead: bool, exact: bool = True
-) -> None:
-    """Each session gets the same proposals in company as alone, round after round; `exact`: with
-    the same bytes of all scores."""
-    alone, company = Scene(new(), policies, ahead=ahead), Scene(new(), policies, ahead=ahead)
-    nodes = 0
-    for _ in range(5):
-        expected, found = alone.round(together=False), company.round(together=True)
-        if exact:
-            assert found == expected
-        for one, other in zip(found, expected, strict=True):
-            assert one.tree == other.tree
-            assert one.scores == pytest.approx(other.scores, abs=1e-4)
-        nodes += sum(len(proposal.tree) for proposal in expected)
-    assert nodes > 20
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
 def test_a_small_model_proposes_in_company_what_it_proposes_alone(
     llama: LanguageModel, ahead: bool
@@ -168,6 +57,62 @@ def test_a_small_model_proposes_in_company_what_it_proposes_alone(
     for first in (0, 3):
         policies = [POLICY_NAMES[(first + n) % len(POLICY_NAMES)] for n in range(len(PROMPTS))]
         check(lambda: Drafter(llama, Spans(), ahead=True, clock=still), policies, ahead=ahead)
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """The pretended GPU with our functions."""
+    if not POSSIBLE:
+        pytest.skip("torch cannot be told of a device from Python")
+    for _ in given_to_pretended(monkeypatch):
+        yield open_device("pretended", 1)
+
+
+class Captures:
+    """Captures on a device, and counts how often."""
+
+    def __init__(self, device: Device) -> None:
+        assert device.capture is not None
+        self.capture, self.count = device.capture, 0
+
+    def __call__(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        self.count += 1
+        return self.capture(function)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ahead"),
+    everyday(
+        [(k, a) for k in ("small", "eagle", "eagle3", "dovetail-3", "jakiro") for a in (0, 1)],
+        *[("small", 0), ("eagle3", 0)],
+    ),
+)
+def test_on_a_gpu_a_draft_proposes_in_company_what_it_proposes_alone(
+    there: Device, tmp_path: Path, kind: str, ahead: int
+) -> None:
+    """A level is one pass of graphs that serve all sessions of a worker."""
+    target = tiny_llama(tmp_path / "target", dtype=torch.float16)
+    making = Captures(there)
+    if kind == "small":
+        device = replace(there, capture=making)
+        model = load_language_model(str(target), weights="fp16", device=there.name, draft=device)
+    else:
+        folder = write_head(tmp_path / "head", kind, gain=1.0, dtype=torch.float16)
+        head = open_head(str(folder), target=str(target), weights="fp16", device=there.name)
+
+    def new() -> Grower[Any]:
+        if kind == "small":
+            return Drafter(model, Spans(), ahead=True, clock=still)
+        return HeadDrafter(
+            head, Spans(), contrast=head.spec.contrast, capture=making, ahead=True, clock=still
+        )
+
+    policies = [POLICY_NAMES[(3 * ahead + n) % len(POLICY_NAMES)] for n in range(len(PROMPTS))]
+    check(new, policies, ahead=bool(ahead), exact=kind != "jakiro", rounds=3)
+    assert making.count > 0
+    before, again = making.count, Scene(new(), policies, ahead=bool(ahead))
+    again.round(together=True)
+    assert making.count == before
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dovetail-3", "jakiro"])

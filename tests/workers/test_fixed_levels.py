@@ -38,10 +38,10 @@ def test_rows_see_the_prefix_and_their_paths_within_the_window(
         rows.append([*(rows[above] if above < row else []), prefix + row])
     positions = np.array([prefix + len(path) - 1 for path in rows])
     segment = Segment(cache(64), prefix, len(rows), Paths.of(prefix, rows))
-    form = form_of(segment)
+    form = form_of([segment], placed=False)
     assert form.rows >= len(rows)
     inputs = Inputs(form, {"tokens": (torch.long, (form.rows,))}, HERE)
-    inputs.send(segment, {"positions": positions, "tokens": np.arange(len(rows))})
+    inputs.send([segment], {"positions": positions, "tokens": np.arange(len(rows))})
     mask = inputs.mask(torch.float32, window)
     for row in range(form.rows):
         path = rows[min(row, len(rows) - 1)]

@@ -8,6 +8,7 @@ from dovetail.workers.models.backends.device import ranked
 from dovetail.workers.models.backends.device.fixed import Form
 from dovetail.workers.models.backends.device.ranked import (
     DeviceRanking,
+    Fetched,
     RankedInputs,
     RankingShape,
     largest,
@@ -42,15 +43,16 @@ def test_children_are_those_that_the_host_finds_by_the_same_logits(noisy: bool) 
         np.full(2, 0.5, np.float32),
         list(noise) if noisy else None,
     )
-    shape = RankingShape.of(ranking)
+    shape = RankingShape.of([ranking])
+    assert shape is not None
     inputs = RankedInputs(Form(4, 512, 16), {}, shape, CPU)
     cache = KVCache(layers=1, kv_heads=1, head_dim=4, capacity=8, dtype=torch.float32, device=CPU)
     segment = Segment(cache, 0, 3, Paths.growing(0, 3))
-    inputs.ask(segment, {"positions": np.arange(3)}, ranking, first)
+    inputs.ask([segment], {"positions": np.arange(3)}, [(first, ranking)])
     inputs.rank(logits, shape)
-    fetched = inputs.fetch(first, 2)
+    fetched = Fetched(inputs.fetch(), slice(first, first + 2))
     inputs.rank(logits.flip(1), shape)  # what comes later changes nothing of what was fetched
-    inputs.ask(segment, {"positions": np.arange(3)}, ranking, first)
+    inputs.ask([segment], {"positions": np.arange(3)}, [(first, ranking)])
     tokens, gains = fetched.take()
     temperature = 0.7 if noisy else 0.0
     expected = likeliest(

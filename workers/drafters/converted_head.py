@@ -23,6 +23,7 @@ from dovetail.workers.heads.parts import Inputs
 from dovetail.workers.heads.torch_arithmetic import TorchArithmetic, TorchRows
 from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.device.fixed import SLOTS
+from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.imports.stand_ins import make_room
 
 ROWS = 16
@@ -43,6 +44,7 @@ class WrittenRows(TorchRows):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         assert isinstance(self.rows, FixedRows)
+        assert isinstance(self.rows.memory, Tensor)
         self.written.append(torch.stack((key, value)))
         memory = self.rows.memory[layer].index_copy(2, self.rows.slots, self.written[-1])
         return self.attend_fixed(query, memory[0], memory[1], self.rows.mask, scale)
@@ -102,12 +104,13 @@ class ConvertedHead(Head):
         positions: Tensor,
         slots: Tensor,
         mask: Tensor,
-        memory: Tensor,
+        memory: Tensor | PlacedRows,
         *,
         true: bool = False,
         rows: Tensor | None = None,
         contrast: bool = False,
     ) -> Predicted:
+        assert isinstance(memory, Tensor)
         contrast = contrast and self.spec.contrast
         embedded = self.embed(tokens)
         given = (embedded, features, positions, slots, mask, memory)

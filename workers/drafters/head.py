@@ -383,5 +383,5 @@ class HeadDrafter(Grower[HeadSession]):
             raise
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Predicted]:
-        """Compute parts of one kind in one pass; a level in fixed shapes is that of one session."""
+        """Compute parts of one kind in one pass."""
         return compute_rows(self.head, parts)

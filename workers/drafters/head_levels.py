@@ -2,11 +2,11 @@
 so that a device can replay them at once.
 
 On a GPU a head of one layer is over before its operations have been launched one after the other.
-In fixed shapes (`models/backends/device/fixed.py`) all of them are captured once for the memory of
-a cache and a number of rows, and replayed for every level (CUDA graphs): the states of the parents
-are gathered, those of the rows written where their children find them, and the children ranked.
-Where the number of rows follows how sure the draft is, so does the graph (HeteroSpec's dynamic
-computational adaptation, section 4.3). Knows rows and slots.
+In fixed shapes (`models/backends/device/fixed.py`) all of them are captured once for a number of
+rows, and replayed for every level (CUDA graphs): the states of the parents are gathered, those of
+the rows written where their children find them, and the children ranked. Where the number of rows
+follows how sure the draft is, so does the graph (HeteroSpec's dynamic computational adaptation,
+section 4.3). Knows rows and slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.protocol.settings import TreeSettings
-from dovetail.workers.drafters.passes import Rows, joined, wanted_rows
+from dovetail.workers.drafters.passes import Rows, wanted_rows
 from dovetail.workers.heads.head import Head, Predicted
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.fixed import Form, fixed_pass, form_of
+from dovetail.workers.models.backends.device.fixed import (
+    FixedPass,
+    Form,
+    captured_over,
+    form_of,
+    passes_of,
+)
+from dovetail.workers.models.backends.device.levels import joined, rows_of, some_at_a_time
 from dovetail.workers.models.backends.device.ranked import (
     DeviceRanking,
     Fetched,
     RankedInputs,
     RankingShape,
 )
+from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.growth import Nodes
 
@@ -103,23 +111,46 @@ def best_of(found: Predicted) -> Fetched | None:
     return found.best if isinstance(found, Found) else None
 
 
-@dataclass(frozen=True)
-class LevelRows(Rows):
-    """A level in fixed shapes, a pass of its own."""
-
-    level: Level | None = None
-
-
 class LevelInputs(RankedInputs):
     """The inputs of a level of a head."""
 
     def __init__(
-        self, form: Form, ranks: RankingShape | None, device: torch.device, *, features: int
+        self,
+        form: Form,
+        ranks: RankingShape | None,
+        device: torch.device,
+        scratch: Tensor | None,
+        *,
+        features: int,
     ) -> None:
         """`features`: the width of features for true rows; 0: the rows are those of a tree."""
         names = ("tokens", "above", "into", "wanted")
-        super().__init__(form, dict.fromkeys(names, (torch.long, (form.rows,))), ranks, device)
+        more = dict.fromkeys(names, (torch.long, (form.rows,)))
+        super().__init__(form, more, ranks, device, scratch)
         self.features = torch.zeros(form.rows, features, device=device)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of a head's rows. Rows of one kind can share a pass."""
+
+    true: bool
+    """True if they read the target's features, False if the head's own states."""
+    contrast: bool = False
+    """True if rows that are computed as they come want the contrast output."""
+    fixed: bool = False
+    """True for `LevelRows`."""
+
+
+TREE, TRUE = Kind(true=False, fixed=True), Kind(true=True, fixed=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelRows(Rows):
+    """A level in fixed shapes."""
+
+    level: Level
+    levels: "FixedLevels"
 
 
 class FixedLevels:
@@ -136,11 +167,15 @@ class FixedLevels:
         self._memory = self._take_states(1 + rows)
         self.states = self._memory[: 1 + rows]
         """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
+        self.placed = head.ours is not None
+        """True if passes have rows of several sessions."""
+        self._address = self._memory.data_ptr() if self.placed else 0
+        self._row_bytes = self._memory.stride(0) * self._memory.element_size()
 
     def _take_states(self, rows: int) -> Tensor:
         """Return the memory of at least so many states, which goes with that of the cache, since
-        levels are captured over both. The last row is written while a pass is captured."""
-        captured, key = self._cache.arena.captured, (self._head, "states")
+        levels may be captured over both. The last row is written while a pass is captured."""
+        captured, key = self._cache.arena.captured, "states"
         if (known := captured.get(key)) is None or len(known) <= rows:
             captured.clear()
             head = self._head
@@ -151,69 +186,141 @@ class FixedLevels:
         return states
 
     def ask(self, level: Level) -> LevelRows:
-        """Return the rows of a level as a pass of its own."""
-        kind = Kind(true=False, contrast=level.contrast, levels=self)
+        """Return the rows of a level as a part of a pass."""
+        kind = TREE if level.features is None else TRUE
         rows = level.tokens, level.positions, level.segment
-        return LevelRows(*rows, wanted=level.wanted, kind=kind, level=level)
+        return LevelRows(
+            *rows, wanted=level.wanted, kind=kind, ranking=level.ranking, level=level, levels=self
+        )
 
     def take(self, level: Level, found: Predicted) -> None:
         """Do nothing: the pass has written the states."""
 
-    def compute(self, level: Level) -> Found:
-        """Compute a level by replaying its pass."""
-        count, wanted, ranking = level.segment.count, level.wanted, level.ranking
-        true = level.features is not None
-        ranks = None if ranking is None else RankingShape.of(ranking)
-        form = form_of(level.segment, 1 if true else self._least_rows)
-        key = (self._head, level.contrast, ranks, true)
-        make = partial(self._open, form, ranks, true=true, contrast=level.contrast)
-        fixed = fixed_pass(self._cache, key, form, make, self._capture)
-        rows: dict[str, NDArray[Any]] = {
-            "tokens": level.tokens.numpy(),
-            "positions": level.positions.numpy(),
-            "above": np.arange(count) if true else level.above,
-            "into": np.arange(level.into, level.into + wanted),
-            "wanted": np.full(1, count - 1),
+    def compute(self, parts: Sequence[LevelRows]) -> Sequence[Found]:
+        """Compute levels by replaying a pass: this session's, and those of others if they are
+        `placed`."""
+        true, contrast, least = parts[0].kind == TRUE, False, 1
+        asked, segments, stops = list[tuple[Level, FixedLevels]](), list[Segment](), list[int]()
+        rankings, rows, count = list[DeviceRanking | None](), list[slice](), 0
+        for part in parts:
+            level, own = part.level, part.levels
+            asked.append((level, own))
+            segments.append(part.segment)
+            rankings.append(part.ranking)
+            count += part.segment.count
+            stops.append(count)
+            last = len(asked) if true else count
+            rows.append(slice(last - part.wanted, last))
+            contrast, least = contrast or level.contrast, max(least, own._least_rows)
+        form = form_of(segments, 1 if true else least, placed=self.placed)
+        ranks, wanted = RankingShape.of(rankings), rows[-1].stop
+        results = 1 << (wanted - 1).bit_length() if true else form.rows
+        make = partial(self._open, form, ranks, results, true=true, contrast=contrast)
+        captured = self._head.graphs.captured if self.placed else self._cache.arena.captured
+        fixed = passes_of(captured, (contrast, ranks, true, results, form), make)
+        tokens, positions = rows_of(parts)
+        given: dict[str, NDArray[Any]] = {
+            "tokens": tokens.numpy(),
+            "positions": positions.numpy(),
+            **(_true_rows(asked, stops) if true else _tree_rows(asked)),
         }
-        fixed.inputs.ask(level.segment, rows, ranking)
-        if level.features is not None:
-            fixed.inputs.features[:count] = level.features
+        firsts = [(its.start, ranking) for its, ranking in zip(rows, rankings, strict=True)]
+        fixed.inputs.ask(segments, given, firsts)
+        if true:
+            features = [one.features for one, _ in asked if one.features is not None]
+            fixed.inputs.features[:count] = joined(features)
         found = fixed.replay()
-        return Found(
-            found.logits[:wanted].clone(),
-            self.states[level.into : level.into + wanted],
-            None if found.contrast is None else found.contrast[:wanted].clone(),
-            None if ranks is None else fixed.inputs.fetch(0, wanted),
-        )
+        arriving = None if ranks is None else fixed.inputs.fetch()
+        logits = found.logits[:wanted].clone()
+        later = None if found.contrast is None else found.contrast[:wanted].clone()
+        return [
+            Found(
+                logits[its],
+                own.states[one.into : one.into + one.wanted],
+                later[its] if later is not None and one.contrast else None,
+                Fetched(arriving, its) if arriving and one.ranking else None,
+            )
+            for (one, own), its in zip(asked, rows, strict=True)
+        ]
+
+    def at(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where rows of `states` are, as a pass reads and writes them: their addresses, or
+        their numbers."""
+        return self._address + self._row_bytes * rows if self.placed else rows
 
     def _open(
-        self, form: Form, ranks: RankingShape | None, *, true: bool, contrast: bool
-    ) -> tuple[LevelInputs, Callable[[], Predicted]]:
-        """Return the inputs of a pass, and what computes it."""
-        head, states, memory = self._head, self._memory, self._cache.rows
-        width = head.spec.feature_width if true else 0
-        inputs = LevelInputs(form, ranks, head.device, features=width)
-        given, wanted = (inputs.features, 1) if true else (states, form.rows)
-        inputs["into"].fill_(len(states) - 1)
+        self,
+        form: Form,
+        ranks: RankingShape | None,
+        results: int,
+        *,
+        true: bool,
+        contrast: bool,
+    ) -> FixedPass[LevelInputs, Predicted]:
+        """Capture a pass. `results`: the rows of which results are wanted."""
+        head, states, cache = self._head, self._memory, self._cache
+        ours, width = head.ours, head.spec.feature_width if true else 0
+        scratch = None if ours is None else head.graphs.scratch(cache)
+        inputs = LevelInputs(form, ranks, head.device, scratch, features=width)
+        unused = self.at(np.array([len(states) - 1])).item()
+        inputs["into"].fill_(unused)
+        memory: Tensor | PlacedRows = cache.rows[..., : form.slots, :]
+        if ours is not None:
+            inputs["above"].fill_(0 if true else unused)
+            memory = PlacedRows(ours, inputs["places"], inputs["slots"], form.slots)
+
+        def given() -> Tensor:
+            if true or ours is None:
+                return (inputs.features if true else states).index_select(0, inputs["above"])
+            above = torch.empty(form.rows, head.spec.hidden, device=head.device)
+            return ours.parts.move(inputs["above"], above, there=False)
 
         def run() -> Predicted:
             found = head.step(
                 inputs["tokens"],
-                given.index_select(0, inputs["above"]),
+                given(),
                 inputs["positions"],
                 inputs["slots"],
-                inputs.mask(head.cached),
-                memory[..., : form.slots, :],
+                inputs.mask(head.cached if ours is None else torch.float32),
+                memory,
                 true=true,
-                rows=inputs["wanted"][:wanted] if true else None,
+                rows=inputs["wanted"][:results] if true else None,
                 contrast=contrast,
             )
-            states.index_copy_(0, inputs["into"][:wanted], found.states.to(states.dtype))
+            into, written = inputs["into"][:results], found.states.to(states.dtype)
+            if ours is None:
+                states.index_copy_(0, into, written)
+            else:
+                ours.parts.move(into, written.contiguous(), there=True)
             if ranks is not None:
                 inputs.rank(found.logits, ranks)
             return found
 
-        return inputs, run
+        if ours is not None:
+            return FixedPass(inputs, self._capture(run))
+        return FixedPass(inputs, captured_over(cache, form, run, self._capture))
+
+
+Asked = Sequence[tuple[Level, FixedLevels]]
+
+
+def _true_rows(asked: Asked, stops: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """Return what rows go on from, the last one of each level, and where the states of these go."""
+    above = np.arange(stops[-1])
+    into, wanted = np.zeros_like(above), np.zeros_like(above)
+    for place, ((level, own), stop) in enumerate(zip(asked, stops, strict=True)):
+        into[place:], wanted[place:] = own.at(np.array([level.into])), stop - 1
+    return {"above": above, "into": into, "wanted": wanted}
+
+
+def _tree_rows(asked: Asked) -> dict[str, NDArray[Any]]:
+    """Return the states that rows go on from, and where their own go."""
+    (one, own), *more = asked
+    above, into = own.at(one.above), own.at(np.arange(one.into, one.into + one.segment.count))
+    for one, own in more:
+        above = np.append(above, own.at(one.above))
+        into = np.append(into, own.at(np.arange(one.into, one.into + one.segment.count)))
+    return {"above": above, "into": into}
 
 
 Levels = FreeLevels | FixedLevels
@@ -258,25 +365,13 @@ def adapts_shapes(tree: TreeSettings) -> bool:
     return not tree.traits.by_entropy or "compute" in tree.adapt
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The kind of a head's rows. Rows of one kind can share a pass."""
-
-    true: bool
-    """True if they read the target's features, False if the head's own states."""
-    contrast: bool
-    levels: FixedLevels | None = None
-    """Computes rows of one session in fixed shapes; None: rows are computed as they come."""
-
-
 def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
-    """Compute rows of one kind, of several sessions, in one pass; rows in fixed shapes are those of
-    one session."""
-    kind, first = parts[0].kind, parts[0]
+    """Compute rows of one kind, of several sessions, in one pass; rows in fixed shapes share one
+    where that can be."""
+    kind = parts[0].kind
     assert isinstance(kind, Kind)
-    if kind.levels is not None and isinstance(first, LevelRows):
-        assert first.level is not None
-        return [kind.levels.compute(first.level)]
+    if kind.fixed:
+        return _fixed(parts)
     found = head.forward(
         joined([part.tokens for part in parts]),
         joined([part.features for part in parts]),
@@ -294,3 +389,13 @@ def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
             torch.split(found.logits, counts), torch.split(found.states, counts), later, strict=True
         )
     ]
+
+
+def _fixed(parts: Sequence[Any]) -> Sequence[Predicted]:
+    """Compute `LevelRows` in as few passes as they fit into."""
+    if len(parts) == 1:
+        return list[Predicted](parts[0].levels.compute(parts))
+    found = list[Predicted]()
+    for some in some_at_a_time(parts, placed=parts[0].levels.placed):
+        found += parts[some.start].levels.compute(parts[some])
+    return found

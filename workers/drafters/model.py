@@ -22,10 +22,11 @@ from torch import Tensor
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Open
 from dovetail.protocol.spans import Spans
-from dovetail.workers.drafters.passes import EMPTY, Rows, joined, read_alone, wanted_rows
+from dovetail.workers.drafters.passes import EMPTY, Rows, read_alone, wanted_rows
 from dovetail.workers.drafters.ranking import Ranking
 from dovetail.workers.drafters.session import MOST_TRUE, THE_ROOT, GrowingSession
 from dovetail.workers.drafters.tree import CHUNK, Grower
+from dovetail.workers.models.backends.device.levels import joined
 from dovetail.workers.models.backends.device.ranked import Ranked
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
@@ -257,18 +258,14 @@ class Drafter(Grower[DraftSession]):
         return found.logits
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Ranked]:
-        """Compute parts in one pass; where levels are captured, each of which is of one session, in
-        a pass for each part."""
+        """Compute parts in one pass; where levels are captured, all levels in one, and what else
+        there is part by part."""
         if not self.model.captures:
             return self._as_they_come(parts)
-        return [self._level(part) for part in parts]
-
-    def _level(self, part: Rows) -> Ranked:
-        """Compute a part by a captured pass, if it is a level."""
-        found = self.model.level(
-            part.tokens, part.positions, part.segment, wanted=part.wanted, ranking=part.ranking
-        )
-        return self._as_they_come([part])[0] if found is None else found
+        return [
+            self._as_they_come([part])[0] if found is None else found
+            for part, found in zip(parts, self.model.levels_of(parts), strict=True)
+        ]
 
     def _as_they_come(self, parts: Sequence[Rows]) -> Sequence[Ranked]:
         logits = self.model.forward(

@@ -152,11 +152,6 @@ class Rows:
         return self.tokens.shape[0]  # which is faster than len()
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all tensors, one below the other."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
-
-
 def wanted_rows(parts: Sequence[Rows]) -> Tensor | None:
     """Return which rows of a pass are wanted, int64; None: all of them."""
     if all(part.wanted == part.count for part in parts):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.kernels import Kind
+from dovetail.workers.models.backends.device.rows import Ours, PlacedRows
 from dovetail.workers.models.segment import Cache, Segment
 
 Product = Callable[[Tensor], Tensor]
@@ -70,8 +71,8 @@ class FixedRows:
     """Rows of a pass in shapes that do not depend on what is in the cache, for CUDA graphs: what is
     written and seen is told by tensors."""
 
-    memory: Tensor
-    """Rows of a `KVCache`, S of each layer."""
+    memory: Tensor | PlacedRows
+    """Rows of a `KVCache`, S of each layer, or the caches of the rows of several sessions."""
     slots: Tensor
     """int64 [T]: where the rows' keys and values are written; rows of padding may share a slot that
     nobody sees."""
@@ -91,6 +92,8 @@ class Arithmetic(Protocol):
     """The type of the embedding; None: as it is stored."""
     name: str
     """The library that computes, as it stands in a log line."""
+    ours: Ours | None
+    """Our functions for levels with rows of several sessions; None: it has none."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """x W^T + b for weight [out, in], laid out in the type of weights of this head."""

@@ -29,6 +29,8 @@ from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.heads.torch_arithmetic import TorchArithmetic
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
+from dovetail.workers.models.backends.device.fixed import Graphs
+from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.progress import beat
 
@@ -82,6 +84,7 @@ class Head:
         self.weights, self.arithmetic = weights, arithmetic.name
         self.vocabulary_size = self.spec.vocabulary_size
         self.dtype, self.cached = arithmetic.dtype, arithmetic.cached
+        self.ours, self.graphs = arithmetic.ours, Graphs()
         self._arithmetic = arithmetic
         self._body = kind_of_head(self.spec.kind).body(checkpoint, arithmetic)
         self._table = _table(checkpoint.embedding, arithmetic)
@@ -145,14 +148,14 @@ class Head:
         positions: Tensor,
         slots: Tensor,
         mask: Tensor,
-        memory: Tensor,
+        memory: Tensor | PlacedRows,
         *,
         true: bool = False,
         rows: Tensor | None = None,
         contrast: bool = False,
     ) -> Predicted:
         """Compute a pass in shapes that depend on T and S alone, for CUDA graphs: no value is read
-        back from the device. `memory`: S rows of torch's cache.
+        back from the device. `memory`: S rows of torch's cache, or those of several sessions.
 
         tokens, positions, slots int64 [T], features and `rows` as those of `forward`, mask [T, S]
         of 0 and -inf; a row sees itself by its slot.

@@ -32,6 +32,7 @@ from dovetail.workers.kernels.layer_plan import (
     Rotary,
 )
 from dovetail.workers.models.backends.blocked_cache import BlockedCache, cache_rows
+from dovetail.workers.models.backends.device.rows import Ours
 from dovetail.workers.models.segment import Cache, Segment
 
 LEAST_ANGLES = 1024
@@ -48,6 +49,7 @@ class KernelArithmetic:
         self.device, self.dtype, self.name = torch.device("cpu"), torch.float32, "the C++ kernels"
         self.cached: torch.dtype = torch.float32
         self.table: torch.dtype | None = None
+        self.ours: Ours | None = None
         self._turned: list[Attention | DecoderLayer] = []
         self._rotary = self._angles(LEAST_ANGLES)
 

@@ -16,6 +16,7 @@ from dovetail.workers.heads.arithmetic import KINDS, Product
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.blocks import WIDTH, BlockMatrix, Part
 from dovetail.workers.models.backends.blob import ELEMENTS, Matrix, alone
+from dovetail.workers.models.backends.device.attention import CONTEST as ATTENTION
 from dovetail.workers.models.backends.device.choice import CONTESTS, ROUNDED, choice_on
 from dovetail.workers.models.backends.device.own import own_matrix
 from dovetail.workers.models.backends.device.own_blocks import CONTEST as BLOCKS
@@ -23,6 +24,7 @@ from dovetail.workers.models.backends.device.own_blocks import own_blocks
 from dovetail.workers.models.backends.device.parts import CONTEST as PARTS
 from dovetail.workers.models.backends.device.parts import Parts
 from dovetail.workers.models.backends.device.products import product, rounded_product
+from dovetail.workers.models.backends.device.rows import Ours
 from dovetail.workers.models.backends.packing import EXACT_KINDS, pack_rows
 from dovetail.workers.models.checkpoints.gguf.kinds import Q8_0
 from dovetail.workers.models.substitutes.coded import against_codes, linear_product, pack_codes
@@ -92,6 +94,14 @@ def parts_on(device: torch.device) -> Parts | None:
     products = choice_on(device)
     program = None if products is None else products.owner(PARTS)
     return None if program is None else Parts(program)
+
+
+def ours_on(device: torch.device) -> Ours | None:
+    """Return our functions for rows of several sessions on a device; None: torch computes a part of
+    what they do."""
+    products, parts = choice_on(device), parts_on(device)
+    attention = None if products is None or parts is None else products.owner(ATTENTION)
+    return None if attention is None or parts is None else Ours(attention, parts)
 
 
 def _narrowed_product(matrix: Matrix, x: Tensor) -> Tensor:

@@ -18,13 +18,15 @@ from dovetail.workers.heads.arithmetic import (
     Mix,
     Product,
 )
-from dovetail.workers.heads.matrices import device_product, parts_on
+from dovetail.workers.heads.matrices import device_product, ours_on, parts_on
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
+from dovetail.workers.models.backends.device.attention import takes_width
 from dovetail.workers.models.backends.device.fixed import SLOTS
 from dovetail.workers.models.backends.device.parts import DeviceNorm, Turning
-from dovetail.workers.models.cache import rounded
+from dovetail.workers.models.backends.device.rows import PlacedRows
+from dovetail.workers.models.cache import HALF, rounded
 from dovetail.workers.models.segment import Cache, Segment
 
 
@@ -79,6 +81,9 @@ class TorchRows:
         head_dim]; keys and values are cached."""
         if not isinstance(self.rows, FixedRows):
             return attend_blocks(layer, query, key, value, self.rows, scale, by=attend_as_cached)
+        if isinstance(self.rows.memory, PlacedRows):
+            self.rows.memory.write(layer, key, value)
+            return self.rows.memory.attend(layer, len(key), query, self.rows.mask, scale)
         keys, values = self.rows.memory[layer]
         keys.index_copy_(1, self.rows.slots, rounded(key, keys.dtype))
         values.index_copy_(1, self.rows.slots, rounded(value, values.dtype))
@@ -88,9 +93,13 @@ class TorchRows:
         """Return attention as `attend` does, for fixed rows of queries, keys and values [T, (heads
         + 2 kv_heads) head_dim] that are to be rotated."""
         assert isinstance(self.rows, FixedRows)
-        keys, values = self.rows.memory[layer]
-        query = turning(qkv, (self.cosines, self.sines), self.rows.slots, keys, values)
-        return self.attend_fixed(query, keys, values, self.rows.mask, scale)
+        memory, mask, angles = self.rows.memory, self.rows.mask, (self.cosines, self.sines)
+        if isinstance(memory, PlacedRows):
+            query = memory.turned(layer, qkv, angles, turning)
+            return memory.attend(layer, turning.kv_heads, query, mask, scale)
+        keys, values = memory[layer]
+        query = turning(qkv, angles, self.rows.slots, keys, values)
+        return self.attend_fixed(query, keys, values, mask, scale)
 
     @staticmethod
     def attend_fixed(
@@ -138,6 +147,8 @@ class TorchArithmetic:
         self._geometry, self._weights, self._exact = geometry, weights, exact
         self.device, self.cached, self.table = device, cached, table
         self._parts = parts_on(device)
+        width, halves = geometry.head_dim, cached == HALF
+        self.ours = ours_on(device) if halves and takes_width(width) else None
         self.name = f"torch on {device}"
         self._frequencies = geometry.frequencies.to(device)
         self._arenas = Arenas(slots if device.type == "cpu" else SLOTS)
@@ -218,7 +229,10 @@ class TorchArithmetic:
         )
         if not isinstance(segments, FixedRows):
             return TorchRows(cosines, sines, arrange(segments, self._masks))
-        mask = segments.mask.to(self.cached).repeat(self._masks.groups, 1)
+        mask = segments.mask
+        if not isinstance(segments.memory, PlacedRows):
+            mask = mask.to(self.cached)
+        mask = mask.repeat(self._masks.groups, 1)
         return TorchRows(cosines, sines, replace(segments, mask=mask))
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import Routing
-from dovetail.workers.models.backends.device.levels import Captured
-from dovetail.workers.models.backends.device.ranked import DeviceRanking, Ranked
+from dovetail.workers.models.backends.device.levels import Captured, LevelRows
+from dovetail.workers.models.backends.device.ranked import Ranked
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
@@ -152,25 +152,17 @@ class LanguageModel:
 
     @property
     def captures(self) -> bool:
-        """Return whether levels of trees are captured, each of one session."""
+        """Return whether levels of trees are captured."""
         return isinstance(self._back_end, Captured) and self._back_end.captures
 
     @torch.inference_mode()
-    def level(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segment: Segment,
-        *,
-        wanted: int,
-        ranking: DeviceRanking | None = None,
-    ) -> Ranked | None:
-        """Return what follows the last rows of one session, as many as are wanted, by a captured
-        pass, with their children if these are to be ranked there; None: such a pass is not
-        captured, and `forward` computes it."""
+    def levels_of(self, parts: Sequence[LevelRows]) -> Sequence[Ranked | None]:
+        """Return what follows the wanted rows of each part, all of other sessions, by a captured
+        pass, with their children if these are to be ranked there; None: such rows are not captured,
+        and `forward` computes them."""
         if not isinstance(self._back_end, Captured):
-            return None
-        return self._back_end.level(tokens, positions, segment, wanted, ranking)
+            return [None] * len(parts)
+        return self._back_end.levels_of(parts)
 
     @torch.inference_mode()
     def forward_with_states(

@@ -128,6 +128,12 @@ class Paths:
         found: NDArray[np.int32] = self.offsets[1:] - self.offsets[:-1]
         return found
 
+    @property
+    def stop(self) -> int:
+        """Return the slot behind the last one on a path."""
+        last: int = max(self.slots.tolist())  # of few numbers a list is faster than an array
+        return last + 1
+
     def row(self, index: int) -> NDArray[np.int32]:
         """The path of one row."""
         return self.slots[self.offsets[index] : self.offsets[index + 1]]

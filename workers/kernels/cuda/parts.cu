@@ -9,6 +9,7 @@
 
 constexpr int NORM_THREADS = 512, TURN_THREADS = 128, GATE_THREADS = 256;
 constexpr int WARP = 32, HELD = 16;  // numbers of a thread of a norm
+constexpr int PLACE = 3;             // numbers of a place
 constexpr float MOST_HALF = 65504.0f;
 
 static __device__ float sum_of_warp(float value) {
@@ -84,12 +85,13 @@ static __device__ void store(void* to, Int at, float value, bool halves) {
 // The heads of a row of qkv [rows, heads + 2 kv_heads, width], a warp a head. Queries and keys are
 // normed where there are weights [width], and the pairs (j, j + half) turned by the angles [rows,
 // half]; queries go to query [heads, rows, width], keys and values to their row's slot of
-// [kv_heads, slots, width], whose heads lie `apart`, as halves or fp32.
+// [kv_heads, slots, width], whose heads lie `apart`, as halves or fp32. With `places` [rows] these
+// lie in caches of their own, behind `apart` heads, keys first: {address, slots of a head, ...}.
 extern "C" __global__ void __launch_bounds__(TURN_THREADS)
     turn_rows(const float* qkv, const float* cosines, const float* sines, const float* query_weight,
               const float* key_weight, const Int* slots, float* query, void* keys, void* values,
               Int apart, Int rows, Int heads, Int kv_heads, Int width, Int half, Int epsilon,
-              Int halves) {
+              Int halves, const Int* places) {
     start_early();
     const Int row = blockIdx.x, head = (Int)blockIdx.y * (TURN_THREADS / WARP) + threadIdx.x / WARP,
               all = heads + 2 * kv_heads;
@@ -104,6 +106,13 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS)
         for (Int i = lane; i < width; i += WARP) sum = __fmaf_rn(own[i], own[i], sum);
         factor = inverse_root(__fdiv_rn(sum_of_warp(sum), (float)width), epsilon);
     }
+    const Int own_head = is_value ? head - heads - kv_heads : head - heads;
+    void* to = is_value ? values : keys;
+    Int first = own_head * apart;
+    if (places != nullptr) {
+        to = (void*)places[PLACE * row];
+        first = (apart + own_head + (is_value ? kv_heads : 0)) * places[PLACE * row + 1] * width;
+    }
     for (Int i = lane; i < width; i += WARP) {
         const bool turned = !is_value && i < 2 * half, second = i >= half;
         float value = weight == nullptr ? own[i] : __fmul_rn(__fmul_rn(own[i], factor), weight[i]);
@@ -117,11 +126,19 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS)
             value = __fmaf_rn(second ? beside : -beside, sines[angle], product);
         }
         if (is_query) query[(head * rows + row) * width + i] = value;
-        else if (is_value)
-            store(values, (head - heads - kv_heads) * apart + slots[row] * width + i, value,
-                  halves != 0);
-        else store(keys, (head - heads) * apart + slots[row] * width + i, value, halves != 0);
+        else store(to, first + slots[row] * width + i, value, halves != 0);
     }
+}
+
+// Rows [rows, width] to the addresses that `places` has for them, or from there.
+extern "C" __global__ void __launch_bounds__(GATE_THREADS)
+    move_rows(const Int* places, float* x, Int width, Int there) {
+    start_early();
+    const Int row = blockIdx.x, i = (Int)blockIdx.y * GATE_THREADS + threadIdx.x;
+    if (i >= width) return;
+    float* const own = (float*)places[row];
+    if (there) own[i] = x[row * width + i];
+    else x[row * width + i] = own[i];
 }
 
 // y [rows, units] = silu(gate) up, of x [rows, 2 units], the gates first.

@@ -73,6 +73,7 @@ class ResidentDraft(Captured, Staged):
             turn=engine.turn,
             by=engine.by,
             logits=self._logits,
+            ours=engine.ours_for(plans),
         )
 
     def compute(

@@ -146,6 +146,8 @@ class DeviceSubstitute(Captured, CodedLayers):
         """Embedding, norm and head are the target's."""
         model.set_input_embeddings(self._embed)
         self._norm, self._head = self._target._norm, self._target._head
+        if self.levels is not None:
+            self.levels.ours = self._engine.ours_for(self._plans)
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for `capacity` rows."""

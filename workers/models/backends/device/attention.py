@@ -6,6 +6,7 @@ lies between them and whatever other rows there are. Knows tensors; masks are th
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -27,6 +28,8 @@ from dovetail.workers.models.cache import HALF
 SOURCE = source_of("attention")
 ROWS, SLOTS, COLUMNS = 8, 64, 64
 """Rows, slots and columns of values of a block."""
+PLACE = 3
+"""Numbers of a place: address, slots, slots that may be read."""
 THREADS, VALUE_THREADS = 128, 160
 WIDTHS = (128, 256)
 """The most numbers of a key that a function takes."""
@@ -70,9 +73,33 @@ def fits(keys: Tensor, values: Tensor) -> bool:
         and values.shape == keys.shape
         and keys.stride() == values.stride()
         and keys.stride()[1:] == (width, 1)
-        and width % MULTIPLE == 0
-        and width <= WIDTHS[-1]
+        and takes_width(width)
     )
+
+
+def takes_width(width: int) -> bool:
+    """Return whether ours takes keys of so many numbers."""
+    return width % MULTIPLE == 0 and width <= WIDTHS[-1]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Keys and values [layers, 2, kv_heads, slots, width] of each of T tokens, in caches that lie
+    anywhere on a device, so that tokens of several sessions share a pass."""
+
+    places: Tensor
+    """int64 [T, PLACE]: the address of a token's cache, its slots, and how many of them may be
+    read; tokens of a session are neighbours."""
+    layer: int
+    heads: int
+    """Key heads."""
+    slots: int
+    """The most slots that a token sees."""
+
+    @property
+    def first_key(self) -> int:
+        """Return the number of heads that lie in front of the layer's keys."""
+        return 2 * self.layer * self.heads
 
 
 def own_attention(
@@ -86,7 +113,47 @@ def own_attention(
 ) -> Tensor:
     """Compute attention as `by_torch` does, whose arguments these are, without widening keys and
     values: [T, heads, width]. The rows of a key head are those of all query heads that share it."""
-    (all_heads, of_head, width), (heads, slots, _) = query.shape, keys.shape
+
+    def lying(part: slice) -> tuple[Tensor, Tensor, int, int, None]:
+        return keys[part], values[part], keys.stride(0), keys.stride(0), None
+
+    return _attend(program, query, len(keys), keys.shape[1], lying, mask, scale, sinks)
+
+
+def placed_attention(
+    program: Program,
+    query: Tensor,
+    placed: Placed,
+    mask: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute what `own_attention` does, to the same bytes, for tokens each with keys and values of
+    its own. What lies behind the slots that may be read has to be hidden by the mask."""
+
+    def lying(part: slice) -> tuple[None, None, int, int, Tensor]:
+        key = placed.first_key + part.start
+        return None, None, key, key + placed.heads, placed.places
+
+    return _attend(program, query, placed.heads, placed.slots, lying, mask, scale, sinks)
+
+
+Lying = Callable[[slice], tuple[Tensor | None, Tensor | None, int, int, Tensor | None]]
+"""Some key heads -> their keys and values, how far the heads of each are apart, and no places; or
+no keys and values, the number of the first head of each, and places."""
+
+
+def _attend(
+    program: Program,
+    query: Tensor,
+    heads: int,
+    slots: int,
+    lying: Lying,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    all_heads, of_head, width = query.shape
     groups = all_heads // heads
     rows, query = groups * of_head, query.contiguous().view(heads, -1, width)
     mask = None if mask is None else mask.view(mask.shape[-2:])
@@ -98,14 +165,14 @@ def own_attention(
     for first in range(0, heads, at_once):
         part = slice(first, min(heads, first + at_once))
         count = part.stop - part.start
+        keys, values, of_keys, of_values, places = lying(part)
         program.launch(
             f"scores_{size}",
             (-(-slots // SLOTS), count * blocks),
             THREADS,
             (
-                *(query[part], keys[part], keys.stride(0)),
-                *(mask, 0 if mask is None else mask.stride(0)),
-                *(scores, rows, slots, width, bits_of(scale)),
+                *(query[part], keys, of_keys, mask, 0 if mask is None else mask.stride(0)),
+                *(scores, rows, slots, width, bits_of(scale), of_head, places),
             ),
         )
         own_sinks = None if sinks is None else sinks[part.start * groups :]
@@ -120,8 +187,8 @@ def own_attention(
             (-(-width // COLUMNS), count * blocks),
             VALUE_THREADS,
             (
-                *(scores, values[part], keys.stride(0), sink_weights, out[:, first * groups :]),
-                *(rows, slots, width, of_head, out.stride(0)),
+                *(scores, values, of_values, sink_weights, out[:, first * groups :]),
+                *(rows, slots, width, of_head, out.stride(0), places),
             ),
         )
     return out
@@ -174,7 +241,26 @@ def _against_width(program: Program, device: torch.device, width: int) -> str:
         alone = ours(query[head::2, row : row + 1], own[None], own.nonzero().flatten(), None)
         if not torch.equal(alone[0], found[row, head::2]):
             return "a row depends on other rows, or on what it does not see"
+    places, caches = _placed(keys, values, device)  # which hold the numbers of the places
+    placed, own_mask = Placed(places, 1, 2, slots), mask.float().to(device)
+    for own_sinks in (None, sinks.to(device)):
+        beside = placed_attention(program, query.to(device), placed, own_mask, scale, own_sinks)
+        if not torch.equal(beside.cpu(), ours(query, seen, slice(None), own_sinks)):
+            return f"rows of {len(caches)} sessions in one pass have other bytes than alone"
     return ""
+
+
+def _placed(keys: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Return the places of five tokens of three sessions, and the caches of these: of two layers,
+    the second of which has these keys and values; what may not be read is not there."""
+    caches, places = [], list[list[int]]()
+    for tokens, more in ((2, 0), (1, 30), (2, 7)):
+        heads, slots, width = keys.shape
+        cache = torch.full((2, 2, heads, slots + more, width), torch.nan, dtype=HALF)
+        cache[1, 0, :, :slots], cache[1, 1, :, :slots] = keys, values
+        caches.append(cache.to(device))
+        places += [[caches[-1].data_ptr(), slots + more, slots]] * tokens
+    return torch.tensor(places, device=device), caches
 
 
 def _pairs(

@@ -1,15 +1,20 @@
-"""Passes of fixed shape, for the levels of a draft's tree on a device: rows of one session,
-captured once for the memory of a cache and replayed as one launch.
+"""Passes of fixed shape, for the levels of a draft's tree on a device: captured once, and replayed
+as one launch.
 
-Rows are padded to a power of two, paths to one of a few lengths, and attention reads slots in
-multiples of `SLOTS`. The device makes the mask from the paths. Knows rows and slots, not what a
-draft computes from them.
+Where our functions compute attention, they read from the inputs where the keys and values of each
+row's session lie. Then a pass has rows of any sessions, and is captured once for a worker. torch's
+operations know one memory, so that with them a pass has rows of one session, and is captured once
+for the memory of its cache.
+
+Rows are padded to a power of two, paths to one of a few lengths, and slots to a power of two or,
+in the memory of one cache, to a multiple of `SLOTS`. The device makes the mask from the paths.
+Knows rows and slots, not what a draft computes from them.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,12 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.workers.devices import Capture, kind_of
+from dovetail.workers.devices.memory import HELD
 from dovetail.workers.models.backends.device.arenas import ArenaCache
+from dovetail.workers.models.backends.device.attention import PLACE
 from dovetail.workers.models.segment import Segment
 
 SLOTS = 512
-"""Attention in fixed shapes reads slots in multiples of it: a session with SubSpec's tree has one
-such number or two, and each is captured once."""
+"""Attention in fixed shapes reads slots in multiples of it, or in powers of two from it on."""
+MOST_ROWS = 64
+"""Rows of a pass at most."""
 PATHS, LONGER = 16, 4
 """Slots of the shortest path that rows are padded to, and the factor to the next length."""
 ALIGNMENT = 16
@@ -32,8 +40,7 @@ ResultT = TypeVar("ResultT")
 InputsT = TypeVar("InputsT", bound="Inputs")
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """The shape of a pass."""
 
     rows: int
@@ -42,22 +49,25 @@ class Form:
     """Slots of each row's path."""
 
 
-def form_of(segment: Segment, least_rows: int = 1) -> Form:
-    """Return the shape of the pass that computes a segment with paths in an `ArenaCache`, padded to
-    at least so many rows."""
-    paths, cache = segment.paths, segment.cache
-    assert paths is not None
-    assert isinstance(cache, ArenaCache)
-    # of few numbers a list is faster than an array
-    stop = max(segment.start + segment.count, max(paths.slots.tolist()) + 1)
-    longest, path = max(paths.lengths.tolist()), PATHS
+def form_of(segments: Sequence[Segment], least_rows: int = 1, *, placed: bool) -> Form:
+    """Return the shape of the pass that computes segments with paths in `ArenaCache`s, padded to at
+    least so many rows. `placed`: rows have memory of their own; else there is one segment."""
+    count, stop, longest, path = 0, 1, 1, PATHS
+    for segment in segments:
+        assert segment.paths is not None
+        count += segment.count
+        stop = max(stop, segment.start + segment.count, segment.paths.stop)
+        # of few numbers a list is faster than an array
+        longest = max(longest, *segment.paths.lengths.tolist())
     while path < longest:
         path *= LONGER
-    return Form(
-        1 << (max(segment.count, least_rows) - 1).bit_length(),
-        min(-(-stop // SLOTS) * SLOTS, cache.rows.shape[3]),
-        path,
-    )
+    if placed:
+        slots = max(SLOTS, 1 << (stop - 1).bit_length())
+    else:
+        (segment,) = segments
+        assert isinstance(segment.cache, ArenaCache)
+        slots = min(-(-stop // SLOTS) * SLOTS, segment.cache.rows.shape[3])
+    return Form(1 << (max(count, least_rows) - 1).bit_length(), slots, path)
 
 
 class Packed:
@@ -107,53 +117,79 @@ def _parts(buffer: Tensor, shapes: Shapes) -> dict[str, Tensor]:
 class Inputs:
     """The inputs of a pass of fixed shape, T rows over S slots."""
 
-    def __init__(self, form: Form, more: Shapes, device: torch.device) -> None:
-        """`more`: tensors [T, ...] beside positions, slots and paths, by their names."""
+    def __init__(
+        self, form: Form, more: Shapes, device: torch.device, scratch: Tensor | None = None
+    ) -> None:
+        """`more`: tensors [T, ...] beside positions, slots and paths, by their names. `scratch`:
+        memory of one slot, which all rows write and see while a pass is captured whose rows have
+        places; None: they have none, and it is the last slot."""
         rows = (form.rows,)
         shapes = {
             "positions": (torch.long, rows),
             "slots": (torch.long, rows),
+            "prefix": (torch.long, rows),
             "paths": (torch.long, (form.rows, form.path)),
+            **({} if scratch is None else {"places": (torch.long, (form.rows, PLACE))}),
             **more,
-            "prefix": (torch.long, (1,)),
         }
-        self._packed, self._form = Packed(shapes, device), form
-        self._by_row = [name for name in shapes if name != "prefix"]
+        self._packed, self.form, self._placed = Packed(shapes, device), form, scratch is not None
+        self._by_row = [*shapes]
         self._slots, self._steps = (
             torch.arange(count, device=device) for count in (form.slots, form.path)
         )
-        # while a pass is captured, all rows write the last slot, and see it
-        for name in ("slots", "paths"):
-            self[name].fill_(form.slots - 1)
+        if scratch is None:
+            for name in ("slots", "paths"):
+                self[name].fill_(form.slots - 1)
+        else:
+            self["places"].copy_(torch.tensor([scratch.data_ptr(), 1, 1]).expand(form.rows, PLACE))
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor on the device."""
         return self._packed[name]
 
-    def send(self, segment: Segment, rows: dict[str, NDArray[np.generic]]) -> None:
-        """Bring the rows of a segment and their other tensors `rows` to the device. Rows of padding
-        repeat the last one, and write the same to the same slot."""
-        paths, count = segment.paths, segment.count
-        assert paths is not None
-        here = self._packed.open()
-        slots = np.arange(segment.start, segment.start + count)
-        which = np.repeat(np.arange(count), paths.lengths)
-        step = np.arange(len(which)) - paths.offsets[which]
-        here["prefix"][0] = paths.prefix
-        here["slots"][:count] = slots
-        here["paths"][:count] = slots[:, None]  # behind its path a row sees itself again
-        here["paths"][which, step] = paths.slots
+    def send(self, segments: Sequence[Segment], rows: dict[str, NDArray[np.generic]]) -> None:
+        """Bring the rows of segments, one behind the other, and their other tensors `rows` to the
+        device. Rows of padding repeat the last one, and write the same to the same slot."""
+        self._send(self._packed.open(), segments, rows)
+
+    def _send(
+        self,
+        here: Mapping[str, NDArray[Any]],
+        segments: Sequence[Segment],
+        rows: dict[str, NDArray[np.generic]],
+    ) -> None:
+        """Do what `send` does. `here`: the tensors on the host, which may be written."""
+        count = 0
+        for segment in segments:
+            self._lay(segment, slice(count, count + segment.count), here)
+            count += segment.count
         for name, content in rows.items():
-            here[name][:count] = content  # a single one stands for all
-        if count < self._form.rows:
+            here[name][:count] = content
+        if count < self.form.rows:
             for name in self._by_row:
                 here[name][count:] = here[name][count - 1]
         self._packed.send()
 
+    def _lay(self, segment: Segment, to: slice, here: Mapping[str, NDArray[Any]]) -> None:
+        """Write where the rows of a segment lie, and what they see."""
+        paths, cache = segment.paths, segment.cache
+        assert paths is not None
+        slots = np.arange(segment.start, segment.start + segment.count)
+        which = np.repeat(np.arange(segment.count), paths.lengths)
+        step = np.arange(len(which)) - paths.offsets[which]
+        here["prefix"][to] = paths.prefix
+        here["slots"][to] = slots
+        here["paths"][to] = slots[:, None]  # behind its path a row sees itself again
+        here["paths"][to][which, step] = paths.slots
+        if self._placed:
+            assert isinstance(cache, ArenaCache)
+            memory, stop = cache.rows, max(segment.start + segment.count, paths.stop)
+            here["places"][to] = memory.data_ptr(), memory.shape[3], stop
+
     def mask(self, dtype: torch.dtype, window: int = 0) -> Tensor:
         """Return the mask [T, S] of 0 and -inf on the device, 0 where a row sees a slot. `window`:
         the positions that a row sees, its own the last of them; 0: all."""
-        form, prefix, paths = self._form, self["prefix"], self["paths"]
+        form, prefix, paths = self.form, self["prefix"].unsqueeze(1), self["paths"]
         mask = torch.full((form.rows, form.slots), -torch.inf, dtype=dtype, device=paths.device)
         seen, added = self._slots < prefix, torch.zeros_like(paths, dtype=dtype)
         if window:
@@ -171,26 +207,48 @@ class FixedPass(Generic[InputsT, ResultT]):
     replay: Callable[[], ResultT]
 
 
-def fixed_pass(
-    cache: ArenaCache,
+class Graphs:
+    """The passes that are captured for all sessions of a worker."""
+
+    def __init__(self) -> None:
+        self.captured: dict[Hashable, Any] = {}
+        """The passes, by whatever tells them apart."""
+        self._scratch: Tensor | None = None
+        HELD.add(self)
+
+    def let_go(self) -> None:
+        """Do nothing: nothing is held for later but graphs."""
+
+    def let_graphs_go(self) -> bool:
+        """Free the passes, and return whether there were any."""
+        had = bool(self.captured)
+        self.captured.clear()
+        return had
+
+    def scratch(self, cache: ArenaCache) -> Tensor:
+        """Return memory like that of a cache, of one slot, which stays."""
+        if self._scratch is None:
+            *outer, _, width = cache.rows.shape
+            self._scratch = cache.rows.new_zeros(*outer, 1, width)
+        return self._scratch
+
+
+def passes_of(
+    captured: dict[Hashable, Any],
     key: Hashable,
-    form: Form,
-    make: Callable[[], tuple[InputsT, Callable[[], ResultT]]],
-    capture: Capture,
+    make: Callable[[], FixedPass[InputsT, ResultT]],
 ) -> FixedPass[InputsT, ResultT]:
-    """Return the pass of one shape over the memory of a cache, captured at the first call. `key`
-    tells it from others of that shape; `make` returns its inputs, and what computes it."""
-    captured, whole = cache.arena.captured, (key, form)
-    if whole not in captured:
-        inputs, run = make()
-        captured[whole] = FixedPass(inputs, _captured(cache, form, run, capture))
-    found: FixedPass[InputsT, ResultT] = captured[whole]
+    """Return the captured pass of a key, which tells it from all others, made at the first call."""
+    found: FixedPass[InputsT, ResultT] | None = captured.get(key)
+    if found is None:
+        found = captured[key] = make()
     return found
 
 
-def _captured(
+def captured_over(
     cache: ArenaCache, form: Form, run: Callable[[], ResultT], capture: Capture
 ) -> Callable[[], ResultT]:
+    """Return what replays a pass over the memory of one cache."""
     last = form.slots - 1  # which all rows write meanwhile
     held = cache.rows[:, :, :, last].clone()
     replay = capture(run)

@@ -1,10 +1,11 @@
-"""Levels of a tree that a model drafts on a device, in passes of fixed shape (`fixed.py`). Knows
+"""Levels of trees that a model drafts on a device, in passes of fixed shape (`fixed.py`). Knows
 layers and rows; nothing of drafts or sessions.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +15,27 @@ from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending
 from dovetail.workers.models.backends.device.angles import Turn
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.fixed import Form, fixed_pass, form_of
+from dovetail.workers.models.backends.device.attention import takes_width
+from dovetail.workers.models.backends.device.fixed import (
+    MOST_ROWS,
+    FixedPass,
+    Form,
+    Graphs,
+    captured_over,
+    form_of,
+    passes_of,
+)
 from dovetail.workers.models.backends.device.ranked import (
     DeviceRanking,
+    Fetched,
     Ranked,
     RankedInputs,
     RankingShape,
 )
-from dovetail.workers.models.backends.device.rows import FixedRows
+from dovetail.workers.models.backends.device.rows import FixedRows, Ours, PlacedRows
+from dovetail.workers.models.cache import HALF
 from dovetail.workers.models.segment import Segment
 
-MOST_ROWS = 64
-"""Passes of more rows are no levels of a tree, and computed operation by operation."""
 Layer = Callable[[FixedRows, Tensor], None]
 """A layer of its own matrices: (the rows of a pass, states [T, hidden]), in place."""
 
@@ -45,6 +55,46 @@ def has_fixed_shapes(plan: LayerPlan) -> bool:
     )
 
 
+def is_placeable(plan: LayerPlan) -> bool:
+    """Return whether our attention computes a layer, wherever the keys and values of rows lie."""
+    return not plan.softcap and takes_width(plan.head_dim)
+
+
+class LevelRows(Protocol):
+    """Rows of one session: of a level of its tree, or the few that its log has grown by."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [N]."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [N]."""
+
+    @property
+    def segment(self) -> Segment:
+        """The slots of the rows, and what they see."""
+
+    @property
+    def wanted(self) -> int:
+        """The number of last rows whose results are wanted."""
+
+    @property
+    def ranking(self) -> DeviceRanking | None:
+        """The ranking of the children of the wanted rows; None: it is the host's."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`LevelRows` of which no ranking is wanted."""
+
+    tokens: Tensor
+    positions: Tensor
+    segment: Segment
+    wanted: int
+    ranking: DeviceRanking | None = None
+
+
 @dataclass(eq=False)
 class Levels:
     """The levels of one model."""
@@ -61,50 +111,86 @@ class Levels:
     by: Attending
     logits: Callable[[Tensor], Tensor]
     """States [T, hidden] behind the last layer -> logits [T, V] on the device."""
+    ours: Ours | None = None
+    """Our functions for rows of several sessions; None: torch's compute those of one."""
+    graphs: Graphs = field(default_factory=Graphs)
 
-    def cover(self, segments: Sequence[Segment]) -> bool:
-        """Return whether a pass of these segments is a level."""
-        if len(segments) != 1 or segments[0].paths is None:
+    def covers(self, segment: Segment) -> bool:
+        """Return whether rows are a level."""
+        if segment.paths is None or segment.count > MOST_ROWS:
             return False
-        cache, count = segments[0].cache, segments[0].count
-        return count <= MOST_ROWS and isinstance(cache, ArenaCache) and cache.states is None
+        return isinstance(segment.cache, ArenaCache) and segment.cache.states is None
 
-    def compute(
-        self,
-        states: Tensor,
-        positions: Tensor,
-        segment: Segment,
-        wanted: int,
-        ranking: DeviceRanking | None = None,
-    ) -> Ranked:
-        """Return what follows the last `wanted` rows of states [T, hidden] at positions [T], both
-        on the CPU: by one copy there, one launch, and one copy back if there is a ranking."""
-        cache, form = segment.cache, form_of(segment)
+    def compute(self, states: Tensor, parts: Sequence[LevelRows]) -> list[Ranked]:
+        """Return what follows the wanted rows of each part, of the states float32 [T, hidden] of
+        all rows, on the CPU: by one copy there, one launch, and one copy back if there is a
+        ranking, for all sessions together or, without our functions, for each."""
+        placed = self.ours is not None and all(map(self._is_placed, parts))
+        if len(parts) == 1:
+            return self._pass(states, parts, placed=placed)
+        found, first = list[Ranked](), 0
+        for some in some_at_a_time(parts, placed=placed):
+            count = sum(part.segment.count for part in parts[some])
+            found += self._pass(states[first : first + count], parts[some], placed=placed)
+            first += count
+        return found
+
+    def _is_placed(self, part: LevelRows) -> bool:
+        cache = part.segment.cache
+        return isinstance(cache, ArenaCache) and cache.rows.dtype == HALF
+
+    def _pass(self, states: Tensor, parts: Sequence[LevelRows], *, placed: bool) -> list[Ranked]:
+        """Compute parts in one pass, each with memory of its own or, if they are not `placed`, one
+        by itself."""
+        rankings, segments, rows = list[DeviceRanking | None](), list[Segment](), list[slice]()
+        firsts, count = list[tuple[int, DeviceRanking | None]](), 0
+        for part in parts:
+            segments.append(part.segment)
+            rankings.append(part.ranking)
+            count += part.segment.count
+            rows.append(slice(count - part.wanted, count))
+            firsts.append((count - part.wanted, part.ranking))
+        form, ranks = form_of(segments, placed=placed), RankingShape.of(rankings)
+        cache = segments[0].cache
         assert isinstance(cache, ArenaCache)
-        ranks = None if ranking is None else RankingShape.of(ranking)
-        make = partial(self._open, cache, form, ranks)
-        level = fixed_pass(cache, (self, ranks), form, make, self.capture)
-        inputs, first = level.inputs, segment.count - wanted
-        rows = {"states": states.numpy(), "positions": positions.numpy()}
-        inputs.ask(segment, rows, ranking, first)
+        captured = self.graphs.captured if placed else cache.arena.captured
+        make = partial(self._open, cache, form, ranks, placed=placed)
+        level = passes_of(captured, (self, form, ranks), make)
+        positions = parts[0].positions
+        if len(parts) > 1:
+            positions = joined([part.positions for part in parts])
+        given = {"states": states.numpy(), "positions": positions.numpy()}
+        level.inputs.ask(segments, given, firsts)
         logits = level.replay()
-        best = None if ranks is None else inputs.fetch(first, wanted)
-        return Ranked(logits[first : segment.count].to(torch.float32, copy=True), best)
+        arriving = None if ranks is None else level.inputs.fetch()
+        logits = logits[:count].to(torch.float32, copy=True)
+        return [
+            Ranked(
+                logits[own],
+                None if arriving is None or ranking is None else Fetched(arriving, own),
+            )
+            for own, ranking in zip(rows, rankings, strict=True)
+        ]
 
     def _open(
-        self, cache: ArenaCache, form: Form, ranks: RankingShape | None
-    ) -> tuple[RankedInputs, Callable[[], Tensor]]:
-        """Return the inputs of a pass, and what computes it."""
+        self, cache: ArenaCache, form: Form, ranks: RankingShape | None, *, placed: bool
+    ) -> FixedPass[RankedInputs, Tensor]:
+        """Capture a pass. `cache`: that of its rows, or of some of those that it will be for."""
         shapes = {"states": (torch.float32, (form.rows, self.hidden))}
-        inputs = RankedInputs(form, shapes, ranks, self.device)
-        written, windows = cache.rows, {plan.window for plan in self.plans}
+        scratch = self.graphs.scratch(cache) if placed else None
+        inputs = RankedInputs(form, shapes, ranks, self.device, scratch)
+        windows = {plan.window for plan in self.plans}
         seeing = {(plan.window, plan.heads // plan.kv_heads) for plan in self.plans}
+        cached: Tensor | PlacedRows = cache.rows
+        if placed:
+            assert self.ours is not None
+            cached = PlacedRows(self.ours, inputs["places"], inputs["slots"], form.slots)
 
         def run() -> Tensor:
             masks = {window: inputs.mask(torch.float32, window) for window in windows}
             seen = FixedRows(
                 self.turn(inputs["positions"]),
-                written,
+                cached,
                 inputs["slots"],
                 {(window, groups): masks[window].repeat(groups, 1) for window, groups in seeing},
                 by=self.by,
@@ -117,7 +203,9 @@ class Levels:
                 inputs.rank(logits.float(), ranks)
             return logits
 
-        return inputs, run
+        if placed:
+            return FixedPass(inputs, self.capture(run))
+        return FixedPass(inputs, captured_over(cache, form, run, self.capture))
 
 
 class Captured:
@@ -128,30 +216,34 @@ class Captured:
 
     @property
     def captures(self) -> bool:
-        """Return whether levels of a tree are captured."""
+        """Return whether levels of trees are captured."""
         return self.levels is not None
 
-    def level(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segment: Segment,
-        wanted: int,
-        ranking: DeviceRanking | None = None,
-    ) -> Ranked | None:
-        """Return what follows the last `wanted` rows of a level; None: the pass is not a level."""
-        own = self._own(segment)
-        if self.levels is None or not self.levels.cover([own]):
-            return None
-        return self.levels.compute(self._states(tokens), positions, own, wanted, ranking)
+    def levels_of(self, parts: Sequence[LevelRows]) -> Sequence[Ranked | None]:
+        """Return what follows the wanted rows of each part; None: it is not a level."""
+        if self.levels is None:
+            return [None] * len(parts)
+        own, places, found = list[LevelRows](), list[int](), list[Ranked | None]()
+        for place, part in enumerate(parts):
+            segment = self._own(part.segment)
+            if self.levels.covers(segment):
+                how = part.tokens, part.positions, segment, part.wanted, part.ranking
+                own.append(Asked(*how))
+                places.append(place)
+            found.append(None)
+        if own:
+            states = self._states(rows_of(own)[0])
+            for place, level in zip(places, self.levels.compute(states, own), strict=True):
+                found[place] = level
+        return found
 
     def level_of(
         self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None
     ) -> Tensor | None:
-        """Return the logits [R, V] of a pass if it is a level; else None."""
+        """Return the logits [R, V] of a pass if it is a level of one session; else None."""
         if len(segments) > 1:
             return None
-        level = self.level(tokens, positions, segments[0], len(tokens))
+        (level,) = self.levels_of([Asked(tokens, positions, segments[0], len(tokens))])
         if level is None or rows is None:
             return None if level is None else level.logits
         return level.logits[rows.to(level.logits.device)]
@@ -163,3 +255,29 @@ class Captured:
     def _states(self, tokens: Tensor) -> Tensor:
         """Return the states float32 [T, hidden] that enter the first layer, on the CPU."""
         raise NotImplementedError
+
+
+def some_at_a_time(parts: Sequence[LevelRows], *, placed: bool) -> list[slice]:
+    """Return which parts share a pass: as many as have rows for it and are ranked over one
+    vocabulary, or, if they are not `placed`, each for itself."""
+    found, first, rows, known = list[slice](), 0, 0, 0
+    for place, part in enumerate(parts):
+        vocabulary = 0 if part.ranking is None else part.ranking.vocabulary_size
+        apart = not placed or (known and vocabulary and vocabulary != known)
+        if place > first and (apart or rows + part.segment.count > MOST_ROWS):
+            found.append(slice(first, place))
+            first, rows, known = place, 0, 0
+        rows, known = rows + part.segment.count, known or vocabulary
+    return [*found, slice(first, len(parts))]
+
+
+def rows_of(parts: Sequence[LevelRows]) -> tuple[Tensor, Tensor]:
+    """Return tokens and positions int64 [T] of all parts."""
+    if len(parts) == 1:
+        return parts[0].tokens, parts[0].positions
+    return joined([part.tokens for part in parts]), joined([part.positions for part in parts])
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all tensors, one below the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))

@@ -23,6 +23,7 @@ from dovetail.workers.kernels.layer_plan import (
     Rotary,
 )
 from dovetail.workers.models.backends.device.angles import Turn
+from dovetail.workers.models.backends.device.attention import Placed
 from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function
 from dovetail.workers.models.backends.device.own import bits_of, source_of
 from dovetail.workers.models.backends.device.products import Product, narrowed
@@ -63,8 +64,31 @@ class Turning:
         """Return the rotated queries [heads, T, width] of qkv [T, (heads + 2 kv_heads) width], and
         write keys and values to `slots` int64 [T] of a cache, [kv_heads, S, width] fp16 or fp32
         each. `angles`: cosines and sines, T rows of each."""
-        rows, width, all_heads = len(qkv), keys.shape[2], self.heads + 2 * self.kv_heads
-        cosines, sines = angles
+        halves = keys.dtype == HALF
+        return self._turn(qkv, angles, slots, (keys, values, keys.stride(0)), None, halves=halves)
+
+    def placed(
+        self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, placed: Placed
+    ) -> Tensor:
+        """Return what a call returns, and write keys and values as halves to slots of the cache
+        that each row has. `angles`: None rotates nothing."""
+        nowhere = None, None, placed.first_key
+        return self._turn(qkv, angles, slots, nowhere, placed.places, halves=True)
+
+    def _turn(
+        self,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
+        cache: tuple[Tensor | None, Tensor | None, int],
+        places: Tensor | None,
+        *,
+        halves: bool,
+    ) -> Tensor:
+        rows, all_heads = len(qkv), self.heads + 2 * self.kv_heads
+        width = qkv.shape[1] // all_heads
+        cosines, sines = (None, None) if angles is None else angles
+        half = 0 if cosines is None else cosines.shape[-1]
         query = qkv.new_empty(self.heads, rows, width)
         self.program.launch(
             "turn_rows",
@@ -72,8 +96,8 @@ class Turning:
             TURN_THREADS,
             (
                 *(qkv.contiguous(), cosines, sines, self.query_weight, self.key_weight, slots),
-                *(query, keys, values, keys.stride(0), rows, self.heads, self.kv_heads, width),
-                *(cosines.shape[-1], bits_of(self.epsilon), int(keys.dtype == HALF)),
+                *(query, *cache, rows, self.heads, self.kv_heads, width),
+                *(half, bits_of(self.epsilon), int(halves), places),
             ),
         )
         return query
@@ -117,6 +141,14 @@ class Parts:
         grid, brains = (-(-size // GATE_THREADS), 1), int(dtype == torch.bfloat16)
         self.program.launch("narrow_rows", grid, GATE_THREADS, (x, y, size, brains))
         return y
+
+    def move(self, addresses: Tensor, x: Tensor, *, there: bool) -> Tensor:
+        """Bring rows x [T, width] fp32 to addresses int64 [T], or those that lie there into x, and
+        return x."""
+        rows, width = x.shape
+        grid = (rows, -(-width // GATE_THREADS))
+        self.program.launch("move_rows", grid, GATE_THREADS, (addresses, x, width, int(there)))
+        return x
 
     def turning(self, plan: LayerPlan, device: torch.device) -> Turning | None:
         """Return the rotation of a layer; None: ours cannot compute it."""
@@ -201,7 +233,38 @@ def _against(program: Program, device: torch.device) -> str:
         for weighed in (False, True):
             if wrong := _turned_wrongly(program, device, dtype, weighed=weighed):
                 return f"rotation, cached as {dtype}: {wrong}"
-    return ""
+    return _placed_wrongly(parts, device)
+
+
+def _placed_wrongly(parts: Parts, device: torch.device) -> str:
+    """Say what is wrong with rows in caches of their own; empty if they are those of one cache."""
+    generator, layers = torch.Generator().manual_seed(3), 2
+    qkv, turns = (
+        torch.randn(3, width, generator=generator).to(device)
+        for width in ((HEADS + 2 * KV_HEADS) * WIDTH, HALF_TURN)
+    )
+    slots, angles = torch.tensor([4, 0, 7], device=device), (turns.cos(), turns.sin())
+    turning = Turning(parts.program, HEADS, KV_HEADS, None, None, 1e-5)
+    caches = [
+        torch.zeros(layers, 2, KV_HEADS, SLOTS + more, WIDTH, dtype=HALF, device=device)
+        for more in (0, 0, 5)
+    ]
+    places = torch.tensor(
+        [[cache.data_ptr(), cache.shape[3], cache.shape[3]] for cache in caches[1:] + caches[2:]],
+        device=device,
+    )
+    expected = turning(qkv, angles, slots, *caches[0][1])
+    found = turning.placed(qkv, angles, slots, Placed(places, 1, KV_HEADS, SLOTS))
+    together = caches[1][:, :, :, :SLOTS] + caches[2][:, :, :, :SLOTS]
+    if not torch.equal(found.cpu(), expected.cpu()) or not torch.equal(
+        together.cpu(), caches[0].cpu()
+    ):
+        return "rotation of rows of two sessions in one pass differs from that of each alone"
+    there = torch.tensor([qkv[row].data_ptr() for row in (2, 0)], device=device)
+    before, moved = qkv.cpu().clone(), parts.move(there, torch.empty_like(qkv[:2]), there=False)
+    parts.move(there, moved.flip(0).contiguous(), there=True)
+    swapped = torch.equal(moved.cpu(), before[[2, 0]]) and torch.equal(qkv.cpu(), before.flip(0))
+    return "" if swapped else "rows go to other addresses"
 
 
 def _norm(x: Tensor, kind: NormKind, weight: Tensor, bias: Tensor) -> Tensor:

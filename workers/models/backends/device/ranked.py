@@ -4,7 +4,7 @@ that a few numbers travel back instead of logits. Knows rows and logits; nothing
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ CHUNK = 2048
 vocabulary at once, and then among those that were found."""
 LEAST_CHUNKED = 8 * CHUNK
 """Rows of fewer numbers are searched as a whole."""
+LEAST_WIDTH = 32
+"""Children of a row that are ranked at least: trees of other widths share a pass."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,13 @@ class DeviceRanking:
     width: int
     vocabulary_size: int
     temperatures: Floats
-    """[N], which a greedy ranking does not read."""
+    """[N], above 0, which a greedy ranking does not read."""
     sharpenings: Floats
     noise: Sequence[Tensor] | None
     """A row [V] for each node; None: the ranking is greedy."""
 
 
-@dataclass(frozen=True)
-class RankingShape:
+class RankingShape(NamedTuple):
     """The shape of a ranking."""
 
     vocabulary_size: int
@@ -46,27 +47,49 @@ class RankingShape:
     noisy: bool
 
     @classmethod
-    def of(cls, ranking: DeviceRanking) -> "RankingShape":
-        """Return the shape of a ranking, its width the next power of two."""
-        width = min(1 << (ranking.width - 1).bit_length(), ranking.vocabulary_size)
-        return cls(ranking.vocabulary_size, width, ranking.noise is not None)
+    def of(cls, rankings: Sequence[DeviceRanking | None]) -> "RankingShape | None":
+        """Return the shape of the rankings of one vocabulary in a pass, its width a power of two;
+        None: there are none."""
+        width, vocabulary_size, noisy = LEAST_WIDTH, 0, False
+        for ranking in rankings:
+            if ranking is not None:
+                width = ranking.width if ranking.width > width else width
+                vocabulary_size = ranking.vocabulary_size
+                noisy = noisy or ranking.noise is not None
+        if not vocabulary_size:
+            return None
+        return cls(vocabulary_size, min(1 << (width - 1).bit_length(), vocabulary_size), noisy)
 
 
-class Fetched:
-    """The children of N rows, on their way to the host."""
+class Arriving:
+    """The children of all rows of a pass, on their way to the host."""
 
-    def __init__(self, wait: Callable[[], None], here: NDArray[np.int32], rows: slice) -> None:
+    def __init__(self, wait: Callable[[], None], here: NDArray[np.int32]) -> None:
         """`here`: int32 [2, T, K], where ids and the bits of gains are to arrive."""
-        self._wait, self._here, self._rows = wait, here, rows
-        self._found: tuple[NDArray[np.int32], Floats] | None = None
+        self._wait, self._here = wait, here
+        self.found: tuple[NDArray[np.int32], Floats] | None = None
+        """None: nobody has waited for them."""
+
+    def take(self) -> tuple[NDArray[np.int32], Floats]:
+        """Return ids and gains [T, K], once they are there."""
+        if self.found is None:
+            self._wait()
+            tokens, bits = self._here.copy()
+            self.found = tokens, bits.view(np.float32)
+        return self.found
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The children of N rows of a pass."""
+
+    whole: Arriving
+    rows: slice
 
     def take(self) -> tuple[NDArray[np.int32], Floats]:
         """Return ids and gains [N, at least as many as were asked for], once they are there."""
-        if self._found is None:
-            self._wait()
-            tokens, bits = self._here[:, self._rows].copy()
-            self._found = tokens, bits.view(np.float32)
-        return self._found
+        tokens, gains = self.whole.take()
+        return tokens[self.rows], gains[self.rows]
 
 
 @dataclass(frozen=True)
@@ -83,11 +106,16 @@ class RankedInputs(Inputs):
     """The inputs of a level, and the children that follow from its logits."""
 
     def __init__(
-        self, form: Form, more: Shapes, ranks: RankingShape | None, device: torch.device
+        self,
+        form: Form,
+        more: Shapes,
+        ranks: RankingShape | None,
+        device: torch.device,
+        scratch: Tensor | None = None,
     ) -> None:
-        """`more`: further inputs, as for `Inputs`. `ranks`: None leaves the ranking to the host."""
+        """`more`, `scratch`: as for `Inputs`. `ranks`: None leaves the ranking to the host."""
         scales = dict.fromkeys(("temperatures", "sharpenings"), (torch.float32, (form.rows,)))
-        super().__init__(form, {**more, **scales}, device)
+        super().__init__(form, {**more, **scales}, device, scratch)
         width = ranks.vocabulary_size if ranks is not None and ranks.noisy else 0
         self._noise = torch.zeros(form.rows, width, device=device)
         """[T, V] on the device alone; [T, 0] for a greedy ranking."""
@@ -99,46 +127,54 @@ class RankedInputs(Inputs):
             self._kind.pinned(4 * size).view(torch.int32)[: self._children.numel()].view(shape)
         )
         self._numbers = self._here.numpy()
-        self._fetched: Fetched | None = None
+        self._arriving: Arriving | None = None
 
     def ask(
         self,
-        segment: Segment,
+        segments: Sequence[Segment],
         rows: dict[str, NDArray[Any]],
-        ranking: DeviceRanking | None,
-        first: int = 0,
+        rankings: Sequence[tuple[int, DeviceRanking | None]] = (),
     ) -> None:
-        """Bring the rows of a segment to the device, and what those from `first` on are ranked
-        by."""
-        if self._fetched is not None:
-            self._fetched.take()
-            self._fetched = None
-        if ranking is not None:
-            rows["temperatures"] = _behind(first, ranking.temperatures)
-            rows["sharpenings"] = _behind(first, ranking.sharpenings)
-        self.send(segment, rows)
-        if ranking is not None and ranking.noise is not None:
-            stop = first + len(ranking.noise)
-            torch.stack(list(ranking.noise), out=self._noise[first:stop])
+        """Bring the rows of segments to the device, and what they are ranked by: the first row and
+        the ranking of each segment."""
+        if self._arriving is not None and self._arriving.found is None:
+            self._arriving.take()
+        self._arriving = None
+        here, noise, start = self._packed.open(), list[Tensor](), 0
+        for first, ranking in rankings:
+            if ranking is None:
+                continue
+            own = slice(first, first + len(ranking.sharpenings))
+            here["sharpenings"][own] = ranking.sharpenings
+            here["temperatures"][own] = 0.0 if ranking.noise is None else ranking.temperatures
+            if ranking.noise is not None:
+                start = start if noise else first
+                # rows between that are not ranked by noise get some, which is not read
+                noise += [ranking.noise[0]] * (first - start - len(noise))
+                noise += ranking.noise
+        self._send(here, segments, rows)
+        if noise:
+            torch.stack(noise, out=self._noise[start : start + len(noise)])
 
     def rank(self, logits: Tensor, ranks: RankingShape) -> None:
         """Find the children that logits [T, V] give."""
         count, z = len(logits), logits[:, : ranks.vocabulary_size]
         if ranks.noisy:
-            heated = (z - z.amax(-1, keepdim=True)) / self["temperatures"][:count].unsqueeze(1)
-            z = heated + self._noise[:count]
+            heats = self["temperatures"][:count].unsqueeze(1)
+            heated = (z - z.amax(-1, keepdim=True)) / heats + self._noise[:count]
+            z = torch.where(heats > 0.0, heated, z)  # what is greedy has no heat
         sharpened = z / self["sharpenings"][:count].unsqueeze(1)
         values, ids = largest(sharpened, ranks.width)
         gains = values - sharpened.logsumexp(-1, keepdim=True)
         self._children[0, :count].copy_(ids)
         self._children[1, :count].copy_(gains.view(torch.int32))
 
-    def fetch(self, first: int, count: int) -> Fetched:
-        """Have the children of rows copied to the host; they are kept when these inputs are used
-        again."""
+    def fetch(self) -> Arriving:
+        """Have the children of all rows copied to the host; they are kept when these inputs are
+        used again."""
         wait = self._kind.fetch(self._children, self._here)
-        self._fetched = Fetched(wait, self._numbers, slice(first, first + count))
-        return self._fetched
+        self._arriving = Arriving(wait, self._numbers)
+        return self._arriving
 
 
 def largest(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +189,3 @@ def largest(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
     places += CHUNK * torch.arange(chunks, device=z.device).unsqueeze(1)
     best, which = values.flatten(1).topk(width)
     return best, places.flatten(1).gather(1, which)
-
-
-def _behind(first: int, numbers: Floats) -> Floats:
-    return numbers if not first else np.concatenate((np.ones(first, np.float32), numbers))

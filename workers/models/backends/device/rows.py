@@ -5,12 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from dovetail.workers.devices import Program
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending, Block, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.angles import Turn
-from dovetail.workers.models.backends.device.parts import Turning
+from dovetail.workers.models.backends.device.attention import Placed, placed_attention
+from dovetail.workers.models.backends.device.parts import Parts, Turning
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import rounded
 
@@ -68,13 +71,64 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Ours:
+    """Our functions for rows whose keys and values of 16 bits have places."""
+
+    attention: Program
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """The caches of the rows of a pass, each where its place says."""
+
+    ours: Ours
+    places: Tensor
+    """int64 [T, PLACE]."""
+    slots: Tensor
+    """int64 [T]: where the rows are written."""
+    seen: int
+    """The most slots that a row sees."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write key and value [kv_heads, T, head_dim]."""
+        heads, both = len(key), torch.cat([key, value]).transpose(0, 1).flatten(1)
+        turning = Turning(self.ours.parts.program, 0, heads, None, None, 0.0)
+        turning.placed(both, None, self.slots, self._of(layer, heads))
+
+    def turned(
+        self, layer: int, qkv: Tensor, angles: tuple[Tensor, Tensor], turning: Turning
+    ) -> Tensor:
+        """Return the queries of qkv [T, (heads + 2 kv_heads) head_dim], rotated, and write keys and
+        values."""
+        return turning.placed(qkv, angles, self.slots, self._of(layer, turning.kv_heads))
+
+    def attend(
+        self,
+        layer: int,
+        heads: int,
+        query: Tensor,
+        mask: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend with query [heads, T, head_dim]; returns [T, heads, head_dim]. `heads`: key
+        heads."""
+        placed = self._of(layer, heads)
+        return placed_attention(self.ours.attention, query, placed, mask, scale, sinks)
+
+    def _of(self, layer: int, heads: int) -> Placed:
+        return Placed(self.places, layer, heads, self.seen)
+
+
+@dataclass(frozen=True)
 class FixedRows:
-    """The rows of one session, in shapes that depend on nothing but how many rows and slots there
-    are: what is written and seen is told by tensors, for CUDA graphs."""
+    """Rows in shapes that depend on nothing but how many rows and slots there are: what is written
+    and seen is told by tensors, for CUDA graphs."""
 
     turn: Turn | None
-    cached: Tensor
-    """The rows of a `KVCache`."""
+    cached: Tensor | PlacedRows
+    """The rows of a `KVCache`, if all are those of one session, or those of any."""
     slots: Tensor
     """int64 [T]: where the rows are written; rows that are the same may share one."""
     masks: Mapping[tuple[int, int], Tensor]
@@ -90,6 +144,10 @@ class FixedRows:
     def attend(
         self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> Tensor:
+        if isinstance(self.cached, PlacedRows):
+            if key is not None and value is not None:
+                self.cached.write(plan.index, key, value)
+            return self._attend(plan, query)
         keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
         if key is not None and value is not None:
             keys.index_copy_(1, self.slots, rounded(key, keys.dtype))
@@ -100,16 +158,20 @@ class FixedRows:
         """Return attention as `attend` does, of queries, keys and values [T, (heads + 2 kv_heads)
         head_dim] that are to be turned and written."""
         assert self.turn is not None
-        keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
         angles = self.turn.angles[id(plan.rotary)]
+        if isinstance(self.cached, PlacedRows):
+            return self._attend(plan, self.cached.turned(plan.index, qkv, angles, turning))
+        keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
         return self._attend(plan, turning(qkv, angles, self.slots, keys, values))
 
     def _attend(self, plan: LayerPlan, query: Tensor) -> Tensor:
-        keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
         mask = self.masks[plan.window, plan.heads // plan.kv_heads]
+        scale, cap = scale_of(plan), plan.softcap or None
+        if isinstance(self.cached, PlacedRows):
+            return self.cached.attend(plan.index, plan.kv_heads, query, mask, scale, plan.sinks)
+        keys, values = self.cached[plan.index, 0], self.cached[plan.index, 1]
         keys, values = keys[:, : mask.shape[1]], values[:, : mask.shape[1]]
-        cap = plan.softcap or None
-        return self.by(query, keys, values, mask, scale_of(plan), cap, plan.sinks)
+        return self.by(query, keys, values, mask, scale, cap, plan.sinks)
 
 
 def scale_of(plan: LayerPlan) -> float:

@@ -34,10 +34,11 @@ from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas
 from dovetail.workers.models.backends.device.attention import CONTEST, attending
 from dovetail.workers.models.backends.device.choice import Products, products_on
 from dovetail.workers.models.backends.device.layer import DeviceLayer
+from dovetail.workers.models.backends.device.levels import is_placeable
 from dovetail.workers.models.backends.device.own_blocks import blocks_on
 from dovetail.workers.models.backends.device.parts import Parts
 from dovetail.workers.models.backends.device.products import Product, product, rounded_product
-from dovetail.workers.models.backends.device.rows import Rows, Seen
+from dovetail.workers.models.backends.device.rows import Ours, Rows, Seen
 from dovetail.workers.models.backends.device.scan import StatefulRows
 from dovetail.workers.models.cache import HALF, Heads, KVCache, MixedKVCache
 from dovetail.workers.models.recurrent.states import RecurrentStates
@@ -229,6 +230,14 @@ class TorchEngine:
         """Return our functions for what lies between products; None: torch computes it."""
         program = None if self.products is None else self.products.owner(parts.CONTEST)
         return None if program is None else Parts(program)
+
+    def ours_for(self, plans: Sequence[LayerPlan]) -> Ours | None:
+        """Return our functions by which layers compute rows of several sessions over keys and
+        values of 16 bits; None: torch computes a part of it."""
+        if self.products is None or self.parts is None or not all(map(is_placeable, plans)):
+            return None
+        attention = self.products.owner(CONTEST)
+        return None if attention is None else Ours(attention, self.parts)
 
     def take(self, plan: LayerPlan) -> None:
         """Have the angles and the masks of a layer at hand in every pass."""

@@ -1,14 +1,13 @@
-"""Layers in a row whose weights stay on a device, captured for passes of a few rows of one session
-and replayed as one launch.
+"""Layers in a row whose weights stay on a device, captured for passes of a few rows, of one session
+or several, and replayed as one launch.
 
-A captured pass has more rows than were asked for, and reads more slots than a row sees. So only
-layers whose functions are all ours are captured: these give a row the same bytes whatever is beside
-it.
+A captured pass has more rows than were asked for, and more slots than a row sees. So only layers
+whose functions are all ours are captured: these give a row the same bytes whatever is beside it.
 Knows layers and rows; nothing of sessions.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
@@ -19,10 +18,17 @@ from dovetail.workers.devices import Capture
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Matrix
 from dovetail.workers.models.backends.device.arenas import ArenaCache
-from dovetail.workers.models.backends.device.attention import CONTEST, MULTIPLE, WIDTHS
-from dovetail.workers.models.backends.device.fixed import Form, Inputs, fixed_pass, form_of
-from dovetail.workers.models.backends.device.levels import MOST_ROWS, has_fixed_shapes
-from dovetail.workers.models.backends.device.rows import FixedRows
+from dovetail.workers.models.backends.device.fixed import (
+    MOST_ROWS,
+    FixedPass,
+    Form,
+    Graphs,
+    Inputs,
+    form_of,
+    passes_of,
+)
+from dovetail.workers.models.backends.device.levels import has_fixed_shapes, is_placeable
+from dovetail.workers.models.backends.device.rows import FixedRows, Ours, PlacedRows
 from dovetail.workers.models.backends.stages.engines import Engine, SettledLayer, TorchEngine
 from dovetail.workers.models.cache import HALF
 from dovetail.workers.models.segment import Paths, Segment
@@ -46,7 +52,9 @@ class Span:
     layers: Sequence[SettledLayer]
     plans: Sequence[LayerPlan]
     engine: TorchEngine
+    ours: Ours
     capture: Capture
+    graphs: Graphs = field(default_factory=Graphs)
 
     @property
     def stop(self) -> int:
@@ -55,29 +63,31 @@ class Span:
 
     def covers(self, states: Tensor, segments: Sequence[Segment]) -> bool:
         """Return whether a pass over these segments is captured."""
-        if len(segments) != 1 or states.dtype != torch.float32:
-            return False
-        cache, count = segments[0].cache, segments[0].count
-        return 0 < count <= MOST_ROWS and isinstance(cache, ArenaCache)
+        caches = all(isinstance(segment.cache, ArenaCache) for segment in segments)
+        return caches and states.dtype == torch.float32 and 0 < len(states) <= MOST_ROWS
 
     def run(
-        self, states: Tensor, positions: Tensor, segment: Segment, kept: Kept, at: int
+        self, states: Tensor, positions: Tensor, segments: Sequence[Segment], kept: Kept, at: int
     ) -> Tensor:
         """Return the states behind the layers, [T, hidden] on the device, of the states in front of
         them, on the CPU or the device; positions [T] are on the CPU. `at`: the number of the first
         layer in the model."""
-        if segment.paths is None:
-            segment = replace(segment, paths=Paths.growing(segment.start, segment.count))
-        cache, form, count = segment.cache, form_of(segment), segment.count
+        segments = [
+            segment
+            if segment.paths is not None
+            else replace(segment, paths=Paths.growing(segment.start, segment.count))
+            for segment in segments
+        ]
+        form, (count, hidden) = form_of(segments, placed=True), states.shape
+        cache, here = segments[0].cache, states.device.type == "cpu"
         assert isinstance(cache, ArenaCache)
-        here, hidden = states.device.type == "cpu", states.shape[1]
         wanted = frozenset(place - at for place in kept.wanted) & frozenset(range(len(self.layers)))
         make = partial(self._open, cache, form, hidden, wanted)
-        level = fixed_pass(cache, (self, wanted), form, make, self.capture)
+        level = passes_of(self.graphs.captured, (wanted, form), make)
         rows = {"positions": positions.numpy()}
         if here:
             rows["states"] = states.numpy()
-        level.inputs.send(segment, rows)
+        level.inputs.send(segments, rows)
         if not here:
             level.inputs["states"][:count] = states
             level.inputs["states"][count:] = states[-1]
@@ -88,10 +98,12 @@ class Span:
 
     def _open(
         self, cache: ArenaCache, form: Form, hidden: int, wanted: Collection[int]
-    ) -> tuple[Inputs, Callable[[], Passed]]:
-        """Return the inputs of a pass, and what computes it."""
-        engine, cached = self.engine, cache.rows
-        inputs = Inputs(form, {"states": (torch.float32, (form.rows, hidden))}, engine.device)
+    ) -> FixedPass[Inputs, Passed]:
+        """Capture a pass. `cache`: one of those that it will be for."""
+        engine, scratch = self.engine, self.graphs.scratch(cache)
+        shapes = {"states": (torch.float32, (form.rows, hidden))}
+        inputs = Inputs(form, shapes, engine.device, scratch)
+        cached = PlacedRows(self.ours, inputs["places"], inputs["slots"], form.slots)
         windows = {plan.window for plan in self.plans}
         seeing = {(plan.window, plan.heads // plan.kv_heads) for plan in self.plans}
 
@@ -112,7 +124,7 @@ class Span:
                 layer(seen, passing)
             return Passed(passing, kept)
 
-        return inputs, run
+        return FixedPass(inputs, self.capture(run))
 
 
 def spans_of(
@@ -124,13 +136,15 @@ def spans_of(
 ) -> Mapping[int, Span]:
     """Return the spans of a stage's layers by the number of their first layer. `cache`: the type of
     keys and values."""
-    if capture is None or not isinstance(engine, TorchEngine) or not _all_ours(engine, cache):
+    if capture is None or not isinstance(engine, TorchEngine) or cache != HALF:
+        return {}
+    if (ours := engine.ours_for(())) is None:
         return {}
     found = {}
     for numbers in _runs([_is_ours(*pair) for pair in zip(layers, plans, strict=True)]):
         own = [layer for layer in (layers[n] for n in numbers) if isinstance(layer, SettledLayer)]
         first = numbers[0]
-        found[first] = Span(first, own, [plans[n] for n in numbers], engine, capture)
+        found[first] = Span(first, own, [plans[n] for n in numbers], engine, ours, capture)
     return found
 
 
@@ -140,24 +154,11 @@ def _runs(chosen: Sequence[bool]) -> Iterator[Sequence[int]]:
             yield [*numbers]
 
 
-def _all_ours(engine: TorchEngine, cache: torch.dtype) -> bool:
-    """Return whether functions of ours compute attention and what lies between products."""
-    products = engine.products
-    return (
-        products is not None
-        and cache == HALF
-        and engine.parts is not None
-        and products.owner(CONTEST) is not None
-    )
-
-
 def _is_ours(layer: object, plan: LayerPlan) -> bool:
     """Return whether functions of ours compute a layer, in shapes that are fixed."""
     return (
         isinstance(layer, SettledLayer)
         and not any(isinstance(matrix, Matrix) for matrix in layer.matrices.values())
         and has_fixed_shapes(plan)
-        and not plan.softcap
-        and plan.head_dim % MULTIPLE == 0
-        and plan.head_dim <= WIDTHS[-1]
+        and is_placeable(plan)
     )

@@ -104,7 +104,7 @@ class Stage:
             beat()
             span = self._spans.get(index)
             if span is not None and seen.inputs is None and span.covers(states, own):
-                states = span.run(states, seen.positions, own[0], kept, self._first + index)
+                states = span.run(states, seen.positions, own, kept, self._first + index)
                 index = span.stop
                 continue
             layer, states = self._layers[index], states.to(self.engine.device)
