@@ -6,7 +6,6 @@ session that it is about: a draft's is done without, a target's ends the request
 scheduler's business, what an event means to a request is the session's.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,7 +39,7 @@ from dovetail.runtime.engine.worker_failures import WorkerFailures
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.scheduler import Owed
 from dovetail.runtime.session.actions import Action
-from dovetail.runtime.session.features import UnreadableFeatures
+from dovetail.runtime.session.features import UnreadableFeatures, features_of_items
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 log = logging.getLogger("dovetail.coordinator")
@@ -258,7 +257,7 @@ class WorkerEvents:
         be or cannot be handled ends its session."""
         if worker.passing is not None:
             self._passed(worker, event, size)
-        for item, features in zip(event.items, _shares(event), strict=True):
+        for item, features in zip(event.items, features_of_items(event), strict=True):
             answer = Owed(Verified, item.round)
             try:
                 running = self._answer(worker, item.session, answer, "target")
@@ -381,13 +380,3 @@ def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
             ]
         case _:
             return []
-
-
-def _shares(event: Verified) -> list[Array | None]:
-    """Each item's rows of the features of a pass; where these are not as many as they should be,
-    none."""
-    stops = [*itertools.accumulate(item.held + 1 + len(item.accepted) for item in event.items)]
-    features = event.features
-    if features is None or features.shape[:1] != (stops[-1],):
-        return [None] * len(event.items)
-    return [features.rows(start, stop) for start, stop in itertools.pairwise([0, *stops])]

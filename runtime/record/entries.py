@@ -57,8 +57,8 @@ def _drafting(draft_sync: DraftSync) -> dict[str, Any]:
     }
 
 
-def _base(base: Base | None) -> dict[str, int] | None:
-    return None if base is None else {"session": base.session, "tokens": base.tokens}
+def _base(base: Base | None) -> dict[str, Any] | None:
+    return None if base is None else vars(base)
 
 
 def plain(value: Any, *, timed: bool) -> Any:

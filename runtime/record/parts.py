@@ -15,6 +15,7 @@ from dovetail.protocol.messages import (
     VerifiedItem,
     Verify,
 )
+from dovetail.runtime.session.features import features_of_items
 
 
 def own_part(command: Verify | Drafts, session: int) -> Verify | Draft:
@@ -44,16 +45,8 @@ def own_verdicts(event: Event, session: int) -> Sequence[tuple[VerifiedItem, Arr
     not as many as there should be."""
     if not isinstance(event, Verified):
         return []
-    found, first = [], 0
-    whole = event.features is not None and event.features.shape[:1] == (
-        sum(1 + len(item.accepted) for item in event.items),
-    )
-    for item in event.items:
-        rows = 1 + len(item.accepted)
-        if item.session == session:
-            found.append((item, _rows(event.features if whole else None, first, first + rows)))
-        first += rows
-    return found
+    every = zip(event.items, features_of_items(event), strict=True)
+    return [(item, features) for item, features in every if item.session == session]
 
 
 def _rows(array: Array | None, start: int, stop: int) -> Array | None:

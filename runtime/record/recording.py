@@ -56,6 +56,7 @@ class From(Frozen):
 
     session: Count
     tokens: Count
+    shared: bool = False
 
 
 class Drafting(Frozen):

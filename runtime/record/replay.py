@@ -343,7 +343,7 @@ def _decoded(dialect: Dialect[Any], frames: Sequence[bytes]) -> Any:
 
 
 def _base(base: From | None) -> Base | None:
-    return None if base is None else Base(base.session, base.tokens)
+    return None if base is None else Base(base.session, base.tokens, base.shared)
 
 
 def _times(times: Mapping[str, int] | None) -> RoundTimes | None:

@@ -1,14 +1,27 @@
 """Features that a target shows of the token log while it reads it, and the draft that reads them.
 Pure; nothing looks into them."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 from dovetail.protocol.arrays import Array, stack
 from dovetail.protocol.errors import ProtocolError, StaleError
-from dovetail.protocol.messages import Prefilled
+from dovetail.protocol.messages import Prefilled, Verified
 from dovetail.runtime.session.draft_sync import DraftSync
 
 
 class UnreadableFeatures(ProtocolError):
     """The features of a verdict are not what the draft reads; the verdict itself may be right."""
+
+
+def features_of_items(event: Verified) -> Sequence[Array | None]:
+    """Return the rows of features of each verdict of a pass; None for each if they are not as many
+    as they should be."""
+    stops = [*accumulate(item.held + 1 + len(item.accepted) for item in event.items)]
+    features = event.features
+    if features is None or features.shape[:1] != (stops[-1],):
+        return [None] * len(event.items)
+    return [features.rows(start, stop) for start, stop in pairwise([0, *stops])]
 
 
 class FeatureRows:
