@@ -15,6 +15,8 @@ WORTH = 2.0
 LEAST_GAIN = 0.05
 """A move has to save at least this share of all seconds that the sessions of both targets have to
 go, so that noise in the passes moves nobody back and forth."""
+LEAST_S = 0.5
+"""A move has to save at least so much, or nobody would notice."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Price:
     """Seconds that the new target takes to read the log; each session there is delayed by them."""
     pause_s: float
     """Seconds in which the session that moves gets no token."""
+    lag_s: float = 0.0
+    """Seconds until it moves, in which it goes on where it is."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ Asks = Callable[[int, bytes], Price | None]
 
 def best_move(places: Sequence[Place], price: Asks) -> Gain | None:
     """Return the move of one session that brings most; None: none is worth it."""
-    worth = [gain for gain in _gains(places, price) if gain.saved_s >= WORTH * gain.cost_s]
+    worth = [
+        gain for gain in _gains(places, price) if gain.saved_s >= max(LEAST_S, WORTH * gain.cost_s)
+    ]
     return max(worth, key=lambda gain: gain.saved_s - gain.cost_s, default=None)
 
 
@@ -96,10 +102,12 @@ def _between(old: Place, new: Place, price: Asks) -> Iterable[Gain]:
         if not seat.movable:
             continue
         saved_s = before_s - old.left_s(-seat.rounds, -1) - new.left_s(seat.rounds, 1)
-        if saved_s <= LEAST_GAIN * before_s or saved_s <= 0.0:
+        if saved_s <= max(LEAST_S, LEAST_GAIN * before_s):
             continue
         if (paid := price(seat.session, new.name)) is None:
             continue
+        own_s = seat.rounds * old.round_s(len(old.seats))
+        saved_s *= max(0.0, 1.0 - paid.lag_s / own_s)
         yield Gain(
             seat.session,
             old.name,

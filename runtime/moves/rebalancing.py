@@ -34,6 +34,9 @@ from dovetail.runtime.telemetry.metrics import Tally
 LEAST_LEFT = 64
 """Tokens that a session is expected to have to go at least, as far as its limit allows; later as
 many as it has had, since most end long before their limit."""
+MOST_OPENING = 0.25
+"""Nothing moves while the prompts of so many of the sessions are being read, since nobody knows by
+then what their passes will take."""
 MOST_LAG = 32
 """Tokens that may be left to read when a session moves, while it waits: as fast as a few passes."""
 SETTLED_ROUNDS = 3
@@ -272,7 +275,8 @@ class Rebalancing:
             for target in targets
         }
         every = [one for sessions in held.values() for one in sessions]
-        if not every:
+        opening = sum(one.session.state is State.OPENING for one in every)
+        if opening >= MOST_OPENING * len(every):
             return ()
         rows = 1.0 + sum(len(one.session.tree.tokens) for one in every) / len(every)
         context = sum(one.session.length for one in every) / len(every)
@@ -329,8 +333,9 @@ class Rebalancing:
             row_s = running.target.verifying.at(1, session.length)
         reading_s = rows * row_s
         pass_s = running.target.verifying.at(1 + len(session.tree.tokens), session.length)
-        waits_s = 0.0 if self._reads_ahead(running, target) else reading_s
-        return Price(reading_s, pass_s + waits_s)
+        if self._reads_ahead(running, target):
+            return Price(reading_s, pass_s, lag_s=reading_s)
+        return Price(reading_s, pass_s + reading_s)
 
 
 def _may_leave(running: RunningRequest) -> bool:
@@ -339,6 +344,7 @@ def _may_leave(running: RunningRequest) -> bool:
     return (
         running.session.state in (State.DRAFTING, State.VERIFYING)
         and running.loss is None
+        and running.session.accounts.rounds >= SETTLED_ROUNDS
         and not running.joining
         and not running.session.request.rejects
         and running.draft is not running.target

@@ -42,6 +42,7 @@ from benchmarks.same_file import gguf_pair
 from benchmarks.sameness import bytes_command
 from benchmarks.shards import shards
 from benchmarks.substitute import substitute
+from benchmarks.targets import targets
 from benchmarks.training import training
 from benchmarks.transport import transport
 from benchmarks.turns import turns
@@ -74,6 +75,7 @@ for command in (
     logits,
     loading,
     loads,
+    targets,
     memory,
     substitute,
     coupling,

@@ -73,6 +73,12 @@ def test_a_log_that_takes_as_long_to_read_as_the_move_saves_stays() -> None:
         assert (best_move(places, lambda *_, price=price: price) is not None) is moves
 
 
+def test_what_is_over_before_the_log_has_been_read_does_not_move() -> None:
+    places = [place(b"a", range(4)), place(b"b", ())]
+    assert best_move(places, lambda *_: Price(1.0, 0.1, lag_s=1.0)) is not None
+    assert best_move(places, lambda *_: Price(1.0, 0.1, lag_s=4.0)) is None
+
+
 def test_reading_costs_every_session_that_is_there() -> None:
     full = [place(b"a", range(8)), place(b"b", range(8, 10))]
     gain = best_move(full, lambda *_: Price(reading_s=0.5, pause_s=0.25))
