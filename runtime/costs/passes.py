@@ -252,13 +252,13 @@ class RowCosts:
             found.observed, found.asked = self._observed, most
         return found
 
-    def curve(self, context: float = 0.0) -> RowsSeconds | None:
+    def curve(self, context: float = 0.0, *, usual: bool = False) -> RowsSeconds | None:
         """Return what is thought of the numbers of rows that have been seen; None where nothing
-        has."""
+        has. `usual`: at the usual speed, whatever disturbs the machine at present."""
         rows = sorted(self._passes)[:: 1 + len(self._passes) // MOST_POINTS]
         if not rows:
             return None
-        table = self.table(rows[-1], context)
+        table = self._table(rows[-1], context).usual if usual else self.table(rows[-1], context)
         return RowsSeconds(rows=tuple(rows), seconds=tuple(table[count] for count in rows))
 
     def _made(self, most: int, context: float) -> list[float]:

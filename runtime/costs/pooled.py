@@ -47,6 +47,12 @@ class PooledPasses:
         return seconds + (rows - most) * max(0.0, seconds - less) / (most - before)
 
 
+def slowness(own: RowsSeconds | None, others: RowsSeconds | None) -> float:
+    """Return how many times as long passes take as those of another target, by those of as many
+    rows; 1 where there are none."""
+    return _scale(_points(own), _points(others))
+
+
 def _points(curve: RowsSeconds | None) -> dict[int, float]:
     return {} if curve is None else dict(zip(curve.rows, curve.seconds, strict=True))
 

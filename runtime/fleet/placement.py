@@ -15,6 +15,7 @@ from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.pairs import Pair, share_cores, share_device
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
+from dovetail.runtime.fleet.alike import are_alike, next_of
 from dovetail.runtime.fleet.beginnings import prompts_on_draft, prompts_on_target
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, bases
@@ -98,6 +99,8 @@ class Placement:
             for target in candidates(self._registry.workers.values(), "target")
             if wanted(target)
         ]
+        if targets and are_alike(targets):
+            return next_of(targets, context)
         return best(targets, [target_rate(target, self._pairs, context) for target in targets])
 
     def reader(self) -> Worker | None:

@@ -9,6 +9,7 @@ from dovetail.protocol.messages import Finished, Limits, Open
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.costs.rounds import PairCosts
+from dovetail.runtime.fleet.alike import are_alike, next_of
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import best, candidates, draft_rate, target_rate
 from dovetail.runtime.fleet.registry import Registry
@@ -70,6 +71,18 @@ def test_a_target_that_is_twice_as_fast_gets_twice_as_many_sessions() -> None:
     for _ in range(30):
         targets[chosen(*targets)].sessions += 1
     assert [target.sessions for target in targets] == pytest.approx([10, 20], abs=1)
+
+
+def test_of_targets_of_one_fingerprint_equally_fast_ones_get_equally_many() -> None:
+    """Whatever else their few passes let guess of passes over more rows."""
+    targets = [worker() for _ in range(3)]
+    for target, seconds in zip(targets, ((1.0, 1.0), (1.0, 1.1), (0.5, 0.5)), strict=True):
+        for rows, pass_s in enumerate(seconds, 1):
+            target.verifying.observe(rows, pass_s)
+    assert are_alike(targets)
+    for _ in range(40):
+        next_of(targets, 0).sessions += 1
+    assert [target.sessions for target in targets] == pytest.approx([10, 10, 20], abs=1)
 
 
 def test_the_way_to_a_worker_counts() -> None:

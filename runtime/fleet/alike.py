@@ -1,0 +1,42 @@
+"""Targets of one fingerprint: which of them gets the next session.
+
+They compute the same, so that one's passes tell how long another's take, but for a factor. What a
+pass over more rows takes than any has had is not asked: a guess from few passes would send one
+session after the other to the target whose guess is lower. A pass is taken to last in proportion to
+its sessions, so that targets that are equally fast get equally many. Pure.
+"""
+
+from collections.abc import Sequence
+
+from dovetail.runtime.costs.pooled import slowness
+from dovetail.runtime.fleet.peers import Worker
+
+NOISE = 1.25
+"""Targets whose passes take up to so many times as long as another's are equally fast: passes of
+one target differ as much from one moment to the next."""
+
+
+def are_alike(targets: Sequence[Worker]) -> bool:
+    """Return whether targets compute the same, and what their passes take was not said by
+    profiles."""
+    return len({str(target.hello.fingerprint) for target in targets}) == 1 and not any(
+        target.verifying.profiled for target in targets
+    )
+
+
+def next_of(targets: Sequence[Worker], context: int) -> Worker:
+    """Return the one of such targets, of which there is at least one, on which a session more has
+    the shortest rounds; of equals one that is not known yet."""
+    known = [target for target in targets if target.verifying.known]
+    if not known:
+        return min(targets, key=lambda target: target.sessions)
+    first = known[0].verifying.curve(context, usual=True)
+    row_s = known[0].verifying.at(1, context)
+
+    def round_s(target: Worker) -> tuple[float, bool]:
+        factor = slowness(target.verifying.curve(context, usual=True), first)
+        if 1.0 / NOISE < factor < NOISE:
+            factor = 1.0
+        return factor * row_s * (target.sessions + 1) + target.hop_s, target.verifying.known
+
+    return min(targets, key=round_s)
