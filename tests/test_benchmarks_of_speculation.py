@@ -329,3 +329,15 @@ def test_the_commands_run_from_beginning_to_end(tmp_path: Path) -> None:
     assert all(
         Estimate(**row["rate"]).median > 0 and row["pairs"] == 2 for row in found["ahead"]["rows"]
     )
+
+
+@pytest.mark.slow
+def test_streams_on_two_targets_are_compared_with_the_same_on_one() -> None:
+    few = ("--streams", "2", "--repeat", "1", "--max-tokens", "8", "--inflate", "32MiB", "--json")
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS, "targets", *few], capture_output=True, text=True, check=True
+    )
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["method"], row["streams"]) for row in rows] == [("plain", 2), ("goodput", 2)]
+    assert all(row["one"]["pass_ms"] > 0 and row["two"]["pass_ms"] > 0 for row in rows)
+    assert rows[0]["one"]["drafted"] == 0.0
