@@ -4,7 +4,8 @@ asks for, and the share of the memory's rate at which weights are read.
 A head has random weights for a target of the shape of a 7B model, whose layers are not read; the
 small model has 22 layers of width 2048, the substitute nine of the 7B shape. The time of a level is
 that of a proposal of nine levels less that of one, divided by eight: rows, graph, ranking and
-growth of the tree with all that Python does. Times are medians.
+growth of the tree with all that Python does, of one session or of eight that share a pass. Times
+are medians.
 """
 
 import statistics
@@ -30,7 +31,9 @@ from gpu.report import Report
 from support.drafts import DEEP, SHALLOW, Timed, of_a_level, wide
 from support.heads import write_head
 
-WIDTHS, TIMES, WARM = (1, 8), 11, 3
+TIMES, QUICK_TIMES, WARM = 11, 3, 3
+MEASURED = ((1, 1), (8, 1), (8, 8))
+"""Rows of a level of each session, and sessions."""
 HOST_MS = {"eagle": 0.25, "small": 0.4}
 """The most milliseconds of a level that the host may take."""
 LEAST_SHARE = 60.0
@@ -88,20 +91,23 @@ def run(report: Report, device: Device, work: Path, progress: Callable[[str], No
             report.check(case.name, False, str(error).splitlines()[0])
             continue
         assert isinstance(engine, HeadDrafter | Drafter)
-        for width in WIDTHS:
-            drafts = Timed(engine, width, 0.0)
-            level = of_a_level(partial(_median_ms, drafts))
+        for width, sessions in MEASURED:
+            if report.quick and sessions > 1 and case.settings.kind != "eagle":
+                continue
+            drafts = Timed(engine, width, 0.0, sessions)
+            level = of_a_level(partial(_median_ms, drafts, quick=report.quick))
             least = 1e3 * case.size / (1e9 * memory)
             said = f"{level:.3f} ms; the memory takes {least:.3f} for the weights"
-            report.note(_said(case, width), said)
+            report.note(_said(case, drafts), said)
             timed.append((case, drafts, level))
     if torch.cuda.is_available():
         for case, drafts, level in timed:
             _look_into(report, case, drafts, level, memory)
 
 
-def _said(case: Case, width: int) -> str:
-    return f"{case.name}: a level of {width} row{'s' if width > 1 else ''}"
+def _said(case: Case, drafts: Timed) -> str:
+    rows = f"{case.name}: a level of {drafts.width} row{'s' if drafts.width > 1 else ''}"
+    return rows if drafts.together == 1 else f"{rows} for each of {drafts.together} sessions"
 
 
 def _cases(device: Device, work: Path, *, quick: bool) -> Iterator[Case]:
@@ -131,17 +137,17 @@ def _cases(device: Device, work: Path, *, quick: bool) -> Iterator[Case]:
 def _look_into(report: Report, case: Case, drafts: Timed, level: float, memory: float) -> None:
     """Say what of the milliseconds of a level is the host's, and what it asks for. `memory`: the GB
     a second of the device's memory."""
-    looked, said = _looked(drafts), _said(case, drafts.width)
+    looked, said = _looked(drafts), _said(case, drafts)
     report.note(f"{said}: the device", f"{looked.device_ms:.3f} ms; {looked.asked}")
-    most = HOST_MS.get(case.settings.kind)
+    most = HOST_MS.get(case.settings.kind) if drafts.together == 1 else None
     report.figure(f"{said}: the host", level - looked.device_ms, " ms", most=most)
-    if drafts.width == 1:
+    if (drafts.width, drafts.together) == (1, 1):
         share = 1e2 * 1e3 * case.size / (1e9 * memory) / looked.device_ms
         report.figure(f"{said}: share of the memory's rate", share, " %", least=LEAST_SHARE)
 
 
-def _median_ms(drafts: Timed, depth: int) -> float:
-    found = [drafts.seconds(depth) for _ in range(WARM + TIMES)]
+def _median_ms(drafts: Timed, depth: int, *, quick: bool) -> float:
+    found = [drafts.seconds(depth) for _ in range(WARM + (QUICK_TIMES if quick else TIMES))]
     return 1e3 * statistics.median(found[WARM:])
 
 

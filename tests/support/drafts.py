@@ -5,7 +5,6 @@ left."""
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,25 @@ def _nothing() -> None:
 
 
 class Drafts:
-    """Sessions of one draft, one after the other, each drafted for once."""
+    """Sessions of one draft, some at a time, each drafted for once."""
 
-    def __init__(self, engine: HeadDrafter | Drafter, width: int, temperature: float) -> None:
-        self.engine, self.width = engine, width
+    def __init__(
+        self, engine: HeadDrafter | Drafter, width: int, temperature: float, together: int = 1
+    ) -> None:
+        """`together`: sessions that are drafted for at a time."""
+        self.engine, self.width, self.together = engine, width, together
         self.sampling, self.sessions = Sampling(temperature=temperature), 0
         self.draft: Callable[[], object] = _nothing
-        """Drafts for the session that was begun last."""
+        """Drafts for the sessions that were begun last."""
 
     def begin(self, depth: int) -> None:
-        """Open a session that is to be drafted for once, in so many levels."""
-        engine, shape = self.engine, Shape(self.width * depth, depth, self.width)
+        """Open sessions that are to be drafted for once, in so many levels."""
+        shape = Shape(self.width * depth, depth, self.width)
+        orders = [Order(self._open(shape), (), 5, shape) for _ in range(self.together)]
+        self.draft = lambda: [*self.engine.draft_all(orders)]
+
+    def _open(self, shape: Shape) -> Any:
+        engine, depth = self.engine, shape.depth
         self.sessions += 1
         tree = TreeSettings(
             policy="beam", gamma=shape.nodes, depth=depth, width=self.width, sharpening=1.0
@@ -75,14 +82,14 @@ class Drafts:
             engine.feed(session, 0, to_array(features))
         while engine.prepare(session):
             pass
-        self.draft = partial(engine.draft, session, (), 5, shape)
+        return session
 
 
 class Timed(Drafts):
     """Proposals that are timed."""
 
     def seconds(self, depth: int) -> float:
-        """Return what a proposal of so many levels takes, for a session that is opened for it."""
+        """Return what a proposal of so many levels takes, for sessions that are opened for it."""
         self.begin(depth)
         torch.zeros(1, device=device_of(self.engine)).cpu()  # what came before is over
         began = time.perf_counter()

@@ -10,6 +10,7 @@ from dovetail.protocol.messages import (
     Close,
     Draft,
     Drafted,
+    Drafts,
     Event,
     Feed,
     Open,
@@ -112,9 +113,25 @@ class PairOfWorkers:
 
     def round(self, run: Run) -> None:
         """Draft, verify, commit; in between the draft does what it does while it waits."""
+        self.round_together([run])
+
+    def round_together(self, runs: Sequence[Run]) -> None:
+        """Do a round of sessions that are drafted for in one command."""
+        orders = [self._order(run) for run in runs]
+        command = orders[0] if len(orders) == 1 else Drafts.of(orders)
+        drafted = {}
+        for event in self.draft.handle(command):
+            assert isinstance(event, Drafted), event
+            drafted[event.session] = event
+        for _ in range(AHEAD):
+            self.draft.idle()
+        for run in runs:
+            self._verify(run, drafted[run.number])
+
+    def _order(self, run: Run) -> Draft:
         run.round += 1
         tree = run.tree
-        order = Draft(
+        return Draft(
             epoch=1,
             session=run.number,
             round=run.round,
@@ -127,10 +144,9 @@ class PairOfWorkers:
             ahead=run.ahead,
             features=run.features,
         )
-        drafted = _only(self.draft.handle(order), Drafted)
+
+    def _verify(self, run: Run, drafted: Drafted) -> None:
         run.proposals.append(drafted)
-        for _ in range(AHEAD):
-            self.draft.idle()
         item = VerifyItem(
             session=run.number,
             round=run.round,

@@ -92,19 +92,30 @@ def watched(pair: PairOfWorkers) -> Iterator[Counts]:
         pair.draft.handle = handle  # type: ignore[method-assign]
 
 
-def level(pair: PairOfWorkers, temperature: float, width: int = WIDTH) -> Counts:
-    """Return what a level of so many rows asks for, of a draft that has captured all of its levels:
-    a proposal of more levels less one of fewer, by the levels that it has more."""
+def level(pair: PairOfWorkers, temperature: float, width: int = WIDTH, sessions: int = 1) -> Counts:
+    """Return what a level of so many rows of each session asks for, of a draft that has captured
+    all of its levels: a proposal of more levels less one of fewer, by the levels that it has
+    more."""
     found, sampling = [], Sampling(temperature=temperature)
     for number, depth in enumerate((DEEP, SHALLOW, DEEP)):
         tree = TreeSettings(policy="beam", gamma=width * depth, depth=depth, width=width)
-        run = pair.open(number, PROMPT, tokens=60, sampling=sampling, tree=tree)
-        pair.round(run)
+        runs = [
+            pair.open(
+                1000 * sessions + 10 * one + number,
+                PROMPT[one % 3 :],
+                tokens=60,
+                sampling=sampling,
+                tree=tree,
+            )
+            for one in range(sessions)
+        ]
+        pair.round_together(runs)
         while pair.draft.idle():
             pass  # until the noise of all positions is there
         with watched(pair) as counts:
-            pair.round(run)
-        pair.close(run, keep=False)
+            pair.round_together(runs)
+        for run in runs:
+            pair.close(run, keep=False)
         found.append(counts)
     _, shallow, deep = found
     more = (deep - shallow).all()
@@ -187,6 +198,27 @@ def test_a_level_stays_within_its_budget(kind: str, temperature: float, tmp_path
     assert all(count <= bound for count, bound in zip(found.all(), most.all(), strict=True)), found
 
 
+MANY = 8
+"""Sessions that share a pass."""
+
+
+@pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 0.0))
+@pytest.mark.parametrize(
+    "kind", everyday(["small", "eagle", "jakiro", "substitute", "shared substitute"], "eagle")
+)
+def test_a_level_of_eight_sessions_asks_for_what_a_level_of_one_asks_for(
+    kind: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch, one copy there and one back, and one wait, with our functions."""
+    found, most = [], BUDGETS[temperature]
+    for _ in given_to_pretended(monkeypatch):
+        pair = open_pair(kind, tmp_path)
+        found = [level(pair, temperature, 2, sessions) for sessions in (1, MANY)]
+    for counts in found:
+        within = zip(counts.all(), most.all(), strict=True)
+        assert all(count <= bound for count, bound in within), found
+
+
 WIDTH_OF, UNITS, VOCABULARY = 512, 1024, 512
 WIDE = {
     "hidden": WIDTH_OF,
@@ -200,13 +232,11 @@ WIDE = {
     "gain": 1.0,
     "dtype": torch.float16,
 }
-CACHE = 2 * 2 * 4 * 64 * 512
-"""The bytes of the keys and values of a session, which attention reads. The function that writes
-some of them is counted as if it wrote all."""
 MATRICES = WIDTH_OF * (2 * WIDTH_OF + 3 * WIDTH_OF + 3 * UNITS + VOCABULARY)
 """The weights of such a head: fusion, attention, MLP and output."""
-MOST_MOVED = 1.15
-"""The most bytes of a level, over those of the weights."""
+MOST_MOVED = {1: 1.15, MANY: 1.6}
+"""Sessions -> the most bytes of a level, over those of the weights: without keys and values, which
+are read where they lie, and with scores, states and logits of every row."""
 BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
 """Bits of a weight with its share of scales."""
 
@@ -216,7 +246,8 @@ BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
 def test_a_level_moves_little_but_its_weights(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A matrix that is widened, laid out anew or copied in a level would be seen at once."""
+    """A matrix that is widened, laid out anew, copied, or read for each session, would be seen at
+    once."""
     monkeypatch.setattr(f"{Products.__module__}.Products._choose", lambda *_: (True, "it is ours"))
     target = tiny_llama(
         tmp_path / "target", hidden_size=WIDTH_OF, context=96, vocab=VOCABULARY, layers=1
@@ -235,5 +266,6 @@ def test_a_level_moves_little_but_its_weights(
                 target=str(target),
             ),
         )
-        moved = level(pair, 0.0, width=1).moved
-    assert size < moved - 2 * CACHE < MOST_MOVED * size, (moved - 2 * CACHE) / size
+        moved = {count: level(pair, 0.0, 1, count).moved for count in MOST_MOVED}
+    for count, most in MOST_MOVED.items():
+        assert size < moved[count] < most * size, (count, moved[count] / size)

@@ -1,12 +1,11 @@
 """The computation of a level of a head's tree: launched operation by operation, or in fixed shapes,
 so that a device can replay them at once.
 
-On a GPU a head of one layer is over before its operations have been launched one after the other.
-In fixed shapes (`models/backends/device/fixed.py`) all of them are captured once for a number of
-rows, and replayed for every level (CUDA graphs): the states of the parents are gathered, those of
-the rows written where their children find them, and the children ranked. Where the number of rows
-follows how sure the draft is, so does the graph (HeteroSpec's dynamic computational adaptation,
-section 4.3). Knows rows and slots.
+On a GPU a head of one layer is over before its operations have been launched one by one. In fixed
+shapes (`models/backends/device/fixed.py`) all of them are captured once for a number of rows, and
+replayed for every level (CUDA graphs): the states of the parents are gathered, those of the rows
+written where their children find them, and the children ranked. Where that number follows how sure
+the draft is, so does the graph (HeteroSpec's dynamic computational adaptation, section 4.3).
 """
 
 from collections.abc import Callable, Sequence
