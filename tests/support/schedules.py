@@ -634,7 +634,8 @@ class World:
 
     def check_failed(self, told: Told, reply: Failed) -> None:
         """A request may fail where there is no target; one that has begun, where there was none for
-        as long as it waits, or one after the other was lost."""
+        as long as it waits, or one after the other was lost, or where those that are there are
+        full."""
         self._look()
         if told.sabotaged and reply.code == "internal":
             return
@@ -647,9 +648,16 @@ class World:
             assert self._bare_since_ns is not None, f"refused, and there is a target: {reply.text}"
         elif self.losses - told.losses < MOST_LOSSES:
             assert reply.code == "worker_lost", f"{reply.code}: {reply.text}"
-            assert bare_s >= RECOVERY_S - TICK_NS / S, (
+            assert bare_s >= RECOVERY_S - TICK_NS / S or not self._has_place(), (
                 f"it failed after {bare_s:g} s without a target: {reply.text}"
             )
+
+    def _has_place(self) -> bool:
+        """Return whether a target that is there may be given one session more."""
+        return any(
+            worker.plays("target") and worker.available and worker.sessions < worker.limits.sessions
+            for worker in self.coordinator.registry.workers.values()
+        )
 
 
 class Sabotage(Exception):
