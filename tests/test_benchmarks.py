@@ -171,6 +171,7 @@ def test_a_comparison_runs_from_beginning_to_end() -> None:
     assert '"rows"' in done.stdout
 
 
+@pytest.mark.slow
 def test_the_transport_is_measured_around_a_real_coordinator() -> None:
     measured = subprocess.run(
         [sys.executable, BENCHMARKS, "transport", "--rounds", "40", "--json"],

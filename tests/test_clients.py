@@ -6,12 +6,18 @@ from pathlib import Path
 
 from clients.catalogue import CLIENTS, ClientKind
 from clients.commands import try_client
-from clients.server import serving
+
+from dovetail.launch.processes.stack import Stack
+from support.web import api
+
+FLAGS = ("--http.model=dovetail", "--policy=dynamic", "--tree.insist=true")
 
 
-def test_openai_python_sees_what_it_should() -> None:
-    with serving() as url:
-        row = try_client(ClientKind("openai", (), "openai_sdk.py"), Path(sys.executable), url)
+def test_openai_python_sees_what_it_should(stack: Stack) -> None:
+    with api(stack.address, *FLAGS) as served:
+        row = try_client(
+            ClientKind("openai", (), "openai_sdk.py"), Path(sys.executable), served.url
+        )
     assert row["ok"], row["what"]
 
 

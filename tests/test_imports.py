@@ -178,7 +178,7 @@ def graph() -> dict[str, set[str]]:
     for module, path in files.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
                 node.body = [ast.Pass()]
         named = {imported.removeprefix("dovetail.") for imported in imported_by(tree)}
         whole = {one if one in files else one.rpartition(".")[0] for one in named}

@@ -71,6 +71,7 @@ def test_a_head_there_drafts_and_changes_nothing() -> None:
         check(replies(client, TREE), replies(client, None))
 
 
+@pytest.mark.slow
 def test_a_draft_whose_memory_runs_out_changes_nothing() -> None:
     """The draft's device has room for its head and five sessions, or for three that draft."""
     sampling = Sampling(min_tokens=TOKENS)

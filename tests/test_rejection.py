@@ -80,7 +80,7 @@ def check_policy(
 
 
 @pytest.mark.parametrize(
-    "policy", everyday((policy for policy in POLICIES if policy != "goodput"), "beam", "heterospec")
+    "policy", everyday((policy for policy in POLICIES if policy != "goodput"), "heterospec")
 )
 def test_output_is_the_same_with_every_policy_that_is_told_to_draft(
     client: Client, policy: str, alone: dict[tuple[float, int], tuple[int, ...]]

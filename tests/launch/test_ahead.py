@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.cases import everyday
+
 GONE_S = 60.0
 BEGUN = """
 import sys
@@ -64,18 +66,24 @@ def python(program: str, *arguments: str, cores: int = 2, **environment: str) ->
 
 @pytest.mark.parametrize(
     ("command", "begins"),
-    [
+    everyday(
+        [
+            ("generate hello", True),
+            ("chat", True),
+            ("generate --max-tokens 4 hello", True),
+            ("serve --http.port 0", False),
+            ("generate hello --connect ipc:///tmp/hub", False),
+            ("generate hello --connect=http://127.0.0.1:8000", False),
+            ("chat --help", False),
+            ("chat --help-all", False),
+            ("status", False),
+            ("worker --role target", False),
+        ],
         ("generate hello", True),
-        ("chat", True),
-        ("generate --max-tokens 4 hello", True),
-        ("serve --http.port 0", False),
         ("generate hello --connect ipc:///tmp/hub", False),
-        ("generate hello --connect=http://127.0.0.1:8000", False),
         ("chat --help", False),
-        ("chat --help-all", False),
-        ("status", False),
         ("worker --role target", False),
-    ],
+    ),
 )
 def test_it_begins_for_commands_that_start_workers_of_their_own(
     command: str, begins: bool, tmp_path: Path

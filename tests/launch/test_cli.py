@@ -197,9 +197,10 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (
+        pytest.param(
             ("--target", "/no/such/model"),
             "the target model /no/such/model is not there: name an existing folder or GGUF file",
+            marks=pytest.mark.slow,
         ),
         (
             ("--draft", "./no-draft"),
@@ -210,9 +211,10 @@ def test_a_bad_line_in_a_file_of_prompts_is_named_by_its_number(
             "the target model models/none is not a folder here and not in the Hugging Face cache, "
             "and the hub cannot be reached",
         ),
-        (
+        pytest.param(
             ("--target", "{file}.gguf"),
             "is no GGUF file: it does not begin with the letters GGUF",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -289,13 +291,14 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(
         ),
         ("config show >/dev/full 2>&1", 1, ""),
         ("config show >&-", 0, ""),
-        ("config show <&- 2>&-", 0, ""),
-        ("config show --tree.gama 6 2>/dev/full", 2, ""),
+        pytest.param("config show <&- 2>&-", 0, "", marks=pytest.mark.slow),
+        pytest.param("config show --tree.gama 6 2>/dev/full", 2, "", marks=pytest.mark.slow),
         ("config show --tree.gama 6 2>&-", 2, ""),
-        (
+        pytest.param(
             "generate <&-",
             2,
             "dovetail: the prompt is empty: write it as an argument, or pipe it in\n",
+            marks=pytest.mark.slow,
         ),
         (
             "generate - <&-",

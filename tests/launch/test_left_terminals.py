@@ -2,6 +2,7 @@
 cursor, and nothing that runs."""
 
 import fcntl
+import itertools
 import os
 import pty
 import select
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from dovetail.launch.processes.stack import Stack
+from support.cases import everyday
 
 DOVETAIL = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 BROKEN = (
@@ -124,8 +126,13 @@ def is_as_before(shown: Terminal) -> bool:
     return left and termios.tcgetattr(shown.ours) == shown.before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("name", ["top", "chat"])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    everyday(
+        itertools.product(["top", "chat"], [signal.SIGTERM, signal.SIGHUP]),
+        *(("top", signal.SIGHUP), ("chat", signal.SIGTERM)),
+    ),
+)
 def test_a_signal_leaves_the_terminal_as_it_was(
     environment: dict[str, str], stack: Stack, name: str, number: signal.Signals
 ) -> None:

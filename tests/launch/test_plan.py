@@ -19,6 +19,7 @@ from dovetail.workers.devices import open_device
 from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped
 from dovetail.workers.drafters.trial import fall_key, remember_fall
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
+from support.cases import everyday
 from support.gguf_files import tokens_of, write_gguf
 from support.kernels import needs_kernels
 
@@ -414,10 +415,13 @@ def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(invoke: R
 @pytest.mark.skipif(not POSSIBLE, reason="torch cannot be told of a device from Python")
 @pytest.mark.parametrize(
     ("room", "remembered", "why"),
-    [
+    everyday(
+        [
+            (4_000_000, "", "it takes 0.08"),
+            (120_000_000, "its products are wrong", "as at its last start: its products"),
+        ],
         (4_000_000, "", "it takes 0.08"),
-        (120_000_000, "its products are wrong", "as at its last start: its products"),
-    ],
+    ),
 )
 def test_a_draft_that_the_gpu_cannot_have_is_priced_on_the_cpu(
     plan: Callable[..., dict[str, Any]],

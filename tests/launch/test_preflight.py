@@ -80,7 +80,7 @@ ALONE = ("--draft", "none")
     [
         ("generate", "--draft", "foo", "hi"),
         pytest.param(("generate", "--target", "foo", *ALONE, "hi"), marks=pytest.mark.slow),
-        ("serve", "--target", "foo/bar@baz", *ALONE),
+        pytest.param(("serve", "--target", "foo/bar@baz", *ALONE), marks=pytest.mark.slow),
         pytest.param(("chat", "--target", "foo", *ALONE), marks=pytest.mark.slow),
         pytest.param(
             ("bench", "--method", "none", "--target", "foo", *ALONE), marks=pytest.mark.slow
@@ -92,7 +92,7 @@ ALONE = ("--draft", "none")
             marks=pytest.mark.slow,
         ),
         ("plan", "--target", "foo"),
-        ("calibrate", "--target", "foo"),
+        pytest.param(("calibrate", "--target", "foo"), marks=pytest.mark.slow),
         pytest.param(("calibrate", "--draft", "foo"), marks=pytest.mark.slow),
         pytest.param(("profile", "--draft", "foo", "--out", "OUT"), marks=pytest.mark.slow),
         pytest.param(
@@ -102,7 +102,10 @@ ALONE = ("--draft", "none")
             ("stratify", "--draft", "foo", "--prompts", "PROMPTS", "--out", "OUT.toml"),
             marks=pytest.mark.slow,
         ),
-        ("features", "--target", "foo", "--data", "PROMPTS", "--out", "OUT"),
+        pytest.param(
+            ("features", "--target", "foo", "--data", "PROMPTS", "--out", "OUT"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=" ".join,
 )

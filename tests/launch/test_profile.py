@@ -22,6 +22,7 @@ Run = Callable[..., CompletedProcess[str]]
 FILES = {"report.html", "profile.json", "trace.json", "devices.svg", "parts.svg", "round-0.svg"}
 
 
+@pytest.mark.slow
 def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_would_help(
     run: Run, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 
 from dovetail.protocol.messages import Close, Closed, Command, Event, Failed, Open
+from support.cases import everyday
 from support.faulty import CarefulTarget
 from support.schedules import (
     CAREFUL,
@@ -275,7 +276,10 @@ KILLED = Schedule(targets=2, drafts=0, steps=((0, LONG), (40, Fault("kill", who=
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(Wandering, "undisturbed"), (Hoarding, "something is left"), (Silent, "worker_lost")],
+    everyday(
+        [(Wandering, "undisturbed"), (Hoarding, "something is left"), (Silent, "worker_lost")],
+        *((Hoarding, "something is left"), (Silent, "worker_lost")),
+    ),
     ids=["wandering", "hoarding", "silent"],
 )
 def test_a_broken_promise_is_told(kind: type[CarefulTarget], words: str) -> None:

@@ -13,6 +13,7 @@ from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.control.pricing import worth_waiting
+from support.cases import everyday
 from support.loaded import FIXED, GOODPUT, Crowded, Pace, drafted, rate
 
 INSISTED = TreeSettings(policy="dynamic", gamma=15, depth=8, insist=True)
@@ -34,6 +35,11 @@ PACES = {
         pass_s=lambda rows: 0.008 + 0.0006 * rows, level_s=0.002, together=64
     ),
 }
+FEW = (
+    *("rows that are dear", "a remote draft", "a draft that is never right"),
+    "a draft whose passes two share",
+)
+"""The paces at which goodput is held to its promise every day."""
 
 
 def over_plain(
@@ -58,11 +64,8 @@ def middle(ratios: list[float]) -> float:
 @pytest.mark.parametrize(
     ("pace", "tree"),
     [
-        *((pace, GOODPUT) for pace in PACES),
-        *(
-            pytest.param(pace, FIXED, marks=() if PACES[pace] is DEAR else pytest.mark.slow)
-            for pace in PACES
-        ),
+        *everyday([(pace, GOODPUT) for pace in PACES], *((pace, GOODPUT) for pace in FEW)),
+        *everyday([(pace, FIXED) for pace in PACES], ("rows that are dear", FIXED)),
     ],
     ids=lambda value: getattr(value, "policy", value),
 )

@@ -2,6 +2,7 @@
 session without a loss: what its client is told is the same, token by token and text by text.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettin
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.engine.running import MOST_BREAKS, MOST_LOSSES
+from support.cases import everyday
 from support.houses import PROMPT, House
 from support.scripted import (
     READS,
@@ -621,8 +623,11 @@ def test_a_session_that_draws_at_random_goes_on_with_its_draft_too() -> None:
     [{}, {"tree": TreeSettings()}, {"logprobs": 1, "record": True}],
     ids=["plain", "goodput", "logprobs"],
 )
-@pytest.mark.parametrize("later", [None, READS], ids=["then-alone", "then-reads"])
-@pytest.mark.parametrize("reads", [None, READS], ids=["alone", "reads"])
+@pytest.mark.parametrize(
+    ("reads", "later"),
+    everyday(itertools.product([None, READS], repeat=2), (None, READS), (READS, None)),
+    ids=["alone-then-alone", "alone-then-reads", "reads-then-alone", "reads-then-reads"],
+)
 def test_a_draft_that_is_lost_is_followed_by_another_in_the_midst_of_the_session(
     reads: Reads | None, later: Reads | None, asked: dict[str, Any], every: int
 ) -> None:

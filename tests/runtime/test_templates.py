@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dovetail.runtime.text import templates
 from dovetail.runtime.text.templates import ChatTemplate
 from hostile.templates import EVIL, FILLING, LASTING, REACHING, try_template
+from support.cases import everyday
 
 ONE_OF_TODAY = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
 {%- set ns = namespace(last=messages|length - 1, searching=true) %}
@@ -90,7 +91,7 @@ def test_what_is_evil_costs_its_request_and_nobody_else(kind: str, name: str) ->
     assert tried.passed, tried
 
 
-@pytest.mark.parametrize("name", [*LASTING])
+@pytest.mark.parametrize("name", everyday(LASTING, "two nested loops"))
 @pytest.mark.usefixtures("impatient")
 def test_what_runs_for_ever_is_stopped_by_the_clock(name: str) -> None:
     with pytest.raises(SecurityError, match=r"may not take longer than 0\.1 s"):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.models import write_tokenizer
 
@@ -339,12 +339,11 @@ VARIED: dict[str, dict[str, Any]] = {
 
 
 @cache
-def classes() -> dict[str, tuple[type[PreTrainedConfig], type]]:
-    """Model type -> (configuration class, model class), of every causal model of the installed
-    transformers."""
-    return {
-        config.model_type: (config, model) for config, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()
-    }
+def configurations() -> dict[str, type[PreTrainedConfig]]:
+    """Model type -> configuration class, of every causal model of the installed transformers; the
+    modules of the models themselves are not imported."""
+    found = [CONFIG_MAPPING[kind] for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    return {config.model_type: config for config in found}
 
 
 def shrunk(content: dict[str, Any]) -> dict[str, Any]:
@@ -366,7 +365,7 @@ def _size_of(name: str) -> int | None:
 def tiny_config(kind: str, fields: dict[str, Any]) -> PreTrainedConfig:
     """The smallest configuration of a model type, with `fields` set: copies, since transformers
     writes into what it is given."""
-    config, special = classes()[kind][0], EXCEPTIONS.get(kind, {})
+    config, special = configurations()[kind], EXCEPTIONS.get(kind, {})
     try:
         default = config()
     except ValueError:

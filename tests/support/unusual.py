@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.workers.models.families.registry import FAMILIES
-from support.architectures import VARIED, classes, tiny_config
+from support.architectures import VARIED, configurations, tiny_config
 
 ROPE = {"rope_theta": 1e4}
 ORIGINAL = {"original_max_position_embeddings": 16}
@@ -181,7 +181,8 @@ def unusual(number: int) -> tuple[str, dict[str, Any]]:
     """Return the model type and the fields of a configuration, the same for the same number; not
     every one is one that transformers can build."""
     of = random.Random(number)
-    kind = sorted(set(FAMILIES) & set(classes()))[number % len(set(FAMILIES) & set(classes()))]
+    kinds = sorted(FAMILIES.keys() & configurations().keys())
+    kind = kinds[number % len(kinds)]
     fields = dict(VARIED.get(kind, {})) if of.random() < 0.7 else {}
     known = tiny_config(kind, fields).to_dict()
     for draw in of.sample(DRAWS, of.randint(1, 4)):

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
-from support.architectures import VOCABULARY, YARN, classes, write_tiny
+from support.architectures import VOCABULARY, YARN, configurations, write_tiny
+from support.cases import everyday
 from support.sentences import check_sentence
 
 EVERY = 16
@@ -103,7 +105,8 @@ def check_refusal(text: str, folder: Path) -> None:
 def check_truth(text: str, folder: Path) -> None:
     """What a sentence says of a model is so."""
     content = json.loads((folder / "config.json").read_text())
-    config_class, model_class = classes().get(content["model_type"], (None, None))
+    config_class = configurations().get(content["model_type"])
+    model_class = None if config_class is None else MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     if "both directions" in text:
         ids = tokens()
         one, other = own_logits(folder, ids), own_logits(folder, [*ids[:-1], ids[-1] % 45 + 3])
@@ -127,8 +130,8 @@ def check_truth(text: str, folder: Path) -> None:
         assert config_class.sub_configs
 
 
-@pytest.mark.parametrize("weights", ["fp32", pytest.param("half", marks=pytest.mark.slow), "int8"])
-@pytest.mark.parametrize("kind", some(classes()))
+@pytest.mark.parametrize("weights", everyday(DTYPES, "fp32"))
+@pytest.mark.parametrize("kind", some(configurations()))
 def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence(
     kind: str, weights: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,7 +205,7 @@ def test_of_a_configuration_that_transformers_cannot_compute_either_the_field_is
 
 
 @pytest.mark.parametrize(
-    "kind", some(kind for kind, (config, _) in classes().items() if hasattr(config, "is_decoder"))
+    "kind", some(kind for kind, config in configurations().items() if hasattr(config, "is_decoder"))
 )
 def test_an_encoder_that_is_told_to_be_a_decoder_is_decoded_or_refused_too(
     kind: str, tmp_path: Path

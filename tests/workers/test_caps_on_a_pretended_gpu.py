@@ -41,6 +41,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.target import Identity, TargetWorker
 from dovetail.workers.unified import open_unified
+from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import tiny_llama
@@ -100,7 +101,7 @@ def verify(worker: Worker, *sessions: int, prefix: int) -> list[Event]:
     return [*worker.handle(Verify(epoch=1, items=tuple(items)))]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", everyday(PLACEMENTS, "mixed", "split", "unified"))
 def test_a_target_takes_no_byte_beyond_its_cap(tmp_path: Path, placement: str) -> None:
     folder = tiny_llama(
         tmp_path, layers=4, intermediate_size=128, context=2048, dtype=torch.float16
@@ -150,7 +151,13 @@ def test_what_a_target_keeps_makes_room_for_a_session(tmp_path: Path) -> None:
     assert gone.value.code == "prefix"
 
 
-@pytest.mark.parametrize("kind", ["small", "eagle", "eagle3", "dovetail", "jakiro", "substitute"])
+@pytest.mark.parametrize(
+    "kind",
+    everyday(
+        ["small", "eagle", "eagle3", "dovetail", "jakiro", "substitute"],
+        *("small", "dovetail", "substitute"),
+    ),
+)
 def test_a_draft_and_its_graphs_take_what_was_counted_and_no_byte_more(
     tmp_path: Path, kind: str
 ) -> None:

@@ -192,7 +192,7 @@ def test_levels_are_captured_for_the_first_of_eight_sessions(
 
 
 @pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 0.0))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", everyday(KINDS, "small", "dovetail", "shared substitute"))
 def test_a_level_stays_within_its_budget(kind: str, temperature: float, tmp_path: Path) -> None:
     found, most = level(open_pair(kind, tmp_path), temperature), BUDGETS[temperature]
     assert all(count <= bound for count, bound in zip(found.all(), most.all(), strict=True)), found

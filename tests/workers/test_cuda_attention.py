@@ -10,6 +10,7 @@ from dovetail.workers.models.attention import by_torch
 from dovetail.workers.models.backends.device import attention
 from dovetail.workers.models.backends.device.attention import CONTEST, SOURCE, own_attention
 from dovetail.workers.models.backends.device.choice import Products
+from support.cases import everyday
 from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_a_compiler, needs_nvrtc
 from support.emulated import Emulated, emulated
 
@@ -113,7 +114,7 @@ def test_it_is_captured_in_a_graph_as_a_gpu_captures_it() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", everyday(ARCHITECTURES, 75))
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert not isinstance(NVRTC, str)
     code = NVRTC.compile(SOURCE, architecture)

@@ -19,6 +19,7 @@ from dovetail.workers.models.backends.device.parts import (
     Turning,
 )
 from dovetail.workers.models.backends.device.products import narrowed
+from support.cases import everyday
 from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_a_compiler, needs_nvrtc
 from support.emulated import Emulated, emulated
 
@@ -108,7 +109,7 @@ def test_rows_that_do_not_lie_behind_each_other_are_taken() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", everyday(ARCHITECTURES, 120))
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert not isinstance(NVRTC, str)
     code = NVRTC.compile(SOURCE, architecture)

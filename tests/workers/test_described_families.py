@@ -24,6 +24,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from support.architectures import VARIED, VOCABULARY, write_tiny, write_varied
+from support.cases import everyday
 from support.models import reference_choice, reference_logits, reference_tokens
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
@@ -109,7 +110,7 @@ def read_in_a_tree(model: LanguageModel, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind
+        kind if kind in NEW else pytest.param(kind, marks=pytest.mark.slow)
         for kind in (*FAMILIES, "gemma4_text small")
     ],
 )
@@ -127,7 +128,7 @@ def test_a_described_family_is_computed_by_the_kernels_as_by_transformers(
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", NEW)
+@pytest.mark.parametrize("kind", everyday(NEW, "gpt2", "gpt_oss", "qwen3_5_text", "deepseek_v3"))
 def test_the_tokens_are_those_of_transformers(
     kind: str, temperature: float, loaded: Callable[[str, str], LanguageModel]
 ) -> None:

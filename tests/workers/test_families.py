@@ -2,8 +2,9 @@
 kernels the same bytes wherever a token is computed."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
+from support.cases import everyday
 from support.models import (
     CONTEXT,
     FAMILIES,
@@ -45,8 +47,7 @@ fp32 ones, relative to their norm."""
 RARE = ("library half", "kernels half of bf16")
 """Ways of which others here have the back end, and others the weights."""
 DRAWN = ("llama", "gemma2")
-"""Families whose tokens are drawn with noise every day: noise knows logits, not who computed
-them."""
+"""Families that are computed every day in all ways but the rare ones."""
 ON_KERNELS = [way for way, (backend, *_) in WAYS.items() if backend == "kernels"]
 KEY = bytes(range(16))
 LONG = 640
@@ -55,19 +56,29 @@ LENGTHS = {"short": (150, (1, 7, 128)), "long": (530, (1, 7, 64, 256, 512))}
 a long one token by token."""
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
-EVERY_WAY = [
-    pytest.param(
-        way,
-        marks=[
-            *([needs_kernels] if way in ON_KERNELS else []),
-            *([pytest.mark.slow] if way in RARE else []),
-        ],
-    )
-    for way in WAYS
-]
-EVERY_WAY_ON_KERNELS = [
-    pytest.param(way, marks=[pytest.mark.slow] if way in RARE else []) for way in ON_KERNELS
-]
+COMMON = ("library fp32", "kernels half")
+"""Ways in which every family is computed every day."""
+
+
+def pairs(ways: Sequence[str]) -> list[Any]:
+    """Every family in each of some ways; those of the everyday run without the mark."""
+    return [
+        pytest.param(
+            family,
+            way,
+            marks=[
+                *([needs_kernels] if way in ON_KERNELS else []),
+                *([] if way in COMMON or (family in DRAWN and way not in RARE) else [SLOW]),
+            ],
+        )
+        for family in FAMILIES
+        for way in ways
+    ]
+
+
+SLOW = pytest.mark.slow
+ALL_PAIRS, PAIRS_ON_KERNELS = pairs([*WAYS]), pairs(ON_KERNELS)
+WAYS_ON_KERNELS = [pytest.param(way, marks=[SLOW] if way in RARE else []) for way in ON_KERNELS]
 
 
 class Models:
@@ -109,8 +120,7 @@ def logits_of(model: LanguageModel, tokens: list[int]) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("way", EVERY_WAY)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "way"), ALL_PAIRS)
 def test_logits_are_those_of_transformers_eager(model: LanguageModel, way: str) -> None:
     expected = reference_logits(model.checkpoint.folder, TOKENS)
     error = float((logits_of(model, TOKENS) - expected).norm() / expected.norm())
@@ -171,17 +181,8 @@ def guess(trees: random.Random, hints: list[int]) -> TokenTree:
     return TokenTree(tuple(tokens), tuple(parents))
 
 
-@pytest.mark.parametrize("way", EVERY_WAY)
-@pytest.mark.parametrize(
-    ("family", "temperature"),
-    [
-        *((family, 0.0) for family in FAMILIES),
-        *(
-            (family, 1.0) if family in DRAWN else pytest.param(family, 1.0, marks=pytest.mark.slow)
-            for family in FAMILIES
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "way"), ALL_PAIRS)
+@pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 1.0))
 def test_any_tree_gives_the_tokens_that_one_at_a_time_gives_and_transformers_too(
     model: LanguageModel, way: str, temperature: float
 ) -> None:
@@ -250,9 +251,8 @@ def chunks_of(size: int, total: int) -> list[int]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("length", ["short", pytest.param("long", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", EVERY_WAY_ON_KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", everyday(LENGTHS, "short"))
+@pytest.mark.parametrize(("family", "way"), PAIRS_ON_KERNELS)
 def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_set(
     family: str, way: str, length: str, models: Models, every_isa: list[kernels.Isa]
 ) -> None:
@@ -271,8 +271,7 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_
 
 
 @needs_kernels
-@pytest.mark.parametrize("way", EVERY_WAY_ON_KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "way"), PAIRS_ON_KERNELS)
 def test_a_token_has_the_same_bytes_in_any_slot_of_a_tree_with_any_neighbours_and_sessions_beside_it(  # noqa: E501
     model: LanguageModel, way: str, every_isa: list[kernels.Isa]
 ) -> None:
@@ -325,7 +324,7 @@ def check_tree(model: LanguageModel, alone: Bytes, path: list[int], rng: random.
 
 
 @needs_kernels
-@pytest.mark.parametrize("way", EVERY_WAY_ON_KERNELS)
+@pytest.mark.parametrize("way", WAYS_ON_KERNELS)
 def test_a_token_has_the_same_bytes_with_any_number_of_threads(way: str, models: Models) -> None:
     model = models.get("qwen3", way)
     numbers = random.Random(5)

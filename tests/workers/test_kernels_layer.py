@@ -321,6 +321,8 @@ HALVED = [
     Shape(cache=torch.float16),
     Shape(heads=3, kv_heads=3, head_dim=20, window=37, softcap=2.0, cache=torch.float16),
 ]
+LONG = (Shape(), HALVED[1])
+"""The shapes whose trees stand behind long texts every day."""
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, SUNKEN, *HALVED], ids=str)
@@ -439,8 +441,19 @@ def lineage(parents: Sequence[int], node: int) -> list[int]:
     return [*(lineage(parents, parents[node]) if parents[node] >= 0 else ()), node]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *HALVED], ids=str)
-@pytest.mark.parametrize("prefix", [1, 47, 515])
+@pytest.mark.parametrize(
+    ("shape", "prefix"),
+    [
+        pytest.param(
+            shape,
+            prefix,
+            id=f"{prefix}-{shape}",
+            marks=[pytest.mark.slow] if prefix == 515 and shape not in LONG else [],
+        )
+        for shape in (*SHAPES, *HALVED)
+        for prefix in (1, 47, 515)
+    ],
+)
 def test_a_tree_row_has_the_bytes_of_one_token_at_a_time_in_any_slot(
     shape: Shape, prefix: int
 ) -> None:

@@ -88,7 +88,7 @@ def test_drafts_of_each_kind_propose_the_same_tokens(kind: str, maker: str, tmp_
         assert proposed(kind, tmp_path) == expected
 
 
-@pytest.mark.parametrize("places", ["streamed", "mixed", "resident"])
+@pytest.mark.parametrize("places", everyday(["streamed", "mixed", "resident"], "mixed"))
 @pytest.mark.parametrize("weights", everyday(["half", "fp32"], "half"))
 @pytest.mark.parametrize("maker", everyday(MAKERS, "apple"))
 def test_a_target_there_is_the_same_function(

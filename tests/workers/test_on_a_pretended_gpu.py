@@ -252,7 +252,7 @@ def test_codes_lie_there_as_cudas_int4_products_have_them(there: torch.device, b
 
 @needs_kernels
 @pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 1.0))
-@pytest.mark.parametrize("resident", [0, 1])
+@pytest.mark.parametrize("resident", everyday([0, 1], 1))
 def test_a_substitute_shares_with_a_target_there_and_drafts_what_it_verifies(
     tmp_path: Path, there: torch.device, resident: int, temperature: float
 ) -> None:

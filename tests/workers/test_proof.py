@@ -22,6 +22,7 @@ from dovetail.workers.models.parity.landmarks import runs_of
 from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.serving.open_target import open_target_worker
+from support.cases import everyday
 from support.models import CONTEXT, SHAPE, reference_logits
 from support.zoo import COMPUTED, ORIGINAL, REFUSED, SCALED, TOKENS, longrope, rope, write
 
@@ -30,6 +31,13 @@ RIGHT = 1e-4
 PARTS = (17, 1, 22)
 """Rows of the passes in which a text is read, over and over."""
 
+VARIANTS = (
+    *("smollm3 by a list", "smollm3 with windows", "ministral3", "llama dynamic", "llama yarn"),
+    *("llama llama3", "llama longrope of one table", "llama rotated in part", "gemma2 window 1"),
+    *("qwen2 by layers", "mistral window 40"),
+)
+"""What configurations switch; the families as they come are those of
+`test_described_families.py`."""
 WITHOUT_GROWTH = {"ministral3": FAMILIES["mistral"]}
 """A wrong description of Ministral 3: its queries do not grow."""
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
@@ -55,7 +63,7 @@ def share_of(found: Tensor, expected: Tensor) -> float:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", everyday(COMPUTED, *VARIANTS))
 def test_every_position_is_transformers_own_on_whichever_back_end_computes_it(
     tmp_path: Path, name: str
 ) -> None:

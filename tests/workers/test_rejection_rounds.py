@@ -103,13 +103,8 @@ def decode(
     return reply, drafted
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        pytest.param(SAMPLED, id="sampled", marks=pytest.mark.slow),
-        pytest.param(PENALISED, id="penalised"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
 def test_every_token_of_many_replies_has_the_law_of_the_target_given_those_before_it(
     llama: LanguageModel, llama_folder: Path, relative: LanguageModel, sampling: Sampling
 ) -> None:

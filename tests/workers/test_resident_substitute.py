@@ -70,10 +70,7 @@ def resident(model: LanguageModel) -> ResidentSubstitute:
             *(("llama", f"int{bits}") for bits in (8, 4, 3, 2)),
             *((family, "int4") for family in FAMILIES if family != "llama"),
         ],
-        ("llama", "int8"),
         ("llama", "int3"),
-        ("qwen2", "int4"),
-        ("mistral-sliding", "int4"),
         ("gemma2", "int4"),
     ),
 )

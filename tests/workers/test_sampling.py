@@ -33,10 +33,10 @@ def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return warpers(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", everyday([0.3, 1.0, 1.7], 1.7))
 @pytest.mark.parametrize("top_k", [0, 1, 7, 1000])
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 1.0])
-@pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("min_p", everyday([0.0, 0.05, 1.0], 0.0, 0.05))
 def test_processors_give_the_law_of_transformers(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:

@@ -1,6 +1,7 @@
 """A model in stages computes what it computes as a whole: the same bytes where the CPU stands for
 the device, up to rounding where torch computes."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -115,8 +116,14 @@ def whole(folders: dict[str, Path]) -> dict[str, Tensor]:
     return {weights: decode(load(folders[weights], weights)) for weights in TYPES}
 
 
-@pytest.mark.parametrize("weights", TYPES)
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    ("places", "weights"),
+    everyday(
+        itertools.product(PLACES, TYPES),
+        *((places, "half") for places in PLACES),
+        *(("mixed", "fp32"), ("mixed", "int8")),
+    ),
+)
 def test_every_placement_computes_the_same_bytes(
     folders: dict[str, Path], whole: dict[str, Tensor], places: str, weights: str
 ) -> None:

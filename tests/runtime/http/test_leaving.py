@@ -16,6 +16,7 @@ import pytest
 from dovetail.protocol.messages import Fingerprint, Supervised
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.http.gateway import FRESH_S
+from support.cases import everyday
 from support.scripted import ScriptedTarget, continuation
 from support.web import CHAT, PATIENCE_S, Api, Backend, api, backend, events
 
@@ -135,7 +136,7 @@ def test_a_target_of_another_vocabulary_is_asked_in_its_own_tokens() -> None:
         )
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", everyday([True, False], True))
 def test_the_first_reply_of_another_target_is_told_as_its_own(stream: bool) -> None:
     other = Fingerprint(checkpoint="1" * 64, weights="int8", kernels="scripted")
     with backend() as house, api(house.address) as server:
@@ -195,7 +196,7 @@ def test_a_coordinator_that_comes_back_is_found_again(
         )
 
 
-@pytest.mark.parametrize("path", [CHATS, "/v1/completions"])
+@pytest.mark.parametrize("path", everyday([CHATS, "/v1/completions"], CHATS))
 def test_a_stream_that_is_cut_says_by_whose_loss_and_has_told_its_seed(path: str) -> None:
     with backend() as house, api(house.address) as server:
         house.token_s = 0.02
