@@ -51,7 +51,7 @@ def reading_order(
     second ones, and so on; among these that first which has waited longest, less the time that
     reading it takes, so that short prompts are not held up by long ones, nor these for ever."""
     before: Counter[str] = Counter()
-    turns = []
+    turns = list[tuple[int, int, int]]()
     for place in sorted(range(len(owners)), key=lambda log: reading_s[log] - waited_s[log]):
         turns.append((before[owners[place]], len(turns), place))
         before[owners[place]] += 1
