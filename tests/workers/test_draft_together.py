@@ -110,9 +110,13 @@ def test_on_a_gpu_a_draft_proposes_in_company_what_it_proposes_alone(
     policies = [POLICY_NAMES[(3 * ahead + n) % len(POLICY_NAMES)] for n in range(len(PROMPTS))]
     check(new, policies, ahead=bool(ahead), exact=kind != "jakiro", rounds=3)
     assert making.count > 0
-    before, again = making.count, Scene(new(), policies, ahead=bool(ahead))
-    again.round(together=True)
+    before, engine = making.count, new()
+    # the memory of the sessions of the first scene, which end, goes to those of the second
+    first, second = (
+        Scene(engine, policies, ahead=bool(ahead)).round(together=True) for _ in range(2)
+    )
     assert making.count == before
+    assert first == second
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dovetail-3", "jakiro"])
