@@ -13,7 +13,6 @@ from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.keys import OPERATOR, PeerKey
 from dovetail.protocol.messages import (
     Cancel,
-    Close,
     Describe,
     Described,
     Dismiss,
@@ -38,7 +37,7 @@ from dovetail.runtime.engine.shared import Shared, WaitingRequest
 from dovetail.runtime.fleet.beginnings import comes_later
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.room import has_room, held_on, needs, tokens_of
+from dovetail.runtime.fleet.room import has_room, tokens_of
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 
@@ -260,11 +259,7 @@ class ClientRequests:
         )
         running.queued = waited
         self._queue.given(request.owner, tokens_of(request), self._now_ns())
-        if target.limits.room is not None:
-            left = target.limits.room - held_on(target, self._running)
-            left -= needs(request, target, self._running, reuse=self._reuse)
-            for session in target.shelf.give_up(left, running.session.target_base):
-                yield Send(target, Close(epoch=self._service.epoch, session=session))
+        yield from self._moving.make_room(request, target, running.session.target_base)
         client.sessions[waiting.submit.request] = running.session.number
         yield Start(running)
         if target.peer not in self._registry.workers:
@@ -320,7 +315,10 @@ class ClientRequests:
         return self._placement.settle(
             waiting.target,
             request,
-            lambda target: has_room(target, request, self._running, reuse=self._reuse),
+            lambda target: (
+                not self._moving.awaits(target)
+                and has_room(target, request, self._running, reuse=self._reuse)
+            ),
         )
 
     def _comes_later(self, request: Request, target: Worker) -> bool:

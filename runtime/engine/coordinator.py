@@ -55,7 +55,7 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.service import Service
-from dovetail.runtime.moves.moving import Moving
+from dovetail.runtime.moves.moving import MOST_LOOKED_AT, Moving
 from dovetail.runtime.moves.rebalancing import Rebalancing
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
@@ -328,9 +328,11 @@ class Coordinator:
         self._conclude()
 
     def _conclude(self) -> None:
-        """Do what waits until workers have been asked: part with those that have gone, keep the
-        books, and tell clients."""
+        """Do what waits until workers have been asked: part with those that have gone, give what is
+        free to sessions that wait and then to requests, keep the books, and tell clients."""
         self._peers.part()
+        if self._moving.waits:
+            self._peers.handle(self._moving.resettle, MOST_LOOKED_AT)
         if len(self._shared.queue):
             self._peers.handle(self._intake.admit)
         self._shared.keep_books()

@@ -87,8 +87,14 @@ class WorkerFailures:
 
     def _may_go_elsewhere(self, running: RunningRequest) -> bool:
         """Return whether a session that has begun can go on on another target than the one that was
-        to read its log."""
-        return bool(running.session.tokens) and self._moving.refuge(running) is not None
+        to read its log, at once or when there is room."""
+        return bool(running.session.tokens) and any(
+            other is not running.target
+            and other.plays("target")
+            and other.available
+            and self._moving.suits(running, other)
+            for other in self._registry.workers.values()
+        )
 
     def _failed_ahead(self, worker: Worker, why: str) -> None:
         """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on

@@ -149,21 +149,24 @@ class Placement:
         """Return the target for a request that was tokenized for `target`: the best one of the same
         tokens that has room for it; None: all are full, and the request has to wait.
 
-        If `target` has gone and no other can take the request, return `target` all the same: the
-        session then waits for it to come back.
+        If `target` has gone and no other is there that could ever take the request, return `target`
+        all the same: the session then waits for it to come back.
         """
+        able = [
+            other
+            for other in self._registry.workers.values()
+            if other.plays("target")
+            and other.available
+            and other.reads_as(target)
+            and request.capacity <= other.limits.context
+        ]
         best = self.target(
-            lambda other: (
-                other.reads_as(target)
-                and request.capacity <= other.limits.context
-                and has_room(other)
-            ),
-            context=len(request.prompt),
+            lambda other: other in able and has_room(other), context=len(request.prompt)
         )
-        if best is None and target.peer in self._registry.workers:
-            full = target.sessions >= target.limits.sessions
-            return None if full or not has_room(target) else target
-        return best or target
+        if best is not None or target.peer not in self._registry.workers:
+            return best if able else target
+        full = target.sessions >= target.limits.sessions
+        return None if full or not has_room(target) else target
 
     def house(
         self,
@@ -339,9 +342,9 @@ class Placement:
         """Return what another target of a session goes on from, None if nothing: it reads the whole
         log, and nobody wants features any more of what it leaves out."""
         session = running.session
-        if not (self._reuse and session.request.may_reuse) or running.draft is target:
+        if running.draft is target:
             return None
-        base = target.shelf.find(session.packed(), owner=session.request.owner)
+        base = self.begins_with(session.packed(), session.request, target)
         if base is None or (tokens := min(base.tokens, session.shown_from)) < WORTH:
             return None
         target.shelf.pin(base)

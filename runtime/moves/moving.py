@@ -9,23 +9,32 @@ coordinator carries out.
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Refeed
+from dovetail.protocol.messages import Close, Refeed
 from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget, Say
+from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget, Say, Send
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.fleet.beginnings import comes_later
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.fleet.room import has_room, held_on, needs
 from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.moves.recovery import Recovery
 from dovetail.runtime.session.draft_sync import Joining
+from dovetail.runtime.session.kept import Base
+from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
+
+MOST_LOOKED_AT = 8
+"""Sessions that wait for a target and are looked at whenever anything happens; the others are from
+time to time."""
 
 
 class Moving:
@@ -45,7 +54,7 @@ class Moving:
         self._service, self._running, self._registry = service, running, registry
         self._placement, self._failing, self._now_ns = placement, failing, clock_ns
         self._recovery = Recovery(settings.recovery_s, settings.move)
-        self._stuck_ns = int(settings.stuck_s * 1e9)
+        self._stuck_ns, self._reuse = int(settings.stuck_s * 1e9), settings.reuse
 
     # -- drafts ------------------------------------------------------------------------------------
 
@@ -134,21 +143,60 @@ class Moving:
         """Have a session wait for another target, since its own has gone before it began."""
         yield from self._each([running], partial(self.lose_target, why="disconnected"))
 
-    def resettle(self) -> Effects[None]:
-        """Have every session that waits for a target go on where it can, and end those that have
-        waited long enough."""
-        waiting = [running for running in self._running.values() if running.loss is not None]
-        yield from self._each(waiting, self._resettle)
+    @property
+    def waits(self) -> bool:
+        """Return whether a session waits for a target."""
+        return any(running.loss is not None for running in self._running.values())
+
+    def awaits(self, target: Worker) -> bool:
+        """Return whether a session waits that may go on on this target: it comes before what has
+        not begun."""
+        return any(
+            running.loss is not None and self.suits(running, target)
+            for running in self._running.values()
+        )
+
+    def resettle(self, most: int | None = None) -> Effects[None]:
+        """Have the sessions that wait for a target go on where they can, the oldest first, and end
+        those that have waited long enough. `most`: how many are looked at; None: all."""
+        waiting = (running for running in self._running.values() if running.loss is not None)
+        yield from self._each([*islice(waiting, most)], self._resettle)
 
     def _resettle(self, running: RunningRequest) -> Effects[None]:
-        target = self._placement.target(
-            partial(self.suits, running), context=running.session.length
-        )
-        if target is not None and not running.doomed:
+        target = None if running.doomed else self._free_target(running)
+        if target is None:
+            if (error := self._end_of(running)) is not None:
+                log.warning("session %d ends: %s", running.session.number, error)
+                yield Fail(running, error)
+        elif not (self._reuse and comes_later(running.session.request, target, self._running)):
             yield from self._recover(running, target)
-        elif (error := self._end_of(running)) is not None:
-            log.warning("session %d ends: %s", running.session.number, error)
-            yield Fail(running, error)
+
+    def _free_target(
+        self, running: RunningRequest, wanted: Callable[[Worker], bool] = lambda _: True
+    ) -> Worker | None:
+        """Return the best wanted target that has room for a session to go on there."""
+        return self._placement.target(
+            lambda other: (
+                wanted(other) and self.suits(running, other) and self.has_room(running, other)
+            ),
+            context=running.session.length,
+        )
+
+    def has_room(self, running: RunningRequest, target: Worker) -> bool:
+        """Return whether a session fits into the memory of another target."""
+        return has_room(target, running.session.request, self._running, reuse=self._reuse)
+
+    def make_room(
+        self, request: Request, target: Worker, base: Base | None = None
+    ) -> Effects[None]:
+        """Have a target give up as many kept sessions as a request takes that is to run there.
+        `base`: what it begins with."""
+        if target.limits.room is None:
+            return
+        left = target.limits.room - held_on(target, self._running)
+        left -= needs(request, target, self._running, reuse=self._reuse)
+        for session in target.shelf.give_up(left, base):
+            yield Send(target, Close(epoch=self._service.epoch, session=session))
 
     def _end_of(self, running: RunningRequest) -> RequestError | None:
         """Why a session that waits for a target is not to wait any longer, if that is so."""
@@ -165,11 +213,8 @@ class Moving:
         return target.peer not in running.shunned and self._recovery.suits(running, target)
 
     def refuge(self, running: RunningRequest) -> Worker | None:
-        """Another target on which a session may go on."""
-        return self._placement.target(
-            lambda other: other is not running.target and self.suits(running, other),
-            context=running.session.length,
-        )
+        """Another target that has room for a session to go on there."""
+        return self._free_target(running, lambda other: other is not running.target)
 
     def move(self, running: RunningRequest, target: Worker) -> Effects[None]:
         """Have a session go on on another target, though its own is there."""
@@ -183,6 +228,8 @@ class Moving:
 
     def _recover(self, running: RunningRequest, target: Worker) -> Effects[None]:
         """A session goes on on another target, which reads its log."""
+        base = self._placement.target_base(running, target)
+        yield from self.make_room(running.session.request, target, base)
         running.target, running.loss = target, None
         target.sessions += target is not running.draft
         running.controller.work_with(*self._placement.pair(running.draft, target))
@@ -192,11 +239,7 @@ class Moving:
         )
         yield Follow(
             running,
-            running.give(
-                running.session.recovered,
-                str(target.hello.fingerprint),
-                self._placement.target_base(running, target),
-            ),
+            running.give(running.session.recovered, str(target.hello.fingerprint), base),
         )
 
     # -- both --------------------------------------------------------------------------------------

@@ -16,15 +16,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from dovetail.protocol.messages import Close, Failed, Finished, Hello, Message
+from dovetail.protocol.messages import Failed, Finished, Hello, Message
 from dovetail.runtime.control.pairs import CPU, share_cores, share_device
 from dovetail.runtime.costs.pooled import PooledPasses
-from dovetail.runtime.engine.effects import Abandon, Effects, Say, Send, Start
+from dovetail.runtime.engine.effects import Abandon, Effects, Say, Start
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.room import has_room, held_on, needs
 from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.moves.gains import Gain, Place, Price, Seat, best_move
 from dovetail.runtime.moves.moving import Moving
@@ -150,7 +149,8 @@ class Rebalancing:
         """Have the new target read the log as far as it has come."""
         under.reader, under.heard = self._reader(under), None
         under.unread = under.reader.session.new_tokens
-        yield from self._make_room(under.running, under.new)
+        base = under.reader.session.target_base
+        yield from self._moving.make_room(under.running.session.request, under.new, base)
         yield Start(under.reader)
 
     def _lags(self, under: Under) -> bool:
@@ -195,7 +195,6 @@ class Rebalancing:
         under.phase, under.rounds = "settling", running.session.accounts.rounds
         self._moved[running.session.number] = self._now_ns()
         self._tally.rebalanced += 1
-        yield from self._make_room(running, under.new)
         yield Say(
             f"session {running.session.number} moves from {under.old.name} to {under.new.name}: "
             f"{gain.new_rate:.3g} tokens/s are predicted for it there, {gain.rate:.3g} here, and "
@@ -219,16 +218,6 @@ class Rebalancing:
         self._refused[under.new.peer] = self._now_ns() + REFUSED_NS
         self._under = None
 
-    def _make_room(self, running: RunningRequest, target: Worker) -> Effects[None]:
-        """Have a target give up as many kept sessions as the session takes."""
-        if target.limits.room is None:
-            return
-        request = running.session.request
-        left = target.limits.room - held_on(target, self._running)
-        left -= needs(request, target, self._running, reuse=self._reuse)
-        for number in target.shelf.give_up(left):
-            yield Send(target, Close(epoch=self._service.epoch, session=number))
-
     # -- what is possible --------------------------------------------------------------------------
 
     def _is_open(self, under: Under) -> bool:
@@ -243,10 +232,9 @@ class Rebalancing:
         )
 
     def _fits(self, running: RunningRequest, target: Worker) -> bool:
-        """Return whether a target has room for the session."""
-        full = target.sessions >= target.limits.sessions
-        request = running.session.request
-        return not full and has_room(target, request, self._running, reuse=self._reuse)
+        """Return whether a target has room for the session, and no other waits for that."""
+        full = target.sessions >= target.limits.sessions or self._moving.awaits(target)
+        return not full and self._moving.has_room(running, target)
 
     def _reads_ahead(self, running: RunningRequest, target: Worker) -> bool:
         """Return whether a target can read the log of a session for it to go on from."""

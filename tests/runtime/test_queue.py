@@ -1,5 +1,7 @@
 """Requests that wait for room: whose turn it is, how many may wait, and what frees their place."""
 
+from itertools import islice
+
 import pytest
 
 from dovetail.protocol.messages import Failed, Finished, Limits, Open
@@ -7,10 +9,12 @@ from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.fleet.queue import AGEING, PASSED_S, FairQueue
 from dovetail.runtime.fleet.room import tokens_of
 from support.houses import DYNAMIC, PROMPT, House
-from support.scripted import continuation
+from support.scripted import ScriptedTarget, ScriptedWorker, continuation
 
 S = 1_000_000_000
 TWO = Limits(context=512, sessions=2)
+ROOM_FOR_TWO = Limits(context=512, room=300)
+"""Of a target that has room for two requests of 100 tokens."""
 
 
 def queue(*keys: str, most: int = 9, most_of_key: int = 9) -> FairQueue[str]:
@@ -190,3 +194,98 @@ def test_the_room_of_a_request_is_its_longest_log_and_its_tree() -> None:
     house.coordinator.pump()
     (running,) = house.coordinator.requests
     assert tokens_of(running.session.request) == 3 + 20 + TreeSettings().most_nodes
+
+
+# -- after a loss ----------------------------------------------------------------------------------
+
+
+def two_targets(limits: Limits) -> tuple[House, ScriptedWorker, ScriptedWorker]:
+    """A house with two targets alike, and no draft."""
+    house = House(draft=False, limits=limits)
+    assert house.target is not None
+    other = house.add(ScriptedTarget, "target", name="other", limits=limits)
+    return house, house.target, other
+
+
+def step(house: House) -> None:
+    house.coordinator.look_around()
+    house.coordinator.pump()
+    for worker in house.workers:
+        worker.step()
+
+
+def run_beside(house: House, target: ScriptedWorker, most: int) -> dict[int, Finished]:
+    """Run to the end, while the target never has more than `most` sessions."""
+    for _ in range(10_000):
+        step(house)
+        assert len(target.logs) <= most
+        if house.coordinator.idle:
+            return {one.request: one for one in house.replies() if isinstance(one, Finished)}
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("limits", [ROOM_FOR_TWO, TWO, Limits(context=512, kept=1 << 10, room=300)])
+def test_sessions_whose_target_was_lost_wait_for_room_on_another_and_go_before_what_is_queued(
+    limits: Limits, lost: int
+) -> None:
+    house, *targets = two_targets(limits)
+    for first in (3, 4):  # what is kept of them goes for those that come
+        house.complete(prompt=(*range(first, 60), 1), max_tokens=2, speculate=False)
+    requests = {first: ask(house, first, tokens=100) for first in range(70, 77)}
+    for _ in range(8):
+        step(house)
+    running = [one.session.request.prompt[0] for one in house.coordinator.requests]
+    assert (len(running), house.coordinator.report().totals.queued) == (4, 3)
+    moved = [
+        one.session.request.prompt[0]
+        for one in house.coordinator.requests
+        if one.session.number in targets[lost].logs
+    ]
+    house.lose(targets[lost])
+    left = targets[1 - lost]
+    seen = len(left.seen)
+    house.coordinator.look_around()
+    assert house.coordinator.report().totals.queued == 3, "none goes ahead of its turn"
+    ends = run_beside(house, left, 2)
+    for first, request in requests.items():
+        assert list(ends[request].result.token_ids) == continuation((first, 6, 7), 100)
+    opened = [command.prompt[0] for command in left.seen[seen:] if isinstance(command, Open)]
+    assert opened == [*moved, *(first for first in requests if first not in running)]
+
+
+def test_a_request_that_waits_is_not_begun_on_a_target_that_has_gone_while_others_are_full() -> (
+    None
+):
+    house, first, second = two_targets(Limits(context=512, sessions=1))
+    for number in range(10, 16):
+        ask(house, number)
+    house.coordinator.pump()
+    (read_for,) = {waiting.target.name for waiting in house.coordinator._shared.queue}
+    house.lose(second if read_for == "other" else first)
+    house.coordinator.look_around()
+    assert house.coordinator.report().totals.queued == 4
+    assert len(house.coordinator.requests) == 2
+    house.run()
+    assert sum(isinstance(reply, Finished) for reply in house.replies()) == 6
+
+
+def test_what_sessions_begin_with_is_read_once_when_their_target_was_lost() -> None:
+    limits = Limits(context=512, kept=1 << 12, shares=True, prompt_rows=64)
+    house = House(draft=False, limits=limits)
+    assert house.target is not None
+    beginning = *range(5, 90), *range(30, 85), *range(2, 70)
+    lasting = (n for n in range(2, 90) if len(continuation((*beginning, n), 60)) == 60)
+    prompts = {house.submit((*beginning, n), max_tokens=60): n for n in islice(lasting, 5)}
+    for _ in range(24):
+        step(house)
+    assert len(house.target.logs) == len(prompts)
+    house.lose(house.target)
+    house.run()
+    other = house.add(ScriptedTarget, "target", limits=limits)
+    ends = {one.request: one for one in house.replies() if isinstance(one, Finished)}
+    for request, last in prompts.items():
+        assert list(ends[request].result.token_ids) == continuation((*beginning, last), 60)
+    opened = [command for command in other.seen if isinstance(command, Open)]
+    assert len(opened) == len(prompts)
+    assert sum(not command.kept for command in opened) == 1
