@@ -18,7 +18,7 @@ from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.network_notice import leaves_the_machine
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note
-from dovetail.launch.files.directory import only_announcement
+from dovetail.launch.files.directory import announcements
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.processes.newcomer import Newcomer
@@ -136,7 +136,7 @@ def command(
             done = _wait_for_another_machine(change, name, line, to_stderr=as_json)
         else:
             _check_models(configuration, role)
-            keys = configuration.settings.coordinator.keys or _announced_keys(state.address)
+            keys = configuration.settings.coordinator.keys or announced_keys(state.address)
             done = _start_here(change, configuration, role, name, state.address, keys)
     if as_json:
         click.echo(
@@ -308,10 +308,9 @@ def as_before(
     )
 
 
-def _announced_keys(address: str) -> str:
+def announced_keys(address: str) -> str:
     """The folder of keys that the coordinator at this address was announced with."""
-    found = only_announcement()
-    return found.keys if found is not None and found.address == address else ""
+    return next((found.keys for found in announcements() if found.address == address), "")
 
 
 def _command_for_another_machine(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.launch.commands.swap import announced_keys
 from dovetail.launch.files.directory import (
     Announcement,
     announced,
@@ -74,6 +75,18 @@ def test_of_several_coordinators_the_choices_name_what_is_served_over_http(
         f"--connect ipc:///x (`dovetail serve`, pid {pid}, over HTTP http://127.0.0.1:8000); "
         f"--connect ipc:///y (pid {pid})"
     )
+
+
+def test_the_keys_of_a_coordinator_that_is_named_are_its_own_whatever_else_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with announced("tcp://x:1", keys="/mine"):
+        (mine,) = (tmp_path / "dovetail").iterdir()
+        text = mine.read_text().replace("tcp://x:1", "tcp://y:1").replace("/mine", "/another")
+        mine.with_name("coordinator-z.json").write_text(text)
+        found = [announced_keys(address) for address in ("tcp://x:1", "tcp://y:1", "tcp://z:1")]
+    assert found == ["/mine", "/another", ""]
 
 
 def test_the_process_that_is_announced_is_named_for_what_it_is() -> None:
