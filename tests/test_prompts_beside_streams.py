@@ -1,6 +1,7 @@
 """Prompts that are read beside running streams, in the passes that verify their trees, over real
 processes: every reply is the one that it is with nobody beside."""
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -59,13 +60,21 @@ def replies(client: Client, temperature: float, *, cancel: bool) -> list[Finishe
     return [ends[request] for request in (stream, *others)]
 
 
-@pytest.mark.parametrize("draft", everyday(["small", "dovetail"], "small"))
-def test_replies_are_the_same_with_and_without_neighbours(draft: str) -> None:
+@pytest.mark.parametrize(
+    ("draft", "temperatures"),
+    everyday(
+        itertools.product(["small", "dovetail"], [(0.0,), (1.0,)]),
+        ("small", (1.0,)),
+    ),
+)
+def test_replies_are_the_same_with_and_without_neighbours(
+    draft: str, temperatures: Sequence[float]
+) -> None:
     chosen = (
         {"draft.kind": "small"} if draft == "small" else {"draft.model": str(head_folder(draft))}
     )
     with running({"draft.device": "cpu", "coordinator.reuse": "false", **chosen}) as client:
-        for temperature in (0.0, 1.0):
+        for temperature in temperatures:
             alone = [
                 client.complete(ask(client, prompt, tokens, temperature))
                 for prompt, tokens in ((words(8, 9), STREAM), *((prompt, REPLY) for prompt in LONG))

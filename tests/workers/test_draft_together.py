@@ -120,7 +120,7 @@ def test_on_a_gpu_a_draft_proposes_in_company_what_it_proposes_alone(
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dovetail-3", "jakiro"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+@pytest.mark.parametrize("ahead", everyday([False, True], True), ids=["waiting", "ahead"])
 def test_a_head_proposes_in_company_what_it_proposes_alone(
     opened_head: Callable[[str], HeadDrafter], kind: str, ahead: bool
 ) -> None:

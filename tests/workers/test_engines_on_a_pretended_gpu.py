@@ -153,7 +153,7 @@ def rounds(pair: PairOfWorkers, *runs: Run, tokens: int = TOKENS) -> None:
             pair.round(run)
 
 
-@pytest.mark.parametrize("name", everyday(KINDS, "small", "dovetail"))
+@pytest.mark.parametrize("name", everyday(KINDS, "dovetail"))
 def test_an_engine_there_drafts_in_every_round(
     name: str, target_folder: Path, folder_of: Callable[[Kind], Path]
 ) -> None:

@@ -36,6 +36,7 @@ from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.context import LONGEST
 from dovetail.workers.models.loading import load_language_model
 from support.architectures import VARIED, write_tiny
+from support.cases import everyday
 from support.kernels import needs_kernels
 from support.models import FAMILIES
 
@@ -216,7 +217,10 @@ def test_a_configuration_with_numbers_that_no_model_has_is_one_without_sizes(
 @needs_kernels
 @pytest.mark.parametrize(
     ("weights", "dtype"),
-    [("fp32", torch.float32), ("half", torch.float16), ("int8", torch.float32)],
+    everyday(
+        [("fp32", torch.float32), ("half", torch.float16), ("int8", torch.float32)],
+        ("int8", torch.float32),
+    ),
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_by_the_configuration_are_those_that_are_loaded(

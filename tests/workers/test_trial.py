@@ -10,6 +10,7 @@ from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped, device
 from dovetail.workers.drafters.registry import open_draft_worker
+from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import tiny_llama
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["small", "eagle3"])
+@pytest.mark.parametrize("kind", everyday(["small", "eagle3"], "eagle3"))
 def test_a_gpu_drafts_once_before_it_is_chosen(
     kind: str,
     tmp_path: Path,
