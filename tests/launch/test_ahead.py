@@ -102,17 +102,21 @@ def test_a_coordinator_that_runs_is_used_instead(tmp_path: Path) -> None:
     assert python(running, "generate", "hello", XDG_RUNTIME_DIR=str(tmp_path)) == ["False"]
 
 
-def test_a_supervisor_takes_it_over_once() -> None:
-    assert python(FORKED_FROM_IT) == ["True False", "True True", "False"]
+def test_a_supervisor_takes_it_over_once(tmp_path: Path) -> None:
+    assert python(FORKED_FROM_IT, XDG_RUNTIME_DIR=str(tmp_path)) == [
+        "True False",
+        "True True",
+        "False",
+    ]
 
 
-def test_it_ends_with_a_command_that_did_not_want_it() -> None:
-    pids, counts = python(LEFT)
+def test_it_ends_with_a_command_that_did_not_want_it(tmp_path: Path) -> None:
+    pids, counts = python(LEFT, XDG_RUNTIME_DIR=str(tmp_path))
     processes = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
     assert pids
     assert counts == "True"
     assert not psutil.wait_procs(processes, timeout=GONE_S)[1]
 
 
-def test_a_command_that_ends_waits_until_it_has_ended() -> None:
-    assert python(LEFT, "dismissed")[2] == "0"
+def test_a_command_that_ends_waits_until_it_has_ended(tmp_path: Path) -> None:
+    assert python(LEFT, "dismissed", XDG_RUNTIME_DIR=str(tmp_path))[2] == "0"
