@@ -61,8 +61,8 @@ def _show(state: Reported) -> None:
     )
     if state.totals.moves:
         click.echo(
-            f"moved       {state.totals.moves} times on to another target, "
-            f"{state.totals.rebalanced} of them to a faster one"
+            f"moves       {state.totals.moves} of sessions to another target, "
+            f"{state.totals.rebalanced} because it is faster"
         )
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")

@@ -25,6 +25,7 @@ from dovetail.launch.console.cells import (
     as_table,
     as_trend,
 )
+from dovetail.launch.console.terminal import counted
 from dovetail.launch.console.tree import tree_lines
 
 PAGES = ("overview", "tree", "sessions", "workers")
@@ -310,8 +311,8 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     cores = f", cores {worker['cores']}" if worker["cores"] else ""
     yield (
         "place",
-        f"{worker['device']}, {worker['host']}{cores}{node}, {worker['threads']} threads, pid "
-        f"{worker['pid']}",
+        f"{worker['device']}, {worker['host']}{cores}{node}, "
+        f"{counted(worker['threads'], 'thread')}, pid {worker['pid']}",
     )
     yield "binding", worker["binding"] or "not said"
     clock = (

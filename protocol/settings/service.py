@@ -95,7 +95,7 @@ class HttpSettings(Frozen):
         8000, description="port to listen on; 0: one that is free"
     )
     api_key_file: str = Field(
-        "", description="file with the key that clients send, one a line; required beyond loopback"
+        "", description="file with the keys that clients send, one a line; required beyond loopback"
     )
     model: str = Field("", description="name under which the target is served; empty: its own")
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(

@@ -152,10 +152,7 @@ class Controller:
         """Return why nothing is drafted; None if something is."""
         if not self.idle:
             return None
-        return (
-            f"session {self._number} is decoded without a draft: {self._names} are currently "
-            "slower with drafting"
-        )
+        return f"{self._names} are currently slower with drafting"
 
     @property
     def _names(self) -> str:

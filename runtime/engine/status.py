@@ -1,7 +1,7 @@
 """The answer to Status: who is here, what runs, and what does not do its work."""
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from dovetail.protocol.messages import (
@@ -123,10 +123,15 @@ class Status:
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
         reasons += [queued] if (queued := self._queued()) else []
         reasons += [medley[:MAX_WORDS]] if (medley := self._registry.medley()) else []
-        offs: list[str] = []
+        offs: list[str | None] = []
         for running in [*self._running.values()]:
             self._attempt(running, lambda running=running: offs.append(running.controller.off))  # type: ignore[misc]
-        reasons += [off[:MAX_WORDS] for off in offs if off]
+        reasons += [
+            f"{count} session{'s are' if count > 1 else ' is'} decoded without a draft: {why}"[
+                :MAX_WORDS
+            ]
+            for why, count in Counter(filter(None, offs)).items()
+        ]
         return Reported(
             epoch=self._service.epoch,
             address=self._hub.address,
