@@ -12,7 +12,7 @@ MOST_SLOWDOWN = 1.5
 MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
 """Factors a round: the care stays as it is if about a twelfth of the sessions are far behind."""
 FAR = 0.25
-"""Share of its rate without drafting that a session which is far behind lacks."""
+"""Share of its rate without drafting by which a session that is far behind falls short."""
 CARE_OF_A_TRY = 2.0
 """The most with which drafting is tried again."""
 BEHIND = 0.97

@@ -1,8 +1,8 @@
-"""T(M) of one target by what several of the same fingerprint have shown: its own passes first, then
-those of the others where it has made none of so many rows. Pure.
+"""T_V(M) of one target, from its own passes and, for numbers of rows that it has not had, from
+those of other targets of the same fingerprint. Pure.
 
-Below the fewest rows that anybody has shown a pass is hoped to take as much less as it has fewer
-rows. Whoever acts on that finds out.
+Below the fewest rows that any of them has had, T_V is taken to be proportional to the rows. That is
+optimistic; a session that moves because of it shows the true time.
 """
 
 from bisect import bisect_left

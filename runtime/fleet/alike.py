@@ -1,9 +1,9 @@
 """Targets of one fingerprint: which of them gets the next session.
 
-They compute the same, so that one's passes tell how long another's take, but for a factor. What a
-pass over more rows takes than any has had is not asked: a guess from few passes would send one
-session after the other to the target whose guess is lower. A pass is taken to last in proportion to
-its sessions, so that targets that are equally fast get equally many. Pure.
+They compute the same, so that the passes of one tell how long those of another take, but for a
+constant factor. Passes over more rows than any target has had are not predicted: a guess from a few
+passes would send one session after the other to the target with the lower guess. The time of a pass
+is taken to be proportional to its sessions, so that equally fast targets get equally many. Pure.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from dovetail.runtime.costs.pooled import slowness
 from dovetail.runtime.fleet.peers import Worker
 
 NOISE = 1.25
-"""Targets whose passes take up to so many times as long as another's are equally fast: passes of
-one target differ as much from one moment to the next."""
+"""Ratio of pass times up to which targets count as equally fast: the passes of one target differ
+as much from one moment to the next."""
 
 
 def are_alike(targets: Sequence[Worker]) -> bool:

@@ -264,11 +264,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _counter(
         "dovetail_moves", "Times that a request continued on another target.", totals.moves
     )
-    yield _counter(
-        "dovetail_rebalanced",
-        "Times that a running request moved to a faster target.",
-        totals.rebalanced,
-    )
+    yield _counter("dovetail_rebalanced", "Moves to a faster target.", totals.rebalanced)
     yield _counter(
         "dovetail_stale_messages", "Messages that came too late or twice.", reported.stale
     )

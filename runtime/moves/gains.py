@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 WORTH = 2.0
-"""A move has to save so many times what it costs: tokens to go and passes are predictions."""
+"""Least ratio of what a move saves to what it costs: both are predictions."""
 LEAST_GAIN = 0.05
 """A move has to save at least this share of all seconds that the sessions of both targets have to
 go, so that noise in the passes moves nobody back and forth."""
 LEAST_S = 0.5
-"""A move has to save at least so much, or nobody would notice."""
+"""Seconds that a move has to save at least, or nobody would notice."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Price:
     pause_s: float
     """Seconds in which the session that moves gets no token."""
     lag_s: float = 0.0
-    """Seconds until it moves, in which it goes on where it is."""
+    """Seconds until the session moves, in which it goes on where it is."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Gain:
 
 
 Asks = Callable[[int, bytes], Price | None]
-"""Returns the price of the move of a session to a target; None: it may not go there."""
+"""Function that returns the price of moving a session to a target; None: it may not go there."""
 
 
 def best_move(places: Sequence[Place], price: Asks) -> Gain | None:

@@ -1,13 +1,13 @@
-"""Running sessions go over to a target that is there again, is new, or has become emptier, where
-`gains.py` says that it pays.
+"""Rebalancing: running sessions move to a target of the same fingerprint that has joined, has
+returned or has fewer sessions than before, where `gains.py` says that it pays.
 
-One session moves at a time. The new target reads its log first, as a session of ours that ends when
-it has and is kept, while the old one goes on serving it; then the session goes on from that, and
-has to wait only until the tokens are read that have come meanwhile. Where nothing is kept it waits
-until all of its log has been read. It moves to the same fingerprint only, so that not a byte
-changes, and its draft goes on drafting. A move that fails before the session has left the old
-target changes nothing; afterwards it is a loss like any other. The next move is thought of when the
-moved session has had some rounds, so that it is known what passes take by then.
+One session moves at a time. The new target first reads its log, in a session of the coordinator's
+own whose rows are kept when it ends, while the old target goes on serving. Then the session goes on
+from these rows, and pauses only until the tokens that have come meanwhile are read. A target that
+keeps nothing has it pause until all of its log is read. The fingerprint is the same, so that no
+byte changes, and the draft goes on drafting. A move that fails before the session has left the old
+target changes nothing; afterwards it is a loss like any other. The next move is looked for when the
+moved session has had some rounds, which show what passes take now.
 """
 
 import os
@@ -31,19 +31,19 @@ from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Tally
 
 LEAST_LEFT = 64
-"""Tokens that a session is expected to have to go at least, as far as its limit allows; later as
-many as it has had, since most end long before their limit."""
+"""Fewest tokens that a session is expected to need still, unless its limit allows fewer. A longer
+one is expected to need as many as it has had, since most end long before their limit."""
 MOST_OPENING = 0.25
-"""Nothing moves while the prompts of so many of the sessions are being read, since nobody knows by
-then what their passes will take."""
+"""Share of sessions whose prompts are being read from which on nothing moves, since what the passes
+will take is not known until then."""
 MOST_LAG = 32
-"""Tokens that may be left to read when a session moves, while it waits: as fast as a few passes."""
+"""Most tokens that a session may pause for when it moves: reading them takes about a few passes."""
 SETTLED_ROUNDS = 3
-"""Rounds of a moved session after which the next move is thought of."""
+"""Rounds that a moved session has on its new target before the next move is looked for."""
 STAY_NS = 5_000_000_000
-"""A session that has moved stays for so long."""
+"""Nanoseconds for which a session that has moved is not moved again."""
 REFUSED_NS = 30_000_000_000
-"""A target that could not read a log, or had to be given up for it, is left alone for so long."""
+"""Nanoseconds for which no session moves to a target after one could not, or did not stay."""
 
 
 @dataclass
@@ -86,12 +86,12 @@ class Rebalancing:
         self._now_ns, self._reuse = clock_ns, reuse
         self._under: Under | None = None
         self._ways: tuple[bytes, bytes] | None = None
-        """From where to where the best move was at the last look: what pays for a moment only is
-        not begun."""
+        """Old and new target of the best move at the last look; a move begins if they are the same
+        at the next one, so that nothing moves for what pays only for a moment."""
         self._refused: dict[bytes, int] = {}
-        """Until when targets are left alone, by their peers."""
+        """Time until which a target is left alone, by its peer, in nanoseconds."""
         self._moved: dict[int, int] = {}
-        """When sessions have moved."""
+        """Time of the last move of each session that runs, by its number, in nanoseconds."""
 
     @property
     def under_way(self) -> bool:
@@ -115,8 +115,8 @@ class Rebalancing:
             yield from self._begin(gain)
 
     def step(self, *, changing: bool) -> Effects[None]:
-        """Something was handled, or time has passed: see what follows for the move that is under
-        way. `changing`: a change of workers has begun, which comes first."""
+        """Take the next step of the move that is under way, if it is due. Called after every
+        message and at every tick. `changing`: a change of workers is under way, and goes first."""
         if (under := self._under) is None:
             return
         if under.phase == "settling":

@@ -34,7 +34,7 @@ from dovetail.protocol.errors import DovetailError
 from dovetail.runtime.client import Client
 
 LEAST = 1.7
-"""Of one target's tokens a second, with two."""
+"""The rate with two targets that is wanted, as a multiple of the rate with one."""
 ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s", "coordinator_s")
 
 
@@ -112,8 +112,8 @@ def running(values: Mapping[str, Any], cores: Sequence[int], count: int) -> Iter
 
 
 def in_turns(sides: Sequence[Streams], method: str, count: int, turn: int) -> tuple[Burst, Burst]:
-    """The same streams on both sides, the first of them another in every turn. `DovetailError` if a
-    reply differs."""
+    """Run the same streams on both sides, which take turns to go first. `DovetailError` if a reply
+    differs."""
     found = {place: sides[place].run(method, count, turn) for place in ((0, 1), (1, 0))[turn % 2]}
     if found[0].replies != found[1].replies:
         raise DovetailError(f"replies of {count} streams differ")

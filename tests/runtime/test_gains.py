@@ -1,4 +1,4 @@
-"""What a move of a session to another target brings, as arithmetic."""
+"""Tests of the gain that is predicted for moving a session to another target."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def free(_session: int, _target: bytes) -> Price:
 
 
 def balanced(places: Sequence[Place], price: Price = FREE) -> list[int]:
-    """How many sessions each has after all moves that pay; they come to an end."""
+    """Make all moves that pay, which end, and return the number of sessions of each target."""
     for _ in range(100):
         gain = best_move(places, lambda *_: price)
         if gain is None:

@@ -14,7 +14,7 @@ from support.scripted import ScriptedTarget, ScriptedWorker, continuation
 S = 1_000_000_000
 TWO = Limits(context=512, sessions=2)
 ROOM_FOR_TWO = Limits(context=512, room=300)
-"""Of a target that has room for two requests of 100 tokens."""
+"""The limits of a target with room for two requests of 100 tokens."""
 
 
 def queue(*keys: str, most: int = 9, most_of_key: int = 9) -> FairQueue[str]:

@@ -68,7 +68,7 @@ class Pace:
     """Added to a pass of the draft by each further session in it."""
     prompt_s: float = 0.01
     row_s: float = 0.0
-    """Of the target, for each token of a log that it reads beyond `prompt_s`."""
+    """Seconds that the target takes for each token of a log that it reads, beyond `prompt_s`."""
     kept: int = 0
     """Tokens of ended sessions that the target keeps."""
     draft_prompt_s: float = 0.01

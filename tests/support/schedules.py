@@ -137,13 +137,13 @@ class Schedule:
     sessions: int = 64
     """The most sessions that a worker holds; further requests wait."""
     row_ms: float = 0.2
-    """Of a target's pass, each row: with much more than that sessions go over to another target."""
+    """Milliseconds that each row adds to a target's pass. With much more, sessions move."""
     kept: int = ROOMY.kept
     """Tokens of ended sessions that a worker keeps."""
     room: int | None = None
     """Tokens of all its sessions that a worker has room for."""
     shares: bool = False
-    """Whether sessions begin with rows of others that stay."""
+    """True if sessions begin with rows of others that stay."""
     steps: tuple[tuple[int, Wish | Fault], ...] = ()
 
 

@@ -131,7 +131,7 @@ class Paths:
     @property
     def stop(self) -> int:
         """Return the slot behind the last one on a path."""
-        last: int = max(self.slots.tolist())  # of few numbers a list is faster than an array
+        last: int = max(self.slots.tolist())  # for a few numbers a list is faster than an array
         return last + 1
 
     def row(self, index: int) -> NDArray[np.int32]:

@@ -139,8 +139,8 @@ def placed_attention(
 
 
 Lying = Callable[[slice], tuple[Tensor | None, Tensor | None, int, int, Tensor | None]]
-"""Some key heads -> their keys and values, how far the heads of each are apart, and no places; or
-no keys and values, the number of the first head of each, and places."""
+"""Function of a slice of key heads: their keys and values, the strides between heads, and no
+places; or no keys and values, the numbers of their first heads, and places."""
 
 
 def _attend(

@@ -57,7 +57,7 @@ def form_of(segments: Sequence[Segment], least_rows: int = 1, *, placed: bool) -
         assert segment.paths is not None
         count += segment.count
         stop = max(stop, segment.start + segment.count, segment.paths.stop)
-        # of few numbers a list is faster than an array
+        # for a few numbers a list is faster than an array
         longest = max(longest, *segment.paths.lengths.tolist())
     while path < longest:
         path *= LONGER

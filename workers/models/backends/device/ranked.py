@@ -68,7 +68,7 @@ class Arriving:
         """`here`: int32 [2, T, K], where ids and the bits of gains are to arrive."""
         self._wait, self._here = wait, here
         self.found: tuple[NDArray[np.int32], Floats] | None = None
-        """None: nobody has waited for them."""
+        """Ids and gains, once somebody has waited for them; None until then."""
 
     def take(self) -> tuple[NDArray[np.int32], Floats]:
         """Return ids and gains [T, K], once they are there."""
@@ -162,7 +162,7 @@ class RankedInputs(Inputs):
         if ranks.noisy:
             heats = self["temperatures"][:count].unsqueeze(1)
             heated = (z - z.amax(-1, keepdim=True)) / heats + self._noise[:count]
-            z = torch.where(heats > 0.0, heated, z)  # what is greedy has no heat
+            z = torch.where(heats > 0.0, heated, z)  # greedy rows have temperature 0
         sharpened = z / self["sharpenings"][:count].unsqueeze(1)
         values, ids = largest(sharpened, ranks.width)
         gains = values - sharpened.logsumexp(-1, keepdim=True)
