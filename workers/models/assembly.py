@@ -135,13 +135,20 @@ def against_kernels(wanted: Wanted) -> str:
         return "the settings say so"
     if wanted.weights not in KINDS:
         return f"{wanted.weights} is the library's"
+    return packing.reason_against(KINDS[wanted.weights])
+
+
+def for_library(wanted: Wanted) -> str:
+    """Why the library computes a model on this CPU, though the kernels could; empty if it does
+    not."""
     if (
         wanted.asked == "bf16"
         and wanted.backend == "auto"
+        and wanted.stage is None
         and not reason_against(CANDIDATES["bf16"][0])
     ):
         return "oneDNN multiplies bf16 with instructions that the kernels do not use"
-    return packing.reason_against(KINDS[wanted.weights])
+    return ""
 
 
 def assembled(

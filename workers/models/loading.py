@@ -13,7 +13,13 @@ import torch
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.workers.devices import Device
-from dovetail.workers.models.assembly import against_kernels, assembled, model_type, try_library
+from dovetail.workers.models.assembly import (
+    against_kernels,
+    assembled,
+    for_library,
+    model_type,
+    try_library,
+)
 from dovetail.workers.models.backends.library import Library, prove_whole
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
@@ -156,7 +162,7 @@ def _on_cpu(
     """Kernels where that is wanted and can be; else the library. `kept`: the checkpoint whose
     blocks, if they have to be searched for, are kept for the next time."""
     _refuse_blocks(checkpoint, wanted)
-    why_not = against_kernels(wanted)
+    why_not = against_kernels(wanted) or for_library(wanted)
     if not why_not:
         memory = Memory(checkpoint, wanted)
         if (model := recall(memory, checkpoint, wanted)) is not None:
