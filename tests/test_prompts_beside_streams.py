@@ -18,7 +18,7 @@ from support.stacks import SILENCE_S, running
 pytestmark = needs_kernels
 
 TREE = TreeSettings(policy="dynamic", insist=True)
-STREAM, REPLY = 96, 8
+STREAM, REPLY = 96, 24
 WORDS = 4000
 
 

@@ -41,7 +41,7 @@ def ask(client: Client, tokens: int) -> list[int]:
 
 
 def held(client: Client, target: Child) -> int:
-    """How many sessions a target has; 0: it is not there."""
+    """Return how many sessions a target has; 0: it is not there."""
     workers = client.status().workers
     return sum(worker.sessions for worker in workers if worker.pid == target.process.pid)
 
@@ -55,8 +55,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.skipif(len(CORES) < 2, reason="targets on the same core take from each other")
 def test_replies_go_back_to_a_target_that_is_there_again_as_if_nothing_had_been() -> None:
-    """That it is there again is told by one that was stopped until then, since loading a model
-    takes its time."""
+    """The target that returns is a process that was stopped until then: loading a model anew would
+    take longer than the replies."""
     with growing(FLAGS) as (stack, client, another), stack.connect() as onlooker:
         targets = [another("target", cores=str(CORES[1])) for _ in range(2)]
         whole = complete_all(client, ask(client, TOKENS))

@@ -156,8 +156,8 @@ def command(
         else TOKENS
     )
     cases = _cases(drafting_tree(configuration), tokens)
-    _log("getting the target and its draft ready")
     with connected(configuration, connect) as connection, progress_bar(len(cases), "cases") as step:
+        _log("the target and its draft are ready")
         refuse_lossy(connection.state.workers)
         runs = _Runs(connection, chosen, tokens)
         checks = []

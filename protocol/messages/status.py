@@ -189,7 +189,7 @@ class Totals(Frozen):
     moves: Count = 0
     """Times that a session went on on another target."""
     rebalanced: Count = 0
-    """Those of them that were made because another target is faster for the session."""
+    """Moves of running sessions to a target that is faster for them; `moves` counts them, too."""
     let_go: Count = 0
     """Clients whose requests were ended because they read nothing."""
     queue: Annotated[tuple[KeyWaits, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()

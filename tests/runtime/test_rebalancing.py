@@ -77,7 +77,7 @@ def test_where_that_is_known_nobody_moves() -> None:
 
 
 def test_a_slow_target_gets_as_many_sessions_as_are_faster_there() -> None:
-    """It takes three times as long, which is not known before a session is there."""
+    """Passes of the second target take three times as long, which shows once it has a session."""
     house = Crowded(LINEAR)
     seen = held(house)
     slow = Pace(pass_s=lambda rows: 0.03 * rows, row_s=0.006, kept=1 << 16)
@@ -94,7 +94,8 @@ def test_targets_that_are_alike_keep_their_sessions() -> None:
 
 
 def test_when_one_target_becomes_empty_sessions_of_the_other_go_there() -> None:
-    """Those with even numbers are on the first target, and are short."""
+    """Replies of even numbers are long, and placement gives them to one target; the others end
+    soon."""
     house = Crowded(LINEAR, targets=2)
     streams = house.run(8, [20 if number % 2 else 300 for number in range(8)], speculate=False)
     assert sum(moves(streams)) == 2

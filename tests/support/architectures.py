@@ -71,8 +71,8 @@ RULES: tuple[tuple[str, int], ...] = (
 )
 NEEDED = ("head_dim", "num_key_value_heads")
 """Fields that some classes leave at None and cannot do without."""
-"""What a whole number of a configuration becomes, by the whole of its name; any other stays as it
-is."""
+"""Pattern of a field's whole name -> the number that makes a configuration small; other whole
+numbers stay as they are."""
 
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}

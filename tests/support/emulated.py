@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "cuda"
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas")
 KEPT = Path(os.environ["XDG_CACHE_HOME"]) / "functions"
-"""What is compiled, for all processes of a run; `conftest.py` makes the folder above it, which goes
-with the run."""
+"""Folder of the compiled functions, which all processes of a test run share; `conftest.py` makes
+the folder above it and removes that with the run."""
 MOST_ARGUMENTS = 18
 UNITS = {"vectors": "", "matrices": "#define DT_MATRIX_UNITS\n"}
 """Name of a path of the functions -> the text that selects it in front of a source: for cards

@@ -51,17 +51,16 @@ FIXED = TreeSettings(policy="dynamic", gamma=15, depth=8)
 
 @dataclass(frozen=True)
 class Pace:
-    """What things take, in seconds, and how good guesses are."""
+    """Times of simulated work, in seconds, and probabilities of right guesses."""
 
     pass_s: Callable[[int], float] = lambda rows: 0.02 + 0.0003 * rows
-    """Of the target, over so many rows."""
+    """Rows of a pass of the target -> its seconds."""
     level_s: float = 0.001
-    """Of the draft, for each node of its chains."""
+    """Seconds of the draft for each node of its chains."""
     right: Callable[[int, int], float] = lambda prompt, place: 0.8
-    """How likely a guess is right, in the reply to the prompt of so many tokens, at that length of
-    the log."""
+    """(tokens of the prompt, length of the log) -> probability that a guess is right."""
     belief: float | None = None
-    """How likely the draft thinks it is; None: as it is."""
+    """Probability that the draft gives a guess; None: the true one."""
     together: int = 1
     """Sessions that share a pass of the draft."""
     further_s: float = 0.0001
@@ -290,7 +289,7 @@ class Chain:
 
 @dataclass
 class Stream:
-    """What a client asked for and what it was told."""
+    """A request that has ended, as its client saw it."""
 
     result: Result
     began_ns: int
@@ -305,7 +304,7 @@ class Crowded:
     pace: Pace = field(default_factory=Pace)
     targets: int = 1
     profiled: bool = False
-    """Whether the target says from the beginning what its passes take."""
+    """True if the target has a profile of its passes from the beginning."""
 
     def __post_init__(self) -> None:
         self.agenda = Agenda()

@@ -131,7 +131,7 @@ class Schedule:
     targets: int = 1
     drafts: int = 1
     reads: bool = False
-    """Whether drafts read features of their target."""
+    """True if drafts read features of their target."""
     part: int = 0
     """Rows of a log that workers read at a time; 0: they read it whole."""
     sessions: int = 64
@@ -149,7 +149,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a request is to bring."""
+    """The reply that a request must have."""
 
     tokens: tuple[int, ...]
     text: str
@@ -160,7 +160,7 @@ class Reply:
 
 @dataclass
 class Told:
-    """What a client has been told of a request."""
+    """A request and all that its client has been told of it."""
 
     wish: Wish
     tokens: list[int] = field(default_factory=list)
@@ -172,7 +172,7 @@ class Told:
     """When it was told tokens."""
     cancelled: bool = False
     losses: int = 0
-    """Of targets, before it."""
+    """Targets that were lost before the request came."""
     void: bool = False
     """Nobody waits for it any more: the client has left, or its coordinator has gone."""
     sabotaged: bool = False
@@ -345,7 +345,7 @@ class World:
         self._bare_since_ns: int | None = self.time.now_ns
         """Since when there has been no target; None: there is one."""
         self.losses = 0
-        """Of targets."""
+        """Targets that were lost so far."""
         self._targets: set[bytes] = set()
         self.past: list[Reader] = []
         self.processes: list[Process] = []
@@ -665,7 +665,8 @@ class Sabotage(Exception):
 
 
 class Panic(BaseException):
-    """The same, as a library's panic, which is no `Exception`."""
+    """A fault of the coordinator's that was meant to be and, like a panic of a library, is no
+    `Exception`."""
 
 
 SABOTAGED = (
@@ -714,11 +715,11 @@ SABOTAGED = (
     ("detokenizer", "push"),
     ("detokenizer", "flush"),
 )
-"""What the coordinator does with a session, and may fail at."""
+"""Methods of the coordinator about one session that a fault may be planted in."""
 
 
 class Loud(logging.Handler):
-    """What the coordinator takes for its own fault."""
+    """Records that say that the coordinator is at fault."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -790,7 +791,7 @@ def play(schedule: Schedule, kinds: Kinds = CAREFUL) -> World:
 
 @lru_cache(maxsize=4096)
 def undisturbed(wish: Wish) -> Reply:
-    """What the target alone replies when nothing happens."""
+    """Return the reply of the target alone when nothing happens."""
     world = World(Schedule(drafts=0), None)
     world.run_until(world.ready, READY_NS, "not everybody registered")
     told = world.reader.submit(wish)

@@ -36,8 +36,7 @@ VARIANTS = (
     *("llama llama3", "llama longrope of one table", "llama rotated in part", "gemma2 window 1"),
     *("qwen2 by layers", "mistral window 40"),
 )
-"""What configurations switch; the families as they come are those of
-`test_described_families.py`."""
+"""Families, each with an unusual configuration; `test_described_families.py` has the usual ones."""
 WITHOUT_GROWTH = {"ministral3": FAMILIES["mistral"]}
 """A wrong description of Ministral 3: its queries do not grow."""
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")

@@ -2,6 +2,7 @@
 layers and rows; nothing of drafts or sessions.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,7 +87,7 @@ class LevelRows(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """`LevelRows` of which no ranking is wanted."""
+    """The rows of a call of a back end, as `LevelRows`."""
 
     tokens: Tensor
     positions: Tensor
@@ -208,7 +209,7 @@ class Levels:
         return FixedPass(inputs, captured_over(cache, form, run, self.capture))
 
 
-class Captured:
+class Captured(ABC):
     """The part of a back end that computes levels."""
 
     levels: Levels | None = None
@@ -252,9 +253,9 @@ class Captured:
         """Return a segment with the cache that the layers write."""
         return segment
 
+    @abstractmethod
     def _states(self, tokens: Tensor) -> Tensor:
         """Return the states float32 [T, hidden] that enter the first layer, on the CPU."""
-        raise NotImplementedError
 
 
 def some_at_a_time(parts: Sequence[LevelRows], *, placed: bool) -> list[slice]:
