@@ -80,7 +80,7 @@ def test_the_table_names_the_cases(invoke: Run, stack: Stack) -> None:
     assert "logit_bias 2 · " in done.stdout
     assert "the target was not compared with transformers: --text-tokens is 0" in done.stdout
     lines = done.stderr.splitlines()
-    assert lines[0] == "getting the target and its draft ready"
+    assert lines[0] == "the target and its draft are ready"
     assert [line for line in lines if line.startswith("case 12 of 12: temperature 1 · gamma 59")]
 
 
