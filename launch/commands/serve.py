@@ -22,7 +22,8 @@ from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.connection import models_of, with_choices
-from dovetail.launch.processes.service import Service
+from dovetail.launch.processes.serving.local import Local
+from dovetail.launch.processes.serving.service import Service
 from dovetail.launch.processes.stack import check_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
@@ -67,7 +68,10 @@ def command(configuration: Configuration, as_json: bool) -> None:
     for said in (taken, blocks_in_words(configuration.settings.target)):
         if said:
             note(said)
-    with Supervisor() as supervisor, Service(supervisor, configuration) as service:
+    with (
+        Supervisor() as supervisor,
+        Service(Local(supervisor, configuration), configuration) as service,
+    ):
         try:
             service.begin()
             with spinner() as say:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from dovetail.launch.processes.child import LET_GO
-from dovetail.launch.processes.parts import Ending
+from dovetail.launch.processes.serving.parts import Ending
 from dovetail.launch.processes.supervise import Child
 from dovetail.protocol.errors import printable
 from dovetail.protocol.messages import WorkerState
@@ -35,11 +35,11 @@ def let_speak_and_kill(child: Child) -> None:
     child.process.wait()
 
 
-def registered(ours: Mapping[str, int], workers: Iterable[WorkerState], host: str) -> set[str]:
-    """Which of our processes, whose numbers these are, a coordinator knows as workers; a process on
-    another machine may have the same number."""
-    here = {worker.pid for worker in workers if worker.host == host}
-    return {name for name, pid in ours.items() if pid in here}
+def registered(ours: Mapping[str, tuple[str, int]], workers: Iterable[WorkerState]) -> set[str]:
+    """Which of our processes, whose machines and numbers these are, a coordinator knows as workers;
+    a process on another machine may have the same number."""
+    there = {(worker.host, worker.pid) for worker in workers}
+    return {name for name, at in ours.items() if at in there}
 
 
 class Ear:

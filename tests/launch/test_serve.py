@@ -20,8 +20,8 @@ import pytest
 
 from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.child_output import LOG_BYTES, Ear, registered
+from dovetail.launch.processes.serving.watch import MOST_RESTARTS
 from dovetail.launch.processes.supervise import Supervisor
-from dovetail.launch.processes.watch import MOST_RESTARTS
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
@@ -38,7 +38,7 @@ IMPATIENT = (
     sys.executable,
     "-P",
     "-c",
-    "from dovetail.launch import cli; from dovetail.launch.processes import watch; "
+    "from dovetail.launch import cli; from dovetail.launch.processes.serving import watch; "
     "watch.FIRST_PAUSE_S = 0.01; cli.main()",
 )
 PAIR = ("--http.port", "0", "--draft.device", "cpu", "--json")
@@ -471,12 +471,12 @@ CRAMPED = """
 import sys
 from pathlib import Path
 from dovetail.launch import cli
-from dovetail.launch.processes import service, watch
+from dovetail.launch.processes.serving import local, watch
 from dovetail.protocol.memory import Room
-service.read_room = lambda: Room(int(Path(sys.argv.pop(1)).read_text()), "available on this machine")
+local.read_room = lambda: Room(int(Path(sys.argv.pop(1)).read_text()), "available on this machine")
 watch.LONGEST_PAUSE_S = 1.0
 cli.main()
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.slow
@@ -566,7 +566,8 @@ def test_a_worker_of_another_machine_is_not_taken_for_ours_that_has_its_number()
         )
         for host, pid in (("box", 7), ("here", 8))
     ]
-    assert registered({"target worker": 7, "draft worker": 8}, workers, "here") == {"draft worker"}
+    ours = {"target worker": ("here", 7), "draft worker": ("here", 8)}
+    assert registered(ours, workers) == {"draft worker"}
 
 
 def test_what_a_process_says_is_heard_line_by_line_to_the_last_word() -> None:

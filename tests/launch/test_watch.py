@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.launch.processes.parts import (
+from dovetail.launch.processes.serving.parts import (
     Ending,
     GiveUp,
     Leave,
@@ -18,7 +18,7 @@ from dovetail.launch.processes.parts import (
     Stop,
     Tell,
 )
-from dovetail.launch.processes.watch import (
+from dovetail.launch.processes.serving.watch import (
     FIRST_PAUSE_S,
     HEALTHY_S,
     LONGEST_PAUSE_S,
