@@ -45,6 +45,7 @@ from dovetail.workers.serving.registration import (
     EPOCH_BITS,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
+    Listener,
     Reconnecting,
     Standing,
     Worker,
@@ -71,6 +72,7 @@ def serve(
     load_s: float = 0.0,
     reconnecting: Reconnecting | None = None,
     watchdog: Watchdog | None = None,
+    listener: Listener | None = None,
 ) -> bool:
     """Register with the coordinator and work until it lets this worker go (True), or has gone and
     is not found again; closes the links that it used.
@@ -78,10 +80,10 @@ def serve(
     `UserError` if it refuses this worker, `LinkClosed` if it goes before it has answered and is not
     to be looked for. `binding` says to which cores and memory this process is bound; on `standby`
     it gets no sessions until the coordinator puts it in place; `load_s` says how long its model
-    took to load. The worker knows none of these.
+    took to load; `listener` hears that all that goes well. The worker knows none of these.
     """
     loop: _Loop | None
-    standing = Standing(binding, standby, load_s)
+    standing = Standing(binding, standby, load_s, listener)
     try:
         loop = _register(link, worker, standing, watchdog)
     except LinkClosed as lost:
@@ -107,7 +109,9 @@ def _register(link: Link, worker: Worker, standing: Standing, watchdog: Watchdog
     """Introduce the worker; every time it is another incarnation."""
     epoch = secrets.randbits(EPOCH_BITS)
     link.send(encode(standing.introduce(worker, epoch)))
-    return _Loop(link, worker, standing, epoch, welcome(link).epoch, watchdog)
+    coordinator_epoch = welcome(link).epoch
+    standing.introduced()
+    return _Loop(link, worker, standing, epoch, coordinator_epoch, watchdog)
 
 
 def _register_again(
@@ -123,6 +127,7 @@ def _register_again(
     end, pause_s = time.monotonic() + reconnecting.most_s, FIRST_PAUSE_S
     refusal: LinkRefused | None = None
     while (left := end - time.monotonic()) > 0:
+        standing.gets_on()
         try:
             link = reconnecting.connect()
             try:
@@ -222,6 +227,7 @@ class _Loop:
             if frames is None:
                 frames = self._receive(None)
             if frames is not None and (command := self._decode(frames)) is not None:
+                self._standing.gets_on()
                 return command
 
     def _receive(self, timeout_s: float | None) -> list[bytes] | None:
@@ -313,6 +319,7 @@ class _Loop:
         take in what a coordinator that goes takes back."""
         if self._watchdog is not None:
             self._watchdog.beat()
+        self._standing.gets_on()
         now_s = time.monotonic()
         if now_s >= self._look_s:
             self._look_s = now_s + LOOK_EVERY_S

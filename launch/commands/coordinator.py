@@ -5,13 +5,13 @@ import asyncio
 import logging
 import socket
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import click
 
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.files.directory import announced
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
@@ -67,7 +67,7 @@ def command(
     if cores is not None:
         bind(Place(parse_cores(cores)))
     log_to_stderr(logging.WARNING if parent else logging.INFO)
-    settings = configuration.settings.coordinator
+    settings, notifier = configuration.settings.coordinator, Notifier()
     with ExitStack() as opened:
         recorder = Recorder(Path(settings.record).expanduser()) if settings.record else None
         if recorder is not None:
@@ -80,13 +80,18 @@ def command(
         opened.callback(hub.close)
         if parent is None:
             opened.enter_context(announced(hub.address, keys=settings.keys))
-        ready = partial(_introduce, hub.address, by_hand=parent is None)
+
+        def ready() -> None:
+            _introduce(hub.address, by_hand=parent is None)
+            notifier.ready()
+
         asyncio.run(
             coordinate(
                 hub,
                 settings=settings,
                 recorder=recorder,
                 ready=ready,
+                progress=notifier.progress,
                 supervised=STDIN if supervised else None,
             )
         )

@@ -18,6 +18,7 @@ import uvloop
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.processes.child import (
     claim_stdout,
     end_when_told,
@@ -72,7 +73,7 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
     show_stacks_when_asked()
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    settings = configuration.settings
+    settings, notifier = configuration.settings, Notifier()
     folder = Path(settings.coordinator.keys) if settings.coordinator.keys else None
     with ExitStack() as opened:
         said = opened.enter_context(claim_stdout())
@@ -88,6 +89,7 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
 
         def ready() -> None:
             print(url_of(settings.http.host, listener), file=said, flush=True)
+            notifier.ready()
 
         async def run() -> None:
             gateway = Gateway(again, link)
@@ -97,7 +99,12 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
                 await gateway.first()
                 gc.freeze()
                 await serve(
-                    open_app(service), listener, connections, hurry=service.end, ready=ready
+                    open_app(service),
+                    listener,
+                    connections,
+                    hurry=service.end,
+                    ready=ready,
+                    progress=notifier.progress,
                 )
             finally:
                 connecting.cancel()

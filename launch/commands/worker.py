@@ -14,6 +14,7 @@ import click
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.logs import keep_stderr_short, remove_stderr
 from dovetail.launch.console.terminal import note
+from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.machine.binding import Binding, Place, bind
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
@@ -32,6 +33,7 @@ from dovetail.launch.processes.worker import (
     WorkerProcess,
     announced,
     await_address,
+    parts_of,
     place_of,
     thread_count,
 )
@@ -127,6 +129,7 @@ def command(
         end_with(parent)
     end_when_told()
     show_stacks_when_asked()
+    notifier = Notifier(parts_of(role))
     if connect is None:
         connect, configuration = announced(configuration)
     for check in {
@@ -164,6 +167,7 @@ def command(
             binding,
             say,
             standby,
+            notifier,
             told,
         ).serve()
         if let_go and own_log:

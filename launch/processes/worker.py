@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dovetail.launch.console.network_notice import leaves_the_machine, of_worker
 from dovetail.launch.console.terminal import QUANTISED, counted, counting_bar, note
+from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.files.directory import (
     only_announcement,
     substitutes_path,
@@ -107,6 +108,11 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
     return len(layout_for(target).target.cores if role != "draft" else lay_out_here().draft.cores)
 
 
+def parts_of(role: Role) -> tuple[Part, ...]:
+    """Return the roles that a worker takes, each in a loop of its own."""
+    return ("target", "draft") if role == "unified" else (role,)
+
+
 @dataclass(frozen=True)
 class WorkerProcess:
     """A worker of one role, or of both, that this process is."""
@@ -122,6 +128,7 @@ class WorkerProcess:
     binding: Binding
     say: Callable[[str], None]
     standby: bool
+    notifier: Notifier
     told: bool = False
     """True if the command that started this worker sends the address on standard input; it has
     checked the tokenizer already if that is on this machine."""
@@ -133,7 +140,7 @@ class WorkerProcess:
     def serve(self) -> bool:
         """Return whether the coordinator let the worker go. Connect first: a wrong address or key
         is told at once, not after a model has been loaded."""
-        parts: tuple[Part, ...] = ("target", "draft") if self.role == "unified" else (self.role,)
+        parts = parts_of(self.role)
         keys = self.configuration.settings.coordinator.keys
         reach = partial(open_link, self.connect, keys=Path(keys) if keys else None)
         began = time.monotonic()
@@ -180,7 +187,13 @@ class WorkerProcess:
         first, *others = links
         name = f"{self.name}-{first}" if others else self.name
         model = model_of(self.configuration, first)
-        with hearing_loads(Telling(links[first], name, (first,), model)):
+        telling = Telling(links[first], name, (first,), model)
+
+        def told(doing: str, done: int, total: int) -> None:
+            self.notifier.loading()
+            telling(doing, done, total)
+
+        with hearing_loads(told):
             if others:
                 return dict(zip(links, self._open_unified(), strict=True))
             if first == "target":
@@ -240,6 +253,7 @@ class WorkerProcess:
             load_s=load_s,
             reconnecting=reconnecting if self.reconnect_s else None,
             watchdog=watchdog,
+            listener=self.notifier.part(part),
         )
 
 

@@ -30,11 +30,12 @@ async def coordinate(
     settings: CoordinatorSettings = DEFAULTS,
     recorder: Recorder | None = None,
     ready: Callable[[], None] | None = None,
+    progress: Callable[[], None] | None = None,
     supervised: int | None = None,
 ) -> None:
     """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but
-    what it opened. `recorder`: notes its sessions; `supervised`: the pipe from which a supervisor's
-    words are read."""
+    what it opened. `recorder`: notes its sessions; `progress` hears of every turn of the loop;
+    `supervised`: the pipe from which a supervisor's words are read."""
     loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def elsewhere(
@@ -87,6 +88,8 @@ async def coordinate(
         while not ended.is_set():
             coordinator.tick()
             left()
+            if progress is not None:
+                progress()
             await _wait(ended, PROBE_EVERY_S)
         coordinator.service.ending = True
         await _finish_what_runs(coordinator, hurried)

@@ -176,9 +176,10 @@ async def serve(
     *,
     hurry: Callable[[], None],
     ready: Callable[[], None],
+    progress: Callable[[], None],
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; then those that run have `GRACE_S` to end before
-    they are told to by `hurry`."""
+    they are told to by `hurry`. `progress` is called once a second, by the loop that answers."""
     loop = asyncio.get_running_loop()
     protocol = type("Protocol", (PatientProtocol,), {"shared": connections})
     config = uvicorn.Config(
@@ -202,7 +203,7 @@ async def serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    looking = asyncio.create_task(_look(connections))
+    looking = asyncio.create_task(_look(connections, progress))
     try:
         await server._serve([listener])  # without uvicorn's own signal handlers
     finally:
@@ -221,7 +222,8 @@ class _Server(uvicorn.Server):
         self._ready()
 
 
-async def _look(connections: Connections) -> None:
+async def _look(connections: Connections, progress: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         connections.look(asyncio.get_running_loop().time())
+        progress()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -96,7 +96,9 @@ def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
     """Starts a command line that stays, and ends it with the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, command: tuple[str, ...] = COMMAND) -> subprocess.Popen[str]:
+    def start(
+        *arguments: str, command: tuple[str, ...] = COMMAND, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             [*command, *arguments],
@@ -104,7 +106,7 @@ def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
             stdout=pipe,
             stderr=pipe,
             text=True,
-            env=environment,
+            env={**environment, **(more or {})},
         )
         started.append(process)
         return process

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +18,10 @@ from dovetail.launch.processes.worker import place_of, thread_count
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_hub, open_link
-from dovetail.protocol.messages import Draft, Event, Hello, Open, Opened, Welcome, WorkerState
-from dovetail.protocol.settings import Sampling, TargetSettings, TreeSettings
+from dovetail.protocol.messages import Event, Hello, Opened, Welcome, WorkerState
+from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.client import Client
+from support import stuck
 from support.fleets import Fleet
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -180,20 +180,6 @@ def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(
     assert worker.stderr.read().endswith("draft worker draft ends: its coordinator disconnected\n")
 
 
-STUCK = """
-import sys
-from dovetail.launch import cli
-from dovetail.workers.drafters.ngram import Lookup
-
-def propose_for_ever(*arguments, **named):
-    while True:
-        pass
-
-Lookup.draft = propose_for_ever
-cli.main()
-"""
-
-
 def test_a_worker_that_is_stuck_says_where_and_ends(start: Start, address: str) -> None:
     with contextlib.closing(open_hub(address)) as hub:
 
@@ -214,31 +200,10 @@ def test_a_worker_that_is_stuck_says_where_and_ends(start: Start, address: str) 
             "--coordinator.stuck_s",
             "0.5",
         )
-        worker = start(*arguments, command=(sys.executable, "-P", "-c", STUCK))
+        worker = start(*arguments, command=stuck.COMMAND)
         peer, hello = next_event()
         assert isinstance(hello, Hello)
-        opening = Open(
-            epoch=1,
-            session=1,
-            key=bytes(16),
-            prompt=(5, 6, 7),
-            capacity=20,
-            vocabulary_size=9,
-            sampling=Sampling(),
-            tree=TreeSettings(),
-        )
-        draft = Draft(
-            epoch=1,
-            session=1,
-            round=1,
-            prefix=4,
-            accepted=(),
-            bonus=5,
-            max_nodes=4,
-            max_depth=2,
-            max_width=2,
-        )
-        for message in (Welcome(epoch=1), opening, draft):
+        for message in (Welcome(epoch=1), *stuck.opening()):
             hub.send(peer, encode(message))
         assert isinstance(next_event()[1], Opened)
         assert worker.wait(BACK_S) == 1

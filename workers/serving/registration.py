@@ -69,6 +69,16 @@ class Reconnecting:
     """Hears of losses and returns."""
 
 
+class Listener(Protocol):
+    """Hears from a worker's loop that it serves, and that it gets on."""
+
+    def ready(self) -> None:
+        """Hear that the worker is registered for the first time."""
+
+    def progress(self) -> None:
+        """Hear that a message was taken, a computation got on, or a coordinator was looked for."""
+
+
 @dataclass
 class Standing:
     """The facts about a worker that it does not know itself."""
@@ -76,6 +86,17 @@ class Standing:
     binding: str
     standby: bool
     load_s: float
+    listener: Listener | None = None
+
+    def introduced(self) -> None:
+        """Tell that the worker is registered."""
+        if self.listener is not None:
+            self.listener.ready()
+
+    def gets_on(self) -> None:
+        """Tell that the worker does what it is there for."""
+        if self.listener is not None:
+            self.listener.progress()
 
     def introduce(self, worker: Worker, epoch: int) -> Hello:
         return worker.hello(epoch).model_copy(

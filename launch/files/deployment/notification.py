@@ -1,0 +1,106 @@
+"""Tells the service manager that started a process that it is ready, and that it gets on.
+
+The messages of sd_notify(3) are datagrams to the socket that NOTIFY_SOCKET names. They are sent
+from where work is done, never by a timer: a process that is stuck says nothing, and systemd ends
+it. Under nobody who listens nothing happens. Knows nothing of what is computed or served.
+"""
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from dovetail.protocol.errors import UserError
+
+log = logging.getLogger("dovetail.notify")
+
+FEEDS = 4
+"""A process that gets on says so that many times within the time that the watchdog allows."""
+LOADING_S = 900
+"""A process that still reads its model has so long to read more, or to make use of what it has
+read."""
+EXTEND_EVERY_S = 1.0
+
+
+class Notifier:
+    """The service manager's ear; one for each process."""
+
+    def __init__(
+        self,
+        parts: Sequence[str] = ("",),
+        *,
+        environment: MutableMapping[str, str] = os.environ,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the manager's variables out of the environment, so that no child takes them for its
+        own. `parts`: the loops of this process, each of which has to get on. `UserError` for a
+        socket of another family."""
+        name = environment.pop("NOTIFY_SOCKET", "")
+        most_us = int(environment.pop("WATCHDOG_USEC", "0"))
+        if int(environment.pop("WATCHDOG_PID", os.getpid())) != os.getpid():
+            most_us = 0
+        if name and name[0] not in "/@":
+            raise UserError(
+                f"NOTIFY_SOCKET = {name!r} is not a socket of this machine: it begins with / or @"
+            )
+        self._name = "\0" + name[1:] if name.startswith("@") else name
+        self._every_s, self._clock_s = most_us / 1e6 / FEEDS, clock_s
+        self._parts, self._ready, self._heard = frozenset(parts), set[str](), set[str]()
+        self._due_s = self._extend_s = -math.inf
+
+    def part(self, name: str) -> "Part":
+        """Return what one of the loops tells."""
+        return Part(self, name)
+
+    def ready(self, part: str = "") -> None:
+        """Note that a part is ready; say so once, when all are."""
+        if self._parts > self._ready:
+            self._ready.add(part)
+            if self._parts == self._ready:
+                self._send("READY=1")
+
+    def progress(self, part: str = "") -> None:
+        """Note that a part gets on; when all have since the last time, and it is time, say so."""
+        if not self._every_s:
+            return
+        self._heard.add(part)
+        if self._heard == self._parts and (now_s := self._clock_s()) >= self._due_s:
+            self._heard.clear()
+            self._due_s = now_s + self._every_s
+            self._send("WATCHDOG=1")
+
+    def loading(self) -> None:
+        """Ask for more time to start, since the model is still being read."""
+        if self._name and (now_s := self._clock_s()) >= self._extend_s:
+            self._extend_s = now_s + EXTEND_EVERY_S
+            self._send(f"EXTEND_TIMEOUT_USEC={LOADING_S * 1_000_000}")
+
+    def _send(self, text: str) -> None:
+        """Send one message; a manager that does not read is no reason to wait or to end."""
+        if not self._name:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.setblocking(False)
+            try:
+                sender.sendto(text.encode(), self._name)
+            except OSError as error:
+                log.warning("NOTIFY_SOCKET was not told %s: %s", text, error.strerror)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the loops of a process, as a worker's loop knows it."""
+
+    notifier: Notifier
+    name: str
+
+    def ready(self) -> None:
+        """Say that this loop serves."""
+        self.notifier.ready(self.name)
+
+    def progress(self) -> None:
+        """Say that it gets on."""
+        self.notifier.progress(self.name)
