@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dovetail.workers.devices.memory import captured_if_possible
 from dovetail.workers.devices.pretended import POSSIBLE, PretendedTransfer, capture, counted
+from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.language_model import LanguageModel
@@ -181,3 +182,18 @@ def test_layers_whose_rows_depend_on_others_are_not_captured(
     folder, making = tiny_llama(tmp_path, layers=LAYERS, dtype=dtype), Captures()
     decode(placed(folder, [C, R, R], making, weights, cache))
     assert not making.count
+
+
+def test_the_proof_of_a_cache_compares_captured_layers_with_layers_over_fp32(
+    tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured layers know keys and values of 16 bits alone."""
+    folder = tiny_llama(tmp_path, layers=LAYERS, dtype=torch.float16)
+    compared = list[tuple[Tensor, Tensor]]()
+    monkeypatch.setattr(fused, "prove_cache", lambda *logits: compared.append(logits[:2]))
+    for making in (None, Captures()):
+        placed(folder, [C, R, R], making)
+    (exact, half), (beside_captured, captured) = compared
+    assert torch.equal(beside_captured, exact)
+    assert torch.equal(captured, half)
+    assert not torch.equal(half, exact)

@@ -28,15 +28,17 @@ def cache(slots: int) -> ArenaCache:
     st.integers(0, 20),
     st.lists(st.integers(0, 5), min_size=1, max_size=6),
     st.sampled_from([0, 1, 3, 9, 40]),
+    st.sampled_from([1, 50]),
 )
 def test_rows_see_the_prefix_and_their_paths_within_the_window(
-    prefix: int, ancestors: list[int], window: int
+    prefix: int, ancestors: list[int], window: int, apart: int
 ) -> None:
-    """Row i goes on from row ancestors[i], if that comes before it."""
+    """Row i goes on from row ancestors[i], if that comes before it. Positions may be far apart, as
+    those of a proof are: a window is of rows."""
     rows: list[list[int]] = []
     for row, above in enumerate(ancestors):
         rows.append([*(rows[above] if above < row else []), prefix + row])
-    positions = np.array([prefix + len(path) - 1 for path in rows])
+    positions = apart * np.array([prefix + len(path) - 1 for path in rows])
     segment = Segment(cache(64), prefix, len(rows), Paths.of(prefix, rows))
     form = form_of([segment], placed=False)
     assert form.rows >= len(rows)

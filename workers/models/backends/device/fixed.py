@@ -188,12 +188,14 @@ class Inputs:
 
     def mask(self, dtype: torch.dtype, window: int = 0) -> Tensor:
         """Return the mask [T, S] of 0 and -inf on the device, 0 where a row sees a slot. `window`:
-        the positions that a row sees, its own the last of them; 0: all."""
+        so many of the slots that a row sees, in the order of its path, its own the last of them,
+        whatever their positions; 0: all."""
         form, prefix, paths = self.form, self["prefix"].unsqueeze(1), self["paths"]
         mask = torch.full((form.rows, form.slots), -torch.inf, dtype=dtype, device=paths.device)
         seen, added = self._slots < prefix, torch.zeros_like(paths, dtype=dtype)
         if window:
-            oldest = (self["positions"] - window + 1).unsqueeze(1)
+            above = (paths != self["slots"].unsqueeze(1)).sum(1, keepdim=True)
+            oldest = prefix + above - window + 1
             seen = seen & (self._slots >= oldest)
             added.masked_fill_(prefix + self._steps < oldest, -torch.inf)
         return mask.masked_fill_(seen, 0.0).scatter_(1, paths, added)

@@ -63,7 +63,10 @@ class Span:
 
     def covers(self, states: Tensor, segments: Sequence[Segment]) -> bool:
         """Return whether a pass over these segments is captured."""
-        caches = all(isinstance(segment.cache, ArenaCache) for segment in segments)
+        caches = all(
+            isinstance(segment.cache, ArenaCache) and segment.cache.rows.dtype == HALF
+            for segment in segments
+        )
         return caches and states.dtype == torch.float32 and 0 < len(states) <= MOST_ROWS
 
     def run(
