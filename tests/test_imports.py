@@ -42,6 +42,7 @@ DOORS = {
     "gguf": ("launch/bench/llama/",),
     "llama_cpp": ("launch/bench/llama/",),
     "click": ("launch/",),
+    "ray": ("launch/processes/ray/",),
     "rich": ("launch/",),
     "matplotlib": ("launch/files/charts.py", "launch/files/bars.py", "launch/profiling/drawing.py"),
 }

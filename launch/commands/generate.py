@@ -30,9 +30,8 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records
 from dovetail.launch.processes.connection import Connection, is_url, speaks_http
-from dovetail.launch.settings.catalog import ALL_SECTIONS
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.flags import HERE, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Result
 
@@ -93,7 +92,7 @@ from dovetail.protocol.messages import Result
 )
 @template_option
 @json_option("The result as one JSON object on stdout.")
-@settings_flags(*ALL_SECTIONS)
+@settings_flags(*HERE)
 def command(
     configuration: Configuration,
     prompt: str | None,

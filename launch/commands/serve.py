@@ -12,11 +12,12 @@ import os
 import shlex
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
@@ -24,7 +25,8 @@ from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.connection import models_of, with_choices
 from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
-from dovetail.launch.processes.stack import check_stack
+from dovetail.launch.processes.serving.site import Site
+from dovetail.launch.processes.stack import check_models, check_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import Configuration
@@ -41,12 +43,20 @@ ANYWHERE = ("0.0.0.0", "[::]")
 
 @click.command(cls=HelpCommand)
 @json_option("When all is ready, one JSON object on stdout: url, address, pid, pids.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    cls=Rare,
+    help="Where the processes run: on this machine, or on the nodes of a Ray cluster (--ray.*).",
+)
 @settings_flags(
-    *("target", "draft", "tree", "sampling", "memory", "coordinator", "http"),
+    *("target", "draft", "tree", "sampling", "memory", "coordinator", "http", "ray"),
     shown=LISTENING,
     named=True,
 )
-def command(configuration: Configuration, as_json: bool) -> None:
+def command(configuration: Configuration, engine: str, as_json: bool) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 
     MODEL is the target: a folder, a GGUF file or the id of a model on the hub; weights that fit and
@@ -64,14 +74,12 @@ def command(configuration: Configuration, as_json: bool) -> None:
     configuration, taken = with_generation_config(configuration)
     _check_addresses(configuration)
     configuration = with_choices(configuration)
-    check_stack(configuration)
+    (check_stack if engine == "local" else check_models)(configuration)
     for said in (taken, blocks_in_words(configuration.settings.target)):
         if said:
             note(said)
-    with (
-        Supervisor() as supervisor,
-        Service(Local(supervisor, configuration), configuration) as service,
-    ):
+    with ExitStack() as opened:
+        service = _open(engine, configuration, opened)
         try:
             service.begin()
             with spinner() as say:
@@ -80,6 +88,20 @@ def command(configuration: Configuration, as_json: bool) -> None:
             service.run()
         except (KeyboardInterrupt, SystemExit):
             service.drain()
+
+
+def _open(engine: str, configuration: Configuration, opened: ExitStack) -> Service:
+    """Return the service, on this machine or on the nodes of a cluster."""
+    if engine == "local":
+        site: Site = Local(opened.enter_context(Supervisor()), configuration)
+        return opened.enter_context(Service(site, configuration))
+    from dovetail.launch.processes.ray.cluster import Cluster  # an extra, seconds to import
+    from dovetail.launch.processes.ray.site import RaySite
+
+    cluster = opened.enter_context(Cluster(configuration.settings.ray.address))
+    supervisor = opened.enter_context(Supervisor())
+    site = opened.enter_context(RaySite(supervisor, cluster, configuration))
+    return opened.enter_context(Service(site, configuration))
 
 
 def _check_addresses(configuration: Configuration) -> None:

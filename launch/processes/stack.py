@@ -149,18 +149,23 @@ def begin_workers(
 
 
 def check_stack(configuration: Configuration) -> None:
-    """`UserError` for what these settings ask for and cannot be started, as far as a look at the
-    models tells."""
-    check_files("dovetail", LEAST_FILES)
-    check_target(configuration.settings)
-    _check_pair(configuration)
-    if configuration.settings.draft.kind != "none":
-        check_draft(configuration.settings)
+    """`UserError` for what these settings ask for and this machine cannot start, as far as a look
+    at the models tells."""
+    check_models(configuration)
     check_memory(
         configuration.settings,
         ("coordinator", *processes_of(configuration.settings)),
         nodes=nodes_of(layout_of(configuration.settings).target),
     )
+
+
+def check_models(configuration: Configuration) -> None:
+    """`UserError` for models that cannot be started wherever, as far as a look at them tells."""
+    check_files("dovetail", LEAST_FILES)
+    check_target(configuration.settings)
+    _check_pair(configuration)
+    if configuration.settings.draft.kind != "none":
+        check_draft(configuration.settings)
 
 
 def layout_of(settings: Settings) -> CoreLayout:
@@ -233,14 +238,12 @@ def processes_of(settings: Settings) -> tuple[Played, ...]:
 
 
 def worker_arguments(
-    configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout
+    configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout | None
 ) -> list[str]:
     """The command of a worker with these settings in its place; a draft that is a head reads the
-    target's embedding, a substitute all of it."""
-    place = layout.draft if role == "draft" else layout.target
-    both = sorted({*layout.target.cores, *layout.draft.cores})
-    cores = format_numbers(both) if role == "unified" else place.cores_text
-    where = [f"--cores={cores}", f"--memory-nodes={format_numbers(place.nodes)}"]
+    target's embedding, a substitute all of it. `layout`: the places of this machine; None: somebody
+    else adds them."""
+    where = [] if layout is None else _place_arguments(role, layout)
     target = configuration.settings.target.model
     reads = [f"--target.model={target}"] if role == "draft" and target else []
     if role == "draft" and configuration.settings.draft.kind == "substitute":
@@ -264,6 +267,13 @@ def worker_arguments(
         *reads,
         stuck,
     ]
+
+
+def _place_arguments(role: Role | Played, layout: CoreLayout) -> list[str]:
+    place = layout.draft if role == "draft" else layout.target
+    both = sorted({*layout.target.cores, *layout.draft.cores})
+    cores = format_numbers(both) if role == "unified" else place.cores_text
+    return [f"--cores={cores}", f"--memory-nodes={format_numbers(place.nodes)}"]
 
 
 def with_room_for_draft(configuration: Configuration) -> Configuration:

@@ -24,6 +24,7 @@ GROUPS = {
     "sampling": "Decoding",
     "coordinator": "Serving",
     "http": "Serving",
+    "ray": "Serving",
 }
 """Section -> the heading of its options in the help."""
 BASIC = (
@@ -37,7 +38,9 @@ BASIC = (
 """Settings that `--help` shows; `--help-all` has the others."""
 LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
 """Settings that `--help` of a server shows as well."""
-DECODING_SECTIONS = tuple(section for section in ALL_SECTIONS if section != "http")
+HERE = tuple(section for section in ALL_SECTIONS if section != "ray")
+"""Sections of the settings of a command whose processes run on this machine."""
+DECODING_SECTIONS = tuple(section for section in HERE if section != "http")
 """Sections of the settings of a command that decodes without a server."""
 SHORT_FORMS = {
     "target.model": "--target",

@@ -7,6 +7,7 @@ subject.
 """
 
 from dovetail.protocol.policies import POLICIES
+from dovetail.protocol.settings.cluster import *
 from dovetail.protocol.settings.models import *
 from dovetail.protocol.settings.sampling import *
 from dovetail.protocol.settings.service import *
@@ -24,6 +25,7 @@ class Settings(Frozen):
     memory: MemorySettings = MemorySettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     http: HttpSettings = HttpSettings()
+    ray: RaySettings = RaySettings()
 
 
 def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | None:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -28,12 +27,11 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import WorkerState
 from dovetail.runtime.client import Client
 from dovetail.runtime.http.listening import refusal
+from support.served import BACK_S, GONE_S, QUESTION, ask, ready, streamed, told
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
-GONE_S = 60.0
-BACK_S = 60.0
 IMPATIENT = (
     sys.executable,
     "-P",
@@ -42,47 +40,6 @@ IMPATIENT = (
     "watch.FIRST_PAUSE_S = 0.01; cli.main()",
 )
 PAIR = ("--http.port", "0", "--draft.device", "cpu", "--json")
-QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}
-
-
-def ready(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a server says when it is ready."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, process.communicate()[1]
-    told: dict[str, Any] = json.loads(line)
-    return told
-
-
-def told(process: subprocess.Popen[str], *words: str) -> str:
-    """Wait for a line of its log with all of these words."""
-    assert process.stderr is not None
-    lines = []
-    while line := process.stderr.readline():
-        lines.append(line)
-        if all(word in line for word in words):
-            return line
-    raise AssertionError(f"{words} was not said: {lines}")
-
-
-def ask(
-    url: str, path: str = "/v1/chat/completions", body: dict[str, Any] | None = None
-) -> tuple[int, Any]:
-    """Status and JSON of an answer."""
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
-    try:
-        connection.request(
-            "POST" if body else "GET",
-            path,
-            json.dumps(body) if body else None,
-            {"Content-Type": "application/json"},
-        )
-        response = connection.getresponse()
-        content = response.read()
-        return response.status, json.loads(content) if content else None
-    finally:
-        connection.close()
 
 
 def open_coordinator(address: str) -> Client:
@@ -593,37 +550,6 @@ def test_a_process_that_says_much_fills_no_disk() -> None:
             assert heard[-1] == str(number)
         assert os.fstat(child.log.fileno()).st_size <= LOG_BYTES + 8
         ear.close()
-
-
-def streamed(url: str, begun: Callable[[], object] = lambda: None) -> str:
-    """What a reply that is streamed says, and that it ended as it should; `begun` happens when it
-    has begun."""
-    asked = {
-        **QUESTION,
-        "max_tokens": 160,
-        "ignore_eos": True,
-        "temperature": 1.0,
-        "seed": 5,
-        "stream": True,
-    }
-    place, said, chunks = urlsplit(url), "", 0
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
-    try:
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"}
-        )
-        for line in connection.getresponse():
-            if line.strip() == b"data: [DONE]":
-                return said
-            if line.strip():
-                chunk = json.loads(line.removeprefix(b"data: "))
-                said += chunk["choices"][0]["delta"].get("content", "")
-                chunks += 1
-                if chunks == 5:
-                    begun()
-    finally:
-        connection.close()
-    raise AssertionError(f"it ended without a word, behind {said!r}")
 
 
 @pytest.mark.slow

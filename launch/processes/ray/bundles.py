@@ -1,0 +1,162 @@
+"""Decides what the nodes of a cluster have to have for the parts of a service, and says what is
+missing. Pure: settings and the nodes are handed in."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dovetail.launch.machine.fit import needed_bytes
+from dovetail.launch.processes.serving.site import COORDINATOR
+from dovetail.launch.processes.stack import Played
+from dovetail.protocol.settings import Settings, node_wishes
+
+CPU, GPU, MEMORY = "CPU", "GPU", "memory"
+NODE_ID = "ray.io/node-id"
+"""The label that Ray gives each node by itself."""
+LEAST_BYTES = 256e6
+"""Bytes that a part reserves of which nothing is known: two processes without torch and more."""
+GPU_DEVICES = ("cuda", "xpu")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster that is alive."""
+
+    id: str
+    name: str
+    resources: Mapping[str, float]
+    """All of what it has, in use or not."""
+    labels: Mapping[str, str]
+    free: Mapping[str, float]
+    """The part of it that is not in use."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The share of a node that one part gets; HTTP lives in that of the coordinator."""
+
+    part: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+    setting: str
+    """The setting that changes it."""
+
+    @property
+    def cores(self) -> int:
+        """Return how many cores its process is bound to; 0: it is not bound."""
+        return int(self.resources.get(CPU, 0.0))
+
+    @property
+    def words(self) -> str:
+        """Return what it asks for, as the setting spells it."""
+        wishes = [f"{name}={_amount(name, value)}" for name, value in self.resources.items()]
+        return ",".join([*wishes, *(f"label:{key}={value}" for key, value in self.labels.items())])
+
+    def fits(self, node: Node, *, now: bool = False) -> bool:
+        """Return whether a node has what it asks for; `now`: and has it free."""
+        there = node.free if now else node.resources
+        return all(there.get(name, 0.0) >= value for name, value in self.resources.items()) and all(
+            node.labels.get(key) == value for key, value in self.labels.items()
+        )
+
+
+def bundles_of(
+    settings: Settings, workers: Mapping[str, Played], nodes: Sequence[Node], here: str
+) -> list[Bundle]:
+    """The bundles of one replica, the coordinator's first; `here`: the id of the node on which the
+    service is started."""
+    wished, labels = node_wishes(settings.ray.coordinator)
+    found = [
+        Bundle(
+            COORDINATOR,
+            _reserved({MEMORY: LEAST_BYTES, **wished}),
+            labels if settings.ray.coordinator else {NODE_ID: here},
+            "ray.coordinator",
+        )
+    ]
+    cores = _cores(settings, [*workers.values()], nodes)
+    for name, role in workers.items():
+        section = "draft" if role == "draft" else "target"
+        wished, labels = node_wishes(getattr(settings.ray, section))
+        automatic = {
+            CPU: float(cores[section]),
+            MEMORY: max(LEAST_BYTES, float(needed_bytes(settings, role))),
+        }
+        if _wants_gpu(settings, role, nodes):
+            automatic[GPU] = 1.0
+        resources = _reserved({**automatic, **wished})
+        found.append(Bundle(name, resources, labels, f"ray.{section}"))
+    return found
+
+
+def why_not(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) -> str:
+    """Return which bundle no node has room for, and what the nodes have, in one sentence."""
+    has = "; ".join(f"{node.name} has {_listed(node)}" for node in nodes) or "there is no node"
+    for bundle in bundles:
+        if not any(bundle.fits(node) for node in nodes):
+            return (
+                f"no node of the cluster has what the {bundle.part} asks for, {bundle.words} "
+                f"({bundle.setting}): {has}"
+            )
+    for bundle in bundles:
+        if not any(bundle.fits(node, now=True) for node in nodes):
+            return (
+                f"no node of the cluster has free what the {bundle.part} asks for, "
+                f"{bundle.words} ({bundle.setting}): {has}"
+            )
+    asked = ", ".join(f"the {bundle.part} {bundle.words}" for bundle in bundles)
+    return (
+        f"the cluster has no room for a replica together (ray.strategy {strategy}): {asked}; {has}"
+    )
+
+
+def _reserved(wishes: Mapping[str, float]) -> dict[str, float]:
+    """Return the wishes that are any, at least a token one: a bundle cannot ask for nothing."""
+    return {name: value for name, value in wishes.items() if value} or {MEMORY: 1.0}
+
+
+def _cores(settings: Settings, roles: Sequence[Played], nodes: Sequence[Node]) -> dict[str, int]:
+    """Return the cores of a target and a draft: what the settings say, else the share of a replica
+    in the largest nodes, of which a draft has one where there are two."""
+    largest = max((node.resources.get(CPU, 0.0) for node in nodes), default=1.0)
+    alike = sum(node.resources.get(CPU, 0.0) == largest for node in nodes) or 1
+    share = int(largest // math.ceil(settings.ray.replicas / alike))
+    draft = 1 if "draft" in roles and share > 1 else 0
+    threads = settings.target.threads
+    target = max(1, share - draft) if threads == "auto" else threads
+    return {"target": target, "draft": draft}
+
+
+def _wants_gpu(settings: Settings, role: Played, nodes: Sequence[Node]) -> bool:
+    if role == "draft":
+        if settings.draft.kind == "ngram":
+            return False
+        if settings.draft.device == "auto":
+            return any(node.resources.get(GPU, 0.0) >= 1.0 for node in nodes)
+        return settings.draft.device.startswith(GPU_DEVICES)
+    target = settings.target
+    return any(one.startswith(GPU_DEVICES) for one in (target.device, target.split.device))
+
+
+def _listed(node: Node) -> str:
+    """Return what a node has in words, without what Ray adds by itself."""
+    own = {
+        name: value
+        for name, value in node.resources.items()
+        if not name.startswith(("node:", "object_store"))
+    }
+    wishes = [
+        f"{name}={_amount(name, value)}"
+        + (f" ({_amount(name, free)} free)" if (free := node.free.get(name, 0.0)) < value else "")
+        for name, value in own.items()
+    ]
+    labels = [
+        f"label:{key}={value}"
+        for key, value in node.labels.items()
+        if not key.startswith("ray.io/")
+    ]
+    return ", ".join([*wishes, *labels]) or "nothing"
+
+
+def _amount(name: str, value: float) -> str:
+    return f"{value / 1e9:.3g}GB" if name == MEMORY else f"{value:g}"

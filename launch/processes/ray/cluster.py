@@ -1,0 +1,202 @@
+"""The only door to Ray: a cluster, the places that it reserves, and actors whose calls are asked
+for without ever waiting for them."""
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from dovetail.launch.processes.ray.bundles import CPU, GPU, MEMORY, Bundle, Node
+from dovetail.launch.processes.ray.part import Failed
+from dovetail.launch.processes.ray.seat import Seat
+from dovetail.protocol.errors import UserError
+
+try:
+    import ray
+    from ray._private.state import available_resources_per_node
+    from ray.exceptions import RayError
+    from ray.util import placement_group, placement_group_table, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ModuleNotFoundError as missing:
+    raise UserError(
+        f"--engine ray needs Ray, which is not installed ({missing}): pip install 'dovetail[ray]', "
+        "on every node, or leave --engine out"
+    ) from None
+
+CONNECT_S = 5.0
+LOCAL = "local"
+"""Ray's name of a cluster that it starts for us."""
+DOVETAIL_MISSING = "No module named 'dovetail"
+
+
+class Cluster:
+    """A cluster that this process has joined, or started; use it as a context."""
+
+    def __init__(self, address: str) -> None:
+        """`UserError` if nobody answers there."""
+        _check(address)
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told that it runs
+        try:
+            ray.init(
+                address=address or LOCAL,
+                include_dashboard=None if address else False,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"ray.address = {address!r}: this machine cannot join that cluster ({why}): run "
+                "`ray start --address HOST:PORT` on it first, or leave ray.address out"
+            ) from None
+        self.here: str = ray.get_runtime_context().get_node_id()
+        """The id of the node on which this process runs."""
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes that are alive."""
+        free = available_resources_per_node()
+        return [
+            Node(
+                node["NodeID"],
+                node["NodeManagerHostname"],
+                node["Resources"],
+                node["Labels"],
+                free.get(node["NodeID"], {}),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def reserve(self, bundles: Sequence[Bundle], strategy: str) -> "Reservation":
+        """Ask for room for these bundles."""
+        return Reservation(bundles, strategy)
+
+
+class Reservation:
+    """Room for the parts of one replica, which Ray finds anew when a node is lost."""
+
+    def __init__(self, bundles: Sequence[Bundle], strategy: str) -> None:
+        self.bundles = bundles
+        self._group = placement_group(
+            [dict(bundle.resources) for bundle in bundles],
+            strategy=strategy,
+            bundle_label_selector=[dict(bundle.labels) for bundle in bundles],
+        )
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether there is room for all of it, after so many seconds at most."""
+        return bool(self._group.wait(timeout_seconds=seconds))
+
+    def nodes(self) -> list[str]:
+        """Return the ids of the nodes of the bundles, in their order, once there is room."""
+        found = placement_group_table(self._group)["bundles_to_node_id"]
+        return [found[index] for index in range(len(self.bundles))]
+
+    def seat(self, index: int, *, guest: bool = False) -> "RemoteSeat":
+        """Have an actor begin in a bundle; a `guest` takes nothing of what the bundle holds."""
+        wishes = {} if guest else dict(self.bundles[index].resources)
+        options = {
+            "num_cpus": wishes.pop(CPU, 0.0),
+            "num_gpus": wishes.pop(GPU, 0.0),
+            "memory": wishes.pop(MEMORY, 0.0) or None,
+            "resources": wishes or None,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            ),
+            "max_restarts": 0,
+        }
+        return RemoteSeat(ray.remote(_Seat).options(**options).remote())
+
+    def close(self) -> None:
+        """Give the room back."""
+        with suppress(RayError):
+            remove_placement_group(self._group)
+
+
+class _Seat(Seat):
+    """A seat that knows the address of its node."""
+
+    def __init__(self) -> None:
+        super().__init__(ray.util.get_node_ip_address())
+
+
+class RemoteSeat:
+    """A seat on another node, or on this one: one call at a time, whose answer is taken later."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._asked: Any = None
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no answer is awaited."""
+        return self._asked is None
+
+    def ask(self, call: str, *arguments: Any, **named: Any) -> None:
+        """Call a method; its answer is taken with `answer`."""
+        self._asked = getattr(self._actor, call).remote(*arguments, **named)
+
+    def order(self, call: str, *arguments: Any) -> None:
+        """Call a method whose answer nobody wants."""
+        getattr(self._actor, call).remote(*arguments)
+
+    def answer(self, wait_s: float = 0.0) -> Any:
+        """Return the answer to what was asked, and None while there is none; `Failed` if there
+        will be none."""
+        if self._asked is None:
+            return None
+        done, _ = ray.wait([self._asked], timeout=wait_s)
+        if not done:
+            return None
+        asked, self._asked = self._asked, None
+        try:
+            return ray.get(asked)
+        except RayError as error:
+            raise _failed(error) from None
+
+    def kill(self) -> None:
+        """End the actor at once; the kernel has its process end."""
+        with suppress(RayError, ValueError):
+            ray.kill(self._actor)
+
+
+def _failed(error: RayError) -> Failed:
+    text = str(error)
+    if DOVETAIL_MISSING in text:
+        return Failed(
+            "a node of the cluster has no dovetail: install the same release on all of them",
+            mistake=True,
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = next((line for line in lines if "died" in line or "node" in line.lower()), lines[-1])
+    return Failed(f"was lost with its actor ({told[:200]})")
+
+
+def _check(address: str) -> None:
+    """`UserError` for an address that is none, or at which nobody listens."""
+    if address in ("", "auto"):
+        return
+    if "://" in address:
+        raise UserError(
+            f"ray.address = {address!r} is not HOST:PORT: `dovetail serve` joins a cluster from "
+            "one of its machines, and Ray's client (ray://) does not"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"ray.address = {address!r} is not HOST:PORT: write one, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"ray.address = {address!r}: nobody answers there ({error}): start the cluster with "
+            "`ray start --head`, or leave ray.address out and one is started on this machine"
+        ) from None

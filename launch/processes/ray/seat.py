@@ -1,0 +1,132 @@
+"""An actor's content: one process of ours on its node, started and watched there.
+
+It is told a command in which words in braces stand for what only the node knows: `{folder}`, a
+private folder with the keys that the process needs, and `{ip}`, the address of the node. What it
+answers are plain values. Knows processes, and nothing of Ray.
+"""
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dovetail.launch.cli import installed_version
+from dovetail.launch.machine.claims import Claim, claim
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes.child_output import Ear, ending_of, let_speak_and_kill
+from dovetail.launch.processes.supervise import Child, Supervisor
+from dovetail.launch.settings.catalog import PREFIX
+from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.messages import VERSION
+
+MOST_LINES = 200
+"""Lines of stderr that one answer holds."""
+FOLDER, IP = "{folder}", "{ip}"
+"""Words of a command that a node fills in."""
+
+
+class Seat:
+    """One process, from its start to its end."""
+
+    def __init__(self, ip: str) -> None:
+        for name in [name for name in os.environ if name.startswith(PREFIX)]:
+            del os.environ[name]  # the settings are those of the command alone
+        self._ip = ip
+        self._supervisor = Supervisor()
+        self._folder = Path(tempfile.mkdtemp(prefix="dovetail-keys-"))
+        self._supervisor.owns_folder(self._folder)
+        self._claim: Claim | None = None
+        self._child: Child | None = None
+        self._ear: Ear | None = None
+        self._heard = ""
+
+    def introduce(self) -> dict[str, Any]:
+        """Say where this is, and which release is installed here."""
+        return {
+            "host": socket.gethostname(),
+            "ip": self._ip,
+            "release": installed_version(),
+            "protocol": list(VERSION),
+        }
+
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        files: Mapping[str, str],
+        cores: int,
+        *,
+        last: bool,
+        reads: bool,
+    ) -> dict[str, Any]:
+        """Start a command of ours with these files in its folder, on so many cores (0: any) that
+        no other seat on this machine has, from the `last` ones on if so told; `reads`: it says on
+        stdout where it listens. The answer is its number, or why it was not started."""
+        for file, text in files.items():
+            path = self._folder / file
+            path.touch(mode=0o600)
+            path.write_text(text, encoding="utf-8")
+        known = {FOLDER: str(self._folder), IP: self._ip}
+        command = [_filled(argument, known) for argument in arguments]
+        try:
+            if cores:
+                self._claim = claim(cores, last=last)
+                place = self._claim.place
+                command += [f"--cores={place.cores_text}"]
+                command += [f"--memory-nodes={format_numbers(place.nodes)}"] if place.nodes else []
+            self._child = self._supervisor.start(name, command, reads=reads, asks=True)
+        except DovetailError as error:
+            return {"why": str(error), "mistake": isinstance(error, UserError)}
+        assert self._child.process.stdin is not None
+        os.set_blocking(self._child.process.stdin.fileno(), False)
+        self._ear = Ear(self._child)
+        return {"pid": self._child.process.pid}
+
+    def look(self) -> dict[str, Any]:
+        """Say what the process has said since the last look, and how it has ended if it has."""
+        assert self._child is not None
+        assert self._ear is not None
+        self._supervisor.mind()
+        ended = self._child.ended
+        if self._child.process.stdout is not None:
+            self._heard = self._heard or self._child.heard()
+        failure = self._child.failure() if ended else None
+        return {
+            "heard": self._heard,
+            "lines": self._ear.listen()[-MOST_LINES:],
+            "ending": asdict(ending_of(self._child)) if ended else None,
+            "failure": str(failure or ""),
+        }
+
+    def tell(self, line: str) -> None:
+        """Write a line to its stdin; one that has gone is noticed elsewhere."""
+        assert self._child is not None
+        assert self._child.process.stdin is not None
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._child.process.stdin.fileno(), f"{line}\n".encode())
+
+    def stuck(self) -> None:
+        """End the process, which is stuck; what it can still say of itself is heard."""
+        if self._child is not None and not self._child.ended:
+            let_speak_and_kill(self._child)
+
+    def end(self, grace_s: float) -> list[str]:
+        """End the process, with some seconds to do it by itself; its last words."""
+        if self._child is not None:
+            self._supervisor.end([self._child], grace_s)
+        lines = self._ear.listen() if self._ear is not None else []
+        if self._claim is not None:
+            self._claim.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return lines[-MOST_LINES:]
+
+
+def _filled(argument: str, known: Mapping[str, str]) -> str:
+    for word, value in known.items():
+        argument = argument.replace(word, value)
+    return argument

@@ -1,0 +1,270 @@
+"""The nodes of a cluster as the site of a service.
+
+The coordinator and the HTTP API live in one bundle, by default on the node where the service is
+started; each worker has a bundle of its own. Where all of them are on that node they meet over ipc,
+else over tcp with keys that are made for this run, of which a node gets those that its process
+needs. A worker is started ahead and told the address on its standard input.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dovetail.launch.cli import installed_version
+from dovetail.launch.processes.ray.bundles import bundles_of, why_not
+from dovetail.launch.processes.ray.cluster import Cluster, RemoteSeat
+from dovetail.launch.processes.ray.part import LOOK_EVERY_S, Command, Failed, RemotePart
+from dovetail.launch.processes.ray.seat import FOLDER, IP
+from dovetail.launch.processes.serving.site import COORDINATOR, HTTP, Running
+from dovetail.launch.processes.stack import (
+    Played,
+    coordinator_arguments,
+    http_arguments,
+    processes_of,
+    with_room_for_draft,
+    worker_arguments,
+)
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.processes.worker import TOLD
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.http_keys import read_keys
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.keys import COORDINATOR as HUB
+from dovetail.protocol.keys import generate_keys, own_key_for
+from dovetail.protocol.messages import VERSION
+
+API_KEYS = "api.keys"
+PARTS_OF: Mapping[Played, tuple[str, ...]] = {
+    "target": ("target",),
+    "draft": ("draft",),
+    "unified": ("target", "draft"),
+}
+"""The roles of the keys that a worker needs."""
+END_S = 2.0
+"""Beyond the grace of a process: its node answers then, or is not waited for."""
+
+
+class RaySite:
+    """Room in a cluster for the parts of one service; use it as a context, within the block of its
+    supervisor, who owns what is on this machine."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        cluster: Cluster,
+        configuration: Configuration,
+        *,
+        behind_router: bool = False,
+    ) -> None:
+        """`behind_router`: its HTTP API is for a router on this machine alone."""
+        check_settings(configuration)
+        self._supervisor, self._cluster = supervisor, cluster
+        self._configuration, self._settings = configuration, configuration.settings
+        self._behind_router = behind_router
+        self.workers: Mapping[str, Played] = {
+            f"{role} worker": role for role in processes_of(self._settings)
+        }
+        self._bundles = bundles_of(self._settings, self.workers, cluster.nodes(), cluster.here)
+        self._reservation = cluster.reserve(self._bundles, self._settings.ray.strategy)
+        self._parts: list[RemotePart] = []
+        self._early: dict[str, RemotePart] = {}
+        self._own_keys: Path | None = None
+        """The keys that were made for this run."""
+        self.keys: Path | None = None
+        self._near = True
+        """True if the coordinator and the HTTP API are on this machine."""
+        self._mind_s = 0.0
+
+    def __enter__(self) -> "RaySite":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in [*self._parts]:
+            self._let_go(part)
+        self._reservation.close()
+        if self._own_keys is not None:
+            shutil.rmtree(self._own_keys, ignore_errors=True)
+
+    def begin(self) -> None:
+        """Wait until the cluster has room, and begin to start everything; `UserError` says which
+        bundle has no place."""
+        if not self._reservation.wait(self._settings.ray.wait_s):
+            raise UserError(f"{self._why_not()}: change it, add a node, or raise ray.wait_s")
+        nodes = self._reservation.nodes()
+        self._near = nodes[0] == self._cluster.here
+        if not self._near and not self._settings.http.api_key_file:
+            raise UserError(
+                "ray.coordinator puts the HTTP API on another machine than this one, and beyond "
+                "loopback an API key is required: set http.api_key_file, or leave ray.coordinator "
+                "out"
+            )
+        if {*nodes} != {self._cluster.here}:
+            self.keys = self._take_keys()
+        for name in (COORDINATOR, HTTP, *self.workers):
+            self._early[name] = self._seat(name)
+        for name in self.workers:
+            self._early[name].begin(self._command(name, TOLD, ""))
+
+    def start(self, name: str, address: str, url: str) -> RemotePart:
+        part = self._early.pop(name, None)
+        if part is None:
+            part = self._seat(name)
+            if name in self.workers:
+                part.begin(self._command(name, TOLD, ""))
+        if name in self.workers:
+            part.tell(address)
+        else:
+            part.begin(self._command(name, address, url))
+        return part
+
+    def misfit(self, name: str, loading: Mapping[str, Running]) -> str:
+        """Return that it can be started: there is room in its bundle, or Ray looks for some."""
+        del name, loading
+        return ""
+
+    def owns(self, address: str) -> None:
+        if self.keys is None:
+            self._supervisor.owns_folder(Path(address.removeprefix("ipc://")).parent)
+
+    def stuck(self, running: Running) -> None:
+        part = _remote(running)
+        part.seat.order("stuck")
+        self._let_go(part)
+        part.lose("did not respond")
+
+    def end(self, running: Sequence[Running], grace_s: float) -> None:
+        parts = [_remote(one) for one in running]
+        for part in parts:
+            if part.pid and not part.ended:
+                part.seat.ask("end", grace_s)
+        for part in parts:
+            if part.pid and not part.ended:
+                with suppress(Failed):
+                    part.seat.answer(grace_s + END_S)
+            self._let_go(part)
+
+    def kill(self) -> None:
+        self._supervisor.kill()
+        for part in [*self._parts]:
+            self._let_go(part)
+
+    def mind(self) -> None:
+        """Hear from the nodes how the processes are."""
+        now_s = time.monotonic()
+        self._supervisor.mind()
+        if now_s >= self._mind_s:
+            self._mind_s = now_s + LOOK_EVERY_S
+            for part in self._parts:
+                part.poll(now_s)
+
+    def _let_go(self, part: RemotePart) -> None:
+        part.seat.kill()
+        if part in self._parts:
+            self._parts.remove(part)
+
+    def _why_not(self) -> str:
+        return why_not(self._bundles, self._cluster.nodes(), self._settings.ray.strategy)
+
+    def _seat(self, name: str) -> RemotePart:
+        """Have a seat made for a part, in its bundle."""
+        index = [COORDINATOR, *self.workers].index(name) if name != HTTP else 0
+        guest = name in (COORDINATOR, HTTP)
+        seat: RemoteSeat = self._reservation.seat(index, guest=guest)
+        part = RemotePart(
+            name,
+            seat,
+            release={"release": installed_version(), "protocol": list(VERSION)},
+            patience_s=self._settings.ray.wait_s,
+            why_waiting=self._why_not,
+        )
+        self._parts.append(part)
+        return part
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def _command(self, name: str, address: str, url: str) -> Command:
+        """Return the command of a part, with the files that it needs."""
+        configuration, there = self._configuration, []
+        if self.keys is not None:
+            there = [f"--coordinator.keys={FOLDER}"]
+        if name == COORDINATOR:
+            listen = "ipc" if self.keys is None else f"tcp://{IP}:*"
+            arguments = [
+                "coordinator",
+                "--supervised",
+                f"--coordinator.listen={address or listen}",
+                *(["--own-folder"] if address and self.keys is None else []),
+                *coordinator_arguments(configuration),
+                *there,
+            ]
+            return Command(arguments, self._files(HUB), reads=True)
+        if name == HTTP:
+            arguments = [*http_arguments(self._reachable(), address, url), *there]
+            return Command(arguments, {**self._files("client"), **self._api_keys()}, reads=True)
+        role = self.workers[name]
+        settings = with_room_for_draft(configuration) if role == "target" else configuration
+        bundle = next(bundle for bundle in self._bundles if bundle.part == name)
+        return Command(
+            [*worker_arguments(settings, role, address, None), *there],
+            self._files(*PARTS_OF[role]),
+            bundle.cores,
+            last=role == "draft",
+        )
+
+    def _reachable(self) -> Configuration:
+        """Return the settings with which the HTTP API is reached from where it has to be."""
+        values: dict[str, object] = {}
+        if self._behind_router:
+            values |= {"http.host": "127.0.0.1", "http.port": 0}
+        if not self._near:
+            values |= {"http.host": IP, "http.api_key_file": f"{FOLDER}/{API_KEYS}"}
+        return self._configuration.over("--engine ray", values) if values else self._configuration
+
+    def _api_keys(self) -> dict[str, str]:
+        """Return the file of API keys that goes to another machine."""
+        if self._near:
+            return {}
+        return {API_KEYS: "".join(f"{key}\n" for key in read_keys(self._settings.http))}
+
+    def _take_keys(self) -> Path:
+        """Return the folder of keys of this deployment: what the settings name, else new ones."""
+        if self._settings.coordinator.keys:
+            return Path(self._settings.coordinator.keys)
+        self._own_keys = Path(tempfile.mkdtemp(prefix="dovetail-keys-"))
+        self._supervisor.owns_folder(self._own_keys)
+        generate_keys(self._own_keys)
+        return self._own_keys
+
+    def _files(self, *roles: str) -> dict[str, str]:
+        """Return the files of keys that a process of these roles needs, by name."""
+        if self.keys is None:
+            return {}
+        names = [f"{HUB}.pub"]
+        if roles == (HUB,):
+            names += [f"{HUB}.key", *(path.name for path in self.keys.glob("*.pub"))]
+        else:
+            names += [f"{own_key_for(self.keys, role).name}.key" for role in roles]
+        return {name: (self.keys / name).read_text(encoding="utf-8") for name in names}
+
+
+def check_settings(configuration: Configuration) -> None:
+    """`UserError` for settings that a cluster has no use for."""
+    if configuration.given("coordinator.listen"):
+        raise UserError(
+            "--engine ray chooses where a coordinator listens, by where its workers are: leave "
+            "coordinator.listen out"
+        )
+    numa = configuration.settings.target.numa
+    if numa != "auto":
+        raise UserError(
+            f"target.numa = {numa!r} names memory nodes of one machine, and with --engine ray the "
+            "target may be on any: leave it out; cores come with the memory of their node"
+        )
+
+
+def _remote(running: Running) -> RemotePart:
+    assert isinstance(running, RemotePart)
+    return running

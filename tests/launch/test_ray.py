@@ -1,0 +1,138 @@
+"""`dovetail serve --engine ray` on a cluster of several nodes, which are processes of this machine.
+
+Needs the extra `ray`. Each cluster is the test's own, and ends with it.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from support.served import GONE_S, QUESTION, ask, ready, streamed, told
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs the extra ray: pip install -e '.[ray]'", allow_module_level=True)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+Start = Callable[..., subprocess.Popen[str]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+PLACED = ("--ray.target=CPU=1,t=1", "--ray.draft=CPU=0,d=1")
+
+
+@contextmanager
+def cluster(*nodes: dict[str, Any]) -> Iterator[Any]:
+    """A cluster with these nodes, the first of which has its head."""
+    os.environ.update(QUIET)
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args=nodes[0])
+    try:
+        for node in nodes[1:]:
+            made.add_node(**node)
+        yield made
+    finally:
+        made.shutdown()
+
+
+def node(cores: int, **resources: float) -> dict[str, Any]:
+    return {"num_cpus": cores, "resources": resources, "include_dashboard": False}
+
+
+def kill_node_of(pid: int) -> None:
+    """Have the node of a process go as if its machine had lost its power: all of it at once."""
+    raylet = next(parent for parent in psutil.Process(pid).parents() if "raylet" in parent.name())
+    doomed = [raylet, *raylet.children(recursive=True)]
+    for process in doomed:
+        process.suspend()
+    for process in doomed:
+        process.kill()
+
+
+def test_a_killed_node_is_replaced_and_its_streams_go_on_with_the_same_bytes(
+    start: Start, run: Run
+) -> None:
+    local = start("serve", "--http.port=0", "--json", "--target.inflate=64MiB")
+    url = ready(local)["url"]
+    whole = {seed: streamed(url, seed=seed) for seed in (3, 4, 5)}
+    local.terminate()
+    local.communicate(timeout=GONE_S)
+    nodes = [node(0, front=1), node(1, t=1), node(1, t=1), node(1, d=1), node(1, d=1)]
+    with cluster(*nodes) as made:
+        process = start(
+            "serve",
+            "--engine=ray",
+            f"--ray.address={made.address}",
+            *PLACED,
+            "--http.port=0",
+            "--json",
+            "--target.inflate=64MiB",
+        )
+        found = ready(process)
+        assert found["address"].startswith("tcp://")
+        for part in ("target worker", "draft worker"):
+            pid = {worker["name"]: worker["pid"] for worker in workers(run, found)}[
+                part.removesuffix(" worker")
+            ]
+            once = threading.Barrier(3, action=lambda pid=pid: kill_node_of(pid))
+            with ThreadPoolExecutor(3) as pool:
+                said = pool.map(
+                    lambda seed, once=once: streamed(found["url"], once.wait, seed=seed), whole
+                )
+                assert dict(zip(whole, said, strict=True)) == whole
+            told(process, f"the {part} is ready again")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(GONE_S) == 0, process.communicate()
+        assert not [child for child in psutil.process_iter() if child.pid in found["pids"].values()]
+
+
+def workers(run: Run, found: dict[str, Any]) -> list[dict[str, Any]]:
+    done = run("status", "--json")
+    assert done.returncode == 0, done.stderr
+    state: list[dict[str, Any]] = json.loads(done.stdout)["workers"]
+    return state
+
+
+def test_on_one_machine_everything_meets_over_ipc_and_leaves_nothing_behind(
+    start: Start,
+) -> None:
+    process = start("serve", "--engine=ray", "--http.port=0", "--json")
+    found = ready(process)
+    assert found["address"].startswith("ipc://")
+    assert ask(found["url"], body=QUESTION)[0] == 200
+    affinities = [
+        psutil.Process(found["pids"][part]).cpu_affinity()
+        for part in ("target worker", "draft worker")
+    ]
+    assert not {*affinities[0]} & {*affinities[1]} or os.cpu_count() == 1
+    os.kill(found["pids"]["target worker"], signal.SIGKILL)
+    told(process, "the target worker is ready again")
+    assert ask(found["url"], body=QUESTION)[0] == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GONE_S) == 0, process.communicate()
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in found["pids"].values() if psutil.pid_exists(pid)],
+        timeout=GONE_S,
+    )
+    assert not alive
+
+
+def test_what_no_node_has_is_named_with_what_the_cluster_has(run: Run) -> None:
+    with cluster(node(1, front=1), node(2, t=1)) as made:
+        flags = ("--engine=ray", f"--ray.address={made.address}", "--ray.wait_s=1")
+        done = run("serve", *flags, "--ray.target=CPU=64", "--http.port=0")
+        assert (done.returncode, done.stdout) == (2, "")
+        last = done.stderr.splitlines()[-1]
+        assert "no node of the cluster has what the target worker asks for, CPU=64" in last
+        assert "ray.target" in last
+        assert "CPU=2" in last

@@ -1,0 +1,83 @@
+"""`dovetail serve` as a process: what it says, and requests to it."""
+
+import http.client
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+GONE_S = 60.0
+BACK_S = 60.0
+QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}
+
+
+def ready(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a server says when it is ready."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    told: dict[str, Any] = json.loads(line)
+    return told
+
+
+def told(process: subprocess.Popen[str], *words: str) -> str:
+    """Wait for a line of its log with all of these words."""
+    assert process.stderr is not None
+    lines = []
+    while line := process.stderr.readline():
+        lines.append(line)
+        if all(word in line for word in words):
+            return line
+    raise AssertionError(f"{words} was not said: {lines}")
+
+
+def ask(
+    url: str, path: str = "/v1/chat/completions", body: dict[str, Any] | None = None
+) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
+    try:
+        connection.request(
+            "POST" if body else "GET",
+            path,
+            json.dumps(body) if body else None,
+            {"Content-Type": "application/json"},
+        )
+        response = connection.getresponse()
+        content = response.read()
+        return response.status, json.loads(content) if content else None
+    finally:
+        connection.close()
+
+
+def streamed(url: str, begun: Callable[[], object] = lambda: None, *, seed: int = 5) -> str:
+    """What a reply that is streamed says, and that it ended as it should; `begun` happens when it
+    has begun."""
+    asked = {
+        **QUESTION,
+        "max_tokens": 160,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": seed,
+        "stream": True,
+    }
+    place, said, chunks = urlsplit(url), "", 0
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"}
+        )
+        for line in connection.getresponse():
+            if line.strip() == b"data: [DONE]":
+                return said
+            if line.strip():
+                chunk = json.loads(line.removeprefix(b"data: "))
+                said += chunk["choices"][0]["delta"].get("content", "")
+                chunks += 1
+                if chunks == 5:
+                    begun()
+    finally:
+        connection.close()
+    raise AssertionError(f"it ended without a word, behind {said!r}")
