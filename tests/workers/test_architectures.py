@@ -204,6 +204,17 @@ def test_of_a_configuration_that_transformers_cannot_compute_either_the_field_is
     check_refusal(str(said.value), tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["prophetnet", "reformer"])
+def test_a_configuration_that_transformers_computes_when_called_in_another_way_is_not_blamed(
+    kind: str, tmp_path: Path
+) -> None:
+    """ProphetNet takes no mask of pairs, and Reformer reads numbers that a trial does not have."""
+    write_tiny(kind, tmp_path)
+    with pytest.raises(CheckpointError, match="by itself, and token trees need other ones") as said:
+        load_language_model(str(tmp_path), weights="fp32", device="cpu")
+    check_refusal(str(said.value), tmp_path)
+
+
 @pytest.mark.parametrize(
     "kind", some(kind for kind, config in configurations().items() if hasattr(config, "is_decoder"))
 )

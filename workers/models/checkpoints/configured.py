@@ -2,6 +2,7 @@
 one that it cannot build."""
 
 import contextlib
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,9 @@ from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 from dovetail.workers.models.imports import lean
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
+WIDELY_TAKEN = torch.bfloat16
+"""The type in which torch tries every product of tensors without numbers: those of grouped experts
+in no other."""
 
 
 def configured(checkpoint: Checkpoint) -> Any:
@@ -165,38 +169,54 @@ def _why_not_built(config: Any, error: Exception) -> str:
 
 def why_refused(config: Any, model_class: Any) -> str:
     """Return why a model whose code stumbled cannot be decoded, and what to do: it is its
-    configuration's fault where transformers' own forward stumbles over that, and in another way
-    than over the default one."""
-    usual, own = {""}, ""
+    configuration's fault where transformers' own forward stumbles over that, in every way of
+    calling it that the default one gets through."""
+    ways = set[str]()
     with contextlib.suppress(Exception):  # some have no default that is a model
-        usual.add(_stumbling_over({}, type(config)))
-    with contextlib.suppress(Exception):
-        own = _stumbling_over(config.to_dict(), type(config))
-    if own in usual:
-        return f"{why_not(config, model_class)}; {REMEDY}"
+        ways = {way for way, why in _stumbles({}, type(config)).items() if not why}
 
     def attempt(fields: dict[str, Any]) -> None:
-        if (found := _stumbling_over(fields, type(config))) not in usual:
+        found = _stumbles(fields, type(config))
+        if ways and all(found[way] and not _OF_THE_TRIAL.search(found[way]) for way in ways):
             raise ValueError(found)
 
-    why = _culprit(config.to_dict(), attempt)
-    return f"transformers' own {model_class.__name__} fails with this config.json: {why}; {CORRECT}"
-
-
-def _stumbling_over(fields: Mapping[str, Any], config_class: Any) -> str:
-    """Return what transformers' own forward of two tokens stumbles over in a model of a
-    configuration, without numbers; empty where it does not. What it raises as it is built is
-    raised."""
-    with quiet():
-        model = empty(config_class.from_dict(dict(fields)), "eager").eval()
-    ids = torch.zeros((1, 2), dtype=torch.long, device="meta")
-    mask = torch.zeros((1, 1, 2, 2), device="meta")
     try:
-        with quiet(), torch.inference_mode():
-            model(ids, attention_mask=mask, position_ids=ids, use_cache=False)
-    except Exception as error:
-        return reason(error)
-    return ""
+        attempt(config.to_dict())
+    except ValueError:
+        name, why = model_class.__name__, _culprit(config.to_dict(), attempt)
+        return f"transformers' own {name} fails with this config.json: {why}; {CORRECT}"
+    return f"{why_not(config, model_class)}; {REMEDY}"
+
+
+_OF_THE_TRIAL = re.compile(r"\bmeta\b|register_meta")
+"""What an error says that has to do with numbers that are not there, and not with a model."""
+
+
+def _stumbles(fields: Mapping[str, Any], config_class: Any) -> Mapping[str, str]:
+    """Return what transformers' own forward of two tokens stumbles over in a model of a
+    configuration, without numbers, by the ways of calling it; empty where it does not. What it
+    raises as it is built is raised."""
+    with quiet():
+        model = empty(config_class.from_dict(dict(fields)), "eager").to(WIDELY_TAKEN).eval()
+    ids = torch.zeros((1, 2), dtype=torch.long, device="meta")
+    ways: Mapping[str, dict[str, Tensor]] = {
+        "plain": {},
+        "tokens masked": {"attention_mask": torch.ones_like(ids)},
+        "pairs masked": {
+            "attention_mask": torch.zeros((1, 1, 2, 2), dtype=WIDELY_TAKEN, device="meta"),
+            "position_ids": ids,
+        },
+    }
+    found = dict[str, str]()
+    for way, given in ways.items():
+        try:
+            with quiet(), torch.inference_mode():
+                model(ids, use_cache=False, **given)
+        except Exception as error:
+            found[way] = reason(error)
+        else:
+            found[way] = ""
+    return found
 
 
 def said_by(error: BaseException) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 
 EAGER = "eager"
+OLDER_CACHE_NAME = "past_key_values"
 Path = tuple[str | int, ...]
 
 
@@ -178,7 +179,7 @@ def follow(
             output = (model if head else base_model(model))(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=None if positions is None else positions.unsqueeze(0),
-                **{cache_name(base_model(model)): cache},
+                **{cache_name(model): cache},
                 use_cache=cache is not None,
                 **given,
             )
@@ -196,9 +197,14 @@ def follow(
         )
 
 
-def cache_name(model: nn.Module) -> str:
-    """Return what the forward of a model of transformers' calls its cache: `cache` since 5.24."""
-    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+def cache_name(model: Any) -> str:
+    """Return what the forward of a model of transformers' calls its cache, `cache` since 5.24; that
+    of the whole tells where its base model's passes on whatever it is given."""
+    for part in (base_model(model), model):
+        for name in ("cache", OLDER_CACHE_NAME):
+            if name in signature(part.forward).parameters:
+                return name
+    return OLDER_CACHE_NAME
 
 
 class Widened(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
-from dovetail.workers.models.checkpoints.configured import base_model, quiet
+from dovetail.workers.models.checkpoints.configured import quiet
 from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 from dovetail.workers.models.parity.comparison import Comparison, near
 from dovetail.workers.models.parity.following import (
@@ -336,7 +336,7 @@ class Oracle:
         blocks = attention.arrange(self.segments(index, ProofCache), masks)
         rows = torch.cat([states[: self.dense], states]).unsqueeze(0)
         call, changed = self._ours.calls[index], dict[str, Any]()
-        if handed and (name := cache_name(base_model(self._model))) in call.kwargs:
+        if handed and (name := cache_name(self._model)) in call.kwargs:
             changed[name] = ClaimedCache(ahead_of(self.pass_positions))
         args, kwargs = call.of(rows, blocks=blocks, notes=note, **changed)
         past_the_layer = attention.handing(blocks, note) if handed else nullcontext()
