@@ -20,7 +20,11 @@ MAY_IMPORT = {
 }
 DOORS = {
     "zmq": ("protocol/links/", "protocol/keys.py"),
-    "msgpack": ("protocol/codec.py", "runtime/record/recording.py"),
+    "msgpack": (
+        "protocol/codec.py",
+        "runtime/record/recording.py",
+        "runtime/journal/entries.py",
+    ),
     "tokenizers": ("runtime/text/tokenizer.py", "workers/training/"),
     "jinja2": ("runtime/text/templates.py",),
     "safetensors": ("workers/models/checkpoints/checkpoint.py", "workers/training/"),

@@ -165,10 +165,12 @@ class DraftWorker(Generic[SessionT]):
         """Return False: graphs are held by the arenas of the engine's caches."""
         return False
 
-    def forget(self) -> None:
-        """Free every session, the kept ones too; what was learned stays."""
-        self._held.clear()
-        self._kept.clear()
+    def suspend(self) -> KeptSessions[Left]:
+        held, self._held = self._held, {}
+        for number, one in held.items():
+            if self._keeper is not None:
+                self._kept.hold(number, self._keeper.keep(one.session))
+        return self._kept
 
     def _grow_ahead(self) -> Sequence[int]:
         """Make a pass for the sessions whose turn it is, and return their numbers; empty if no

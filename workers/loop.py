@@ -2,9 +2,9 @@
 beginning when the coordinator has gone.
 
 One plain blocking loop for every kind of worker. It counts what is late or broken, answers what
-fails, and keeps the worker alive through failures of single commands and of coordinators: what it
-holds of the sessions of one is of no use to another, its model is. Knows links and messages; what a
-command means is the worker's business.
+fails, and keeps the worker alive through failures of single commands and of coordinators: its model
+stays, and so does what it holds of sessions until the next coordinator has said which of them it
+goes on from. Knows links and messages; what a command means is the worker's business.
 """
 
 import os
@@ -96,7 +96,7 @@ def serve(
             loop.run()
             return True
         except LinkClosed as lost:
-            worker.forget()
+            standing.suspend(worker, loop.coordinator_epoch)
             loop = (
                 None
                 if reconnecting is None
@@ -109,9 +109,9 @@ def _register(link: Link, worker: Worker, standing: Standing, watchdog: Watchdog
     """Introduce the worker; every time it is another incarnation."""
     epoch = secrets.randbits(EPOCH_BITS)
     link.send(encode(standing.introduce(worker, epoch)))
-    coordinator_epoch = welcome(link).epoch
-    standing.introduced()
-    return _Loop(link, worker, standing, epoch, coordinator_epoch, watchdog)
+    welcomed = welcome(link)
+    standing.welcomed(welcomed.keeps)
+    return _Loop(link, worker, standing, epoch, welcomed.epoch, watchdog)
 
 
 def _register_again(
@@ -163,7 +163,7 @@ class _Loop:
         watchdog: Watchdog | None,
     ) -> None:
         self._link, self._worker, self._standing, self._watchdog = link, worker, standing, watchdog
-        self._epoch, self._coordinator_epoch = epoch, coordinator_epoch
+        self._epoch, self.coordinator_epoch = epoch, coordinator_epoch
         self._stale, self._strikes, self._busy_ns = 0, 0, 0
         self._look_s = 0.0
         self._began_s: float | None = None
@@ -265,7 +265,7 @@ class _Loop:
                     f"{self._strikes} messages of the coordinator broke the protocol: {error}"
                 ) from None
             return None
-        if command.epoch != self._coordinator_epoch or isinstance(
+        if command.epoch != self.coordinator_epoch or isinstance(
             command, Welcome
         ):  # Welcome answers a Hello, and that is done
             self._stale += 1
@@ -351,7 +351,7 @@ class _Loop:
             return None
         return (
             command
-            if isinstance(command, Probe) and command.epoch == self._coordinator_epoch
+            if isinstance(command, Probe) and command.epoch == self.coordinator_epoch
             else None
         )
 

@@ -47,6 +47,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.serving.failures import as_request_error
 from dovetail.workers.sessions.admission import FEW_SESSIONS, MAX_SESSIONS
 from dovetail.workers.sessions.opener import ReadingStep
+from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread, Verdict
 from dovetail.workers.sessions.wire import to_array, to_tensor
 from dovetail.workers.speculation.rejection import ProposalProbabilities
@@ -88,8 +89,7 @@ class TargetWorker:
 
     def __init__(self, model: LanguageModel, identity: Identity) -> None:
         self.stale = 0
-        self._model, self._identity = model, identity
-        self._spans = Spans()
+        self._model, self._identity, self._spans = model, identity, Spans()
         self._verifier = Verifier(
             model, self._spans, kept_tokens=identity.kept_tokens, reads_from=identity.reads_from
         )
@@ -172,8 +172,8 @@ class TargetWorker:
             self._spans.add_beside("prepare", began_ns, time.monotonic_ns())
         return worked
 
-    def forget(self) -> None:
-        self._verifier.clear()
+    def suspend(self) -> KeptSessions[Any]:
+        return self._verifier.suspend()
 
     def _open(self, command: Open) -> Iterator[Event]:
         """A part of the prompt leaves as soon as it has been read: its features are held by nobody

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dovetail.protocol.errors import RequestError, SettingsError
 from dovetail.protocol.messages import (
@@ -48,6 +49,7 @@ from dovetail.workers.models.substitutes.substitute import load_substitute, shar
 from dovetail.workers.progress import beat
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.serving.registration import Worker
+from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.target import TargetWorker
 
 BEAT_S = 0.2
@@ -129,9 +131,9 @@ class InTurn:
         with self._turns.free() as mine:
             return mine and self._worker.idle()
 
-    def forget(self) -> None:
+    def suspend(self) -> KeptSessions[Any]:
         with self._turns.taken():
-            self._worker.forget()
+            return self._worker.suspend()
 
 
 class _Draft(DraftWorker[SharedSession]):

@@ -50,6 +50,7 @@ from dovetail.workers.sessions.features import (
 )
 from dovetail.workers.sessions.opener import Opener, ReadingStep
 from dovetail.workers.sessions.prefill import Reading
+from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.results import Verdict
 from dovetail.workers.sessions.rounds import check_round, find_session
 from dovetail.workers.sessions.session import KeptSession, TargetSession
@@ -201,11 +202,15 @@ class Verifier(Opener):
             session.cache.resize(session.cache.length)
             self._kept.add(number, KeptSession(session.log, session.cache))
 
-    def clear(self) -> None:
-        """Forget all sessions, and what is left of others."""
-        self._sessions.clear()
+    def suspend(self) -> KeptSessions[KeptSession]:
+        """Close all sessions, and return what is left of them and of others, whatever room it
+        takes."""
         self._begun.clear()
-        self._kept.clear()
+        for number, session in self._sessions.items():
+            session.cache.resize(session.cache.length)
+            self._kept.hold(number, KeptSession(session.log, session.cache))
+        self._sessions.clear()
+        return self._kept
 
     def lend(self, number: int) -> tuple[Sequence[int], Cache, int]:
         """A session's log, its cache, which has committed the rows of all of that but the last

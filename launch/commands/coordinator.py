@@ -12,15 +12,20 @@ import click
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.files.deployment.notification import Notifier
-from dovetail.launch.files.directory import announced
+from dovetail.launch.files.directory import announced, journal_path, remove_old_journals
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
 from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.links import open_hub
+from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.loop import coordinate
+from dovetail.runtime.journal.journal import Journal
+from dovetail.runtime.journal.segments import Segments
 from dovetail.runtime.record.recorder import Recorder
+
+log = logging.getLogger("dovetail.coordinator")
 
 STDIN = 0
 
@@ -78,6 +83,10 @@ def command(
             own_folder=own_folder,
         )
         opened.callback(hub.close)
+        journal = _journal(settings, hub.address)
+        if journal is not None:
+            alone = own_folder or settings.listen == "ipc"  # nobody else will have this address
+            opened.callback(journal.close, remove=alone and settings.journal == "auto")
         if parent is None:
             opened.enter_context(announced(hub.address, keys=settings.keys))
 
@@ -90,11 +99,30 @@ def command(
                 hub,
                 settings=settings,
                 recorder=recorder,
+                journal=journal,
                 ready=ready,
                 progress=notifier.progress,
                 supervised=STDIN if supervised else None,
             )
         )
+
+
+def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
+    """Return the journal of a coordinator at this address; None: it has none."""
+    if settings.journal == "off":
+        return None
+    named = settings.journal != "auto"
+    folder = Path(settings.journal).expanduser() if named else journal_path(address)
+    if folder is None:
+        text = "this user has no home for a journal, so requests end with the coordinator"
+        log.warning("%s: name a folder with coordinator.journal", text)
+        return None
+    if not named:
+        remove_old_journals(folder.parent, settings.journal_s)
+    journal = Journal(Segments(folder), keep_s=settings.journal_s)
+    if journal.found:
+        log.info("the journal in %s has %d requests to go on with", folder, journal.found)
+    return journal
 
 
 def _introduce(address: str, *, by_hand: bool) -> None:

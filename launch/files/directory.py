@@ -6,10 +6,14 @@ process has gone is ignored and cleaned away. Knows no sockets.
 """
 
 import fcntl
+import hashlib
 import json
 import os
+import shutil
+import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -121,10 +125,39 @@ def history_path() -> Path | None:
 
     None for a user without a home.
     """
+    return None if (folder := _state_folder()) is None else folder / "chat_history"
+
+
+def _state_folder() -> Path | None:
+    """Return dovetail in $XDG_STATE_HOME, else in ~/.local/state; it need not be there. None for a
+    user without a home."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():
         base = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - which leaves the ~ where there is no home, and raises nothing
-    return base / "dovetail" / "chat_history" if base.is_absolute() else None
+    return base / "dovetail" if base.is_absolute() else None
+
+
+def journal_path(address: str) -> Path | None:
+    """Return the folder of the journal of a coordinator at this address, which the next one there
+    finds; it need not be there. None for a user without a home."""
+    name = hashlib.sha256(f"{socket.gethostname()} {address}".encode()).hexdigest()[:16]
+    return None if (folder := _state_folder()) is None else folder / "journals" / name
+
+
+def remove_old_journals(folder: Path, keep_s: float) -> None:
+    """Remove the journals in a folder that no coordinator holds, and that are so old that nobody
+    comes back for what is in them."""
+    for journal in folder.glob("*/"):
+        with suppress(OSError):
+            newest_s = max((path.stat().st_mtime for path in journal.iterdir()), default=0.0)
+            if time.time() - newest_s < keep_s:
+                continue
+            lock = os.open(journal / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(journal, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def writable_profile_path() -> Path | None:

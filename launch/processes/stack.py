@@ -77,8 +77,8 @@ def start_stack(
     """Start what the settings ask for; it is not ready yet. `anew`: for what is measured, no reply
     goes on from what another one left.
 
-    Nobody starts one of these workers again: unless the settings say so, a session whose target is
-    lost does not wait for another.
+    Nobody starts one of these processes again: unless the settings say so, a session whose target
+    is lost does not wait for another, and there is no journal.
     """
     return begin_stack(supervisor, configuration, layout=layout, prefix=prefix, anew=anew)()
 
@@ -95,7 +95,8 @@ def begin_stack(
     has no threads yet, such as those of a spinner, can fork: that is quicker."""
     check_stack(configuration)
     layout = layout or layout_of(configuration.settings)
-    waits = [] if configuration.given("coordinator.recovery_s") else ["--coordinator.recovery_s=0"]
+    alone = ("coordinator.recovery_s", "0"), ("coordinator.journal", "off")
+    waits = [f"--{name}={value}" for name, value in alone if not configuration.given(name)]
     flags = [
         *coordinator_arguments(configuration),
         *waits,

@@ -54,7 +54,7 @@ Event = (
     | Failed
 )
 
-Request = Hello | Submit | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
+Request = Hello | Submit | Recall | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
 
 Reply = (
     Welcome
@@ -62,6 +62,7 @@ Reply = (
     | PromptScored
     | Recorded
     | Finished
+    | Recalled
     | Reported
     | Described
     | Seen

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.messages.parts import (
+    MAX_MEMO,
     MAX_MOVES,
     MAX_STOPS,
     MAX_TOKENS,
@@ -25,6 +26,19 @@ from dovetail.protocol.messages.parts import (
 from dovetail.protocol.messages.registration import Limits, VocabularyFacts
 from dovetail.protocol.messages.rounds import RoundRecord, SeenSpan
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
+
+
+class Told(Frozen):
+    """The part of a reply that its client has been told already, and is not told again."""
+
+    tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    characters: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    """Characters of the text."""
+    scores: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    """Tokens of the prompt whose log-probabilities it was told."""
+
+
+NOTHING_TOLD = Told()
 
 
 class Submit(Message):
@@ -68,6 +82,36 @@ class Submit(Message):
     ahead: bool | None = None
     """True if the draft goes on growing while the target verifies; None: where the two share no
     device, or where measuring says that it pays."""
+    ticket: Name = ""
+    """A name that nobody can guess, under which a coordinator with a journal keeps the reply. A
+    Submit with the ticket of a reply that it knows goes on with that one, whatever else it says.
+    Empty: the reply ends with its coordinator, or its client."""
+    memo: Annotated[bytes, Field(max_length=MAX_MEMO)] = b""
+    """Kept with the ticket for whoever recalls it; the coordinator does not read it."""
+    told: Told = NOTHING_TOLD
+    """The part of the reply that the client has, from an earlier Submit with this ticket."""
+    again: bool = False
+    """True if an earlier coordinator had it, so that this one waits for a target if none is here
+    yet."""
+
+
+class Recall(Message):
+    """A client asks for the memo of a ticket: answered by Recalled, or Failed with "ticket" if the
+    journal does not know it, or not as this owner's."""
+
+    type: Literal["recall"] = "recall"
+    request: Count
+    ticket: Name
+    owner: Name = ""
+    """As in the Submit."""
+
+
+class Recalled(Message):
+    """The memo of a ticket."""
+
+    type: Literal["recalled"] = "recalled"
+    request: Count
+    memo: Annotated[bytes, Field(max_length=MAX_MEMO)]
 
 
 class Cancel(Message):

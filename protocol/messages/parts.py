@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dovetail.protocol.settings import Frozen
 
-VERSION = (1, 19)
+VERSION = (1, 20)
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its
 coordinator and a coordinator by its worker alike."""
@@ -24,6 +24,9 @@ MAX_SEEN_WORKERS = 64
 MAX_CORES = 4096
 MAX_MOVES = 64
 """Fingerprints that one reply may name."""
+MAX_HELD = 2048
+"""Sessions of an earlier coordinator that a worker may still hold."""
+MAX_MEMO = 4 << 20
 MAX_CURVES = 16
 MAX_PASSES = 256
 MAX_PAIRS = 64

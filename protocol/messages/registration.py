@@ -9,6 +9,7 @@ from dovetail.protocol.calibration import ContextCurve, ExpertCosts
 from dovetail.protocol.messages.parts import (
     MAX_CORES,
     MAX_CURVES,
+    MAX_HELD,
     MAX_LAYERS,
     MAX_NODES,
     MAX_ROW,
@@ -131,6 +132,15 @@ class Reads(Frozen):
         return self
 
 
+class HeldSession(Frozen):
+    """A session of an earlier coordinator whose rows a worker still holds, as if it had been closed
+    to be kept."""
+
+    session: Count
+    rows: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    """Tokens of its log that have rows."""
+
+
 class Hello(Message):
     """A process introduces itself; the answer is Welcome or Failed."""
 
@@ -179,6 +189,10 @@ class Hello(Message):
     load_s: Annotated[float, Field(ge=0.0)] = 0.0
     """Seconds from the start of the worker's process until its model was loaded; 0: not
     measured."""
+    served: Count | None = None
+    """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
+    held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
+    """Sessions of a coordinator that has gone, for one that knows them from its journal."""
 
 
 class LoadingState(Frozen):
@@ -233,6 +247,12 @@ class Welcome(Message):
 
     type: Literal["welcome"] = "welcome"
     version: Version = VERSION
+    keeps: Annotated[tuple[Count, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
+    """To a worker: which of the sessions that it holds can be gone on from; it forgets the
+    others."""
+    journal: bool = False
+    """True if requests outlive this coordinator: a client that still waits for one when it is lost
+    sends the Submit again to the next."""
 
 
 class Failed(Message):
@@ -255,6 +275,7 @@ class Failed(Message):
         "no_target",
         "worker_lost",
         "coordinator_lost",
+        "ticket",
         "ending",
         "memory",
         "internal",

@@ -235,6 +235,22 @@ class Supervised(Frozen):
     """Roles whose worker was drained, so that it is not started again."""
 
 
+class JournalState(Frozen):
+    """The journal of a coordinator."""
+
+    folder: Name
+    bytes: Count
+    """The size of all its segments."""
+    replies: Count
+    """Replies that it knows: those that run, and those that have ended of late."""
+    write_us: float | None = None
+    """Microseconds that the coordinator waits for a write, of late; None: none was made."""
+    sync_ms: float | None = None
+    """Milliseconds, in a thread, until the disk holds what was written; None: not measured."""
+    failed: Name = ""
+    """Why nothing is written any more; empty: it is."""
+
+
 class Reported(Message):
     """The coordinator's state: the fields of `dovetail status --json`."""
 
@@ -266,3 +282,5 @@ class Reported(Message):
     totals: Totals = Totals()
     drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
     """Roles that nobody plays since an operator drained their last worker."""
+    journal: JournalState | None = None
+    """None: requests end with this coordinator."""

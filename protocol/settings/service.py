@@ -80,6 +80,17 @@ class CoordinatorSettings(Frozen):
         description="on which target a session continues if its own was lost: same (of equal "
         "fingerprint: the text is the same) or any of its vocabulary",
     )
+    journal: str = Field(
+        "auto",
+        description="folder that keeps requests and their tokens, so that a coordinator that is "
+        "started again goes on with them; auto: one in ~/.local/state/dovetail; off: they end with "
+        "the coordinator",
+    )
+    journal_s: Annotated[float, Field(ge=1.0, le=86400.0)] = Field(
+        600.0,
+        description="how long the journal keeps a reply that has ended or was left, for clients "
+        "that come back",
+    )
     record: str = Field(
         "",
         description="folder that gets a file of every session, for `dovetail replay`: all its "

@@ -7,11 +7,12 @@ from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
 from dovetail.protocol.messages import MAX_STRIKES, Event, Failed, Hello, Welcome
 from dovetail.protocol.messages import Request as ClientRequest
-from dovetail.runtime.engine.client_requests import refusal
 from dovetail.runtime.engine.effects import Admitted, ClientGone, Effects, Gone
+from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.journal.claims import Claims
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -22,9 +23,10 @@ LOST_KEY = "lost its key"
 class Admission:
     """Decides who is listened to."""
 
-    def __init__(self, shared: Shared, post: Outgoing) -> None:
+    def __init__(self, shared: Shared, post: Outgoing, claims: Claims) -> None:
         self._hub, self._post, self._service = shared.hub, post, shared.service
         self._registry, self._dropped = shared.registry, shared.dropped
+        self._claims, self._journal = claims, shared.journal
         self._strikes: dict[bytes, int] = {}
 
     def strike(self, peer: bytes, error: ProtocolError) -> Effects[None]:
@@ -72,7 +74,10 @@ class Admission:
         except RequestError as error:
             self.refuse(peer, error)
             return
-        self._post.to_peer(peer, Welcome(epoch=self._service.epoch))
+        keeps = self._claims.keep(admitted) if isinstance(admitted, Worker) else ()
+        journal = self._journal is not None and not self._journal.failed
+        welcome = Welcome(epoch=self._service.epoch, keeps=keeps, journal=journal)
+        self._post.to_peer(peer, welcome)
         if isinstance(admitted, Worker):
             yield from self._let_in(admitted)
 

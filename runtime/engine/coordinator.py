@@ -47,6 +47,7 @@ from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.engine.starting import Starting
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.engine.worker_events import WorkerEvents
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
@@ -55,6 +56,8 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.journal.claims import Claims
+from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.moves.moving import MOST_LOOKED_AT, Moving
 from dovetail.runtime.moves.rebalancing import Rebalancing
 from dovetail.runtime.moves.replacement import Changes
@@ -92,10 +95,13 @@ class Coordinator:
         later: Later = _now,
         settings: CoordinatorSettings = DEFAULTS,
         recorder: Recorder | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._hub, self.now_ns, self._defer = hub, clock_ns, defer
-        self._settings, self._recorder = settings, recorder
+        self._settings, self._recorder, self._journal = settings, recorder, journal
         self.epoch = secrets.randbits(62)
+        if journal is not None:
+            journal.begin(self.epoch)
         self.service = Service(self.epoch, supervised_ns=clock_ns())
         self.registry = Registry(self.epoch)
         self._ticked_ns = clock_ns()
@@ -104,29 +110,20 @@ class Coordinator:
         self._tally, self._dropped = Tally(), Dropped()
         self._failing, self._observing = FailingDrafts(), EventLog(clock_ns)
         self._placement = Placement(
-            self.registry, self.epoch, self._running, reuse=settings.reuse, say=self.decide
-        )
-        self._moving = Moving(
-            self.service,
-            self._running,
             self.registry,
-            self._placement,
-            self._failing,
-            settings,
-            clock_ns,
+            self.epoch,
+            self._running,
+            reuse=settings.reuse,
+            say=self.decide,
+            sessions=journal.sessions if journal is not None else 0,
         )
+        parts = (self.service, self._running, self.registry, self._placement)
+        self._moving = Moving(*parts, self._failing, settings, clock_ns)
         self._changes = Changes(
             self.epoch, self._running, self.registry, self._placement, self._moving, clock_ns
         )
         self._rebalancing = Rebalancing(
-            self.service,
-            self._running,
-            self.registry,
-            self._placement,
-            self._moving,
-            self._tally,
-            clock_ns,
-            reuse=settings.reuse,
+            *parts, self._moving, self._tally, clock_ns, reuse=settings.reuse
         )
         self._open_rooms(later)
 
@@ -149,7 +146,9 @@ class Coordinator:
             self.now_ns,
             FairQueue(self._settings.queue, self._settings.key_queue),
             deque(),
+            self._journal,
         )
+        claims = self._claims = Claims(shared)
         post = self._post = Outgoing(
             self._hub,
             self._observing,
@@ -160,7 +159,7 @@ class Coordinator:
             client_deaf=lambda client: self._peers.client_deaf(client),
             unsaid=lambda client, request, error: self._peers.unsaid(client, request, error),
         )
-        self._admission = Admission(shared, post)
+        self._admission = Admission(shared, post, claims)
         self._dispatch = CommandSender(
             shared, post, lambda running, error: self._sessions.broken(running, error)
         )
@@ -173,7 +172,8 @@ class Coordinator:
             begun=self._begun,
         )
         self._answers = WorkerEvents(shared)
-        self._intake = ClientRequests(shared, self.report)
+        self._starting = Starting(shared, claims)
+        self._intake = ClientRequests(shared, claims, self._starting, self.report)
         self._status = Status(shared, self._sessions.attempt)
         self._peers = Peers(
             shared,
@@ -312,6 +312,8 @@ class Coordinator:
         for client in [client for client in self.registry.clients.values() if client.outbox]:
             aside(self._post.flush, client)
         self._record(lambda recorder: recorder.tick(self._running))
+        if self._journal is not None:
+            aside(self._journal.tick)
 
     def decide(self, words: str) -> None:
         """Log a decision, and keep it for `status`."""
@@ -333,8 +335,10 @@ class Coordinator:
         self._peers.part()
         if self._moving.waits:
             self._peers.handle(self._moving.resettle, MOST_LOOKED_AT)
+        if len(self._claims):
+            self._peers.handle(self._intake.claim)
         if len(self._shared.queue):
-            self._peers.handle(self._intake.admit)
+            self._peers.handle(self._starting.admit)
         self._shared.keep_books()
         self._sessions.settle()
         self._census.forget()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Failed
 
 log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")
@@ -49,3 +50,10 @@ def aside(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) ->
     except BaseException as error:
         reraise_exits(error)
         log.exception("%s failed", getattr(action, "__qualname__", "something"))
+
+
+def refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
+    """Return what a client is told of a request, or a peer of itself, that is turned down."""
+    return Failed.model_validate(
+        {"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]}
+    )

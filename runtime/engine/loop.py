@@ -9,12 +9,14 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Supervised
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
+from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.request import Request
 
@@ -29,13 +31,14 @@ async def coordinate(
     *,
     settings: CoordinatorSettings = DEFAULTS,
     recorder: Recorder | None = None,
+    journal: Journal | None = None,
     ready: Callable[[], None] | None = None,
     progress: Callable[[], None] | None = None,
     supervised: int | None = None,
 ) -> None:
     """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but
-    what it opened. `recorder`: notes its sessions; `progress` hears of every turn of the loop;
-    `supervised`: the pipe from which a supervisor's words are read."""
+    what it opened. `recorder`: notes its sessions; `journal`: keeps its requests; `progress` hears
+    of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read."""
     loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def elsewhere(
@@ -54,8 +57,15 @@ async def coordinate(
 
         loop.call_later(seconds, act)
 
+    if journal is not None:
+        journal.aside = partial(loop.run_in_executor, None)  # type: ignore[assignment]
     coordinator = Coordinator(
-        hub, defer=elsewhere, later=later, settings=settings, recorder=recorder
+        hub,
+        defer=elsewhere,
+        later=later,
+        settings=settings,
+        recorder=recorder,
+        journal=journal,
     )
 
     def arrived() -> None:

@@ -9,9 +9,8 @@ from typing import ParamSpec
 
 from dovetail.protocol.messages import Drain, Failed, Probe, Welcome
 from dovetail.runtime.engine.admission import LOST_KEY, Admission
-from dovetail.runtime.engine.client_requests import refusal
 from dovetail.runtime.engine.effects import Effects
-from dovetail.runtime.engine.faults import aside, fault
+from dovetail.runtime.engine.faults import aside, fault, refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.sessions import CarryOut, Sessions

@@ -19,6 +19,7 @@ class Replies:
         self._epoch, self._post, self._failing = shared.epoch, post, shared.failing
         self._changes, self._observing = shared.changes, shared.observing
         self._tally, self._now_ns = shared.tally, shared.now_ns
+        self._journal = shared.journal
 
     def tell(self, running: RunningRequest, action: Action, at_ns: int) -> None:
         """Tell a session's client of an action of the time `at_ns` that it is to hear of."""
@@ -46,6 +47,9 @@ class Replies:
         if running.told_ns is not None and not running.trial:
             self._changes.paused(at_ns - running.told_ns)
         running.told_ns = at_ns
+        if (left := running.delivery.left_of(emit)) is None:
+            return
+        emit = left
         drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
         self._post.to_client(
             running.client,
@@ -77,13 +81,13 @@ class Replies:
             self._failing.drafted(running, result.rounds - result.plain_rounds)
             self._tally.end(finish.reason, result)
         spans = self._observing.traced(running.session.number)
-        self._post.to_client(
-            running.client,
-            Finished(
-                epoch=self._epoch,
-                request=running.request,
-                result=result,
-                margins=tuple(running.session.margins),
-                spans=spans,
-            ),
+        finished = Finished(
+            epoch=self._epoch,
+            request=running.request,
+            result=result,
+            margins=tuple(running.session.margins),
+            spans=spans,
         )
+        if self._journal is not None and running.delivery.ticket:
+            self._journal.ended(running.delivery.ticket, finished)
+        self._post.to_client(running.client, finished)

@@ -25,6 +25,7 @@ from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.journal.delivery import Delivery
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
@@ -129,6 +130,7 @@ class RunningRequest:
     was heard of again."""
     told_ns: int | None = None
     """When its client was last told a token."""
+    delivery: Delivery = field(default_factory=Delivery)
     untold: deque[tuple[Action, int]] = field(default_factory=deque)
     """Actions, and their times, that its client and onlookers are told of once workers have been
     asked."""

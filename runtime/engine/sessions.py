@@ -5,23 +5,25 @@ Whatever goes wrong with one session ends it with one error, and nobody else not
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Protocol, TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Close
 from dovetail.runtime.control.rounds import Plan
-from dovetail.runtime.engine.client_requests import observe, refusal
+from dovetail.runtime.engine.client_requests import observe
 from dovetail.runtime.engine.effects import Effects
-from dovetail.runtime.engine.faults import as_raised, aside, fault, reraise_exits
+from dovetail.runtime.engine.faults import as_raised, aside, fault, refusal, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.session.actions import Action, Ask, NextRound
+from dovetail.runtime.journal.journal import Journal
+from dovetail.runtime.session.actions import Action, Ask, Emit, NextRound
 from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
@@ -107,16 +109,33 @@ class Sessions:
     def settle(self) -> None:
         """Tell clients and onlookers what was left untold while workers were asked, and learn from
         the rounds that have ended."""
+        if self._shared.journal is not None:
+            self._note(self._shared.journal, self._unsettled)
         while self._unsettled:
             running = self._unsettled.popleft()
             self.attempt(running, partial(self._settle, running))
 
+    def _note(self, journal: Journal, requests: Iterable[RunningRequest]) -> None:
+        """Have the journal hold what these sessions have committed, before their clients hear of
+        it."""
+        for running in requests:
+            delivery = running.delivery
+            if delivery.ticket and delivery.noted < len(running.untold):
+                new = islice(running.untold, delivery.noted, None)
+                emits = [action for action, _ in new if isinstance(action, Emit)]
+                aside(journal.committed, delivery.ticket, emits, running.session)
+                delivery.noted = len(running.untold)
+        journal.write()
+
     def _settle(self, running: RunningRequest) -> None:
+        if self._shared.journal is not None:
+            self._note(self._shared.journal, [running])
         try:
             if running.untold:
                 running.tell_round(running.untold[0][1])
             while running.untold:
                 action, at_ns = running.untold.popleft()
+                running.delivery.noted = max(0, running.delivery.noted - 1)
                 if not isinstance(action, Ask | NextRound):
                     self._replies.tell(running, action, at_ns)
             running.learn()
@@ -189,6 +208,8 @@ class Sessions:
         if self._running.pop(running.session.number, None) is None:
             return
         self._census.forget()
+        if self._shared.journal is not None and running.delivery.ticket:
+            self._shared.journal.left(running.delivery.ticket)
         running.client.sessions.pop(running.request, None)
         for worker in running.workers:
             worker.sessions -= 1

@@ -16,6 +16,8 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.journal.entries import Entry
+from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.session.request import Request
@@ -34,6 +36,8 @@ class WaitingRequest:
     request: Request
     since_ns: int
     """When the request came, on the coordinator's clock."""
+    begun: Entry | None = None
+    """The tokens that an earlier coordinator has committed for it."""
 
     def is_of(self, client: ClientPeer, request: int) -> bool:
         """Return whether this is the client's request of this number."""
@@ -63,6 +67,8 @@ class Shared:
     """Requests that wait for room."""
     notes: deque[Callable[[], object]]
     """Bookkeeping that nobody waits for: it is done once workers have been asked."""
+    journal: Journal | None = None
+    """None: requests end with this coordinator."""
 
     def keep_books(self) -> None:
         """Do the bookkeeping that has been noted; what goes wrong there changes nothing for

@@ -44,7 +44,7 @@ class Status:
         self._registry, self._placement = shared.registry, shared.placement
         self._failing, self._moving, self._changes = shared.failing, shared.moving, shared.changes
         self._tally, self._dropped, self._now_ns = shared.tally, shared.dropped, shared.now_ns
-        self._queue = shared.queue
+        self._queue, self._journal = shared.queue, shared.journal
         self._attempt, self._began_ns = attempt, shared.now_ns()
         self._lost_drafts: dict[str, tuple[str, int]] = {}
         """By the names of those that were lost and that no other draft has replaced: what became of
@@ -92,6 +92,9 @@ class Status:
             for name, (why, at_ns) in lost
         ]
         ours += self._failing.faults(now_ns)
+        if self._journal is not None and self._journal.failed:
+            why = f"it has stopped: {self._journal.failed}"
+            ours.append(Fault(part="journal", why=why[:MAX_WORDS], since_s=0.0))
         known = {fault.part for fault in told}
         return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
 
@@ -154,6 +157,7 @@ class Status:
             decisions=tuple(self._decisions),
             totals=self._totals(),
             drained=drained,
+            journal=self._journal.state() if self._journal is not None else None,
         )
 
     def _totals(self) -> Totals:

@@ -6,7 +6,7 @@ profile; where that is not known of all who are there, the one with the fewest s
 is known soon. Workers are looked at, and nothing is sent.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dovetail.protocol.messages import PairState, Submit
@@ -19,19 +19,17 @@ from dovetail.runtime.fleet.alike import are_alike, next_of
 from dovetail.runtime.fleet.beginnings import prompts_on_draft, prompts_on_target
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, bases
+from dovetail.runtime.fleet.rates import Peers, best, candidates, draft_rate, target_rate
 from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.session.draft_sync import DraftSync
-from dovetail.runtime.session.kept import Base
+from dovetail.runtime.session.kept import TOKEN_BYTES, Base
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, Tally
 
-ROWS = 4.0
-"""Rows of a session in a pass, where no pair has told how many they are."""
 REFEED_WORTH = 64
 """`JOIN_WORTH` where the draft reads its target, which then has to read the whole log once more."""
-
-Peers = tuple[bytes, bytes]
 
 
 class Placement:
@@ -46,16 +44,18 @@ class Placement:
         *,
         reuse: bool,
         say: Callable[[str], None],
+        sessions: int = 0,
     ) -> None:
         """`running`: the sessions by their numbers. `reuse`: sessions go on from what the workers
-        hold of others. `say` hears of every decision about a session's drafting."""
+        hold of others. `say` hears of every decision about a session's drafting; `sessions`: the
+        highest number that one has had."""
         self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
         self._running = running
         self._pairs: dict[Peers, Pair] = {}
         """By the addresses of draft and target."""
         self._alone: dict[bytes, PairCosts] = {}
         """Costs of rounds of a target alone, by its address."""
-        self._sessions = 0
+        self._sessions = sessions
 
     # -- what they have learned --------------------------------------------------------------------
 
@@ -176,16 +176,20 @@ class Placement:
         request: Request,
         tally: Tally,
         now_ns: int,
+        begun: Entry | None = None,
     ) -> RunningRequest:
-        """A session for a request, on its target and on the draft worker that promises most."""
+        """A session for a request, on its target and on the draft worker that promises most.
+        `begun`: what an earlier coordinator has committed for it."""
         drafts = submit.speculate and bool(submit.tree.gamma) and submit.max_tokens > 0
-        draft = self.draft(target, context=len(request.prompt)) if drafts else None
+        log = request.packed if begun is None else begun.log
+        length = len(log) // TOKEN_BYTES
+        draft = self.draft(target, context=length) if drafts else None
         reads = draft.hello.reads if draft is not None else None
         target_base = draft_base = None
         if self._reuse and request.may_reuse and draft is not target:
             shelf = draft.shelf if draft is not None else None
             target_base, draft_base = bases(
-                request.packed,
+                log,
                 target.shelf,
                 shelf,
                 owner=request.owner,
@@ -198,13 +202,17 @@ class Placement:
             if reads is not None and target_base is None and not request.tree.insist:
                 target_base = self._beginning(target, request)
                 draft = draft if target_base is None else None
-        draft_sync = (
-            DraftSync(len(request.prompt), reads=reads, base=draft_base)
-            if draft is not None
-            else None
-        )
+        draft_sync = DraftSync(length, reads=reads, base=draft_base) if draft is not None else None
         running = self._running_request(
-            client, submit, target, draft, request, draft_sync, Accounts(now_ns, tally), now_ns
+            client,
+            submit,
+            target,
+            draft,
+            request,
+            draft_sync,
+            Accounts(now_ns, tally),
+            now_ns,
+            begun,
         )
         running.session.target_base, running.drafts = target_base, drafts
         return running
@@ -271,8 +279,10 @@ class Placement:
         draft_sync: DraftSync | None,
         accounts: Accounts,
         now_ns: int,
+        begun: Entry | None = None,
     ) -> RunningRequest:
         self._sessions += 1
+        done = {} if begun is None else begun.done()
         session = Session(
             number=self._sessions,
             epoch=self._epoch,
@@ -281,6 +291,7 @@ class Placement:
             accounts=accounts,
             fingerprint=str(target.hello.fingerprint),
             draft_sync=draft_sync,
+            **done,
         )
         pair, costs = self.pair(draft, target)
         greedy, drawn = request.sampling.temperature == 0.0, request.sampling.rejects
@@ -349,49 +360,3 @@ class Placement:
             return None
         target.shelf.pin(base)
         return replace(base, tokens=tokens)
-
-
-def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
-    """Those of a role that may be given one session more."""
-    return [
-        worker
-        for worker in workers
-        if worker.plays(role) and worker.available and worker.sessions < worker.limits.sessions
-    ]
-
-
-def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
-    """By rate where all are known (0: not), of equals and otherwise by how few sessions they hold,
-    of those with as few one that is not known yet."""
-    known = all(rates)
-    ranked = [
-        (-rate if known else 0.0, worker.sessions, rate > 0.0, place)
-        for place, (worker, rate) in enumerate(zip(workers, rates, strict=True))
-    ]
-    return workers[min(ranked)[-1]] if ranked else None
-
-
-def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> float:
-    """Rounds a second with one session more, each with as many rows as they have there; 0: not
-    known. What a round brings is the draft's merit."""
-    if not target.verifying.known:
-        return 0.0
-    gammas = [
-        pair.gamma.value
-        for (_, peer), pair in pairs.items()
-        if peer == target.peer and pair.gamma.known
-    ]
-    rows = 1.0 + sum(gammas) / len(gammas) if gammas else ROWS
-    return 1.0 / (target.verifying.at(round(rows * (target.sessions + 1)), context) + target.hop_s)
-
-
-def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
-    """Tokens a second of one session more, 0: not known. Its drafting waits for that of the others
-    there, as far as they share no passes; its verification is one pass with theirs."""
-    if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
-        return 0.0
-    verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)
-    level_s = pair.costs.level_s(1)
-    longer = pair.costs.level_s(draft.sessions + 1) / level_s if level_s else draft.sessions + 1
-    draft_s = pair.costs.exposed_s.value * longer
-    return pair.tokens.value / (verify_s + draft_s + draft.hop_s + target.hop_s)

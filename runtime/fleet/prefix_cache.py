@@ -49,6 +49,10 @@ class PrefixCache:
         self._kept[kept.session] = kept
         return gone
 
+    def hold(self, kept: Kept) -> None:
+        """Keep a session of an earlier coordinator, whatever room it takes: the worker holds it."""
+        self._kept[kept.session] = kept
+
     def give_up(self, tokens: int, base: Base | None = None) -> list[int]:
         """Drop kept sessions, the oldest first, until at most `tokens` tokens are kept, and return
         their numbers. Pinned sessions neither count nor go. `base`: what a session is to begin

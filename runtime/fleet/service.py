@@ -3,6 +3,7 @@ parts."""
 
 from dataclasses import dataclass, field
 
+from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Role, Supervised
 
 
@@ -21,3 +22,10 @@ class Service:
     supervised: Supervised = field(default_factory=Supervised)
     """The last words of whoever started us; `supervised_ns`: when they came."""
     supervised_ns: int = 0
+
+    def refusal(self) -> RequestError:
+        """Return why nothing begins any more."""
+        why = self.given_up
+        return RequestError(
+            "ending", f"the service is ending: {why}" if why else "the coordinator is ending"
+        )

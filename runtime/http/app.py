@@ -68,6 +68,17 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         """The continuation of a text."""
         return await service.answer(body, request)
 
+    @app.get("/v1/chat/completions/{name}", **documented("chat_again"))
+    async def chat_again(name: str, request: Request, stream: bool = False) -> Response:
+        """The reply to a conversation once more, by the id of the response, as long as the journal
+        has it; streamed, behind what the header Last-Event-ID says that the client has."""
+        return await service.resume(name, request, stream=stream)
+
+    @app.get("/v1/completions/{name}", **documented("text_again"))
+    async def text_again(name: str, request: Request, stream: bool = False) -> Response:
+        """The continuation of a text once more, as of a conversation."""
+        return await service.resume(name, request, stream=stream)
+
 
 def _add_texts(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", **documented("models"))

@@ -73,6 +73,11 @@ class Wishes(Body):
         False, description="each streamed choice says which of its tokens the draft had proposed"
     )
     speculate: bool = Field(True, description="false: the target alone decodes this request")
+    event_ids: bool = Field(
+        False,
+        description="each event of a stream has an id, with which a client that was cut off goes "
+        "on: as the header Last-Event-ID of the same request, or of GET with the response's id",
+    )
     fit: bool = Field(
         False,
         description="a max_tokens that does not fit into the context behind the prompt is lowered "

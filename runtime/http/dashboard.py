@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
+from dovetail.runtime.http.asked import Target
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.gateway import Gateway, Target
+from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.telemetry.live_stats import LiveStats
 from dovetail.runtime.telemetry.picture import label
 

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 
 from dovetail.protocol.messages import Failed
+from dovetail.runtime.http.asked import Told
 from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
-from dovetail.runtime.http.gateway import Gateway, Told
+from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.http.orders import Order
 
 AT_ONCE = 16

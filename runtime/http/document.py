@@ -27,7 +27,7 @@ STATUSES = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "Without an API key only this machine is served, under the name localhost.",
-    404: "There is no such model.",
+    404: "There is no such model, or no reply with this id that is known to this client.",
     413: "The body is too large.",
     429: "The queue is full; `Retry-After` says when to try again.",
     500: "The server failed.",
@@ -47,6 +47,8 @@ DECODING = (*ASKING, 429, 500, 504)
 ANSWERS: Mapping[str, tuple[type[BaseModel] | None, tuple[int, ...]]] = {
     "chat": (ChatReply, DECODING),
     "text": (TextReply, DECODING),
+    "chat_again": (ChatReply, DECODING),
+    "text_again": (TextReply, DECODING),
     "models": (Models, (503,)),
     "model": (Model, (404, 503)),
     "tokenize": (TokenizeReply, ASKING),
@@ -58,7 +60,12 @@ ANSWERS: Mapping[str, tuple[type[BaseModel] | None, tuple[int, ...]]] = {
     "metrics": (None, ()),
 }
 """Route -> what it answers, and with which errors."""
-STREAMED: Mapping[str, type[BaseModel]] = {"chat": ChatEvent, "text": TextEvent}
+STREAMED: Mapping[str, type[BaseModel]] = {
+    "chat": ChatEvent,
+    "text": TextEvent,
+    "chat_again": ChatEvent,
+    "text_again": TextEvent,
+}
 """Route -> the server-sent events that it answers with where a stream is asked for."""
 SCHEMAS = "#/components/schemas/{model}"
 """The place of a model's schema in the document."""

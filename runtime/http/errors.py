@@ -106,6 +106,8 @@ def of_failure(failed: Failed) -> ApiError:
                 "running; /readyz tells",
                 retry_after_s=RESTART_S,
             )
+        case "ticket":
+            return ApiError(404, failed.text, code="reply_not_found")
         case "memory" | "vocabulary" | "coordinator_lost" | "ending":
             return unavailable(failed.text)
         case _:

@@ -2,8 +2,9 @@
 somebody who is told of its replies.
 
 The link is read by the event loop: its descriptors are edge-triggered, so it is read until it is
-empty after each of them and after whatever was sent. When the coordinator goes, every request of it
-fails, and a new one is waited for, with growing patience. Knows the protocol, nothing of HTTP.
+empty after each of them and after whatever was sent. When the coordinator goes, a new one is waited
+for, with growing patience; requests go on with it if the old one had a journal, and else fail.
+Knows the protocol, nothing of HTTP.
 """
 
 import asyncio
@@ -11,10 +12,10 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from dovetail.protocol.codec import REPLY, encode
@@ -39,6 +40,8 @@ from dovetail.protocol.messages import (
     Look,
     Message,
     PromptScored,
+    Recall,
+    Recalled,
     Reply,
     Reported,
     Seen,
@@ -46,6 +49,7 @@ from dovetail.protocol.messages import (
     Submit,
     Welcome,
 )
+from dovetail.runtime.http.asked import Asked, Target, Told
 from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
 from dovetail.runtime.text.tokenizer import TextCodec
 
@@ -61,22 +65,11 @@ may have another by now, is asked for its state."""
 BUSY_S = 0.005
 MAX_UNSENT = 4096
 
-Told = Emitted | PromptScored | Finished | Failed
-A = TypeVar("A", Described, Reported, Seen)
-Answer = Described | Reported | Seen
+AWAY_S = 60.0
+"""For so long requests with a ticket wait for another coordinator."""
 
-
-@dataclass(frozen=True)
-class Target:
-    """The target that requests are decoded with at present."""
-
-    described: Described
-    text: TextCodec
-
-    @property
-    def context(self) -> int:
-        """Tokens of prompt and reply together."""
-        return self.described.limits.context
+A = TypeVar("A", Described, Reported, Seen, Recalled)
+Answer = Described | Reported | Seen | Recalled
 
 
 class Gateway:
@@ -96,7 +89,9 @@ class Gateway:
         """The coordinator has said Welcome, or has gone."""
         self._tried = asyncio.Event()
         self._number = 0
-        self._told: dict[int, Callable[[Told], None]] = {}
+        self._asked: dict[int, Asked] = {}
+        self.journal, self._lost_s = False, 0.0
+        """True if requests with a ticket outlive the coordinator; when the last one was lost."""
         self._questions: deque[tuple[type[Answer], asyncio.Future[Answer]]] = deque()
         """They are answered in their order."""
         self._unsent: deque[Message] = deque()
@@ -139,30 +134,43 @@ class Gateway:
     @property
     def running(self) -> int:
         """Requests that have not ended."""
-        return len(self._told)
+        return len(self._asked)
 
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, tell: Callable[[Told], None]) -> int:
         """Ask for a completion, and have its replies told, the last one a Finished or a Failed; the
-        number to cancel it by.
+        number to cancel it by. One that goes on with what is known of its ticket, or is a part of
+        an answer that has begun, waits for the next coordinator if one was just lost.
 
         `ApiError` if nobody is there, or if it is too long for a message.
         """
-        self._check_there()
+        if not (submit.again and self._comes_back):
+            self._check_there()
         self._number += 1
         message = submit.model_copy(update={"epoch": self._epoch, "request": self._number})
         try:
-            self._send(message)
+            if self._there:
+                self._send(message)
         except ProtocolError as error:
             raise ApiError(413, f"the request is too long for the coordinator: {error}") from None
-        self._told[self._number] = tell
+        self._asked[self._number] = Asked(message, tell, submit.told)
         return self._number
+
+    @property
+    def _comes_back(self) -> bool:
+        """Return whether requests wait for another coordinator."""
+        return self.journal and time.monotonic() - self._lost_s < AWAY_S
+
+    async def recall(self, ticket: str, owner: str) -> bytes:
+        """Return the memo of a ticket; `ApiError` if its owner has none."""
+        question = Recall(epoch=self._epoch, request=0, ticket=ticket, owner=owner)
+        return (await self._ask(question, Recalled)).memo
 
     def cancel(self, number: int) -> None:
         """Nobody wants to hear of this request any more; of one that has ended already, nothing
         happens."""
-        if self._told.pop(number, None) is not None and self._there:
+        if self._asked.pop(number, None) is not None and self._there:
             self._send(Cancel(epoch=self._epoch, request=number))
 
     async def target(self) -> Target:
@@ -201,7 +209,7 @@ class Gateway:
         """Return what has happened since a number; `ApiError` if nobody is there."""
         return await self._ask(Look(epoch=self._epoch, request=0, after=after), Seen)
 
-    async def _ask(self, question: Describe | Status | Look, kind: type[A]) -> A:
+    async def _ask(self, question: Describe | Status | Look | Recall, kind: type[A]) -> A:
         self._check_there()
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._questions.append((kind, answer))
@@ -267,20 +275,24 @@ class Gateway:
 
     def _lose(self, why: str) -> None:
         """Nothing more comes from this coordinator."""
+        if self._there:
+            self._lost_s = time.monotonic()
         self._there, self._why, self._target = False, why, None
         self._changed.set()
-        questions, told, self._questions, self._told = self._questions, self._told, deque(), {}
+        questions, self._questions = self._questions, deque()
         for _, answer in questions:
             if not answer.done():
                 answer.set_exception(unavailable(why))
-        for tell in told.values():
-            tell(
-                Failed(
-                    epoch=self._epoch,
-                    code="coordinator_lost",
-                    text="the coordinator was lost while this request ran: try again",
-                )
-            )
+        comes_back = self._comes_back
+        self._give_up(lambda asked: not (comes_back and asked.submit.ticket))
+
+    def _give_up(self, given_up: Callable[[Asked], bool]) -> None:
+        """Fail these requests, for which no coordinator is there."""
+        gone = {number: asked for number, asked in self._asked.items() if given_up(asked)}
+        for number, asked in gone.items():
+            del self._asked[number]
+            text = "the coordinator was lost while this request ran: try again"
+            asked.tell(Failed(epoch=self._epoch, code="coordinator_lost", text=text))
 
     def _send(self, message: Message) -> None:
         """Send now or, while the queue is full, soon; then look what has come, since sending may
@@ -335,22 +347,22 @@ class Gateway:
     def _heard(self, reply: Reply) -> None:
         match reply:
             case Emitted() | PromptScored():
-                if (tell := self._told.get(reply.request)) is not None:
-                    tell(reply)
+                if (asked := self._asked.get(reply.request)) is not None:
+                    asked.count(reply)
+                    asked.tell(reply)
             case Finished():
                 if (
                     self._target is not None
                     and reply.result.fingerprint != self._target.described.fingerprint
                 ):
                     self._target = None
-                if (tell := self._told.pop(reply.request, None)) is not None:
-                    tell(reply)
+                if (asked := self._asked.pop(reply.request, None)) is not None:
+                    asked.tell(reply)
             case Failed():
                 self._failed(reply)
             case Welcome():
-                self._there = True
-                self._changed.set()
-            case Described() | Reported() | Seen():
+                self._welcomed(reply)
+            case Described() | Reported() | Seen() | Recalled():
                 kind, answer = self._questions.popleft() if self._questions else (None, None)
                 if (
                     kind is not None
@@ -360,13 +372,22 @@ class Gateway:
                 ):
                     answer.set_result(reply)
 
+    def _welcomed(self, welcome: Welcome) -> None:
+        """Go on with the requests that another coordinator had."""
+        if self._there:  # it only asks whether we are still here
+            return
+        self._there, self.journal = True, welcome.journal
+        self._changed.set()
+        for asked in self._asked.values():
+            self._send(asked.again)
+
     def _failed(self, failed: Failed) -> None:
         """A request, a question or our registration came to nothing."""
         if failed.code in ("worker_lost", "no_target", "vocabulary", "ending"):
             self._target = None
         if failed.session is not None:
-            if (tell := self._told.pop(failed.session, None)) is not None:
-                tell(failed)
+            if (asked := self._asked.pop(failed.session, None)) is not None:
+                asked.tell(failed)
         elif failed.code in ("protocol", "session", "version", "role") or not self._questions:
             self._lose(f"the coordinator refused the connection: {failed.text}")
         else:

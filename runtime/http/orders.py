@@ -6,6 +6,7 @@ names the field.
 """
 
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Submit
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
+from dovetail.runtime.http.asked import Target
 from dovetail.runtime.http.bodies import (
     MAX_CHOICES,
     ChatBody,
@@ -22,7 +24,6 @@ from dovetail.runtime.http.bodies import (
     Wishes,
 )
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.gateway import Target
 from dovetail.runtime.text.tokenizer import against_values
 
 COMPLETION_TOKENS = 16
@@ -38,6 +39,7 @@ OVERRIDES = (
 )
 
 Kind = Literal["chat", "text"]
+ID_PREFIXES: Mapping[Kind, str] = {"chat": "chatcmpl", "text": "cmpl"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class Order:
     """Tokens come with their log-probabilities, and with so many likeliest ones."""
     echo: tuple[str, ...] | None = None
     """The prompts as text, where they come before the replies."""
+    name: str = ""
+    """The id of the response, which nobody can guess."""
+    created: int = 0
+    """When the request came, in seconds since 1970."""
 
     @property
     def echoed(self) -> bool:
@@ -204,6 +210,8 @@ def _order(
         wishes=wishes,
         logprobs=logprobs,
         echo=echo,
+        name=f"{ID_PREFIXES[kind]}-{secrets.token_hex(16)}",
+        created=int(time.time()),
     )
 
 

@@ -6,17 +6,16 @@ Knows shapes and numbers, nothing of sockets.
 """
 
 import json
-import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from dovetail.protocol.messages import Result, TokenLogprobs
+from dovetail.runtime.http.asked import Target
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.gateway import Target
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.reply import Part, Reply, ShownToken
+from dovetail.runtime.http.resuming import Place, event_id
 from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
@@ -34,9 +33,12 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body)
 
 
-def open_writer(order: Order, target: Target, model: str) -> "Writer":
-    """Writes the answer to an order."""
-    return (ChatWriter if order.kind == "chat" else TextWriter)(order, target, model)
+def open_writer(
+    order: Order, target: Target, model: str, places: Sequence[Place | None] = ()
+) -> "Writer":
+    """Return what writes the answer to an order. `places`: what a client that comes back has of
+    each reply."""
+    return (ChatWriter if order.kind == "chat" else TextWriter)(order, target, model, places)
 
 
 class Writer(ABC):
@@ -44,21 +46,27 @@ class Writer(ABC):
 
     chunk_object: str
     whole_object: str
-    id_prefix: str
 
-    def __init__(self, order: Order, target: Target, model: str) -> None:
+    def __init__(
+        self, order: Order, target: Target, model: str, places: Sequence[Place | None] = ()
+    ) -> None:
+        """`places`: what a client that comes back has of each reply."""
         self.replies = [Reply(order, index, target) for index in range(len(order.submits))]
         self._order, self._text = order, target.text
         self._head = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
+            "id": order.name,
             "object": self.chunk_object if order.stream else self.whole_object,
-            "created": int(time.time()),
+            "created": order.created,
             "model": model,
             "system_fingerprint": target.described.fingerprint,
         }
         self._begin = f'data: {json.dumps(self._head, separators=(",", ":"))[:-1]},"choices":['
         self._end = '],"usage":null}\n\n' if order.usage_chunk else "]}\n\n"
-        self._begun: set[int] = set()
+        known = dict(enumerate(places[: len(order.submits)]))
+        self._streamed = [Place() if known.get(reply.index) else None for reply in self.replies]
+        """The part of each reply that there has been; None: not even its first chunk."""
+        self._has = {index: place for index, place in known.items() if place is not None}
+        """The parts that the client has, and does not get again."""
         self._parts: dict[int, list[Part]] = {}
 
     # -- streamed ----------------------------------------------------------------------------------
@@ -66,13 +74,13 @@ class Writer(ABC):
     def lines(self, reply: Reply, part: Part | None) -> str:
         """The chunks that say what is new of a reply. The first one has the seed: the stream may be
         cut before its end."""
-        if part is None:
+        if part is None or (part := self._unheard(reply.index, part)) is None:
             return ""
         said, begin = "", None
-        if reply.index not in self._begun:
-            self._begun.add(reply.index)
+        if self._streamed[reply.index] is None:
             begin = {"seed": self._order.submits[reply.index].seed}
             said = self._first(reply.index, begin)
+        self._count(reply.index, part)
         if part.ended is None or part.text:
             said += self._chunk(
                 self._choice(reply.index, part, None), metrics=None if said else begin
@@ -83,7 +91,35 @@ class Writer(ABC):
                 self._choice(reply.index, last, part.ended.finish_reason),
                 metrics=self._metrics(part.ended),
             )
+        if self._order.wishes.event_ids:
+            return f"{said[:-1]}id: {event_id(self._order.name, self._streamed)}\n\n"
         return said
+
+    def _unheard(self, index: int, part: Part) -> Part | None:
+        """Return what a client that came back does not have of a part; None: it has all of it."""
+        if (has := self._has.get(index)) is None:
+            return part
+        before = self._streamed[index] or Place()
+        characters = max(0, has.characters - before.characters)
+        tokens = max(0, has.tokens - before.tokens)
+        left = Part(part.text[characters:], part.tokens[tokens:], None if has.ended else part.ended)
+        if left.text or left.tokens or left.ended is not None:
+            skipped = min(characters, len(part.text)), min(tokens, len(part.tokens))
+            self._streamed[index] = Place(
+                before.characters + skipped[0], before.tokens + skipped[1]
+            )
+            return left
+        self._count(index, part)
+        return None
+
+    def _count(self, index: int, part: Part) -> None:
+        """Note that a part has been streamed."""
+        before = self._streamed[index] or Place()
+        self._streamed[index] = Place(
+            before.characters + len(part.text),
+            before.tokens + len(part.tokens),
+            part.ended is not None,
+        )
 
     def last_lines(self) -> bytes:
         """Return what comes after the last reply."""
@@ -198,7 +234,7 @@ class Writer(ABC):
 class ChatWriter(Writer):
     """Writes the replies of /v1/chat/completions."""
 
-    chunk_object, whole_object, id_prefix = "chat.completion.chunk", "chat.completion", "chatcmpl"
+    chunk_object, whole_object = "chat.completion.chunk", "chat.completion"
 
     def _first(self, index: int, metrics: dict[str, Any]) -> str:
         choice = f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'  # noqa: E501
@@ -246,7 +282,7 @@ class ChatWriter(Writer):
 class TextWriter(Writer):
     """Writes the replies of /v1/completions."""
 
-    chunk_object, whole_object, id_prefix = "text_completion", "text_completion", "cmpl"
+    chunk_object, whole_object = "text_completion", "text_completion"
 
     def _first(self, index: int, metrics: dict[str, Any]) -> str:
         return ""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dovetail.protocol.messages import Emitted, Failed, PromptScored, Result, TokenLogprobs
+from dovetail.runtime.http.asked import Target, Told
 from dovetail.runtime.http.decoding import ended_early
 from dovetail.runtime.http.errors import of_failure
-from dovetail.runtime.http.gateway import Target, Told
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.text.tokenizer import Detokenizer
 

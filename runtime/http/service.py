@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,15 +17,17 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.protocol.messages import Emitted, Reported
+from dovetail.runtime.http.asked import Target
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Shown
 from dovetail.runtime.http.decoding import Gone, Run, WrongVocabulary
 from dovetail.runtime.http.errors import ApiError, unavailable, unread
 from dovetail.runtime.http.exposition import Exposition
-from dovetail.runtime.http.gateway import Gateway, Target
+from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.http.guard import OWNER, STRAIGHT, UNREAD
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
 from dovetail.runtime.http.replies import Writer, error_event, open_writer
+from dovetail.runtime.http.resuming import Resumed, read_event_id, remembered, ticketed
 from dovetail.runtime.http.server import Connections
 
 SMALL_CHARACTERS = 4096
@@ -89,7 +91,29 @@ class Service:
         return target
 
     async def answer(self, body: ChatOrTextBody, request: Request) -> Response:
-        """Return the answer to a completion of either kind."""
+        """Return the answer to a completion of either kind; the rest of it, where the header
+        Last-Event-ID says that the client has had some."""
+        event = request.headers.get("last-event-id", "")
+        name, _ = read_event_id(event) if event else ("", ())
+        if name:
+            return await self.resume(name, request, stream=bool(body.stream))
+        return await self._answer(body, request)
+
+    async def resume(self, name: str, request: Request, *, stream: bool) -> Response:
+        """Return the answer with this id, behind what the header Last-Event-ID says that the client
+        has had of it. `ApiError` if it is not known."""
+        event = request.headers.get("last-event-id", "")
+        _, places = read_event_id(event) if event else ("", ())
+        memo = await self.gateway.recall(f"{name}/0", request.scope.get(OWNER, ""))
+        body, created = remembered(memo)
+        body = body.model_copy(update={"stream": stream})
+        if not stream and body.stream_options is not None:
+            body = body.model_copy(update={"stream_options": None})
+        return await self._answer(body, request, Resumed(name, created, places))
+
+    async def _answer(
+        self, body: ChatOrTextBody, request: Request, resumed: Resumed | None = None
+    ) -> Response:
         run = Run(self.gateway)
         self.runs.add(run)
         deadline = asyncio.get_running_loop().call_later(
@@ -104,7 +128,8 @@ class Service:
             run.close()
 
         try:
-            writer, model = await self._begin(body, run, request.scope.get(OWNER, ""))
+            owner = request.scope.get(OWNER, "")
+            writer, model = await self._begin(body, run, owner, resumed)
             answer = Answer(run, writer, self.exposition, model)
             if body.stream:
                 request.scope[UNREAD] = partial(run.fail, unread(self.connections.receive_s))
@@ -119,18 +144,26 @@ class Service:
         done()
         return json_response(whole)
 
-    async def _begin(self, body: ChatOrTextBody, run: Run, owner: str) -> tuple[Writer, str]:
+    async def _begin(
+        self, body: ChatOrTextBody, run: Run, owner: str, resumed: Resumed | None
+    ) -> tuple[Writer, str]:
         """Have the replies begun, up to the first word of any; once more if the target has become
         another meanwhile."""
         for _ in range(2):
             target = await self.target(body.model)
             order = await self._order(body, target, owner)
+            if resumed is not None:
+                order = replace(order, name=resumed.name, created=resumed.created)
+            if self.gateway.journal:
+                order = ticketed(order, body, again=resumed is not None)
             try:
                 await run.begin(order)
             except WrongVocabulary:
                 self.gateway.forget_target()
                 continue
-            return open_writer(order, target, self.name_of(target)), self.name_of(target)
+            places = resumed.places if resumed is not None else ()
+            writer = open_writer(order, target, self.name_of(target), places)
+            return writer, self.name_of(target)
         raise unavailable("the target's vocabulary keeps changing: ask again later")
 
     async def _order(self, body: ChatOrTextBody, target: Target, owner: str) -> Order:

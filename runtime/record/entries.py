@@ -46,6 +46,9 @@ def begun(session: Session, began: datetime) -> dict[str, Any]:
         "fingerprint": session.fingerprint,
         "draft": None if session.draft_sync is None else _drafting(session.draft_sync),
         "target_base": _base(session.target_base),
+        "tokens": tuple(session.tokens),
+        "margins": tuple(session.margins),
+        "logprobs": tuple(one.model_dump() for one in session.logprobs),
     }
 
 

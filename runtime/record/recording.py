@@ -23,7 +23,18 @@ from pydantic import Field, TypeAdapter, ValidationError
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import UserError, printable
 from dovetail.protocol.interruptions import uninterrupted
-from dovetail.protocol.messages import Count, Ends, Hello, Name, Reads, Role, Text, Version
+from dovetail.protocol.messages import (
+    Count,
+    Ends,
+    Hello,
+    Name,
+    Reads,
+    Role,
+    Text,
+    TokenLogprobs,
+    Tokens,
+    Version,
+)
 from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 
 FORMAT = 2
@@ -89,6 +100,10 @@ class Begin(Frozen):
     fingerprint: Name
     draft: Drafting | None
     target_base: From | None
+    tokens: Tokens = ()
+    """Tokens of an earlier coordinator, with their margins and log-probabilities."""
+    margins: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Deflated(Frozen):

@@ -323,6 +323,9 @@ def _session(recording: Recording) -> Session:
         if begin.draft is None
         else DraftSync(begin.draft.tokens, reads=begin.draft.reads, base=_base(begin.draft.base)),
         target_base=_base(begin.target_base),
+        tokens=[*begin.tokens],
+        margins=[*begin.margins],
+        logprobs=[*begin.logprobs],
     )
 
 

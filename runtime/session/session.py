@@ -54,6 +54,10 @@ class Session(OpeningSession):
     """Drives one request through its rounds; every event is a method that returns the actions that
     follow."""
 
+    def begin(self) -> list[Action]:
+        """Open the session on its workers; end it if its reply had ended."""
+        return super().begin() if self.over is None else self._finish(self.over)
+
     def opened(self, event: Opened, now_ns: int, times: RoundTimes | None = None) -> list[Action]:
         """The target has read the prompt and chosen the first token; or another target the log, and
         its token is the verdict of a round."""
@@ -80,7 +84,7 @@ class Session(OpeningSession):
         if self.draft_sync is not None:
             self.draft_sync.bonus = event.bonus
         actions = self._commit([event.bonus], margins, logprobs, drafted=0)
-        self.accounts.committed(len(self.tokens))
+        self.accounts.committed(len(self.tokens) - self.restored)
         return actions
 
     def _take_over(self) -> None:

@@ -55,6 +55,8 @@ class SessionState:
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
+    """Committed tokens; those that are there from the beginning were committed for the same request
+    by an earlier coordinator."""
     margins: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the tokens, if they were asked for."""
@@ -83,12 +85,19 @@ class SessionState:
     _served: list[str] = field(default_factory=list)
     """Fingerprints of the targets that have served it, each that differs from the one before it."""
 
+    restored: int = field(init=False)
+    """Tokens that an earlier coordinator had committed."""
+    over: FinishReason | None = field(init=False, default=None)
+    """Why the reply had ended with these; None: it had not."""
     length: int = field(init=False)
     """Tokens of the log; stored, since every round asks for it several times."""
 
     def __post_init__(self, detokenizer: Writer) -> None:
-        self.length = len(self.request.prompt) + len(self.tokens)
+        self.restored = len(self.tokens)
+        self.length = len(self.request.prompt) + self.restored
         self.reply = ReplyText(detokenizer, self.request.end, self.request.stop)
+        if self.tokens:
+            _, _, self.over = self.reply.read(self.tokens, self.request.max_tokens)
         self._features, self._scores = FeatureRows(self.number), PromptScores(self.number)
 
     @property
@@ -106,7 +115,7 @@ class SessionState:
         """Return how many tokens of the prompt the target has to read, since it does not have them
         from an ended session."""
         kept = self.target_base.tokens if self.target_base is not None else 0
-        return len(self.request.prompt) - kept
+        return len(self.request.prompt) + self.restored - kept
 
     @property
     def to_brief(self) -> int:
@@ -159,6 +168,10 @@ class SessionState:
         """Return whether a proposal is being verified, in which the target may find a fault."""
         return self.state is State.VERIFYING and len(self.tree) > 0
 
+    def told_scores(self, tokens: int) -> None:
+        """Note that the client has been told the scores of so many tokens of the prompt."""
+        self._scores.told = 1 + tokens
+
     # -- for others --------------------------------------------------------------------------------
 
     def kept(self, role: str, *, idle: bool) -> Kept:
@@ -210,5 +223,5 @@ class SessionState:
             reused_tokens=self._reused,
             placement=self._placement,
             prefill=self._read_by or "local",
-            **self.accounts.figures(now_ns, len(self.tokens)),
+            **self.accounts.figures(now_ns, len(self.tokens) - self.restored),
         )

@@ -152,12 +152,14 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             standby=True,
             placement=PLACEMENT,
             load_s=12.5,
+            served=77,
+            held=(m.HeldSession(session=3, rows=17),),
         ),
         "hello-client": m.Hello(
             epoch=5, roles=("client",), name="client", host="localhost", pid=4243
         ),
         "loading": m.Loading(epoch=0, state=_loading(m)),
-        "welcome": m.Welcome(epoch=1),
+        "welcome": m.Welcome(epoch=1, keeps=(3,), journal=True),
         "failed": m.Failed(
             epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"
         ),
@@ -349,7 +351,13 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             trace=True,
             record=True,
             ahead=False,
+            ticket="chatcmpl-0123456789abcdef/0",
+            memo=b"{}",
+            told=m.Told(tokens=3, characters=14, scores=1),
+            again=True,
         ),
+        "recall": m.Recall(epoch=5, request=9, ticket="chatcmpl-0123456789abcdef/0", owner="alice"),
+        "recalled": m.Recalled(epoch=1, request=9, memo=b"{}"),
         "cancel": m.Cancel(epoch=5, request=9),
         "status": m.Status(epoch=5),
         "describe": m.Describe(epoch=5),
@@ -562,6 +570,14 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             draft_failures=3,
         ),
         drained=("draft",),
+        journal=m.JournalState(
+            folder="/home/alice/.local/state/dovetail/journals/0123456789abcdef",
+            bytes=4096,
+            replies=2,
+            write_us=11.5,
+            sync_ms=1.5,
+            failed="no space left on device",
+        ),
     )
 
 

@@ -19,6 +19,7 @@ from dovetail.protocol.messages import (
     Drain,
     Event,
     Failed,
+    HeldSession,
     Hello,
     Message,
     Observe,
@@ -696,7 +697,7 @@ def coordinators(settings: TargetSettings) -> Coordinators:
     return Coordinators(open_target_worker(settings, name="target-0", threads=1))
 
 
-def test_a_worker_whose_coordinator_has_gone_registers_with_the_next_as_another_incarnation_that_holds_nothing(  # noqa: E501
+def test_a_worker_whose_coordinator_has_gone_says_what_it_holds_and_keeps_what_the_next_one_wants(
     coordinators: Coordinators,
 ) -> None:
     first = coordinators.welcomes(EPOCH)
@@ -706,7 +707,9 @@ def test_a_worker_whose_coordinator_has_gone_registers_with_the_next_as_another_
     coordinators.hub.close()
     coordinators.appears()
     second = coordinators.welcomes(EPOCH + 1)
-    assert second == first.model_copy(update={"epoch": second.epoch})
+    held = (HeldSession(session=2, rows=len(PROMPT)), HeldSession(session=1, rows=len(PROMPT)))
+    news = {"epoch": second.epoch, "served": EPOCH, "held": held}
+    assert second == first.model_copy(update=news)
     assert second.epoch != first.epoch
     coordinators.send(verifying((1, 1, 5)), Drain(epoch=EPOCH))  # what one before it has said
     probed = coordinators.ask(Probe(epoch=EPOCH + 1, sent_ns=5))
@@ -832,7 +835,7 @@ def test_a_coordinator_that_comes_and_refuses_ends_it_with_the_reason(
     assert "another release" in str(outcome)
 
 
-def test_a_draft_worker_forgets_its_sessions_and_what_it_kept(llama_folder: Path) -> None:
+def test_a_draft_worker_closes_its_sessions_and_holds_what_is_left(llama_folder: Path) -> None:
     worker = open_draft_worker(
         DraftSettings(model=str(llama_folder), device="cpu"), name="draft-0", threads=1, target=""
     )
@@ -840,8 +843,13 @@ def test_a_draft_worker_forgets_its_sessions_and_what_it_kept(llama_folder: Path
         worker.handle(opening(session))
     worker.handle(Close(epoch=EPOCH, session=2, keep=True))
     assert (worker.sessions, worker.kept) == (1, 1)
-    worker.forget()
-    assert (worker.sessions, worker.kept, worker.idle()) == (0, 0, False)
+    kept = worker.suspend()
+    assert (worker.sessions, worker.kept, worker.idle()) == (0, 2, False)
+    assert {one.session: one.rows for one in kept.held} == {1: len(PROMPT), 2: len(PROMPT)}
+    kept.only({1})
+    assert worker.kept == 1
+    kept.only(())
+    assert worker.kept == 0
 
 
 # -- growth ahead ----------------------------------------------------------------------------------

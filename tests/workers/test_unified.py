@@ -10,6 +10,8 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import Close, Closed, Command, Event, Hello
 from dovetail.protocol.settings import DraftSettings, MemorySettings, TargetSettings
 from dovetail.protocol.spans import Spans
+from dovetail.workers.sessions.prefix_cache import KeptSessions
+from dovetail.workers.sessions.session import KeptSession
 from dovetail.workers.unified import InTurn, Turns, open_unified
 from support.models import tiny_llama
 
@@ -49,8 +51,9 @@ class Answering:
         self._work()
         return True
 
-    def forget(self) -> None:
+    def suspend(self) -> KeptSessions[KeptSession]:
         self._work()
+        return KeptSessions(0)
 
 
 def pair() -> tuple[InTurn, InTurn, list[Answering], list[threading.Event], list[threading.Event]]:
@@ -90,8 +93,8 @@ def test_an_answer_that_is_never_fetched_keeps_nobody_waiting() -> None:
         event.set()
     half_done = iter(target.handle(CLOSE))
     next(half_done)
-    target.forget()
-    draft.forget()
+    target.suspend()
+    draft.suspend()
     assert draft.idle()
 
 

@@ -121,10 +121,15 @@ class HeadLeft:
         """Return the number of true rows that there have been."""
         return self.dropped + self.cache.length
 
+    @property
+    def there(self) -> int:
+        """Return how many tokens of the log another session can go on from."""
+        return self.rows + len(self.waiting)
+
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """`RequestError` unless a session with this prompt, which is fed from position `kept` on,
         has all the features and rows before it."""
-        check_prefix(self.log, prompt, kept, there=self.rows + len(self.waiting))
+        check_prefix(self.log, prompt, kept, there=self.there)
         if 0 < kept <= self.rows and prompt[kept] != self.log[kept]:
             raise RequestError(
                 "prefix",

@@ -78,10 +78,15 @@ class DraftLeft:
     used: int = 0
     """Rows of the tree of a session that is open."""
 
+    @property
+    def there(self) -> int:
+        """Return how many tokens of the log another session can go on from."""
+        return len(self.log)
+
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """`RequestError` unless a session with this prompt can go on from the first `kept` tokens
         of it; rows that are missing will be computed."""
-        check_prefix(self.log, prompt, kept, there=len(self.log))
+        check_prefix(self.log, prompt, kept, there=self.there)
 
     def branch(self, kept: int) -> "DraftLeft":
         rows = min(kept, self.cache.length)

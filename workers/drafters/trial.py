@@ -97,7 +97,7 @@ def try_out(worker: Opened) -> None:
         max_width=tree.width,
     )
     worker.handle(draft)
-    worker.forget()
+    worker.suspend().clear()
     worker.spans.take(MAX_SPANS)
 
 

@@ -1,9 +1,9 @@
 """The registration of a worker with its coordinator, and the search for one that has gone."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from dovetail.protocol.codec import COMMAND
 from dovetail.protocol.errors import (
@@ -22,6 +22,7 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.spans import Spans
+from dovetail.workers.sessions.prefix_cache import KeptSessions
 
 EPOCH_BITS = 62
 REGISTRATION_S = 30.0
@@ -54,8 +55,9 @@ class Worker(Protocol):
     def idle(self) -> bool:
         """Do one bit of background work, about a millisecond; False: nothing is left to do."""
 
-    def forget(self) -> None:
-        """Free every session, the kept ones too: their coordinator has gone."""
+    def suspend(self) -> KeptSessions[Any]:
+        """Close every session, since their coordinator has gone, and return what is left of these
+        and of kept ones: the next coordinator says which of it stays."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,9 @@ class Standing:
     standby: bool
     load_s: float
     listener: Listener | None = None
-
-    def introduced(self) -> None:
-        """Tell that the worker is registered."""
-        if self.listener is not None:
-            self.listener.ready()
+    served: int | None = None
+    """The epoch of the coordinator that has gone, of whose sessions something is `kept`."""
+    kept: KeptSessions[Any] | None = None
 
     def gets_on(self) -> None:
         """Tell that the worker does what it is there for."""
@@ -99,9 +99,23 @@ class Standing:
             self.listener.progress()
 
     def introduce(self, worker: Worker, epoch: int) -> Hello:
-        return worker.hello(epoch).model_copy(
-            update={"binding": self.binding, "standby": self.standby, "load_s": self.load_s}
-        )
+        own = {name: getattr(self, name) for name in ("binding", "standby", "load_s")}
+        held = self.kept.held if self.kept is not None else ()
+        own |= {"held": held, "served": self.served if held else None}
+        return worker.hello(epoch).model_copy(update=own)
+
+    def suspend(self, worker: Worker, served: int) -> None:
+        """Have the worker hold what it can of the sessions of a coordinator that has gone."""
+        self.served, self.kept = served, worker.suspend()
+
+    def welcomed(self, keeps: Collection[int]) -> None:
+        """Tell that the worker is registered, and free what is held of all sessions but these, which
+        the coordinator can go on from."""
+        if self.kept is not None:
+            self.kept.only(keeps)
+            self.kept = None
+        if self.listener is not None:
+            self.listener.ready()
 
 
 def welcome(link: Link) -> Welcome:

@@ -6,11 +6,11 @@ to that only rows are taken over that are those of the new prompt, and that no m
 promised. Knows token logs and no models; imports no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Open
+from dovetail.protocol.messages import MAX_HELD, HeldSession, Open
 
 MEMORY_SHARE = 8
 """Kept rows are promised this part of the memory that is free at the start; since a cache may be
@@ -27,6 +27,10 @@ class Left(Protocol):
     @property
     def log(self) -> Sequence[int]:
         """The prompt and every committed token."""
+
+    @property
+    def there(self) -> int:
+        """Return how many tokens of the log another session can go on from."""
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
         """`RequestError` of code "prefix" unless a session with this prompt can go on from the
@@ -67,6 +71,22 @@ class KeptSessions(Generic[LeftT]):
     @property
     def _taken(self) -> int:
         return sum(len(other.log) + self._beside for other in self._left.values())
+
+    def hold(self, number: int, left: LeftT) -> None:
+        """Keep an open session whose coordinator has gone, whatever room it takes: it had that when
+        it was open. Nothing is kept where nothing was promised."""
+        if self._most_tokens and left.there:
+            self._left[number] = left
+
+    @property
+    def held(self) -> tuple[HeldSession, ...]:
+        """Return what can be gone on from, for an introduction."""
+        left = [(number, left.there) for number, left in self._left.items() if left.there]
+        return tuple(HeldSession(session=number, rows=rows) for number, rows in left[-MAX_HELD:])
+
+    def only(self, numbers: Collection[int]) -> None:
+        """Forget all sessions but these."""
+        self._left = {number: left for number, left in self._left.items() if number in numbers}
 
     def drop(self, number: int) -> None:
         """Forget a session; unknown ones are forgotten already."""

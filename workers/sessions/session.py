@@ -70,8 +70,13 @@ class KeptSession:
     """The rows of the log, as far as it has been read; in a session that has ended, those of all
     tokens but the last."""
 
+    @property
+    def there(self) -> int:
+        """Return how many tokens of the log another session can go on from."""
+        return self.cache.length
+
     def check(self, prompt: Sequence[int], kept: int) -> None:
-        check_prefix(self.log, prompt, kept, there=self.cache.length)
+        check_prefix(self.log, prompt, kept, there=self.there)
 
     def branch(self, kept: int) -> "KeptSession":
         return KeptSession(self.log, self.cache.branch(kept))

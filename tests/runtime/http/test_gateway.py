@@ -21,8 +21,9 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.http.asked import Told
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.gateway import Gateway, Told
+from dovetail.runtime.http.gateway import Gateway
 from support.memory_links import MemoryHub, memory_links
 
 SUBMIT = Submit(

@@ -14,9 +14,9 @@ import pytest
 
 from dovetail.protocol.messages import MAX_ENDS, VocabularyFacts
 from dovetail.runtime.http import orders
+from dovetail.runtime.http.asked import Target
 from dovetail.runtime.http.bodies import CompletionBody
 from dovetail.runtime.http.errors import ApiError
-from dovetail.runtime.http.gateway import Target
 from dovetail.runtime.http.guard import host_name, is_local, is_loopback
 from support.web import PATIENCE_S, Api, Backend, api
 

@@ -1,0 +1,235 @@
+"""Requests that have been read begin their sessions, or wait for room on a target.
+
+What waits is in a queue that is fair by API key; what is known of a request from an earlier
+coordinator, its session begins with.
+"""
+
+import logging
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Submit
+from dovetail.runtime.engine import effects
+from dovetail.runtime.engine.effects import Effects, Start, Tell, Unanswered
+from dovetail.runtime.engine.faults import refusal, reraise_exits
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.engine.shared import Shared, WaitingRequest
+from dovetail.runtime.fleet.beginnings import comes_later
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.fleet.room import has_room, tokens_of
+from dovetail.runtime.journal.claims import Claims
+from dovetail.runtime.journal.entries import Entry
+from dovetail.runtime.session.request import Request
+
+log = logging.getLogger("dovetail.coordinator")
+
+LATER = "try again later"
+
+
+class Starting:
+    """Starts sessions as there is room for them."""
+
+    def __init__(self, shared: Shared, claims: Claims) -> None:
+        self._hub, self._service, self._running = shared.hub, shared.service, shared.running
+        self._registry, self._placement = shared.registry, shared.placement
+        self._moving, self._tally = shared.moving, shared.tally
+        self._queue, self._now_ns = shared.queue, shared.now_ns
+        self._key_sessions, self._reuse = shared.settings.key_sessions, shared.settings.reuse
+        self._journal, self._claims = shared.journal, claims
+        self._short = False
+        """True if a request of the queue waited for room when they were last looked through."""
+
+    def key(self, client: ClientPeer) -> str:
+        """Return the public key of a client; empty over ipc."""
+        user = self._hub.user(client.peer)
+        return "" if user is None else user.public
+
+    def begin(
+        self,
+        client: ClientPeer,
+        submit: Submit,
+        target: Worker,
+        request: Request | RequestError,
+        now_ns: int,
+        entry: Entry | None,
+    ) -> Effects[None]:
+        """Start the session of a request that has been read, unless client or target have gone
+        meanwhile."""
+        if self._registry.clients.get(client.peer) is not client:
+            return
+        try:
+            yield from self._start(client, submit, target, request, now_ns, entry)
+        except BaseException as error:
+            reraise_exits(error)
+            log.exception(
+                "request %d of client %s could not begin", submit.request, client.hello.name
+            )
+            yield Unanswered(client, submit.request, error)
+
+    def _start(
+        self,
+        client: ClientPeer,
+        submit: Submit,
+        target: Worker,
+        request: Request | RequestError,
+        now_ns: int,
+        entry: Entry | None,
+    ) -> Effects[None]:
+        wanted = client.reading.pop(submit.request)
+        if isinstance(request, RequestError):
+            yield self.turn_down(client, submit, request)
+            return
+        begun = self._claims.begun(submit, entry)
+        waiting = WaitingRequest(client, submit, target, request, now_ns, begun)
+        why = "" if entry is not None else self._queue.full(request.owner)
+        settled = self._settled(waiting) if self._passes_queue(full=bool(why)) else None
+        if settled is not None and (why or not self._comes_later(request, settled)):
+            yield from self._run(waiting, settled, wanted=wanted)
+        elif not wanted:
+            yield self.turn_down(client, submit, given_up())
+        elif why:
+            yield self.turn_down(
+                client, submit, RequestError("capacity", f"the queue is full: {why}; {LATER}")
+            )
+        else:
+            self._accept(waiting)
+            self._queue.add(request.owner, waiting, self._now_ns())
+
+    def _accept(self, waiting: WaitingRequest) -> None:
+        """Have the journal know a request that was accepted."""
+        if self._journal is not None and waiting.submit.ticket:
+            digest = waiting.target.facts.digest
+            self._journal.accept(waiting.submit, waiting.request, self.key(waiting.client), digest)
+
+    def _run(
+        self, waiting: WaitingRequest, target: Worker, *, wanted: bool = True, waited: bool = False
+    ) -> Effects[None]:
+        """Start the session of a request on a target that has room for it, which gives up as many
+        kept sessions as it takes. `wanted`: the client has not cancelled the request; `waited`: the
+        request was in the queue."""
+        client, request = waiting.client, waiting.request
+        running = self._placement.house(
+            client, waiting.submit, target, request, self._tally, waiting.since_ns, waiting.begun
+        )
+        running.queued = waited
+        yield from self._deliver(running, waiting)
+        self._queue.given(request.owner, tokens_of(request), self._now_ns())
+        yield from self._moving.make_room(request, target, running.session.target_base)
+        client.sessions[waiting.submit.request] = running.session.number
+        yield Start(running)
+        if target.peer not in self._registry.workers:
+            yield from self._moving.disconnect(running)
+        if not wanted:
+            yield effects.Cancel(running)
+
+    def _deliver(self, running: RunningRequest, waiting: WaitingRequest) -> Effects[None]:
+        """Note a session in the journal, and tell its client what an earlier one has committed."""
+        submit, session = waiting.submit, running.session
+        session.told_scores(submit.told.scores)
+        running.delivery.ahead = self._claims.ahead(submit, session)
+        if self._journal is None or not submit.ticket:
+            return
+        self._accept(waiting)
+        running.delivery.ticket = submit.ticket
+        hello, tokens = running.target.hello, len(session.tokens)
+        fingerprint = str(hello.fingerprint)
+        self._journal.serves(
+            submit.ticket, session.number, fingerprint, hello.load_s, tokens=tokens
+        )
+        if waiting.begun is not None:
+            missed = self._claims.missed(submit, waiting.begun, session)
+            if missed is not None:
+                yield Tell(waiting.client, missed)
+
+    def admit(self) -> Effects[None]:
+        """Start as many requests of the queue as there is room for. Those of clients that have gone
+        are dropped; while the service ends, all are refused."""
+        clients = self._registry.clients
+        left = self._queue.remove(lambda one: clients.get(one.client.peer) is not one.client)
+        self._tally.ended["cancelled"] += len(left)
+        for one in left:
+            self._let_lie(one.submit)
+        if self._service.ending:
+            for one in self._queue.remove(lambda _: True):
+                yield self.turn_down(one.client, one.submit, self._service.refusal())
+        while (next_one := self._next()) is not None:
+            try:
+                yield from self._run(*next_one, waited=True)
+            except BaseException as error:
+                reraise_exits(error)
+                log.exception("a request from the queue could not begin")
+                yield Unanswered(next_one[0].client, next_one[0].submit.request, error)
+
+    def _next(self) -> tuple[WaitingRequest, Worker] | None:
+        """Take the next request from the queue, and return it with its target; None: none may
+        begin."""
+        places: dict[WaitingRequest, Worker] = {}
+        self._short = False
+
+        def fits(one: WaitingRequest) -> bool | None:
+            if (place := self._settled(one)) is None:
+                self._short = True
+                return False
+            places[one] = place
+            return None if self._comes_later(one.request, place) else True
+
+        one = self._queue.take(fits, self._held_by_keys(), self._now_ns())
+        return None if one is None else (one, places[one])
+
+    def _passes_queue(self, *, full: bool) -> bool:
+        """Return whether a request may begin before those that wait: if there are none, or if they
+        fill the queue and wait for their beginnings to be read, not for room."""
+        return not len(self._queue) or (full and not self._short)
+
+    def _settled(self, waiting: WaitingRequest) -> Worker | None:
+        """Return the target that a request can begin on now; None: it has to wait."""
+        request = waiting.request
+        if self._key_sessions and self._key_sessions <= sum(
+            one.session.request.owner == request.owner for one in self._of_clients()
+        ):
+            return None
+        return self._placement.settle(
+            waiting.target,
+            request,
+            lambda target: (
+                not self._moving.awaits(target)
+                and self._claims.suits(waiting.begun, target)
+                and has_room(target, request, self._running, reuse=self._reuse)
+            ),
+        )
+
+    def _comes_later(self, request: Request, target: Worker) -> bool:
+        """Return whether a request waits until its target has read what it begins with for
+        another."""
+        return self._reuse and comes_later(request, target, self._running)
+
+    def _held_by_keys(self) -> dict[str, int]:
+        """Return how many tokens the sessions of each key may take in all."""
+        held: dict[str, int] = {}
+        for one in self._of_clients():
+            request = one.session.request
+            held[request.owner] = held.get(request.owner, 0) + tokens_of(request)
+        return held
+
+    def _of_clients(self) -> list[RunningRequest]:
+        return [one for one in self._running.values() if not one.trial]
+
+    def turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> Tell:
+        """Count a request that does not begin, and return what its client is told."""
+        self._let_lie(submit)
+        match error.code:
+            case "internal":
+                self._tally.ended["error"] += 1
+            case "cancelled":
+                self._tally.ended["cancelled"] += 1
+            case _:
+                self._tally.refused += 1
+        return Tell(client, refusal(self._service.epoch, error, submit.request))
+
+    def _let_lie(self, submit: Submit) -> None:
+        """Have the journal know that a request runs no more."""
+        if self._journal is not None and submit.ticket:
+            self._journal.left(submit.ticket)
+
+
+def given_up() -> RequestError:
+    return RequestError("cancelled", "the request was cancelled while it waited for room")

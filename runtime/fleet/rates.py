@@ -1,0 +1,58 @@
+"""The predicted rates by which workers are chosen. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from dovetail.runtime.control.pairs import Pair
+from dovetail.runtime.fleet.peers import Worker
+
+ROWS = 4.0
+"""Rows of a session in a pass, where no pair has told how many they are."""
+
+Peers = tuple[bytes, bytes]
+"""The addresses of a draft and a target."""
+
+
+def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
+    """Those of a role that may be given one session more."""
+    return [
+        worker
+        for worker in workers
+        if worker.plays(role) and worker.available and worker.sessions < worker.limits.sessions
+    ]
+
+
+def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
+    """By rate where all are known (0: not), of equals and otherwise by how few sessions they hold,
+    of those with as few one that is not known yet."""
+    known = all(rates)
+    ranked = [
+        (-rate if known else 0.0, worker.sessions, rate > 0.0, place)
+        for place, (worker, rate) in enumerate(zip(workers, rates, strict=True))
+    ]
+    return workers[min(ranked)[-1]] if ranked else None
+
+
+def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> float:
+    """Rounds a second with one session more, each with as many rows as they have there; 0: not
+    known. What a round brings is the draft's merit."""
+    if not target.verifying.known:
+        return 0.0
+    gammas = [
+        pair.gamma.value
+        for (_, peer), pair in pairs.items()
+        if peer == target.peer and pair.gamma.known
+    ]
+    rows = 1.0 + sum(gammas) / len(gammas) if gammas else ROWS
+    return 1.0 / (target.verifying.at(round(rows * (target.sessions + 1)), context) + target.hop_s)
+
+
+def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
+    """Tokens a second of one session more, 0: not known. Its drafting waits for that of the others
+    there, as far as they share no passes; its verification is one pass with theirs."""
+    if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
+        return 0.0
+    verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)
+    level_s = pair.costs.level_s(1)
+    longer = pair.costs.level_s(draft.sessions + 1) / level_s if level_s else draft.sessions + 1
+    draft_s = pair.costs.exposed_s.value * longer
+    return pair.tokens.value / (verify_s + draft_s + draft.hop_s + target.hop_s)

@@ -1,0 +1,94 @@
+"""Replies that clients come back for, by the id of the response: what they have of them, and what
+is kept of a request to write its answer again.
+
+An event id is the id of the response and, for each reply, how much of it has been streamed:
+characters, tokens whose text has been shown, and e once its last chunk has been. Pure.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dovetail.runtime.http.bodies import ChatBody, CompletionBody
+from dovetail.runtime.http.errors import ApiError
+from dovetail.runtime.http.orders import Order
+
+PLACE = re.compile(r"(\d{1,12})(?:\.(\d{1,12})(e?))?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a reply that has been streamed."""
+
+    characters: int = 0
+    tokens: int = 0
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.characters}.{self.tokens}{'e' if self.ended else ''}"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A response that is known, and what its client has of it."""
+
+    name: str
+    created: int
+    places: Sequence[Place | None] = ()
+    """For each reply; None, as of those that are left out: nothing has been streamed."""
+
+
+def event_id(name: str, places: Sequence[Place | None]) -> str:
+    """Return the id of an event, behind which so much has been streamed."""
+    return f"{name}:{','.join('' if place is None else str(place) for place in places)}"
+
+
+def read_event_id(text: str) -> tuple[str, tuple[Place | None, ...]]:
+    """Return the id of the response, empty if there is none, and what has been streamed; a number
+    alone counts the characters of the only reply. `ApiError` if it is no event id."""
+    name, _, told = text.strip().rpartition(":")
+    places: list[Place | None] = []
+    for part in told.split(","):
+        found = PLACE.fullmatch(part)
+        if part and found is None:
+            raise ApiError(
+                400,
+                f"Last-Event-ID {text[:80]!r} is not the id of an event of this server: send it as "
+                "it came",
+                code="invalid_event_id",
+            )
+        places.append(
+            Place(int(found[1]), int(found[2] or 0), bool(found[3])) if found is not None else None
+        )
+    return name, tuple(places)
+
+
+def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> Order:
+    """Return the order with a ticket for each reply, by which the journal knows it, and what it
+    takes to write the answer again. `again`: the journal may know it already."""
+    seed = order.submits[0].seed
+    kept = {
+        "kind": order.kind,
+        "created": order.created,
+        "body": body.model_copy(update={"seed": seed}).model_dump(mode="json", exclude_none=True),
+    }
+    memo = json.dumps(kept, separators=(",", ":")).encode()
+    submits = tuple(
+        submit.model_copy(
+            update={
+                "ticket": f"{order.name}/{index}",
+                "memo": memo if index == 0 else b"",
+                "again": again,
+            }
+        )
+        for index, submit in enumerate(order.submits)
+    )
+    return replace(order, submits=submits)
+
+
+def remembered(memo: bytes) -> tuple[ChatBody | CompletionBody, int]:
+    """Return the body of a request, and when it came, in seconds since 1970."""
+    kept = json.loads(memo)
+    kind = ChatBody if kept["kind"] == "chat" else CompletionBody
+    return kind.model_validate(kept["body"]), int(kept["created"])

@@ -1,0 +1,213 @@
+"""Claims: clients send the Submit of a reply that the journal knows, and get what they do not have.
+
+A reply that has ended is told; one that runs goes on with its new client; one that does not run is
+decoded on from its last token, on a target of the fingerprint that it had, as soon as one is there.
+What the journal does not have of a reply that a client was told is decoded again, and not told
+twice: with one seed it is the same.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import (
+    NOTHING_TOLD,
+    Emitted,
+    HeldSession,
+    Hello,
+    Message,
+    Recall,
+    Recalled,
+    Submit,
+    Told,
+)
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.journal.entries import Entry
+from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
+from dovetail.runtime.session.session import Session
+
+PATIENCE_S = 30.0
+LOADS = 2.0
+"""A target is waited for so long, and so many times as long as the last one took to load."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A reply that its client waits for, and for which there is no target yet."""
+
+    client: ClientPeer
+    submit: Submit
+    entry: Entry | None
+    since_ns: int
+
+
+class Claims:
+    """The replies that clients come back for."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._journal, self._settings = shared.journal, shared.settings
+        self._waiting: list[Claim] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def known(self, submit: Submit, key: str) -> Entry | None:
+        """Return what is known of the reply of a Submit from a client with this key; `RequestError`
+        if the ticket is another's, or what its client has cannot be decoded again."""
+        if self._journal is None or not submit.ticket:
+            return None
+        entry = self._journal.find(submit.ticket, f"{key}/{submit.owner}")
+        if entry is None and self._journal.holds(submit.ticket):
+            raise RequestError("ticket", "this ticket is another client's: draw one at random")
+        if entry is None or submit.told.tokens > len(entry.tokens):
+            drawn = submit.sampling if entry is None else entry.submit.sampling
+            if submit.told.tokens and drawn.rejects:
+                raise RequestError(
+                    "coordinator_lost",
+                    "the coordinator was lost, and tokens by rejection sampling cannot be decoded "
+                    "again: ask anew",
+                )
+        return entry
+
+    def recall(self, request: Recall, key: str) -> Message:
+        """Return the answer to a Recall; `RequestError` if there is none."""
+        found = self._journal and self._journal.find(request.ticket, f"{key}/{request.owner}")
+        if not found:
+            raise RequestError(
+                "ticket", f"no reply {request.ticket[:80]!r} of this client is known here"
+            )
+        epoch = self._shared.service.epoch
+        return Recalled(epoch=epoch, request=request.request, memo=found.submit.memo)
+
+    # -- replies that run, or have ended -----------------------------------------------------------
+
+    def running(self, ticket: str) -> RunningRequest | None:
+        """Return the session that decodes the reply of this ticket."""
+        sessions = self._shared.running.values()
+        return next((one for one in sessions if ticket and one.delivery.ticket == ticket), None)
+
+    def hand_over(self, running: RunningRequest, client: ClientPeer, submit: Submit) -> None:
+        """Have a session go on for another client."""
+        running.client.sessions.pop(running.request, None)
+        running.client, running.request = client, submit.request
+        client.sessions[submit.request] = running.session.number
+        running.told_ns = None
+
+    def missed(self, submit: Submit, entry: Entry, session: Session | None) -> Emitted | None:
+        """Return what is committed of a reply and its client does not have; `session`: the one that
+        decodes it, None: it has ended."""
+        told = submit.told
+        assert session is not None or entry.finished is not None
+        text = session.text if session is not None else entry.finished.result.text  # type: ignore[union-attr]
+        tokens = tuple(entry.tokens[told.tokens :])
+        if not tokens and len(text) <= told.characters:
+            return None
+        return Emitted(
+            epoch=self._shared.service.epoch,
+            request=submit.request,
+            tokens=tokens,
+            drafted=tuple(entry.drafted[told.tokens :]),
+            text=text[told.characters :],
+            logprobs=tuple(entry.logprobs[told.tokens :]),
+        )
+
+    def ended(self, submit: Submit, entry: Entry) -> Iterator[Message]:
+        """Yield what a client is told of a reply that has ended."""
+        assert entry.finished is not None
+        if (emitted := self.missed(submit, entry, None)) is not None:
+            yield emitted
+        told = {"epoch": self._shared.service.epoch, "request": submit.request, "spans": ()}
+        yield entry.finished.model_copy(update=told)
+
+    # -- replies that do not run -------------------------------------------------------------------
+
+    def wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> None:
+        """Have a reply wait for a target, in the place of an earlier claim to it."""
+        self.withdraw(lambda claim: claim.submit.ticket == submit.ticket)
+        self._waiting.append(Claim(client, submit, entry, self._shared.now_ns()))
+
+    def withdraw(self, unwanted: Callable[[Claim], bool]) -> list[Claim]:
+        """Take claims back, and return them."""
+        gone = [claim for claim in self._waiting if unwanted(claim)]
+        self._waiting = [claim for claim in self._waiting if not unwanted(claim)]
+        return gone
+
+    def met(self) -> Iterator[tuple[Claim, Worker]]:
+        """Yield the claims that wait no longer, each with the target that it is read for."""
+        for claim in [*self._waiting]:
+            targets = self._shared.registry.workers.values()
+            fit = (one for one in targets if one.plays("target") and one.available)
+            target = next((one for one in fit if self.suits(claim.entry, one)), None)
+            if target is not None:
+                self._waiting.remove(claim)
+                yield claim, target
+
+    def late(self, service: Service) -> Iterator[tuple[Claim, RequestError]]:
+        """Yield the claims that have waited long enough, and why they end: all, if nothing begins
+        any more."""
+        for claim in [*self._waiting]:
+            if service.ending:
+                self._waiting.remove(claim)
+                yield claim, service.refusal()
+                continue
+            entry, waited_s = claim.entry, (self._shared.now_ns() - claim.since_ns) / 1e9
+            load_s = 0.0 if entry is None else entry.load_s
+            most_s = self._settings.recovery_s
+            most_s = PATIENCE_S + LOADS * load_s if most_s == "auto" else most_s
+            if waited_s < most_s:
+                continue
+            self._waiting.remove(claim)
+            wanted = "" if entry is None or not entry.tokens else f" of {entry.fingerprint}"
+            text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} was there"
+            yield claim, RequestError("worker_lost", f"{text}: start one and ask again")
+
+    def suits(self, entry: Entry | None, target: Worker) -> bool:
+        """Return whether a reply may be gone on with on this target: one of which tokens are known,
+        where the same bytes are computed, or its tokens are tokens if `coordinator.move` is any."""
+        if entry is None:
+            return True
+        if entry.submit.vocabulary != target.facts.digest:
+            return False
+        fingerprint = str(target.hello.fingerprint)
+        return (
+            not entry.tokens
+            or fingerprint == entry.fingerprint
+            or (self._settings.move == "any" and not entry.depends_on_draft)
+        )
+
+    def begun(self, submit: Submit, entry: Entry | None) -> Entry | None:
+        """Return the entry that a session is to begin with; None: with nothing, also where the
+        scores of a prompt are wanted, which only its reader has."""
+        if entry is None or not entry.tokens:
+            return None
+        scored = submit.scored and submit.told.scores + 1 < len(entry.submit.tokens or ())
+        return None if scored else entry
+
+    def ahead(self, submit: Submit, session: Session) -> Told:
+        """Return what the client of a session that begins has of what it will commit."""
+        told = submit.told
+        tokens = max(0, told.tokens - len(session.tokens))
+        characters = max(0, told.characters - len(session.text))
+        return Told(tokens=tokens, characters=characters) if tokens or characters else NOTHING_TOLD
+
+    # -- what workers hold -------------------------------------------------------------------------
+
+    def keep(self, worker: Worker) -> tuple[int, ...]:
+        """Note what a newcomer holds of sessions that the journal knows; return their numbers."""
+        return tuple(one.session for one in worker.hello.held if self._keep(worker, one))
+
+    def _keep(self, worker: Worker, held: HeldSession) -> bool:
+        hello: Hello = worker.hello
+        if self._journal is None or not self._settings.reuse:
+            return False
+        entry = self._journal.of_session(hello.served, held.session)
+        if entry is None:
+            return False
+        log = entry.log
+        rows = min(held.rows, len(log) // TOKEN_BYTES)
+        worker.shelf.hold(Kept(held.session, log, rows, max(rows, held.rows), entry.owner))
+        return True

@@ -1,0 +1,38 @@
+"""The delivery of a session's reply to its client and to the journal. Pure."""
+
+from dataclasses import dataclass
+
+from dovetail.protocol.messages import NOTHING_TOLD, Told
+from dovetail.runtime.session.actions import Emit
+
+
+@dataclass
+class Delivery:
+    """The delivery of one reply."""
+
+    ticket: str = ""
+    """The name of the reply in the journal; empty: it is not there."""
+    ahead: Told = NOTHING_TOLD
+    """Tokens that are yet to be committed, and that the client has already."""
+    noted: int = 0
+    """Actions, among those that the client is yet to be told of, that the journal has."""
+
+    def left_of(self, emit: Emit) -> Emit | None:
+        """Return the part of newly committed tokens that the client does not have; None: it has
+        all."""
+        if self.ahead is NOTHING_TOLD:
+            return emit
+        tokens = min(self.ahead.tokens, len(emit.tokens))
+        characters = min(self.ahead.characters, len(emit.text))
+        left = Told(
+            tokens=self.ahead.tokens - tokens, characters=self.ahead.characters - characters
+        )
+        self.ahead = left if left.tokens or left.characters else NOTHING_TOLD
+        if tokens == len(emit.tokens) and characters == len(emit.text):
+            return None
+        return Emit(
+            emit.tokens[tokens:],
+            max(0, emit.drafted - tokens),
+            emit.text[characters:],
+            emit.logprobs[tokens:],
+        )

@@ -1,0 +1,201 @@
+"""Entries of the journal: a request and what was committed for it, and the records that say so.
+
+A record is MessagePack: its kind, then what it says. `apply` reads records one after the other;
+what it makes of them is what the coordinator that wrote them had. Pure.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from dovetail.protocol.codec import REPLY, REQUEST, encode
+from dovetail.protocol.errors import DecodeError
+from dovetail.protocol.messages import Finished, Submit, TokenLogprobs
+from dovetail.runtime.session.actions import Emit
+from dovetail.runtime.session.kept import pack
+
+
+@dataclass
+class Entry:
+    """A request with a ticket."""
+
+    submit: Submit
+    """The request in tokens, with its seed."""
+    key: str
+    """The public key of its client; empty over ipc."""
+    fingerprint: str = ""
+    """The fingerprint of the target that has served it last."""
+    load_s: float = 0.0
+    """The time that this target took to load."""
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    """For each token, True if the draft had proposed it."""
+    margins: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sessions: list[int] = field(default_factory=list)
+    """The numbers of the sessions that it has had."""
+    left_s: float | None = None
+    """When it stopped running, in seconds since 1970; None: it runs."""
+    finished: Finished | None = None
+    """The words that its client was told at the end; None: it has not ended, or was left."""
+
+    @property
+    def ticket(self) -> str:
+        return self.submit.ticket
+
+    @property
+    def owner(self) -> str:
+        """Return the owner of the request, as `Request.owner` has it."""
+        return f"{self.key}/{self.submit.owner}"
+
+    @property
+    def log(self) -> bytes:
+        """Return its prompt and its tokens, packed."""
+        return pack((*(self.submit.tokens or ()), *self.tokens))
+
+    @property
+    def depends_on_draft(self) -> bool:
+        """Return whether its tokens depend on the draft, so that they cannot be decoded again."""
+        return self.submit.sampling.rejects
+
+    def done(self) -> dict[str, Any]:
+        """Return what is committed, as the fields of a session."""
+        return {
+            "tokens": [*self.tokens],
+            "margins": [*self.margins],
+            "logprobs": [*self.logprobs],
+        }
+
+    # -- the records that change it ----------------------------------------------------------------
+
+    def begun(self) -> bytes:
+        """Return the record of the request."""
+        return _record("begun", encode(self.submit)[0], self.key)
+
+    def serves(self, session: int, fingerprint: str, load_s: float, tokens: int) -> bytes:
+        """Note that it goes on behind so many tokens as this session, on this target; the record of
+        that."""
+        return self._said("serves", session, fingerprint, load_s, tokens)
+
+    def committed(self, emit: Emit, margins: Sequence[float]) -> bytes:
+        """Note that tokens were committed; the record of that."""
+        logprobs = [(one.logprob, one.top) for one in emit.logprobs]
+        return self._said("committed", emit.tokens, emit.drafted, [*margins], logprobs)
+
+    def left(self, now_s: float) -> bytes:
+        """Note that it runs no more, though it has not ended; the record of that."""
+        return self._said("left", now_s)
+
+    def ended(self, finished: Finished, now_s: float) -> bytes:
+        """Note how it ended; the record of that."""
+        self.finished, self.left_s = finished, now_s
+        return _record("ended", self.ticket, encode(finished)[0], now_s)
+
+    def _said(self, kind: str, *what: Any) -> bytes:
+        _CHANGES[kind](self, *what)
+        return _record(kind, self.ticket, *what)
+
+    def snapshot(self) -> Iterable[bytes]:
+        """Yield records that say all of it anew."""
+        yield self.begun()
+        for session in self.sessions:
+            yield _record("serves", self.ticket, session, self.fingerprint, self.load_s, 0)
+        if self.tokens:
+            logprobs = [(one.logprob, one.top) for one in self.logprobs]
+            what = (self.tokens, self.drafted, self.margins, logprobs)
+            yield _record("committed", self.ticket, *what)
+        if self.finished is not None:
+            yield _record("ended", self.ticket, encode(self.finished)[0], self.left_s)
+        elif self.left_s is not None:
+            yield _record("left", self.ticket, self.left_s)
+
+
+def coordinated(epoch: int, sessions: int) -> bytes:
+    """Return the record of a coordinator that has begun, with its epoch; `sessions`: the highest
+    number that a session has had."""
+    return _record("coordinated", epoch, sessions)
+
+
+@dataclass
+class Entries:
+    """The entries by their tickets, and what is known of the coordinators that wrote them."""
+
+    of: dict[str, Entry] = field(default_factory=dict)
+    epochs: set[int] = field(default_factory=set)
+    sessions: int = 0
+    """The highest number that a session has had."""
+
+    def apply(self, record: bytes) -> str:
+        """Take in a record; return the ticket that it is about, empty if it is about none.
+        `DecodeError` if it is none of ours."""
+        try:
+            kind, *what = msgpack.unpackb(record, use_list=False)
+            if kind == "coordinated":
+                epoch, sessions = what
+                self.epochs.add(int(epoch))
+                self.sessions = max(self.sessions, int(sessions))
+                return ""
+            if kind == "begun":
+                frame, key = what
+                submit = REQUEST.decode([frame])
+                assert isinstance(submit, Submit)
+                self.of[submit.ticket] = Entry(submit, key)
+                return submit.ticket
+            ticket, *rest = what
+            if (entry := self.of.get(ticket)) is not None:
+                _CHANGES[kind](entry, *rest)
+                self.sessions = max(self.sessions, *entry.sessions, 0)
+            return str(ticket)
+        except (DecodeError, KeyError, TypeError, ValueError, AssertionError) as error:
+            raise DecodeError(f"a record of the journal cannot be read: {error}") from None
+
+
+def _record(kind: str, *what: Any) -> bytes:
+    record: bytes = msgpack.packb((kind, *what))
+    return record
+
+
+def _serves(entry: Entry, session: int, fingerprint: str, load_s: float, tokens: int) -> None:
+    for committed in (entry.tokens, entry.drafted, entry.margins, entry.logprobs):
+        del committed[tokens:]
+    if session not in entry.sessions:
+        entry.sessions.append(session)
+    entry.fingerprint, entry.load_s = fingerprint, load_s
+    entry.left_s = entry.finished = None
+
+
+def _committed(
+    entry: Entry,
+    tokens: Sequence[int],
+    drafted: int | Sequence[bool],
+    margins: Sequence[float],
+    logprobs: Sequence[tuple[float, Any]],
+) -> None:
+    entry.tokens += tokens
+    flags = drafted if not isinstance(drafted, int) else [at < drafted for at in range(len(tokens))]
+    entry.drafted += flags
+    entry.margins += margins
+    entry.logprobs += (
+        TokenLogprobs(logprob=logprob, top=tuple((int(t), float(p)) for t, p in top))
+        for logprob, top in logprobs
+    )
+
+
+def _left(entry: Entry, now_s: float) -> None:
+    entry.left_s = now_s
+
+
+def _ended(entry: Entry, finished: bytes, now_s: float) -> None:
+    message = REPLY.decode([finished])
+    assert isinstance(message, Finished)
+    entry.finished, entry.left_s = message, now_s
+
+
+_CHANGES: Mapping[str, Callable[..., None]] = {
+    "serves": _serves,
+    "committed": _committed,
+    "left": _left,
+    "ended": _ended,
+}

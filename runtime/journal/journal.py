@@ -1,0 +1,264 @@
+"""The journal of a coordinator: what a later one has to know to go on with its requests.
+
+Whoever gives a request a ticket has it written down when it is accepted, and every token before its
+client is told of it, in one write for all sessions that have committed something. What was written
+outlives the process; a thread has the disk hold it some times a second, so that a machine that
+fails loses less than that - which can be decoded again, to the same tokens.
+
+Ended replies stay for some minutes, for clients that come back. Segments are begun anew by size and
+by time; what still runs is carried over, and a segment is removed when nothing of it is wanted. A
+disk that takes nothing more ends the journal, which is said, and nothing else.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+from dovetail.protocol.errors import DecodeError, ProtocolError
+from dovetail.protocol.files import refusal
+from dovetail.protocol.messages import NOTHING_TOLD, Finished, JournalState, Submit
+from dovetail.runtime.costs.averages import Average
+from dovetail.runtime.journal.entries import Entries, Entry, coordinated
+from dovetail.runtime.journal.segments import Segments, packed
+from dovetail.runtime.session.actions import Emit
+from dovetail.runtime.session.request import Request
+from dovetail.runtime.session.session import Session
+
+log = logging.getLogger("dovetail.coordinator")
+
+KEEP_S = 600.0
+SEGMENT_BYTES = 16 << 20
+MOST_BYTES = 256 << 20
+"""All segments together; beyond it the oldest goes, with the ended replies in it."""
+MOST_TOKENS = 4 << 20
+"""All ended replies in memory; beyond it the oldest goes."""
+
+Aside = Callable[[Callable[[], None]], None]
+"""Does a piece of work in a thread."""
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
+
+
+class Journal:
+    """Entries by their tickets, and the records that are yet to be written."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        *,
+        keep_s: float = KEEP_S,
+        now_s: Callable[[], float] = time.time,
+        aside: Aside = _at_once,
+    ) -> None:
+        """`keep_s`: so long an ended reply stays; `aside`: where the disk is waited for."""
+        self._segments, self._keep_s, self._now_s, self.aside = segments, keep_s, now_s, aside
+        self._entries, self._closed_s = Entries(), dict[int, float]()
+        self._unwritten: list[bytes] = []
+        self._dirty, self._syncing = False, False
+        self._write_us, self._sync_ms = Average(), Average()
+        self.failed = ""
+        """Why nothing is written any more; empty: it is."""
+        for number in segments.all:
+            self._read(number)
+            self._closed_s[number] = now_s()
+        for entry in self._entries.of.values():
+            if entry.left_s is None:
+                entry.left(now_s())
+        self.found = sum(entry.finished is None for entry in self._entries.of.values())
+        """Requests that an earlier coordinator has not ended."""
+        self._begun_s, self._epoch = now_s(), 0
+
+    def begin(self, epoch: int) -> None:
+        """Write from now on, for the coordinator of this epoch."""
+        self._epoch = epoch
+        self._attempt(self._begin_segment)
+
+    def _read(self, number: int) -> None:
+        try:
+            for record in self._segments.read(number):
+                self._entries.apply(record)
+        except DecodeError as error:
+            log.error("segment %d of the journal is read up to a fault: %s", number, error)
+        except OSError as error:
+            log.error("segment %d of the journal cannot be read: %s", number, refusal(error))
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> int:
+        """Return the highest number that a session of any coordinator has had."""
+        return self._entries.sessions
+
+    def of_session(self, epoch: int | None, number: int) -> Entry | None:
+        """Return the entry of a session of a coordinator that has gone."""
+        if epoch not in self._entries.epochs:
+            return None
+        return next((one for one in self._entries.of.values() if number in one.sessions), None)
+
+    def find(self, ticket: str, owner: str) -> Entry | None:
+        """Return the owner's entry of this ticket."""
+        entry = self._entries.of.get(ticket)
+        return entry if entry is not None and entry.owner == owner else None
+
+    def holds(self, ticket: str) -> bool:
+        """Return whether this ticket is known, whoever's it is."""
+        return ticket in self._entries.of
+
+    def state(self) -> JournalState:
+        """Return its figures, for `status`."""
+        return JournalState(
+            folder=str(self._segments.folder)[-512:],
+            bytes=self._segments.size,
+            replies=len(self._entries.of),
+            write_us=self._write_us.value if self._write_us.known else None,
+            sync_ms=self._sync_ms.value if self._sync_ms.known else None,
+            failed=self.failed[:512],
+        )
+
+    # -- what is noted -----------------------------------------------------------------------------
+
+    def accept(self, submit: Submit, request: Request, key: str, vocabulary: str) -> None:
+        """Note a request that was accepted, as it was read with a vocabulary of this digest. One
+        that is known is as it was."""
+        if submit.ticket in self._entries.of:
+            return
+        read: dict[str, object] = {"tokens": request.prompt, "text": None, "turns": None}
+        read |= {"seed": request.seed, "end": request.end, "vocabulary": vocabulary}
+        read["told"] = NOTHING_TOLD
+        plain = submit.model_copy(update=read)
+        entry = self._entries.of[submit.ticket] = Entry(plain, key)
+        try:
+            self._note(entry.begun())
+        except ProtocolError as error:
+            log.warning("a request is too long for the journal: %s", error)
+            del self._entries.of[submit.ticket]
+
+    def serves(
+        self, ticket: str, session: int, fingerprint: str, load_s: float, tokens: int
+    ) -> None:
+        """Note which session goes on with a request behind so many tokens, on which target."""
+        if (entry := self._entries.of.get(ticket)) is not None:
+            self._note(entry.serves(session, fingerprint, load_s, tokens))
+            self._entries.sessions = max(self._entries.sessions, session)
+
+    def committed(self, ticket: str, emits: Iterable[Emit], session: Session) -> None:
+        """Note tokens that a session has committed, and on which target, if that has changed."""
+        if (entry := self._entries.of.get(ticket)) is None:
+            return
+        if entry.fingerprint != session.fingerprint:
+            about = session.number, session.fingerprint, entry.load_s, len(entry.tokens)
+            self._note(entry.serves(*about))
+        for emit in emits:
+            if emit.tokens:
+                margins = session.margins[len(entry.tokens) :][: len(emit.tokens)]
+                self._note(entry.committed(emit, margins))
+
+    def ended(self, ticket: str, finished: Finished) -> None:
+        """Note how a request ended. One that was cancelled may be gone on with."""
+        if (entry := self._entries.of.get(ticket)) is None:
+            return
+        if finished.result.finish_reason == "cancelled":
+            self._note(entry.left(self._now_s()))
+        else:
+            self._note(entry.ended(finished, self._now_s()))
+
+    def left(self, ticket: str) -> None:
+        """Note that a request runs no more, if it has not ended."""
+        entry = self._entries.of.get(ticket)
+        if entry is not None and entry.left_s is None:
+            self._note(entry.left(self._now_s()))
+
+    def _note(self, record: bytes) -> None:
+        if not self.failed:
+            self._unwritten.append(packed(record))
+
+    # -- the disk ----------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write what was noted."""
+        if not self._unwritten or self.failed:
+            return
+        noted, self._unwritten = b"".join(self._unwritten), []
+        began_ns = time.perf_counter_ns()
+        self._attempt(lambda: self._segments.append(noted))
+        self._write_us.add((time.perf_counter_ns() - began_ns) / 1e3)
+        self._dirty = True
+
+    def tick(self) -> None:
+        """Have the disk hold what was written, begin a segment if it is time to, and forget what is
+        too old."""
+        if self.failed:
+            return
+        now_s = self._now_s()
+        if (
+            self._segments.newest_size > SEGMENT_BYTES or now_s - self._begun_s > self._keep_s
+        ) and not self._syncing:
+            self.write()
+            self._closed_s[self._segments.all[-1]] = now_s
+            self._begun_s = now_s
+            self._attempt(self._begin_segment)
+        self._forget(now_s)
+        if self._dirty and not self._syncing and not self.failed:
+            self._dirty, self._syncing = False, True
+            self.aside(self._sync)
+
+    def _sync(self) -> None:
+        """In a thread: have the disk hold what was written."""
+        began_ns = time.perf_counter_ns()
+        self._attempt(self._segments.sync)
+        self._sync_ms.add((time.perf_counter_ns() - began_ns) / 1e6)
+        self._syncing = False
+
+    def _begin_segment(self) -> None:
+        """Begin a segment with all that is not in the ones before, once these are removed."""
+        self._segments.begin()
+        entries = self._entries
+        entries.epochs.add(self._epoch)
+        kept = [entry for entry in entries.of.values() if entry.finished is None]
+        known = (coordinated(epoch, entries.sessions) for epoch in entries.epochs)
+        records = chain(known, *(entry.snapshot() for entry in kept))
+        self._segments.append(b"".join(map(packed, records)))
+        self._dirty = True
+
+    def _forget(self, now_s: float) -> None:
+        old = [
+            entry
+            for entry in self._entries.of.values()
+            if entry.left_s is not None and now_s - entry.left_s > self._keep_s
+        ]
+        for entry in old:
+            del self._entries.of[entry.ticket]
+        ended = [entry for entry in self._entries.of.values() if entry.left_s is not None]
+        tokens = sum(len(entry.submit.tokens or ()) + len(entry.tokens) for entry in ended)
+        for entry in sorted(ended, key=lambda entry: entry.left_s or 0.0):
+            if tokens <= MOST_TOKENS:
+                break
+            tokens -= len(entry.submit.tokens or ()) + len(entry.tokens)
+            del self._entries.of[entry.ticket]
+        for number in self._segments.all[:-1]:
+            if now_s - self._closed_s[number] <= self._keep_s and self._segments.size <= MOST_BYTES:
+                break
+            self._attempt(lambda number=number: self._segments.remove(number))  # type: ignore[misc]
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """Do something with the disk; where that cannot be, the journal ends, and serving does
+        not."""
+        try:
+            work()
+        except OSError as error:
+            self.failed = refusal(error)
+            self._unwritten = []
+            log.error(
+                "the journal in %s has stopped: %s; requests are served, and end with this "
+                "coordinator",
+                self._segments.folder,
+                self.failed,
+            )
+
+    def close(self, *, remove: bool = False) -> None:
+        """Write what was noted, and let the folder go; `remove`: and all that is in it."""
+        self.write()
+        self._segments.close(remove=remove)

@@ -1,0 +1,148 @@
+"""Records on disk: a folder of segments, each an append-only file of records with check sums.
+
+A record is its length and CRC-32 (little-endian, 4 bytes each) and that many bytes. What a process
+that was killed has begun to write is cut off: a segment ends before its first record that is not
+whole. The folder is its owner's alone, and one process's at a time. Knows nothing of what the
+records say.
+"""
+
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import refusal
+
+MAGIC = b"dovetail journal 1\n"
+HEAD = struct.Struct("<II")
+MAX_RECORD = 64 << 20
+NAME = "segment-{:08}"
+LOCK = "lock"
+
+
+def packed(record: bytes) -> bytes:
+    """Return a record as it is written."""
+    return HEAD.pack(len(record), zlib.crc32(record)) + record
+
+
+class Segments:
+    """The segments of one folder, open for appending to the newest."""
+
+    def __init__(self, folder: Path) -> None:
+        """`UserError` if the folder cannot be used, or another process uses it."""
+        self.folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UserError(
+                f"the journal cannot be kept in {folder}: {refusal(error)}, or do without one with "
+                "coordinator.journal = 'off'"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise UserError(
+                f"the journal in {folder} is another coordinator's, which runs: stop that one, or "
+                "name another folder with coordinator.journal"
+            ) from None
+        self._sizes = {number: self._path(number).stat().st_size for number in self._numbers()}
+        self._file = -1
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers of the segments that are there, the oldest first."""
+        stem = NAME.partition("{")[0]
+        return sorted(
+            int(path.name.removeprefix(stem))
+            for path in self.folder.glob(f"{stem}*")
+            if path.name.removeprefix(stem).isdigit()
+        )
+
+    def _path(self, number: int) -> Path:
+        return self.folder / NAME.format(number)
+
+    @property
+    def all(self) -> list[int]:
+        """Return the numbers of the segments, the oldest first."""
+        return [*self._sizes]
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all segments."""
+        return sum(self._sizes.values())
+
+    @property
+    def newest_size(self) -> int:
+        """Return the bytes of the segment that is written."""
+        return self._sizes[self.all[-1]] if self._file >= 0 else 0
+
+    def read(self, number: int) -> Iterator[bytes]:
+        """Yield the records of a segment up to the first that is not whole."""
+        content = self._path(number).read_bytes()
+        if not content.startswith(MAGIC):
+            return
+        place = len(MAGIC)
+        while place + HEAD.size <= len(content):
+            size, check = HEAD.unpack_from(content, place)
+            place += HEAD.size
+            record = content[place : place + size]
+            if size > MAX_RECORD or len(record) < size or zlib.crc32(record) != check:
+                return
+            yield record
+            place += size
+
+    def begin(self) -> int:
+        """Begin a segment, which is the newest from now on, and return its number. `OSError` where
+        that cannot be: the one before goes on."""
+        number = max(self._sizes, default=0) + 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        file = os.open(self._path(number), flags, 0o600)
+        try:
+            _write(file, MAGIC)
+        except OSError:
+            os.close(file)
+            self._path(number).unlink(missing_ok=True)
+            raise
+        self._close_file()
+        self._file, self._sizes[number] = file, len(MAGIC)
+        return number
+
+    def append(self, content: bytes) -> None:
+        """Write packed records to the end of the newest segment."""
+        _write(self._file, content)
+        self._sizes[self.all[-1]] += len(content)
+
+    def sync(self) -> None:
+        """Have the disk hold what was appended; takes its time, and may be called in a thread."""
+        os.fdatasync(self._file)
+
+    def remove(self, number: int) -> None:
+        """Remove a segment, which is not the newest."""
+        self._path(number).unlink(missing_ok=True)
+        del self._sizes[number]
+
+    def close(self, *, remove: bool = False) -> None:
+        """Let the folder go; `remove`: and everything in it."""
+        self._close_file()
+        if remove:
+            for number in self.all:
+                self.remove(number)
+            (self.folder / LOCK).unlink(missing_ok=True)
+            self.folder.rmdir()
+        os.close(self._lock)
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _write(file: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(file, left) :]
