@@ -109,8 +109,8 @@ class Standing:
         self.served, self.kept = served, worker.suspend()
 
     def welcomed(self, keeps: Collection[int]) -> None:
-        """Tell that the worker is registered, and free what is held of all sessions but these, which
-        the coordinator can go on from."""
+        """Tell that the worker is registered, and free what is held of all sessions but of these,
+        which the coordinator can go on from."""
         if self.kept is not None:
             self.kept.only(keeps)
             self.kept = None

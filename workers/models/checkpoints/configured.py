@@ -189,7 +189,7 @@ def why_refused(config: Any, model_class: Any) -> str:
 
 
 _OF_THE_TRIAL = re.compile(r"\bmeta\b|register_meta")
-"""What an error says that has to do with numbers that are not there, and not with a model."""
+"""Words of an error about numbers that are not there, which is about no model."""
 
 
 def _stumbles(fields: Mapping[str, Any], config_class: Any) -> Mapping[str, str]:
