@@ -8,6 +8,7 @@ from dovetail.protocol.messages import Finished, Limits, Reads, Reported
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
+from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.record.recorder import Recorder
 from support.memory_links import MemoryHub, MemoryLink, memory_links
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker
@@ -29,6 +30,7 @@ class House:
         limits: Limits | None = None,
         settings: CoordinatorSettings = DEFAULTS,
         recorder: Recorder | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`reads`: the draft is a head of the target's, and reads these features. `limits`: of both
         workers."""
@@ -39,6 +41,7 @@ class House:
             clock_ns=lambda: time.monotonic_ns() + self.later_ns,
             settings=settings,
             recorder=recorder,
+            journal=journal,
         )
         self.workers: list[ScriptedWorker] = []
         both = {} if limits is None else {"limits": limits}

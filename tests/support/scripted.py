@@ -30,6 +30,7 @@ from dovetail.protocol.messages import (
     Fed,
     Feed,
     Fingerprint,
+    HeldSession,
     Hello,
     Limits,
     Observe,
@@ -220,6 +221,7 @@ class ScriptedWorker:
         match command:
             case Welcome():
                 self.coordinator_epoch = command.epoch
+                self.kept = {one: log for one, log in self.kept.items() if one in command.keeps}
             case Failed():
                 self.failures.append(command)
             case Probe():
@@ -261,6 +263,17 @@ class ScriptedWorker:
                 self.rows_of(command.session, log),
             )
             assert sum(map(len, self.kept.values())) <= self.limits.kept
+
+    def suspend(self) -> tuple[HeldSession, ...]:
+        """Close every session, since the coordinator has gone; what is left of these and others."""
+        for session, log in self.logs.items():
+            begun = session in self.begun
+            self.rows[session] = self.done[session] if begun else self.rows_of(session, log)
+            if self.rows[session]:
+                self.kept[session] = log
+        for state in (self.logs, self.begun, self.done, self.rounds):
+            state.clear()
+        return tuple(HeldSession(session=one, rows=self.rows[one]) for one in self.kept)
 
     def rows_of(self, session: int, log: Sequence[int]) -> int:
         """The root has none."""
