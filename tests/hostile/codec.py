@@ -43,6 +43,7 @@ def siege_codec(
     ]
     found, kinds = Found("codec"), {kind: KindFound() for kind in KINDS}
     began = perf_counter()
+    found.look(0.0)
     while found.messages < count:
         stream, dialect, healthy = streams[found.messages // AT_A_TIME % len(streams)]
         for kind, frames in islice(stream, min(AT_A_TIME, count - found.messages)):

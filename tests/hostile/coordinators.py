@@ -56,6 +56,7 @@ def siege_coordinator(count: int, seed: int, step: Callable[[int], None]) -> Fou
     with faults_of("dovetail.coordinator") as found.faults:
         scene = _Scene(Random(seed), found)
         began = perf_counter()
+        found.look(0.0)
         while found.messages < count and not found.faults:
             for _ in range(min(AT_A_TIME, count - found.messages)):
                 scene.attack()
@@ -206,6 +207,7 @@ def siege_by_target(count: int, seed: int, step: Callable[[int], None]) -> Found
     with faults_of("dovetail.coordinator") as found.faults:
         house = House(target=False)
         began, waiting = perf_counter(), set[int | None]()
+        found.look(0.0)
         rogue, idle = _new_target(house, rng), 0
         while found.messages < count and not found.faults:
             while len(waiting) < RUNNING:

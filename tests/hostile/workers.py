@@ -74,6 +74,7 @@ def siege_worker(
     coordinator = _Coordinator(worker)
     try:
         expected = coordinator.converse()
+        found.look(0.0)
         while found.messages < count and not coordinator.fault:
             for _, frames in islice(
                 streams[found.messages // AT_A_TIME % 2], min(AT_A_TIME, count - found.messages)

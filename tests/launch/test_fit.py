@@ -191,12 +191,16 @@ def test_a_limit_of_address_space_is_refused_before_it_is_met(bf16: Path, run: R
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("broken", ["no index", "no header", "a list", "no shape"])
+@pytest.mark.parametrize(
+    "broken", ["no index", "no header", "a list", "no shape", "a shape of more"]
+)
 def test_what_is_wrong_with_a_file_is_left_to_whoever_loads_it(tmp_path: Path, broken: str) -> None:
     content = {
         "no header": b"\xff" * 100,
         "a list": b"\x02\0\0\0\0\0\0\0[]",
         "no shape": b'\x0a\0\0\0\0\0\0\0{"a": {} }',
+        "a shape of more": b"\x3f\0\0\0\0\0\0\0"
+        b'{"a": {"dtype": "F32", "shape": [17], "data_offsets": [0, 64]}}',
     }
     if broken in content:
         (tmp_path / "model.safetensors").write_bytes(content[broken])

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES, Sizes, matrix_bytes
@@ -42,6 +43,8 @@ MAX_HEADER_BYTES = 100 << 20
 IN_BLOCKS = (FILE, INT4)
 """Weights that are blocks, of the checkpoint or searched for."""
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+FEWEST_BITS = 4
+"""Bits of a number of any other type at least."""
 TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
 )
@@ -136,13 +139,15 @@ def _header(file: Path) -> list[Tensor]:
             raise ValueError("no header")
         entries = json.loads(content.read(size))
     entries.pop("__metadata__", None)
-    return [
-        _entry(name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
-        for name, entry in entries.items()
-    ]
+    return [_entry(name, entry) for name, entry in entries.items()]
 
 
-def _entry(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+def _entry(name: str, entry: Mapping[str, Any]) -> Tensor:
+    kind, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+    start, stop = map(int, entry["data_offsets"])
+    least_bits = 8 * STORED_BYTES[kind] if kind in STORED_BYTES else FEWEST_BITS
+    if prod(shape) * least_bits > 8 * (stop - start):
+        raise ValueError("more numbers than its bytes hold")
     own = Tensor(name, kind, shape)
     coded = kind == "U8" and name.endswith(BLOCKS)
     return replace(own, packed_bytes=KINDS[MXFP4].packed_size_of((own.numbers,))) if coded else own
