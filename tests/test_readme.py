@@ -141,9 +141,9 @@ def test_commands_and_their_options_are_there(page: Path) -> None:
             words = shlex.split(part.replace("...", ""))
             if not words or words[0].startswith("-") or words[0].isupper():
                 continue
-            name = " ".join(words[:2])
-            name = name if name in commands() else words[0]
-            assert name in commands(), f"{page.name}: {line}"
+            names = (" ".join(words[:length]) for length in (3, 2, 1))
+            name = next((name for name in names if name in commands()), "")
+            assert name, f"{page.name}: {line}"
             named = {word.partition("=")[0] for word in words if OPTION.match(word)}
             assert named <= options_of(commands()[name]), f"{page.name}: {line}"
 

@@ -1,6 +1,7 @@
 """`dovetail config`: show the settings in force, and print files for other programs."""
 
 import json
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -8,17 +9,21 @@ import click
 
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
+from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.flags import LISTENING, settings_flags
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import refusal
 
-EXPORTS = {"grafana": Path(__file__).parent.parent / "files" / "grafana.json"}
-"""The files that `config export` prints."""
+GRAFANA = Path(__file__).parent.parent / "files" / "grafana.json"
+SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
+"""The sections that `serve` has."""
 
 
 @click.group()
 def command() -> None:
-    """The settings in force, and where each of them came from."""
+    """The settings in force, and where each of them came from; files for other programs."""
 
 
 @command.command("show", cls=HelpCommand)
@@ -41,9 +46,64 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
         click.echo()
 
 
-@command.command("export", cls=HelpCommand)
-@click.argument("what", type=click.Choice([*EXPORTS]))
-def export(what: str) -> None:
-    """Print a file for another program: grafana, a dashboard over /metrics, which Grafana
-    imports."""
-    click.echo(EXPORTS[what].read_text(encoding="utf-8"), nl=False)
+@command.group("export")
+def export() -> None:
+    """Print a file for another program: what Grafana imports, or with what systemd, compose or
+    Kubernetes runs the processes that `serve` starts with the same settings."""
+
+
+@export.command("grafana", cls=HelpCommand)
+def grafana() -> None:
+    """Print a dashboard over /metrics, which Grafana imports."""
+    click.echo(GRAFANA.read_text(encoding="utf-8"), nl=False)
+
+
+@export.command("systemd", cls=HelpCommand)
+@click.option(
+    "--out",
+    type=OUT_FOLDER,
+    help="Write each unit into this folder, such as /etc/systemd/system.  [default: stdout]",
+)
+@settings_flags(*SERVED, shown=LISTENING, named=True)
+def systemd(configuration: Configuration, out: Path | None) -> None:
+    """Print hardened units for this machine: the coordinator, its workers and the HTTP API, each on
+    its cores and within its memory, watched by their progress."""
+    from dovetail.launch.files.deployment.systemd import systemd_units
+
+    units = systemd_units(configuration)
+    if out is not None:
+        _write(out, units)
+        return
+    for name, text in units.items():
+        click.echo(f"# ---- {name}\n{text}")
+
+
+@export.command("compose", cls=HelpCommand)
+@settings_flags(*SERVED, shown=LISTENING, named=True)
+def compose(configuration: Configuration) -> None:
+    """Print a compose file for this machine: a container for each process, of which only the HTTP
+    API has a network."""
+    from dovetail.launch.files.deployment.compose import compose_file
+
+    click.echo(compose_file(configuration), nl=False)
+
+
+@export.command("kubernetes", cls=HelpCommand)
+@settings_flags(*SERVED, shown=LISTENING, named=True)
+def kubernetes(configuration: Configuration) -> None:
+    """Print a LeaderWorkerSet: a pod with the coordinator, the HTTP API and the target, and one
+    with the draft. The keys are Secrets, which a comment says how to make."""
+    from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
+
+    click.echo(kubernetes_manifest(configuration), nl=False)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files into a folder; `UserError` where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            click.echo(folder / name)
+    except OSError as error:
+        raise UserError(f"cannot write units to {folder}: {refusal(error)}") from None

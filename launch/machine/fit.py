@@ -69,12 +69,12 @@ def check_memory(
     if settings.memory.ram_bytes is not None:  # it is about a target's own memory
         roles = [role for role in roles if role in ("target", "unified")]
         room = Room(settings.memory.ram_bytes + PROCESS_BYTES, "with a process, as memory.ram says")
-    needs = [*_needs(settings, roles, nodes)]
+    needs = [*needs_of(settings, roles, nodes)]
     if (why := _refusal(needs, room)) is None:
         return
     for name, value, other in _smaller(settings, roles):
-        if _refusal([*_needs(other, roles, nodes)], room) is None:
-            size = sum(need.size for need in _needs(other, roles, nodes))
+        if _refusal([*needs_of(other, roles, nodes)], room) is None:
+            size = sum(need.size for need in needs_of(other, roles, nodes))
             raise SettingsError(
                 f"{why}: with --{name} {value} "
                 f"{'it needs' if len(needs) == 1 else 'they need'} {_gb(size)}, which fits"
@@ -140,8 +140,10 @@ def _refusal_of_nodes(need: Need) -> str:
     return ""
 
 
-def _needs(settings: Settings, roles: Sequence[str], nodes: tuple[int, ...]) -> Iterator[Need]:
-    """Yield what each role takes, as far as the files tell."""
+def needs_of(
+    settings: Settings, roles: Sequence[str], nodes: tuple[int, ...] = ()
+) -> Iterator[Need]:
+    """Yield what each role takes while it loads, as far as the files tell."""
     target = with_target(settings.target)
     tensors = _tensors(target.model)
     in_memory = target.device in SHARED_DEVICES and not target.split.device

@@ -264,7 +264,10 @@ def draft_bytes(settings: Settings) -> int:
         or draft.share is True
     ):
         return 0
-    own, whole = _sizes(draft.model, draft.weights), _sizes(target.model)
+    own, whole = (
+        sizes_here(model, kind, kind)
+        for model, kind in ((draft.model, _type_of(draft.weights)), (target.model, "half"))
+    )
     if draft.kind == "substitute" and whole is not None:
         bits = int((draft.weights if draft.weights != "auto" else "int4").removeprefix("int"))
         return substitute_bytes(whole, bits, device)
@@ -289,17 +292,16 @@ def _type_of(weights: str) -> str:
     return "fp32" if weights == "fp32" else "half"
 
 
-def _sizes(model: str, weights: str = "auto") -> Sizes | None:
-    """Return the sizes on a GPU of a draft's model, or of a head with what it has of its target, if
-    it is here and has them in its config.json."""
-    kind = _type_of(weights)
+def sizes_here(model: str, weights: str, cache: str) -> Sizes | None:
+    """Return the sizes of a model, or of a head with what it has of its target, with such weights
+    and such keys and values (fp32, half), if it is here and has them in its config.json."""
     file = Path(model).expanduser() / "config.json"
     if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         config = text_part(content) if isinstance(content, dict) else {}
-        return sizes_of(config, kind, kind) if has_sizes(config) else None
+        return sizes_of(config, weights, cache) if has_sizes(config) else None
     except (ValueError, RecursionError):  # whoever loads it says so
         return None
 

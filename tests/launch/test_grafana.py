@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dovetail.launch import cli
-from dovetail.launch.commands.config import EXPORTS
+from dovetail.launch.commands.config import GRAFANA
 from dovetail.runtime.http.exposition import Exposition
 from support.golden import representative
 
@@ -30,7 +30,7 @@ def exposed() -> set[str]:
 
 
 def test_every_metric_of_the_dashboard_is_one_that_is_exposed() -> None:
-    board = json.loads(EXPORTS["grafana"].read_text(encoding="utf-8"))
+    board = json.loads(GRAFANA.read_text(encoding="utf-8"))
     named = {
         metric
         for panel in board["panels"]
@@ -42,7 +42,7 @@ def test_every_metric_of_the_dashboard_is_one_that_is_exposed() -> None:
 
 
 def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:
-    panels = json.loads(EXPORTS["grafana"].read_text(encoding="utf-8"))["panels"]
+    panels = json.loads(GRAFANA.read_text(encoding="utf-8"))["panels"]
     places = [[panel["gridPos"][axis] for axis in "xywh"] for panel in panels]
     cells = [
         (column, row)

@@ -1,0 +1,51 @@
+"""Facts that compose and Kubernetes have in common: the image, its user, and where in a container
+things are. The Dockerfile beside this file makes the image."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dovetail.launch.cli import installed_version
+from dovetail.launch.settings.configure import Configuration
+
+USER = 10001
+"""The user and the group in the container, as the Dockerfile has them."""
+RUN, MODELS, CACHE = "/run/dovetail", "/models", "/cache"
+DOCKERFILE = "launch/files/deployment/Dockerfile"
+CONFINED: Mapping[str, Any] = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": CACHE}
+"""Variables of a worker: it downloads nothing, and keeps what it has measured."""
+READY = (
+    "import sys, urllib.request; "
+    "sys.exit(urllib.request.urlopen('http://127.0.0.1:{port}/readyz').status != 200)"
+)
+"""A check of readiness for where there is neither curl nor wget."""
+
+
+def image() -> str:
+    """Return the name of the image of this release."""
+    return f"dovetail:{installed_version()}"
+
+
+def in_container(path: Path) -> str:
+    """Return where a model is in a container."""
+    snapshot = path.parent.name == "snapshots"
+    parts = (path.parent.parent.name, *path.parts[-2:]) if snapshot else (path.name,)
+    return "/".join((MODELS, *parts))
+
+
+def listening(configuration: Configuration, keys: str) -> Configuration:
+    """Return settings whose HTTP API listens at every address of its container, which takes keys,
+    and whose recordings, if there are any, lie in the cache."""
+    taken = {"http.host": "0.0.0.0", "http.api_key_file": keys}
+    if configuration.settings.coordinator.record:
+        taken["coordinator.record"] = f"{CACHE}/recordings"
+    return configuration.over("the container", taken)
+
+
+def documents(comment: str, *content: Mapping[str, Any]) -> str:
+    """Return YAML documents below a comment."""
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+    body: str = yaml.safe_dump_all(content, sort_keys=False, width=100)
+    return head + body

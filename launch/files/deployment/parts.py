@@ -1,0 +1,197 @@
+"""The processes of a deployment: the commands that `dovetail serve` starts, written down for
+another program to start, with what each of them reads and may take.
+
+Decides nothing of its own: commands, cores and memory are those of `serve` with the same settings.
+"""
+
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.cards import read_cards
+from dovetail.launch.machine.limits import memory_limit
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes.connection import with_choices
+from dovetail.launch.processes.stack import (
+    coordinator_arguments,
+    http_arguments,
+    layout_of,
+    processes_of,
+    with_room_for_draft,
+    worker_arguments,
+)
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_draft, with_target
+from dovetail.launch.settings.generation import with_generation_config
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.keys import COORDINATOR, OwnKey, check_folder, own_key_for
+from dovetail.protocol.settings import HOST_DEVICES, SHARED_DEVICES, Settings
+from dovetail.workers.models.checkpoints.gguf.view import spelled
+
+NVIDIA = Path("/dev/nvidiactl")
+WORKER_ROLES = {"target": ("target",), "draft": ("draft",), "unified": ("target", "draft")}
+BINDING = ("--cores=", "--memory-nodes=")
+PLACES = ("--target.model=", "--draft.model=")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The surroundings in which the processes of a deployment find themselves."""
+
+    address: str
+    """The coordinator, as the other processes reach it."""
+    listen: str
+    """The address at which it listens."""
+    keys: Callable[[str], str]
+    """Part -> its folder of keys; asked only over tcp."""
+    model: Callable[[Path], str]
+    """Folder or file of a model on this machine -> its path there."""
+    bound: bool = True
+    """False if it is another machine, whose cores are not these."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of a deployment."""
+
+    name: str
+    """The role: coordinator, http, target, draft or unified."""
+    arguments: tuple[str, ...]
+    """Its command, behind `dovetail`."""
+    place: Place
+    """Its cores and memory nodes on this machine."""
+    memory: int | None
+    """Bytes that it may take; None: not known."""
+    gpu: bool
+    """True if it may use a GPU."""
+    models: tuple[Path, ...]
+    """The folders and files of models on this machine that it reads."""
+
+    @property
+    def is_worker(self) -> bool:
+        return self.name in WORKER_ROLES
+
+
+def settled(configuration: Configuration) -> Configuration:
+    """Return the settings as `serve` has them when it starts: with the sampling defaults of the
+    target, and weights and draft chosen where the user named none. `UserError` for a port that
+    nobody could know."""
+    if configuration.settings.http.port == 0:
+        raise UserError("http.port = 0 is another port at every start: name one with --http.port")
+    return with_choices(with_generation_config(configuration)[0])
+
+
+def parts_of(configuration: Configuration, there: Destination) -> list[Part]:
+    """Return the coordinator, the HTTP API and the workers of these settings. `UserError` for a
+    model that is not on this machine."""
+    settings, layout = configuration.settings, layout_of(configuration.settings)
+    coordinator = [
+        "coordinator",
+        f"--coordinator.listen={there.listen}",
+        *coordinator_arguments(configuration),
+        f"--cores={format_numbers(layout.coordinator.cores)}",
+    ]
+    commands = [
+        ("coordinator", coordinator, layout.coordinator),
+        ("http", http_arguments(configuration, there.address, ""), layout.coordinator),
+    ]
+    for role in processes_of(settings):
+        own = with_room_for_draft(configuration) if role == "target" else configuration
+        place = layout.draft if role == "draft" else layout.target
+        if role == "unified":
+            place = Place(tuple(sorted({*layout.target.cores, *layout.draft.cores})), place.nodes)
+        commands.append((role, worker_arguments(own, role, there.address, layout), place))
+    tcp = there.address.startswith("tcp://")
+    parts = []
+    for name, command, place in commands:
+        keys = [f"--coordinator.keys={there.keys(name)}"] if tcp else []
+        parts.append(
+            Part(
+                name,
+                (*_moved(command, there), *keys),
+                place,
+                memory_limit(settings, name),
+                _may_use_gpu(settings, name),
+                tuple(_models(settings, name)),
+            )
+        )
+    return parts
+
+
+def key_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of a folder of keys that a part needs; `KeysError` if its own is not
+    there."""
+    check_folder(folder)
+    if name == COORDINATOR:
+        return [folder / f"{COORDINATOR}.key", *sorted(folder.glob("*.pub"))]
+    own: list[OwnKey] = [own_key_for(folder, role) for role in WORKER_ROLES.get(name, ("client",))]
+    return [
+        *dict.fromkeys(folder / f"{key.name}.key" for key in own),
+        folder / f"{COORDINATOR}.pub",
+    ]
+
+
+def whole_model(path: Path) -> Path:
+    """Return what has to be there for a model to be read: in the hub's cache a revision is links
+    into a folder beside it."""
+    return path.parent.parent if path.parent.name == "snapshots" else path
+
+
+def local_host(host: str) -> bool:
+    """Return whether an address of the HTTP API is reached from its own machine alone."""
+    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return all(str(address[4][0]).startswith(("127.", "::1")) for address in found)
+
+
+def _moved(command: list[str], there: Destination) -> Iterator[str]:
+    """Yield a command with the models where they are there, and without cores of this machine for
+    another one."""
+    for flag in command:
+        if flag.startswith(PLACES) and flag.partition("=")[2]:
+            name, _, model = flag.partition("=")
+            yield f"{name}={there.model(_here(model))}"
+        elif there.bound or not flag.startswith(BINDING):
+            yield flag
+
+
+def _models(settings: Settings, name: str) -> Iterator[Path]:
+    """Yield the models that a process reads and that do not come with the program."""
+    target, draft = with_target(settings.target), with_draft(settings.draft)
+    if name in WORKER_ROLES and settings.target.model:
+        yield _here(target.model)
+    if name in ("draft", "unified") and settings.draft.model:
+        yield _here(draft.model)
+
+
+def _here(model: str) -> Path:
+    """Return where a model is on this machine: a folder, a GGUF file, or a revision in the hub's
+    cache."""
+    path = Path(spelled(model)).expanduser()
+    if path.exists():
+        return path.absolute()
+    from dovetail.workers.models.checkpoints.hub import Hosted, local_folder  # half a second
+
+    if (folder := local_folder(model)) is None:
+        hosted = Hosted.of(model)
+        fetch = f" with `{hosted.command()}`" if hosted is not None else ""
+        raise UserError(
+            f"the model {model} is not on this machine, and a service downloads nothing: fetch it "
+            f"first{fetch}"
+        )
+    return folder
+
+
+def _may_use_gpu(settings: Settings, name: str) -> bool:
+    """Return whether a process computes with a GPU, as far as the settings say; where they leave it
+    open, whether this machine has one."""
+    target, draft = settings.target, settings.draft
+    devices = {
+        "target": (target.device, target.split.device, target.prefill),
+        "draft": (draft.device if draft.kind not in ("none", "ngram") else "cpu",),
+    }
+    asked = {device for role in WORKER_ROLES.get(name, ()) for device in devices[role]}
+    if asked - {"", "auto", "local", *HOST_DEVICES, *SHARED_DEVICES}:
+        return True
+    return "auto" in asked and (NVIDIA.exists() or bool([*read_cards()]))

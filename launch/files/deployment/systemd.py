@@ -1,0 +1,273 @@
+"""Units of systemd for the processes of `dovetail serve`: each hardened, on its cores, within its
+memory, and ended when it makes no progress.
+
+Every line that is not plain says why it is there; `systemd-analyze security` has the rest.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from dovetail.launch.files.deployment.parts import (
+    Destination,
+    Part,
+    key_files,
+    local_host,
+    parts_of,
+    settled,
+    whole_model,
+)
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes.supervise import GRACE_S
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.http_keys import read_keys
+from dovetail.protocol.settings import Settings
+
+GROUP = "dovetail.target"
+SOCKET = "ipc:///run/dovetail/coordinator"
+HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
+"""Folders of which a hardened unit sees nothing."""
+WATCHDOG = 3
+"""A worker ends itself after `coordinator.stuck_s`, and says where it was; systemd ends one that
+cannot, after so many times that."""
+DEPTH = 3
+"""So many folders above that of this file are those of the package."""
+STOP_S = round(3 * GRACE_S)
+UNPLAIN = re.compile(r"[^\w@%+=:,./-]")
+COMMON = """\
+Restart=on-failure
+RestartSec=2
+UMask=0077
+OOMPolicy=stop
+DynamicUser=yes
+User=dovetail
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+PrivateUsers=yes
+PrivateTmp=yes
+PrivateMounts=yes
+ProtectSystem=strict
+ProtectProc=invisible
+ProtectClock=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectControlGroups=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RemoveIPC=yes
+KeyringMode=private
+LockPersonality=yes
+SystemCallArchitectures=native
+# what binds threads and memory to cores and nodes is among @system-service
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged
+SystemCallErrorNumber=EPERM"""
+TORCH = """\
+# no MemoryDenyWriteExecute: torch generates code for this processor
+Environment=XDG_CACHE_HOME=%C HF_HUB_OFFLINE=1
+# what calibrate measured and what was proved of a model is kept: /var/cache/dovetail
+CacheDirectory=dovetail
+CacheDirectoryMode=0700
+# weights lie in huge pages where transparent_hugepage is madvise or always; nothing is locked
+LimitMEMLOCK=8M
+LimitNOFILE=4096"""
+PLAIN = """\
+MemoryDenyWriteExecute=yes"""
+GPU = """\
+# a GPU: its driver maps memory of its own choice and locks it
+LimitMEMLOCK=infinity
+DevicePolicy=closed
+DeviceAllow=char-nvidia rw
+DeviceAllow=char-nvidia-frontend rw
+DeviceAllow=char-nvidia-uvm rw
+DeviceAllow=char-drm rw
+DeviceAllow=/dev/kfd rw
+SupplementaryGroups=video render"""
+
+
+def systemd_units(configuration: Configuration) -> dict[str, str]:
+    """Return file name -> text of the units for these settings on this machine. `UserError` for a
+    model that is not here, `SettingsError` and `KeysError` for keys that are missing."""
+    configuration = settled(configuration)
+    settings = configuration.settings
+    read_keys(settings.http)
+    listen = settings.coordinator.listen
+    tcp = listen.startswith("tcp://")
+    if settings.http.api_key_file:
+        configuration = configuration.over(
+            "the unit", {"http.api_key_file": "/run/dovetail-http/api-keys"}
+        )
+    if settings.coordinator.record:
+        configuration = configuration.over(
+            "the unit", {"coordinator.record": "/var/lib/dovetail/recordings"}
+        )
+    for anywhere in ("//0.0.0.0:", "//[::]:", "//*:"):
+        listen = listen.replace(anywhere, "//127.0.0.1:")
+    there = Destination(
+        address=listen if tcp else SOCKET,
+        listen=settings.coordinator.listen if tcp else SOCKET,
+        keys=lambda name: f"/run/{_unit(name)}/keys",
+        model=str,
+    )
+    parts = parts_of(configuration, there)
+    files = {f"{_unit(part.name)}.service": _service(part, settings) for part in parts}
+    wants = " ".join(files)
+    return {
+        GROUP: f"# systemctl enable --now {GROUP}; systemctl restart {GROUP}\n"
+        f"[Unit]\nDescription=Dovetail, speculative decoding\nWants={wants}\n\n"
+        "[Install]\nWantedBy=multi-user.target\n",
+        **files,
+    }
+
+
+def _service(part: Part, settings: Settings) -> str:
+    """Return one unit."""
+    coordinator = part.name == "coordinator"
+    after = [] if coordinator else [f"{_unit('coordinator')}.service"]
+    lines = [
+        "[Unit]",
+        f"Description=Dovetail: the {part.name}{' worker' if part.is_worker else ''}",
+        f"PartOf={GROUP}",
+        f"After={' '.join(['network.target', *after])}",
+        *([f"Wants={after[0]}"] if after else []),
+        "StartLimitIntervalSec=60",
+        "StartLimitBurst=5",
+        "",
+        "[Service]",
+        "Type=notify",
+        "NotifyAccess=main",
+        *_keys(part, settings),
+        f"ExecStart={' '.join(map(_quoted, [*program(), *part.arguments]))}",
+        "# fed from where work is done, never by a timer",
+        f"WatchdogSec={WATCHDOG * settings.coordinator.stuck_s:g}",
+        f"TimeoutStopSec={STOP_S}",
+        *(
+            ["# a worker asks for more time while it reads its model", "TimeoutStartSec=15min"]
+            if part.is_worker
+            else ["TimeoutStartSec=30"]
+        ),
+        *COMMON.splitlines(),
+        *_folders(part, settings),
+        *_network(part, settings),
+        *_resources(part),
+        *(GPU if part.gpu else "PrivateDevices=yes").splitlines(),
+        *((TORCH if part.is_worker else PLAIN).splitlines()),
+    ]
+    if part.gpu:
+        lines.remove("LimitMEMLOCK=8M")
+    return "\n".join(lines) + "\n"
+
+
+def _resources(part: Part) -> Iterator[str]:
+    """Yield cores, memory nodes and memory."""
+    cores = format_numbers(sorted(part.place.cores))
+    yield f"AllowedCPUs={cores}"
+    if nodes := format_numbers(sorted(set(part.place.nodes))):
+        policy = "bind" if len(part.place.nodes) == 1 or part.place.shards else "interleave"
+        yield from (f"AllowedMemoryNodes={nodes}", f"NUMAPolicy={policy}", f"NUMAMask={nodes}")
+    if part.memory is not None:
+        if part.is_worker:
+            yield "# estimated: weights while they load, keys and values of 8 long conversations"
+        yield f"MemoryMax={part.memory}"
+        yield "MemorySwapMax=0"
+    elif part.is_worker:
+        yield "# no MemoryMax: its weights are in a GPU's memory, or their size is not known"
+    yield "TasksMax=512"
+
+
+def _folders(part: Part, settings: Settings) -> Iterator[str]:
+    """Yield what a unit sees of the file system beside the system itself."""
+    if part.name == "coordinator":
+        yield from ("RuntimeDirectory=dovetail", "RuntimeDirectoryMode=0700")
+        if settings.coordinator.record:
+            yield from ("StateDirectory=dovetail", "StateDirectoryMode=0700")
+    needed = {*installation(), *map(whole_model, part.models)}
+    bound = sorted({path for path in needed if _hidden(path)})
+    yield f"ProtectHome={'tmpfs' if bound else 'yes'}"
+    yield from (f"BindReadOnlyPaths={_quoted(str(path))}" for path in bound)
+
+
+def _network(part: Part, settings: Settings) -> Iterator[str]:
+    """Yield what a unit may speak with."""
+    tcp = settings.coordinator.listen.startswith("tcp://")
+    if part.name != "http" and not tcp:
+        yield from ("PrivateNetwork=yes", "RestrictAddressFamilies=AF_UNIX", "IPAddressDeny=any")
+        return
+    yield "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6"
+    if part.is_worker or (part.name == "http" and local_host(settings.http.host)):
+        yield from ("IPAddressDeny=any", "IPAddressAllow=localhost")
+    else:
+        yield "# no IPAddressDeny: it listens for other machines"
+
+
+def _keys(part: Part, settings: Settings) -> Iterator[str]:
+    """Yield what hands a unit its keys: systemd reads them as root, and the process gets copies
+    that only it can read."""
+    copies = []
+    if part.name == "http" and settings.http.api_key_file:
+        path = Path(settings.http.api_key_file).expanduser().absolute()
+        yield f"LoadCredential=api-keys:{_literal(path)}"
+        copies.append(("api-keys", ""))
+    if settings.coordinator.listen.startswith("tcp://"):
+        if part.name == "coordinator":
+            yield "# a peer whose key is made later needs a line of its own here, and in the next"
+        folder = Path(settings.coordinator.keys).expanduser().absolute()
+        for file in key_files(folder, part.name):
+            yield f"LoadCredential={file.name}:{_literal(file)}"
+            copies.append((file.name, "/keys"))
+    if not copies:
+        return
+    own = _unit(part.name)
+    if part.name == "coordinator":
+        yield f"RuntimeDirectory={own}"
+    else:
+        yield from (f"RuntimeDirectory={own}", "RuntimeDirectoryMode=0700")
+    for below in dict.fromkeys(below for _, below in copies):
+        names = " ".join(f"%d/{name}" for name, at in copies if at == below)
+        yield (
+            f"ExecStartPre=/usr/bin/install -D -m 0400 -t /run/{own}{below} {names}"
+            if below
+            else f"ExecStartPre=/usr/bin/install -m 0400 -t /run/{own} {names}"
+        )
+
+
+def program() -> list[str]:
+    """Return the command line of this installation of dovetail."""
+    script = Path(sys.executable).with_name("dovetail")
+    return [str(script)] if script.is_file() else [sys.executable, "-m", "dovetail.launch.cli"]
+
+
+def installation() -> set[Path]:
+    """Return the folders that this installation is in: its environment, the interpreter, and the
+    package itself, which an editable installation has elsewhere."""
+    here = Path(__file__)
+    package = {here.parents[DEPTH], here.resolve().parents[DEPTH]}
+    return {Path(sys.prefix), Path(sys.base_prefix), *package}
+
+
+def _hidden(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in HIDDEN)
+
+
+def _unit(name: str) -> str:
+    """Return the name of a unit, without its suffix; a worker's says so, beside `dovetail.target`,
+    which is the group of all."""
+    return f"dovetail-{name}" if name in ("coordinator", "http") else f"dovetail-worker-{name}"
+
+
+def _literal(path: Path) -> str:
+    """Return a path in which no specifier is replaced."""
+    return str(path).replace("%", "%%")
+
+
+def _quoted(word: str) -> str:
+    """Return a word of a command line as systemd reads it: no specifier, no variable."""
+    plain = word.replace("%", "%%").replace("$", "$$")
+    if not UNPLAIN.search(plain):
+        return plain
+    return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,140 @@
+"""The units of `config export systemd` under a systemd of their own: hardened as they are they
+serve, are fed, and are started again when they are stopped."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+SYSTEMD = Path("/lib/systemd/systemd")
+BOOT = Path(__file__).parents[1] / "support" / "boot.sh"
+TOOLS = ("unshare", "nsenter", "systemctl")
+STUCK_S, WATCHDOG_S, PATIENCE_S = 2, 6, 120.0
+UNITS = ("coordinator", "http", "worker-target", "worker-draft")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.geteuid() != 0
+        or not SYSTEMD.exists()
+        or not all(map(shutil.which, TOOLS))
+        or subprocess.run(
+            ["unshare", "--mount", "--pid", "--fork", "--cgroup", "true"], capture_output=True
+        ).returncode
+        != 0,
+        reason="needs root, systemd, and namespaces",
+    ),
+]
+
+
+class Booted:
+    """A systemd in namespaces of its own."""
+
+    def __init__(self, units: Path, scratch: str) -> None:
+        boot = [str(BOOT), str(units), scratch]
+        self._process = subprocess.Popen(
+            ["unshare", "--mount", "--pid", "--fork", "--cgroup", "--kill-child", *boot],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def first(self) -> int:
+        """The first process of the namespace."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        return int(children.read_text().split()[0])
+
+    def run(self, *command: str) -> str:
+        within = ["nsenter", "-t", str(self.first), "--mount", "--pid", "--root", "--wd=/"]
+        return subprocess.run(
+            [*within, *command], capture_output=True, text=True, timeout=PATIENCE_S
+        ).stdout
+
+    def show(self, unit: str, *names: str) -> dict[str, str]:
+        said = self.run("systemctl", "show", f"dovetail-{unit}.service", f"-p{','.join(names)}")
+        return dict(line.split("=", 1) for line in said.splitlines())
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError, IndexError):
+            os.kill(self.first, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def scratch() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="dt-boot-") as folder:
+        yield folder
+
+
+def wait(until: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not until():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.2)
+
+
+def get(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(600)
+def test_units_serve_and_are_watched(
+    run: Run, environment: dict[str, str], tmp_path: Path, scratch: str
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    units = tmp_path / "units"
+    stuck = f"--coordinator.stuck_s={STUCK_S}"
+    exported = run(
+        *("config", "export", "systemd", "--out", str(units), f"--http.port={port}", stuck),
+        env={**environment, "PYTHONPATH": ""},  # a unit has the installation alone
+    )
+    assert exported.returncode == 0, exported.stderr
+    booted = Booted(units, scratch)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait(lambda: get(f"{url}/readyz"), "the service is not ready")
+        asked = json.dumps({"prompt": "Once upon a time", "max_tokens": 16}).encode()
+        request = urllib.request.Request(
+            f"{url}/v1/completions", asked, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 16
+        time.sleep(2 * WATCHDOG_S)  # whoever is not fed is ended meanwhile
+        for unit in UNITS:
+            state = booted.show(unit, "SubState", "NRestarts", "WatchdogUSec", "User")
+            assert state == {
+                "SubState": "running",
+                "NRestarts": "0",
+                "WatchdogUSec": f"{WATCHDOG_S}s",
+                "User": "dovetail",
+            }
+        booted.run("systemctl", "kill", "--signal=STOP", "dovetail-worker-target.service")
+        wait(
+            lambda: booted.show("worker-target", "NRestarts")["NRestarts"] != "0",
+            "the worker that was stopped is not started again",
+        )
+        wait(lambda: get(f"{url}/readyz"), "the service is not ready again")
+        assert booted.show("coordinator", "NRestarts") == {"NRestarts": "0"}
+    finally:
+        booted.end()

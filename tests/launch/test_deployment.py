@@ -1,0 +1,315 @@
+"""The files of `config export`: what systemd, compose and Kubernetes are told is what `serve` would
+start, and they take it."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import jsonschema
+import pytest
+import yaml
+
+from dovetail.launch.commands import coordinator, http, worker
+from dovetail.launch.files.deployment.compose import compose_file
+from dovetail.launch.files.deployment.containers import READY, USER
+from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
+from dovetail.launch.files.deployment.parts import Part
+from dovetail.launch.files.deployment.systemd import _quoted, _resources, systemd_units
+from dovetail.launch.machine.binding import Place
+from dovetail.launch.machine.fit import needs_of
+from dovetail.launch.machine.limits import memory_limit
+from dovetail.launch.settings.configure import Configuration, configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
+from dovetail.protocol.errors import KeysError, UserError
+from dovetail.protocol.keys import generate_keys
+from support import deployed
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+EXPOSURE = {"http": 1.5, "other": 0.5}
+"""The most that `systemd-analyze security` may say; 10 is no protection at all. The HTTP API has a
+network, and a worker's memory may be executed."""
+DOCKERFILE = Path(_quoted.__code__.co_filename).resolve().with_name("Dockerfile")
+KEY = "a-key-of-at-least-16-characters"
+
+
+def settings(**flags: str) -> Configuration:
+    return configure(flags={name.replace("__", "."): text for name, text in flags.items()})
+
+
+def services(units: dict[str, str]) -> dict[str, str]:
+    return {name: text for name, text in units.items() if name.endswith(".service")}
+
+
+def values(unit: str, name: str) -> list[str]:
+    return re.findall(rf"^{name}=(.*)$", unit, re.MULTILINE)
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """What the command line makes of a command; it is refused here if it would be then."""
+    commands: dict[str, click.Command] = {
+        "coordinator": coordinator.command,
+        "http": http.command,
+        "worker": worker.command,
+    }
+    name, *rest = arguments
+    return dict(commands[name].make_context(name, rest).params)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    generate_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def api_keys(tmp_path: Path) -> Path:
+    file = tmp_path / "api keys"
+    file.write_text(f"{KEY}\n")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model in a folder whose name means something to everybody who might read it."""
+    folder = tmp_path / "a model of 100% $HOME"
+    folder.symlink_to(DEMO_FOLDER / "target", target_is_directory=True)
+    return folder
+
+
+# -- systemd ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+def test_systemd_takes_the_units_and_finds_little_exposed(
+    invoke: Run, tmp_path: Path, api_keys: Path, model: Path
+) -> None:
+    said = invoke(
+        *("config", "export", "systemd", "--target", str(model), "--draft", "substitute"),
+        *("--out", str(tmp_path / "units"), "--http.api_key_file", str(api_keys)),
+    )
+    assert said.returncode == 0, said.stderr
+    files = [Path(line) for line in said.stdout.splitlines()]
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", *map(str, files)], capture_output=True, text=True
+    )
+    assert (verified.returncode, verified.stderr) == (0, "")
+    for file in files:
+        if file.suffix == ".service":
+            most = EXPOSURE["http" if "http" in file.name else "other"]
+            judged = subprocess.run(
+                [
+                    "systemd-analyze",
+                    "security",
+                    "--offline=true",
+                    f"--threshold={most * 10:g}",
+                    file,
+                ],
+                capture_output=True,
+                text=True,
+            )
+            assert judged.returncode == 0, judged.stdout
+
+
+def test_units_are_the_processes_of_serve_and_are_watched() -> None:
+    units = systemd_units(settings(draft__kind="ngram", coordinator__stuck_s="20"))
+    names = services(units)
+    assert [*names] == [
+        f"dovetail-{name}.service"
+        for name in ("coordinator", "http", "worker-target", "worker-draft")
+    ]
+    assert values(units["dovetail.target"], "Wants") == [" ".join(names)]
+    for name, unit in names.items():
+        assert values(unit, "Type") == ["notify"]
+        assert values(unit, "WatchdogSec") == ["60"]
+        assert values(unit, "PartOf") == ["dovetail.target"]
+        assert ("dovetail-coordinator.service" in unit) == (name != "dovetail-coordinator.service")
+        command = shlex.split(values(unit, "ExecStart")[0])
+        assert Path(command[0]).is_absolute()
+        given = parsed(command[command.index("-m") + 2 if "-m" in command else 1 :])
+        if name != "dovetail-coordinator.service":
+            assert given["connect"] == "ipc:///run/dovetail/coordinator"
+    assert "--draft.kind=ngram" in names["dovetail-worker-draft.service"]
+
+
+def test_a_unit_has_the_cores_and_memory_nodes_of_its_process() -> None:
+    def lines(place: Place) -> list[str]:
+        return [*_resources(Part("target", (), place, 5, False, ()))]
+
+    one = lines(Place((8, 9, 10, 11), (1,)))
+    assert {"AllowedCPUs=8-11", "AllowedMemoryNodes=1", "NUMAPolicy=bind", "NUMAMask=1"} < {*one}
+    assert "MemoryMax=5" in one
+    shards = lines(Place((0, 1, 8, 9), (0, 1), ((0, 1), (8, 9))))
+    assert {"AllowedCPUs=0-1,8-9", "NUMAPolicy=bind", "NUMAMask=0-1"} < {*shards}
+    assert "NUMAPolicy=interleave" in lines(Place((0, 8), (0, 1)))
+    assert not [line for line in lines(Place((0,))) if "NUMA" in line]
+
+
+def test_memory_is_what_a_model_takes_while_it_loads_and_more() -> None:
+    for role in ("target", "draft"):
+        (need,) = needs_of(settings().settings, (role,))
+        limit = memory_limit(settings().settings, role)
+        assert limit is not None
+        assert limit > 1.1 * need.size
+    inflated = memory_limit(settings(target__inflate="4GiB").settings, "target")
+    assert inflated is not None
+    assert inflated > 1.1 * (4 << 30)
+    assert memory_limit(settings(memory__ram="3GB").settings, "target") == round(1.1 * 3.3e9)
+    assert memory_limit(settings(target__device="cuda:0").settings, "target") is None
+
+
+def test_a_gpu_is_left_to_the_process_that_may_use_it() -> None:
+    units = systemd_units(settings(draft__device="cuda:0", draft__kind="small"))
+    for name, unit in services(units).items():
+        with_gpu = name == "dovetail-worker-draft.service"
+        assert ("PrivateDevices=yes" in unit) != with_gpu
+        assert ("DeviceAllow=char-nvidia rw" in unit) == with_gpu
+        assert ("LimitMEMLOCK=infinity" in unit) == with_gpu
+
+
+def test_keys_are_handed_over_as_credentials(keys: Path, api_keys: Path) -> None:
+    units = systemd_units(
+        settings(
+            coordinator__listen="tcp://0.0.0.0:5555",
+            coordinator__keys=str(keys),
+            http__host="0.0.0.0",
+            http__api_key_file=str(api_keys),
+        )
+    )
+    hub = units["dovetail-coordinator.service"]
+    assert f"coordinator.key:{keys}/coordinator.key" in values(hub, "LoadCredential")
+    assert f"client.pub:{keys}/client.pub" in values(hub, "LoadCredential")
+    server = units["dovetail-http.service"]
+    assert values(server, "LoadCredential") == [
+        f"api-keys:{api_keys}",
+        f"client.key:{keys}/client.key",
+        f"coordinator.pub:{keys}/coordinator.pub",
+    ]
+    assert "--http.api_key_file=/run/dovetail-http/api-keys" in server
+    assert "--connect=tcp://127.0.0.1:5555" in server
+    assert values(server, "ExecStartPre") == [
+        "/usr/bin/install -m 0400 -t /run/dovetail-http %d/api-keys",
+        "/usr/bin/install -D -m 0400 -t /run/dovetail-http/keys %d/client.key %d/coordinator.pub",
+    ]
+    draft = units["dovetail-worker-draft.service"]
+    assert f"target.key:{keys}/target.key" not in values(draft, "LoadCredential")
+    assert KEY not in "".join(units.values())
+    (keys / "draft.key").unlink()
+    with pytest.raises(KeysError, match=r"draft\.key"):
+        systemd_units(settings(coordinator__listen="tcp://*:5555", coordinator__keys=str(keys)))
+
+
+def test_words_of_a_command_mean_themselves() -> None:
+    assert _quoted('--target.model=/a b/100%/$HOME"\\') == (
+        '"--target.model=/a b/100%%/$$HOME\\"\\\\"'
+    )
+    assert _quoted("--cores=0-3,8") == "--cores=0-3,8"
+
+
+@pytest.mark.parametrize("what", ["systemd", "compose", "kubernetes"])
+def test_what_a_service_could_not_use_is_a_mistake(invoke: Run, what: str) -> None:
+    port = invoke("config", "export", what, "--http.port", "0")
+    assert (port.returncode, "http.port = 0" in port.stderr) == (2, True)
+    model = invoke("config", "export", what, "--target", "nobody/has-this", "--draft", "none")
+    assert model.returncode == 2
+    assert "hf download nobody/has-this" in model.stderr
+    assert "Traceback" not in port.stderr + model.stderr
+
+
+def test_a_server_that_is_open_to_others_needs_a_key(invoke: Run) -> None:
+    said = invoke("config", "export", "systemd", "--http.host", "0.0.0.0")
+    assert (said.returncode, "--http.api_key_file" in said.stderr) == (2, True)
+
+
+# -- compose ---------------------------------------------------------------------------------------
+
+
+def test_a_compose_file_is_of_the_specifications_shape(model: Path) -> None:
+    text = compose_file(settings(target__model=str(model), draft__kind="ngram", http__port="8123"))
+    content = yaml.safe_load(text)
+    jsonschema.validate(content, deployed.COMPOSE)
+    assert [*content["services"]] == ["coordinator", "http", "target", "draft"]
+    for name, service in content["services"].items():
+        parsed([word.replace("$$", "$") for word in service["command"]])
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+        assert (service.get("network_mode") == "none") == (name != "http")
+    target = content["services"]["target"]
+    assert f"--target.model=/models/{model.name}".replace("$", "$$") in target["command"]
+    assert f"{model}:/models/{model.name}:ro".replace("$", "$$") in target["volumes"]
+    server = content["services"]["http"]
+    assert server["ports"] == ["127.0.0.1:8123:8123"]
+    assert "--http.host=0.0.0.0" in server["command"]
+    assert content["secrets"] == {"api-keys": {"file": "./api-keys"}}
+
+
+def test_a_compose_file_leaves_other_machines_to_kubernetes(keys: Path) -> None:
+    flags = {"coordinator__listen": "tcp://*:5555", "coordinator__keys": str(keys)}
+    with pytest.raises(UserError, match="kubernetes"):
+        compose_file(settings(**flags))
+
+
+# -- Kubernetes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("draft", "leader", "follower"),
+    [
+        ("ngram", ["coordinator", "http", "target"], ["draft"]),
+        ("none", ["coordinator", "http"], ["target"]),
+    ],
+)
+def test_a_manifest_is_a_group_of_a_leader_and_a_worker(
+    draft: str, leader: list[str], follower: list[str], model: Path, tmp_path: Path
+) -> None:
+    text = kubernetes_manifest(settings(target__model=str(model), draft__kind=draft))
+    group, service = yaml.safe_load_all(text)
+    jsonschema.validate(group, deployed.LEADER_WORKER_SET)
+    jsonschema.validate(service, deployed.SERVICE)
+    template = group["spec"]["leaderWorkerTemplate"]
+    pods = [template["leaderTemplate"]["spec"], template["workerTemplate"]["spec"]]
+    assert [[c["name"] for c in pod["containers"]] for pod in pods] == [leader, follower]
+    for pod in pods:
+        assert pod["securityContext"]["runAsUser"] == USER
+        for container in pod["containers"]:
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+            given = parsed(container["args"])
+            if container["name"] != "coordinator":
+                assert given["connect"] == "tcp://$(LWS_LEADER_ADDRESS):5555"
+            assert "--cores" not in " ".join(container["args"])
+        secrets = {v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
+        assert secrets == {f"dovetail-{c['name']}-keys" for c in pod["containers"]}
+        assert all(f"create secret generic {name} " in text for name in secrets)
+    server = pods[0]["containers"][1]
+    assert server["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert server["livenessProbe"]["httpGet"]["path"] == "/health"
+    if (kubectl := shutil.which("kubectl")) is not None:
+        (tmp_path / "group.yaml").write_text(text)
+        (tmp_path / "kustomization.yaml").write_text("resources: [group.yaml]\n")
+        built = subprocess.run(
+            [kubectl, "kustomize", tmp_path], capture_output=True, text=True, check=True
+        )
+        objects = {one["kind"]: one for one in yaml.safe_load_all(built.stdout)}
+        assert objects == {"LeaderWorkerSet": group, "Service": service}
+
+
+# -- the image -------------------------------------------------------------------------------------
+
+
+def test_the_image_has_two_stages_and_runs_as_nobody_in_particular() -> None:
+    steps = deployed.instructions(DOCKERFILE)
+    names = [name for name, _ in steps]
+    assert names.count("FROM") == 2
+    last = dict(steps[len(names) - names[::-1].index("FROM") :])
+    assert last["USER"] == f"{USER}:{USER}"
+    assert last["STOPSIGNAL"] == "SIGTERM"
+    assert json.loads(last["ENTRYPOINT"]) == ["dovetail"]
+    check = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
+    assert check == ["python", "-c", READY.format(port=8000)]
+    copied = [text for name, text in steps if name in ("COPY", "ADD")]
+    assert copied == [". /src", "--from=build /opt/dovetail /opt/dovetail"]

@@ -1,0 +1,220 @@
+"""The fields of compose files and of Kubernetes' objects that we write, each with its type, after
+their specifications; and the instructions of a Dockerfile."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+NUMBER: dict[str, Any] = {"type": "integer", "minimum": 0}
+FLAG: dict[str, Any] = {"type": "boolean"}
+TEXTS: dict[str, Any] = {"type": "array", "items": TEXT, "minItems": 1}
+NAMED: dict[str, Any] = {"type": "object", "additionalProperties": TEXT}
+
+
+def of(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An object with these fields and no others."""
+    return {
+        "type": "object",
+        "properties": {**required, **(optional or {})},
+        "required": [*required],
+        "additionalProperties": False,
+    }
+
+
+def several(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+def one_of(*values: str) -> dict[str, Any]:
+    return {"enum": [*values]}
+
+
+# -- compose ---------------------------------------------------------------------------------------
+
+DURATION = {"type": "string", "pattern": r"^(\d+(us|ms|s|m|h))+$"}
+_check = {
+    "oneOf": [
+        of({"disable": {"const": True}}),
+        of(
+            {"test": {**TEXTS, "contains": one_of("CMD")}},
+            {
+                "interval": DURATION,
+                "timeout": DURATION,
+                "retries": NUMBER,
+                "start_period": DURATION,
+                "start_interval": DURATION,
+            },
+        ),
+    ]
+}
+_device = of({"driver": TEXT, "count": NUMBER, "capabilities": TEXTS})
+_service = of(
+    {"image": TEXT, "command": TEXTS},
+    {
+        "user": {"type": "string", "pattern": r"^\d+:\d+$"},
+        "read_only": FLAG,
+        "cap_drop": TEXTS,
+        "security_opt": TEXTS,
+        "restart": {"type": "string", "pattern": r"^(no|always|on-failure(:\d+)?|unless-stopped)$"},
+        "stop_grace_period": DURATION,
+        "tmpfs": TEXTS,
+        "cpuset": {"type": "string", "pattern": r"^\d+(-\d+)?(,\d+(-\d+)?)*$"},
+        "pids_limit": NUMBER,
+        "mem_limit": NUMBER,
+        "volumes": several({"type": "string", "pattern": r"^[^:]+:/[^:]+(:ro)?$"}),
+        "ports": several({"type": "string", "pattern": r"^\S+:\d+:\d+$"}),
+        "secrets": TEXTS,
+        "network_mode": one_of("none", "host"),
+        "healthcheck": _check,
+        "depends_on": {
+            "type": "object",
+            "additionalProperties": of({"condition": one_of("service_healthy")}),
+        },
+        "environment": NAMED,
+        "deploy": of({"resources": of({"reservations": of({"devices": several(_device)})})}),
+    },
+)
+_volume = of({}, {"driver": TEXT, "driver_opts": NAMED})
+COMPOSE = of(
+    {
+        "name": {"type": "string", "pattern": "^[a-z0-9][a-z0-9_-]*$"},
+        "services": {"type": "object", "additionalProperties": _service},
+        "volumes": {"type": "object", "additionalProperties": _volume},
+        "secrets": {"type": "object", "additionalProperties": of({"file": TEXT})},
+    }
+)
+"""What https://github.com/compose-spec/compose-spec says of these fields."""
+
+
+# -- Kubernetes ------------------------------------------------------------------------------------
+
+LABEL = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"}
+AMOUNT = {"type": "string", "pattern": r"^\d+(m|Ki|Mi|Gi)?$"}
+AMOUNTS = {"type": "object", "additionalProperties": AMOUNT}
+_mount = of({"name": LABEL, "mountPath": TEXT}, {"subPath": TEXT, "readOnly": FLAG})
+_probe = of(
+    {"httpGet": of({"path": TEXT, "port": LABEL})},
+    {"periodSeconds": NUMBER, "failureThreshold": NUMBER},
+)
+_container = of(
+    {"name": LABEL, "image": TEXT},
+    {
+        "args": TEXTS,
+        "command": TEXTS,
+        "env": several(of({"name": TEXT, "value": TEXT})),
+        "ports": several(of({"name": {**LABEL, "maxLength": 15}, "containerPort": NUMBER})),
+        "resources": of({"requests": AMOUNTS, "limits": AMOUNTS}),
+        "securityContext": of(
+            {
+                "allowPrivilegeEscalation": FLAG,
+                "readOnlyRootFilesystem": FLAG,
+                "capabilities": of({"drop": TEXTS}),
+            }
+        ),
+        "volumeMounts": several(_mount),
+        "startupProbe": _probe,
+        "livenessProbe": _probe,
+        "readinessProbe": _probe,
+    },
+)
+_source = {
+    "emptyDir": of({}, {"medium": one_of("Memory"), "sizeLimit": AMOUNT}),
+    "secret": of({"secretName": LABEL}, {"defaultMode": {**NUMBER, "maximum": 0o777}}),
+    "persistentVolumeClaim": of({"claimName": LABEL}, {"readOnly": FLAG}),
+}
+_volumes = several({"oneOf": [of({"name": LABEL, kind: _source[kind]}) for kind in _source]})
+_near = of({"labelSelector": of({"matchLabels": NAMED}), "topologyKey": TEXT})
+_pod = of(
+    {
+        "metadata": of({"labels": NAMED}),
+        "spec": of(
+            {"containers": several(_container)},
+            {
+                "initContainers": several(_container),
+                "automountServiceAccountToken": FLAG,
+                "enableServiceLinks": FLAG,
+                "terminationGracePeriodSeconds": NUMBER,
+                "securityContext": of(
+                    {
+                        "runAsNonRoot": FLAG,
+                        "runAsUser": NUMBER,
+                        "runAsGroup": NUMBER,
+                        "fsGroup": NUMBER,
+                        "seccompProfile": of({"type": one_of("RuntimeDefault")}),
+                    }
+                ),
+                "affinity": of(
+                    {
+                        "podAffinity": of(
+                            {
+                                "preferredDuringSchedulingIgnoredDuringExecution": several(
+                                    of({"weight": NUMBER, "podAffinityTerm": _near})
+                                )
+                            }
+                        )
+                    }
+                ),
+                "volumes": _volumes,
+            },
+        ),
+    }
+)
+LEADER_WORKER_SET = of(
+    {
+        "apiVersion": one_of("leaderworkerset.x-k8s.io/v1"),
+        "kind": one_of("LeaderWorkerSet"),
+        "metadata": of({"name": LABEL}),
+        "spec": of(
+            {
+                "leaderWorkerTemplate": of(
+                    {"workerTemplate": _pod},
+                    {
+                        "leaderTemplate": _pod,
+                        "size": {**NUMBER, "minimum": 1},
+                        "restartPolicy": one_of(
+                            "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"
+                        ),
+                    },
+                )
+            },
+            {
+                "replicas": NUMBER,
+                "startupPolicy": one_of("LeaderCreated", "LeaderReady"),
+                "rolloutStrategy": of(
+                    {"type": one_of("RollingUpdate")},
+                    {
+                        "rollingUpdateConfiguration": of(
+                            {"maxUnavailable": NUMBER, "maxSurge": NUMBER}
+                        )
+                    },
+                ),
+            },
+        ),
+    }
+)
+"""What the types of sigs.k8s.io/lws, api/leaderworkerset/v1, and of k8s.io/api/core/v1 say."""
+SERVICE = of(
+    {
+        "apiVersion": one_of("v1"),
+        "kind": one_of("Service"),
+        "metadata": of({"name": LABEL}),
+        "spec": of(
+            {
+                "selector": NAMED,
+                "ports": several(of({"name": LABEL, "port": NUMBER, "targetPort": LABEL})),
+            }
+        ),
+    }
+)
+
+
+# -- an image --------------------------------------------------------------------------------------
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """The instructions of a Dockerfile and what follows them, lines that go on joined."""
+    text = re.sub(r"^#.*\n", "", dockerfile.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    pairs = (line.partition(" ") for line in lines if line.strip())
+    return [(name, rest.strip()) for name, _, rest in pairs]
