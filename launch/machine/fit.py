@@ -88,7 +88,7 @@ def check_memory(
 def needed_bytes(settings: Settings, role: str) -> int:
     """Return the most host memory in bytes that a process of this role takes while it loads; 0
     where the files do not tell."""
-    return sum(need.size for need in _needs(settings, [role], ()))
+    return sum(need.size for need in needs_of(settings, [role], ()))
 
 
 def _room() -> Room | None:
