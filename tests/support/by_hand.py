@@ -1,0 +1,168 @@
+"""A service whose processes are started by hand, so that its coordinator can be killed as often as
+a test likes, and streams of its HTTP API."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+
+PATIENCE_S = 180.0
+CHATS = "/v1/chat/completions"
+
+
+@dataclass
+class Stream:
+    """One streamed reply, read by a thread of its own."""
+
+    body: dict[str, Any]
+    text: str = ""
+    finish_reason: str | None = None
+    error: str = ""
+    event: str = ""
+    """The id of the last event that had one."""
+    name: str = ""
+    """The id of the response."""
+    heard_s: list[float] = field(default_factory=list)
+
+    def read(self, url: str, *, most: int | None = None, headers: Any = None) -> "Stream":
+        """Read the stream to its end, or break it off behind so many chunks."""
+        asked = {**self.body, "stream": True}
+        try:
+            with httpx.stream(
+                "POST", f"{url}{CHATS}", json=asked, headers=headers, timeout=PATIENCE_S
+            ) as reply:
+                for line in reply.iter_lines():
+                    self._take(line)
+                    if most is not None and len(self.heard_s) >= most:
+                        break
+        except httpx.HTTPError as error:
+            self.error = repr(error)
+        return self
+
+    def _take(self, line: str) -> None:
+        if line.startswith("id: "):
+            self.event = line.removeprefix("id: ")
+        if not line.startswith("data: {"):
+            return
+        chunk = json.loads(line.removeprefix("data: "))
+        self.heard_s.append(time.monotonic())
+        if "error" in chunk:
+            self.error = str(chunk["error"])
+            return
+        self.name = chunk["id"]
+        for choice in chunk["choices"]:
+            self.text += choice["delta"].get("content") or ""
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+    @property
+    def outcome(self) -> tuple[str, str | None, str]:
+        return self.text, self.finish_reason, self.error
+
+    @property
+    def longest_pause_s(self) -> float:
+        pairs = zip(self.heard_s, self.heard_s[1:], strict=False)
+        return max((after - before for before, after in pairs), default=0.0)
+
+
+@dataclass
+class ByHand:
+    """The processes of a service: one coordinator after the other at one address."""
+
+    folder: Path
+    settings: tuple[str, ...]
+    processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    url: str = ""
+
+    @property
+    def address(self) -> str:
+        return f"ipc://{self.folder}/hub/coordinator"
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments]
+        with (self.folder / f"{name}.log").open("a") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.processes[name] = process
+        return process
+
+    def coordinate(self) -> None:
+        """Start a coordinator, and wait until it listens."""
+        process = self.start(
+            "coordinator",
+            "coordinator",
+            f"--coordinator.listen={self.address}",
+            f"--coordinator.journal={self.folder}/journal",
+            *self.settings,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ipc://")
+
+    def kill(self, name: str) -> None:
+        process = self.processes[name]
+        process.send_signal(signal.SIGKILL)
+        _end(process)
+
+    def serve_http(self) -> None:
+        """Start the HTTP API, and wait until it listens."""
+        process = self.start(
+            "http", "http", f"--connect={self.address}", "--http.port=0", "--http.model=demo"
+        )
+        assert process.stdout is not None
+        self.url = process.stdout.readline().strip()
+        assert self.url.startswith("http://"), (self.folder / "http.log").read_text()
+
+    def until_ready(self) -> None:
+        end_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end_s:
+            state = httpx.get(f"{self.url}/readyz").json()
+            if state["ready"] and not state["degraded"]:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"not ready: {state}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.wait(PATIENCE_S)
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@contextmanager
+def by_hand(folder: Path, *settings: str, workers: tuple[str, ...] = ()) -> Iterator[ByHand]:
+    """A coordinator with a journal, a target, a draft and the HTTP API. `settings`: of the
+    coordinator; `workers`: flags of both workers."""
+    service = ByHand(folder, settings)
+    try:
+        service.coordinate()
+        for role in ("target", "draft"):
+            cores = [f"--cores={sorted(os.sched_getaffinity(0))[-1]}"] if role == "draft" else []
+            own = [one for one in workers if one.startswith(f"--{role}.")]
+            service.start(
+                role, "worker", f"--role={role}", f"--connect={service.address}", *cores, *own
+            )
+        service.serve_http()
+        service.until_ready()
+        yield service
+    finally:
+        for process in service.processes.values():
+            process.kill()
+        for process in service.processes.values():
+            _end(process)
+
+
+def together(service: ByHand, bodies: list[dict[str, Any]]) -> tuple[list[Stream], list[Thread]]:
+    """Streams that run at the same time, and the threads that read them."""
+    streams = [Stream(body) for body in bodies]
+    threads = [Thread(target=stream.read, args=(service.url,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    return streams, threads

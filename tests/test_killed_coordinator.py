@@ -1,0 +1,109 @@
+"""Coordinators that are killed under streams, as real processes over a real model: no text differs,
+whatever was killed and when."""
+
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.by_hand import CHATS, ByHand, Stream, by_hand, together
+from support.stacks import PROMPTS
+
+SLOWER = ("--target.inflate=64MiB",)
+"""Weights that take their time, so that there is something to kill."""
+
+
+def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
+    """Requests, every other one of which is sampled."""
+    return [
+        {
+            "messages": [{"role": "user", "content": PROMPTS[number % len(PROMPTS)][0]}],
+            "max_tokens": tokens,
+            "temperature": float(number % 2),
+            "seed": number,
+            "ignore_eos": True,
+        }
+        for number in range(count)
+    ]
+
+
+def kill_and_compare(service: ByHand, asked: list[dict[str, Any]], kills: int, seed: int) -> str:
+    """Kill the coordinator so often while these streams run, again and again; what was found, in
+    words."""
+    whole = [Stream(body).read(service.url).outcome for body in asked]
+    assert all(reason == "length" for _, reason, _ in whole), whole
+    draw, done, pauses = random.Random(seed), 0, []
+    while done < kills:
+        service.until_ready()
+        streams, threads = together(service, asked)
+        while not all(stream.heard_s for stream in streams):  # they have been accepted
+            time.sleep(0.01)
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(draw.uniform(0.1, 1.5))
+            if done < kills and any(thread.is_alive() for thread in threads):
+                service.kill("coordinator")
+                service.coordinate()
+                done += 1
+        for thread in threads:
+            thread.join()
+        assert [stream.outcome for stream in streams] == whole
+        pauses += [stream.longest_pause_s for stream in streams]
+    return (
+        f"{done} kills, {len(pauses)} streams, 0 texts differ; longest pause of a stream: median "
+        f"{statistics.median(pauses):.2f} s, most {max(pauses):.2f} s"
+    )
+
+
+def test_streams_go_on_when_the_coordinator_is_killed(tmp_path: Path) -> None:
+    with by_hand(tmp_path, workers=SLOWER) as service:
+        kill_and_compare(service, bodies(2, 60), kills=2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_eight_streams_go_on_when_the_coordinator_is_killed_a_hundred_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with by_hand(tmp_path, workers=SLOWER) as service:
+        found = kill_and_compare(service, bodies(8, 150), kills=100, seed=2)
+    with capsys.disabled():
+        print(f"\n{found}")
+
+
+@pytest.mark.slow
+def test_a_client_that_was_cut_off_goes_on_by_event_id_or_by_the_id_of_the_response(
+    tmp_path: Path,
+) -> None:
+    """The server of HTTP is killed too: another one finds the reply."""
+    body = {**bodies(2, 80)[1], "dovetail": {"event_ids": True}}
+    with by_hand(tmp_path, workers=SLOWER) as service:
+        whole = Stream(body).read(service.url)
+        for killed in ((), ("coordinator",), ("http",), ("coordinator", "http")):
+            cut = Stream(body).read(service.url, most=12)
+            assert cut.event
+            assert whole.text.startswith(cut.text)
+            for name in killed:
+                service.kill(name)
+            if "coordinator" in killed:
+                service.coordinate()
+            if "http" in killed:
+                service.serve_http()
+            service.until_ready()
+            rest = Stream(body).read(service.url, headers={"Last-Event-ID": cut.event})
+            assert (cut.text + rest.text, rest.finish_reason, rest.error) == (
+                whole.text,
+                whole.finish_reason,
+                "",
+            )
+            assert rest.name == cut.name
+            again = httpx.get(f"{service.url}{CHATS}/{cut.name}", timeout=60.0).json()
+            assert again["choices"][0]["message"]["content"] == whole.text
+            assert again["id"] == cut.name
+            assert again["metrics"]["seed"] == body["seed"]
+        unknown = httpx.get(f"{service.url}{CHATS}/chatcmpl-0", timeout=60.0)
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["code"] == "reply_not_found"
