@@ -5,9 +5,9 @@ import logging
 
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
-from dovetail.protocol.messages import MAX_STRIKES, Event, Failed, Hello, Welcome
+from dovetail.protocol.messages import MAX_STRIKES, Engage, Event, Failed, Hello, Welcome
 from dovetail.protocol.messages import Request as ClientRequest
-from dovetail.runtime.engine.effects import Admitted, ClientGone, Effects, Gone
+from dovetail.runtime.engine.effects import Admitted, ClientGone, Effects, Gone, Send
 from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.shared import Shared
@@ -97,6 +97,8 @@ class Admission:
                 yield Gone(misfit, "does not fit the target")
         for warning in self._registry.warnings(worker):
             log.warning("%s", warning)
+        if hello.standby and not worker.standby:
+            yield Send(worker, Engage(epoch=self._service.epoch))
         yield Admitted(worker)
 
     def refuse(self, peer: bytes, error: RequestError) -> None:

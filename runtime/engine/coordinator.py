@@ -212,7 +212,7 @@ class Coordinator:
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
         except DecodeError as error:
-            self.carry_out(self._admission.strike(peer, error))
+            self._peers.handle(self._admission.strike, peer, error)
             self._conclude()
             return
         if self._recorder is not None and (known := worker or client) is not None:

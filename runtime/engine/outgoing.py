@@ -161,3 +161,15 @@ class Outgoing:
             log.debug("a reply to peer %s was not delivered: %s", peer.hex()[:12], error)
             return False
         return True
+
+    def reaches(self, peer: bytes, message: Message) -> bool:
+        """Return whether somebody is still connected, by speaking to it: one whose queue is full
+        is, though it does not hear this."""
+        try:
+            self._hub.send(peer, encode(message))
+        except PeerBusy:
+            return True
+        except LinkError as error:
+            log.debug("peer %s is no longer connected: %s", peer.hex()[:12], error)
+            return False
+        return True

@@ -139,9 +139,9 @@ class Peers:
         if not self._hub.disconnects():
             return
         for worker in list(self._registry.workers.values()):
-            self.probe(worker)
+            aside(self.probe, worker)
         for client in list(self._registry.clients.values()):
-            if not self._post.to_peer(client.peer, Welcome(epoch=self._service.epoch)):
+            if not self._post.reaches(client.peer, Welcome(epoch=self._service.epoch)):
                 self.client_lost(client)
 
     def probe(self, worker: Worker) -> None:
@@ -189,6 +189,7 @@ class Peers:
             log.info("%s worker %s is removed", "/".join(worker.hello.roles), worker.whereabouts)
             self._failing.forget(worker)
             self._placement.forget(worker)
+            self._registry.engaged.discard(worker.process)
             self._gone.append((worker, "was removed"))
 
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:

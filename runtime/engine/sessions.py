@@ -149,6 +149,8 @@ class Sessions:
         if running.drafts and (running.draft is None or not running.draft.available):
             joining = self._carry_out(self._moving.seek(running))
         plan = self.plan(running, asked) if joining is None and asked.may_draft else None
+        if self._running.get(running.session.number) is not running:
+            return ()  # it has ended over a fault while its draft was asked
         controller = running.controller
         if controller.begun.sampled:
             running.watch_reading()
@@ -190,8 +192,10 @@ class Sessions:
         if self._running.get(running.session.number) is not running:
             return
         aside(self._settle, running)
-        self._tally.ended["error"] += not running.trial
-        aside(self._post.to_client, running.client, refusal(self._epoch, error, running.request))
+        if not running.finished:
+            self._tally.ended["error"] += not running.trial
+            told = refusal(self._epoch, error, running.request)
+            aside(self._post.to_client, running.client, told)
         self.drop(running)
 
     def drop(self, running: RunningRequest) -> None:
@@ -201,6 +205,9 @@ class Sessions:
         running.done = None
         aside(self._forget, running)
         aside(running.give, running.session.abandon)
+        self._end_on_workers(running)
+
+    def _end_on_workers(self, running: RunningRequest) -> None:
         for role in ("target", "draft"):
             aside(self._dispatch.end, running, role)
 
@@ -240,7 +247,10 @@ class Sessions:
             running.session.number,
             exc_info=error,
         )
-        aside(self.fail, running, fault(error))
+        if self._running.get(running.session.number) is running:
+            aside(self.fail, running, fault(error))
+        else:  # in the midst of its end: its workers may not have been told
+            self._end_on_workers(running)
 
     def attempt(self, running: RunningRequest, action: Callable[[], object]) -> None:
         """Do something about one session; whatever goes wrong ends it, and nothing else."""

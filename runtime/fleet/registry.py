@@ -28,6 +28,9 @@ class Registry:
         self._epoch = epoch
         self.workers: dict[bytes, Worker] = {}
         self.clients: dict[bytes, ClientPeer] = {}
+        self.engaged: set[tuple[str, int]] = set()
+        """Processes that came on standby and were put in place: one whose connection failed before
+        it heard of that is in place when it is there again."""
         self._loading: dict[bytes, tuple[LoadingState, int]] = {}
         """The last words of each worker that is not registered yet, and when they came."""
 
@@ -186,7 +189,7 @@ class Registry:
                 parts=hello.limits.prompt_rows > 0,
             ),
             now_ns,
-            standby=hello.standby,
+            standby=hello.standby and (hello.host, hello.pid) not in self.engaged,
             shelf=PrefixCache(hello.limits.kept, hello.limits.shares),
         )
         if "target" in hello.roles:

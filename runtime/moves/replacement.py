@@ -306,6 +306,7 @@ class Changes:
             yield from self._perform(self._change.failed(self._newcomer.peer, str(misfit)))
             return
         self._newcomer.standby = False
+        self._registry.engaged.add(self._newcomer.process)
         yield Send(self._newcomer, Engage(epoch=self._epoch))
         yield Join(self._newcomer)
 

@@ -37,8 +37,8 @@ from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.text.tokenizer import TextCodec
+from explore.workers import CarefulTarget
 from support import scripted
-from support.faulty import CarefulTarget
 from support.houses import PROMPT, House
 from support.scripted import (
     READS,

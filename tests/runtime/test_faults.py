@@ -1,42 +1,23 @@
 """Coordinator and workers in virtual time, and all that may happen to them: no schedule of requests
-and faults breaks a promise (`support/schedules.py`).
-
-`FAULT_SCHEDULES` says how many are drawn in the long run, `FAULT_SEED` which. What fails is printed
-in its shortest form, and `play` plays it again.
-"""
-
-import math
-import os
+and faults breaks a promise (`tests/explore`, which plays a million of them by one command)."""
 
 import pytest
-from hypothesis import Phase, given, seed, settings
 
 from dovetail.protocol.messages import Close, Closed, Command, Event, Failed, Open
+from explore.drawing import draw
+from explore.sabotage import HANDLED
+from explore.schedules import Fault, Kind, Schedule, Wish
+from explore.workers import CarefulTarget
+from explore.world import CAREFUL, READY_NS, World, hushed, play, undisturbed
 from support.cases import everyday
-from support.faulty import CarefulTarget
-from support.schedules import (
-    CAREFUL,
-    READY_NS,
-    Fault,
-    Kind,
-    Schedule,
-    Wish,
-    World,
-    crowds,
-    hushed,
-    play,
-    schedules,
-    undisturbed,
-)
 from support.scripted import VOCABULARY, continuation
 
-EVERYDAY = 40
-MANY, SEED = int(os.environ.get("FAULT_SCHEDULES", "10000")), int(os.environ.get("FAULT_SEED", "0"))
-AT_A_TIME = 250
-"""In one test, which may take no longer than any other."""
-PHASES = (Phase.generate, Phase.shrink)
+EVERYDAY = range(120)
 LONG = Wish(tokens=40)
 LONG_PROMPT = tuple(range(3, 25))
+PROBED = HANDLED.index(("_peers", "probe"))
+STRUCK = HANDLED.index(("_admission", "strike"))
+CLOSED = HANDLED.index(("_dispatch", "_close"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
         reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))
@@ -57,6 +38,24 @@ FOUND = {
             (25, Wish(prompt=LONG_PROMPT, tokens=120, policy="goodput")),
         ),
     ),
+    "a client reads nothing while a worker disconnects": Schedule(
+        drafts=0, steps=((0, Wish(tokens=1)), (0, Fault("deaf", for_ms=1)), (0, Fault("cut")))
+    ),
+    "a draft that was put in place disconnects before it has heard of that": Schedule(
+        drafts=0, steps=((0, Fault("swap", who=1, for_ms=0)), (39, Fault("cut", who=1)))
+    ),
+    "the coordinator fails at what it learns of a round whose verdict ends the reply": Schedule(
+        drafts=0, steps=((0, Wish(tokens=2)), (3, Fault("fault", for_ms=26)))
+    ),
+    "the coordinator fails at speaking to a worker to find out who has gone": Schedule(
+        drafts=0, steps=((0, Fault("handler", for_ms=PROBED)), (0, Fault("cut")))
+    ),
+    "the coordinator fails at a message that cannot be read": Schedule(
+        drafts=0, steps=((0, Fault("handler", for_ms=STRUCK)), (0, Fault("babble", for_ms=0)))
+    ),
+    "the coordinator fails at telling workers that a session has ended": Schedule(
+        drafts=0, steps=((0, Wish(tokens=1)), (0, Fault("handler", for_ms=CLOSED)))
+    ),
     "the only draft refuses, and nobody asks for anything afterwards": Schedule(
         steps=((0, LONG), (20, Fault("refuse", who=1)))
     ),
@@ -72,24 +71,9 @@ FOUND = {
 """Schedules that broke a promise once."""
 
 
-@given(schedule=schedules())
-@settings(max_examples=EVERYDAY, derandomize=True, database=None, deadline=None, phases=PHASES)
-def test_no_schedule_of_faults_changes_a_text_loses_a_request_or_leaves_something_behind(
-    schedule: Schedule,
-) -> None:
-    play(schedule)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(math.ceil(MANY / AT_A_TIME)))
-def test_none_of_many_more_does(part: int) -> None:
-    @seed(f"{SEED} {part}")
-    @given(schedule=schedules(most=24))
-    @settings(max_examples=AT_A_TIME, database=None, deadline=None, phases=PHASES)
-    def check(schedule: Schedule) -> None:
-        play(schedule)
-
-    check()
+def test_no_schedule_of_faults_changes_a_text_loses_a_request_or_leaves_something_behind() -> None:
+    for number in EVERYDAY:
+        play(draw(0, number))
 
 
 @pytest.mark.parametrize("schedule", FOUND.values(), ids=FOUND)
@@ -109,24 +93,6 @@ def test_a_prompt_in_the_midst_of_which_something_happens_is_read_again_beside_t
         steps = ((0, LONG), (30, long), (after, fault))
         world = play(Schedule(targets=2, reads=reads, part=3, steps=steps))
         assert any(told.wish == long for told in world.reader.told.values())
-
-
-@given(schedule=crowds())
-@settings(max_examples=EVERYDAY, derandomize=True, database=None, deadline=None, phases=PHASES)
-def test_whoever_comes_and_goes_sessions_move_and_no_text_changes(schedule: Schedule) -> None:
-    play(schedule)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(math.ceil(MANY / AT_A_TIME / 4)))
-def test_in_many_more_schedules_of_targets_that_come_and_go_none_does(part: int) -> None:
-    @seed(f"crowd {SEED} {part}")
-    @given(schedule=crowds(most=16))
-    @settings(max_examples=AT_A_TIME, database=None, deadline=None, phases=PHASES)
-    def check(schedule: Schedule) -> None:
-        play(schedule)
-
-    check()
 
 
 def rebalanced(world: World) -> int:

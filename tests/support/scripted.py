@@ -546,8 +546,8 @@ class ScriptedDraft(ScriptedWorker):
 
     def rows_of(self, session: int, log: Sequence[int]) -> int:
         """Where it reads its target it has those that features have come for, of tokens with one
-        behind them."""
-        return len(log) - 1 if self.reads is None else min(self.fed[session], len(log) - 1)
+        behind them; else it computes those that are missing."""
+        return len(log) if self.reads is None else min(self.fed[session], len(log) - 1)
 
     def read_features(self, session: int, start: int, rows: Array) -> None:
         assert self.reads is not None

@@ -1,0 +1,163 @@
+"""A client that checks what it is told, as it is told."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from dovetail.protocol.codec import REPLY, encode
+from dovetail.protocol.messages import (
+    Cancel,
+    Dismiss,
+    Dismissed,
+    Emitted,
+    Failed,
+    Finished,
+    Hello,
+    Message,
+    Progressed,
+    PromptScored,
+    Submit,
+    Swap,
+    Swapped,
+    Welcome,
+)
+from dovetail.protocol.settings import Sampling, TreeSettings
+from explore import invariants
+from explore.clock import Time
+from explore.schedules import Reply, Wish
+from explore.told import Told
+from explore.wires import FaultyHub
+
+CHANGES = 1_000_000
+"""The numbers of requests for a change of workers begin here."""
+
+
+class Surroundings(Protocol):
+    """What a reader knows of the world."""
+
+    time: Time
+    hub: FaultyHub
+    losses: int
+
+    def note(self, what: object) -> None: ...
+
+    def check_failed(self, told: Told, reply: Failed) -> None: ...
+
+    def check_change_failed(self, reply: Failed) -> None: ...
+
+
+class Reader:
+    """A client."""
+
+    def __init__(
+        self, world: Surroundings, number: int, expect: Callable[[Wish], Reply] | None
+    ) -> None:
+        """`expect`: what a reply is to be; None: who asks is about to find out."""
+        self.told: dict[int, Told] = {}
+        self._world, self._hub, self._expect = world, world.hub, expect
+        self.peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
+        self._hub.join(self.peer, self._hear)
+        self._say(
+            Hello(epoch=self._epoch, roles=("client",), name="client", host="here", pid=number)
+        )
+
+    def submit(self, wish: Wish) -> Told:
+        request = len(self.told) + 1
+        expected = None if self._expect is None else self._expect(wish)
+        self.told[request] = told = Told(wish, expected, losses=self._world.losses)
+        self._say(
+            Submit(
+                epoch=self._epoch,
+                request=request,
+                tokens=wish.prompt,
+                sampling=Sampling(),
+                max_tokens=wish.tokens,
+                seed=1,
+                tree=TreeSettings(
+                    policy=wish.policy, insist=wish.policy != "goodput", gamma=6, depth=4, width=2
+                ),
+                speculate=wish.speculate,
+                stop=wish.stop,
+                logprobs=wish.logprobs,
+                scored=wish.scored,
+            )
+        )
+        return told
+
+    def cancel(self, which: int) -> bool:
+        """Cancel one of the requests that run; return False if there is none."""
+        running = [request for request, told in self.told.items() if told.open]
+        if running:
+            request = running[which % len(running)]
+            self.told[request].cancelled = True
+            self._say(Cancel(epoch=self._epoch, request=request))
+        return bool(running)
+
+    def swap(self, newcomer: int, old: int | None) -> None:
+        """Have a worker on standby take the place of another; both by their epochs."""
+        self._changes += 1
+        self._say(
+            Swap(epoch=self._epoch, request=CHANGES + self._changes, newcomer=newcomer, old=old)
+        )
+
+    def dismiss(self, worker: int) -> None:
+        """Let a worker go."""
+        self._changes += 1
+        self._say(
+            Dismiss(epoch=self._epoch, request=CHANGES + self._changes, worker=worker, last=True)
+        )
+
+    def leave(self) -> None:
+        """From now on nobody listens."""
+        for told in self.told.values():
+            told.void = True
+        self._hub.leave(self.peer)
+
+    def _say(self, message: Message) -> None:
+        self._hub.take(self.peer, encode(message))
+
+    def _hear(self, frames: list[bytes]) -> None:
+        match reply := REPLY.decode(frames):
+            case Emitted():
+                told = self._running(reply.request)
+                told.tokens += reply.tokens
+                told.text += reply.text
+                told.logprobs += reply.logprobs
+                told.heard_ns.append(self._world.time.now_ns)
+                self._check(told)
+            case PromptScored():
+                told = self._running(reply.request)
+                assert reply.start == 1 + len(told.scored), (
+                    "log-probabilities of the prompt twice, or left out"
+                )
+                told.scored += reply.logprobs
+                self._check(told)
+            case Finished():
+                told = self._running(reply.request)
+                told.end = reply
+                if told.expected is not None:
+                    invariants.the_end_is_what_was_told(told)
+            case Progressed() | Swapped() | Dismissed():
+                self._world.note(reply)
+            case Failed():
+                self._hear_failed(reply)
+            case _:
+                assert isinstance(reply, Welcome), reply
+
+    def _hear_failed(self, reply: Failed) -> None:
+        assert reply.session is not None, reply.text
+        if reply.session > CHANGES:
+            self._world.check_change_failed(reply)
+            self._world.note(reply.text)
+            return
+        told = self._running(reply.session)
+        told.end = reply
+        self._world.check_failed(told, reply)
+
+    def _running(self, request: int) -> Told:
+        told = self.told[request]
+        invariants.every_request_ends_exactly_once(told, request)
+        return told
+
+    def _check(self, told: Told) -> None:
+        if told.expected is not None:
+            invariants.nothing_told_differs(told)

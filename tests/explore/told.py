@@ -1,0 +1,63 @@
+"""A request, and all that its client has been told of it."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from dovetail.protocol.messages import Failed, Finished, Result, TokenLogprobs
+from explore.clock import MS
+from explore.schedules import Reply, Wish
+
+
+@dataclass
+class Told:
+    """A request and all that its client has been told of it."""
+
+    wish: Wish
+    expected: Reply | None = None
+    """The reply that it must have; None: who asks is about to find out."""
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scored: list[TokenLogprobs] = field(default_factory=list)
+    end: Finished | Failed | None = None
+    heard_ns: list[int] = field(default_factory=list)
+    """When it was told tokens."""
+    cancelled: bool = False
+    losses: int = 0
+    """Targets that were lost before the request came."""
+    void: bool = False
+    """Nobody waits for it any more: the client has left, or its coordinator has gone."""
+    sabotaged: bool = False
+    """Something that the coordinator does about it raises."""
+
+    @property
+    def open(self) -> bool:
+        return self.end is None and not self.void
+
+    @property
+    def longest_pause_ms(self) -> float:
+        """Between two times that it was told tokens."""
+        return max(after - before for before, after in pairwise(self.heard_ns)) / MS
+
+    @property
+    def undisturbed(self) -> Reply:
+        assert self.expected is not None
+        return self.expected
+
+    @property
+    def finished(self) -> Finished:
+        assert isinstance(self.end, Finished)
+        return self.end
+
+    @property
+    def result(self) -> Result:
+        return self.finished.result
+
+    def reply(self) -> Reply:
+        return Reply(
+            tuple(self.tokens),
+            self.text,
+            self.result.finish_reason,
+            tuple(self.logprobs),
+            tuple(self.scored),
+        )

@@ -1,0 +1,417 @@
+"""A schedule played in virtual time against the real coordinator; what must be true of it is in
+`invariants.py`."""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+
+from dovetail.protocol.messages import Failed
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.engine.coordinator import Coordinator
+from dovetail.runtime.engine.faults import reraise_exits
+from dovetail.runtime.engine.running import RunningRequest
+from explore import invariants
+from explore.clock import MS, S, Time
+from explore.faults import happen
+from explore.invariants import Broken
+from explore.processes import LOAD_NS, Process
+from explore.reader import Reader
+from explore.sabotage import Loud, Panic
+from explore.schedules import Fault, Reply, Schedule, Step, Swerve, Wish
+from explore.told import Told
+from explore.wires import Crash, FaultyHub
+from explore.workers import CarefulDraft, CarefulTarget, Costs
+from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedWorker
+
+TICK_NS = S // 2
+READ_NS = MS
+"""A prompt is read elsewhere for so long."""
+RECOVERY_S = 6.0
+STUCK_S = 3.0
+READY_NS = 30 * S
+"""After the last fault everybody is back within it: the longest pause between two attempts to
+connect, a load, a restart, and a draft that is stuck."""
+PATIENCE_NS = 300 * S
+Kinds = Mapping[str, type[ScriptedWorker]]
+CAREFUL: Kinds = {"target": CarefulTarget, "draft": CarefulDraft}
+"""The workers of each role."""
+LAST = Wish(tokens=9)
+"""After the last fault."""
+
+
+class World:
+    """A coordinator, workers and a client in virtual time."""
+
+    def __init__(
+        self, schedule: Schedule, expect: Callable[[Wish], Reply] | None, kinds: Kinds = CAREFUL
+    ) -> None:
+        self.time = Time()
+        self.loud = Loud()
+        self._schedule, self._expect, self._kinds = schedule, expect, kinds
+        self._clients = self._workers = 0
+        self.history: list[tuple[float, object]] = []
+        self.seen: Counter[tuple[str, str]] = Counter()
+        """Faults that happened, each with what the sessions were doing; deviations, each with what
+        came before what."""
+        self.over_ns = 0
+        """When the last fault that has begun is over."""
+        self._bare_since_ns: int | None = self.time.now_ns
+        """Since when there has been no target; None: there is one."""
+        self.losses = 0
+        """Targets that were lost so far."""
+        self._targets: set[bytes] = set()
+        self._committed: dict[int, tuple[int, ...]] = {}
+        """By session: the tokens that it had when it was last looked at."""
+        self._begun: list[weakref.ref[RunningRequest]] = []
+        """The requests that have run."""
+        self.planted: list[Callable[[], object]] = []
+        """What takes faults out of the coordinator again that wait in it."""
+        self.sabotages = 0
+        """Faults of the coordinator's rooms that have happened."""
+        self.past: list[Reader] = []
+        self.processes: list[Process] = []
+        self.hub = FaultyHub(self.time)
+        self._start_coordinator()
+        for role, count in (("target", schedule.targets), ("draft", schedule.drafts)):
+            for _ in range(count):
+                self.add(role)
+
+    # -- who is there ------------------------------------------------------------------------------
+
+    def _start_coordinator(self) -> None:
+        self.hub = hub = FaultyHub(self.time)
+        self.coordinator = coordinator = open_coordinator(hub, self.time, self._called)
+        self._committed, self._begun = {}, []
+
+        def do(action: Callable[[], object]) -> Callable[[], None]:
+            return lambda: self._within(hub, action)
+
+        hub.pump = do(coordinator.pump)
+        hub.look_around = do(lambda: (coordinator.look_around(), coordinator.pump()))
+
+        def tick() -> None:
+            if not hub.closed:
+                do(coordinator.tick)()
+                hub.look_around()
+                self.time.later(TICK_NS, tick, hub)
+
+        tick()
+        self.reader = self._new_reader()
+
+    def _within(self, hub: FaultyHub, action: Callable[[], object]) -> None:
+        """Have the coordinator of this hub do something, and look at what came of it. If it dies
+        over that, another one starts."""
+        if hub.closed:
+            return
+        try:
+            action()
+        except Crash:
+            self.crash()
+            return
+        if hub.found is not None:
+            raise hub.found
+        self._look()
+
+    def _called(self, hub: FaultyHub, action: Callable[[], object]) -> None:
+        """Have the loop of this hub's coordinator call something that was planned. What it raises
+        the loop logs, and goes on."""
+
+        def act() -> None:
+            try:
+                action()
+            except BaseException as error:
+                reraise_exits(error)
+                self.loud.hear(error)
+
+        self._within(hub, act)
+
+    def crash(self) -> None:
+        """The coordinator's process dies, and another one is started in its place."""
+        self.reader.leave()
+        self.past.append(self.reader)
+        self.hub.close()
+        self._bare_since_ns = self._bare_since_ns or self.time.now_ns
+        self._start_coordinator()
+
+    def _new_reader(self) -> Reader:
+        self._clients += 1
+        return Reader(self, self._clients, self._expect)
+
+    def leave(self) -> None:
+        """The client goes, and another one comes. If the coordinator dies over that, there is one
+        already."""
+        hub, gone = self.hub, self.reader
+        gone.leave()
+        self.past.append(gone)
+        if hub is self.hub:
+            came = self._new_reader()
+            self.reader = came if hub is self.hub else self.reader
+
+    def _look(self) -> None:
+        """Take notice of who is there and what runs, and of what has been committed."""
+        for number, running in self.coordinator._running.items():
+            if (before := self._committed.get(number)) is None:
+                before = ()
+                self._begun.append(weakref.ref(running))
+            now = running.session.tokens
+            if len(before) != len(now) or not before:
+                invariants.committed_prefix_only_grows(before, now)
+                self._committed[number] = tuple(now)
+        workers = self.coordinator.registry.workers
+        targets = {peer: worker for peer, worker in workers.items() if worker.plays("target")}
+        self.losses += len(self._targets - targets.keys())
+        self._targets = set(targets)
+        if any(target.serves for target in targets.values()):
+            self._bare_since_ns = None
+        elif self._bare_since_ns is None:
+            self._bare_since_ns = self.time.now_ns
+
+    def add(self, role: str, *, standby: bool = False, load_ns: int = LOAD_NS) -> Process:
+        """A worker joins."""
+        self._workers += 1
+        number, reads, schedule = self._workers, self._schedule.reads, self._schedule
+
+        def make(life: int) -> ScriptedWorker:
+            worker = self._kinds[role](None, role, epoch=10_000 * number + life)  # type: ignore[arg-type]
+            if isinstance(worker, ScriptedDraft) and reads:
+                worker.reads = READS
+            return worker
+
+        head = {"reads": READS, "vocabulary": None} if role == "draft" and reads else {}
+        about = {
+            "name": f"{role}-{number}",
+            "host": f"machine-{number}",
+            "limits": ROOMY.model_copy(
+                update={
+                    "prompt_rows": schedule.part,
+                    "sessions": schedule.sessions,
+                    "kept": schedule.kept,
+                    "room": schedule.room,
+                    "shares": schedule.shares,
+                }
+            ),
+            "standby": standby,
+            **head,
+        }
+        process = Process(
+            self.time,
+            role,
+            make,
+            costs=Costs(row_ms=schedule.row_ms),
+            about=about,
+            stuck_ns=round(STUCK_S * S),
+            load_ns=load_ns,
+            hub=lambda: self.hub,
+        )
+        self.processes.append(process)
+        process.start()
+        return process
+
+    # -- how it goes on ----------------------------------------------------------------------------
+
+    def do(self, step: Step) -> None:
+        """Have a step of the schedule happen."""
+        self.note(step)
+        match step:
+            case Wish():
+                self.reader.submit(step)
+            case Fault():
+                states = {
+                    running.session.state.value for running in self.coordinator._running.values()
+                }
+                if happen(self, step):
+                    self.seen.update((step.kind, state) for state in states or {"idle"})
+            case Swerve():
+                if self.time.choices() > 1:
+                    self.seen["swerve", self.time.overtaking(step.place)] += 1
+                self.time.step(step.place)
+
+    def run(self, events: int) -> None:
+        for _ in range(events):
+            self.time.step()
+
+    def run_until(self, condition: Callable[[], bool], within_ns: int, what: str) -> None:
+        end_ns = self.time.now_ns + within_ns
+        while not condition():
+            if self.time.now_ns >= end_ns:
+                raise Broken(what, f"in {within_ns / S:g} s")
+            self.time.step()
+
+    def settle(self) -> None:
+        """Let everything come to its end, and see that all is as before."""
+        self.run_until(
+            lambda: not any(told.open for told in self.reader.told.values()),
+            PATIENCE_NS,
+            "a request did not end",
+        )
+        self.run_until(
+            lambda: self.time.now_ns >= self.over_ns, PATIENCE_NS, "the faults did not end"
+        )
+        self._call_off()
+        self.run_until(
+            lambda: self.ready() and not self._owed(), READY_NS, "not everybody came back"
+        )
+        drafts = sum(
+            process.role == "draft" and not process.about["standby"] for process in self.processes
+        )
+        told = self.reader.submit(LAST)
+        self.run_until(lambda: not told.open, READY_NS, "a request after the faults did not end")
+        if isinstance(told.end, Failed):
+            raise Broken("a request after the faults failed", f"{told.end.code}: {told.end.text}")
+        if bool(told.result.drafted_tokens) != bool(drafts):
+            raise Broken("a request after the faults was decoded without a draft", "")
+        if len(self._failing()) >= max(1, drafts):
+            raise Broken("a draft that works again is still said to fail", f"{self._failing()}")
+        self._end()
+
+    def _end(self) -> None:
+        """Let the last request's traces go, and see that nothing is left."""
+        end_ns = self.time.now_ns + READY_NS
+        while invariants.held(self.coordinator, self.hub, self.processes):
+            if self.time.now_ns >= end_ns:
+                break
+            self.time.step()
+        left = any(made() is not None for made in self._begun)
+        invariants.nothing_leaks(self.coordinator, self.hub, self.processes, in_memory=left)
+        invariants.no_fault_is_told(self.loud.said)
+        for reader in (*self.past, self.reader):
+            invariants.every_request_ends(reader.told)
+
+    def _call_off(self) -> None:
+        """What was planned for the next command, or message, and never came to it does not come."""
+        self.hub.fuse = None
+        self.hub.deaf.clear()
+        for process in self.processes:
+            process.sticks = process.sticks and process.busy
+            process.refuses, process.again, process.asked_again, process.drops = False, 0, 0, 0
+        for unplant in self.planted:
+            unplant()
+        self.planted.clear()
+
+    def ready(self) -> bool:
+        """Return whether everybody is there, and nothing is said to fail but what will show."""
+        if not all(process.registered and not process.sticks for process in self.processes):
+            return False
+        if len(self.coordinator.registry.workers) != len(self.processes):
+            return False
+        return {*self.coordinator.report().reasons} <= self._failing()
+
+    def _owed(self) -> bool:
+        """Return whether an answer is still waited for, such as one to a command that was dropped:
+        whoever owes it is about to be taken for lost."""
+        return any(worker.turns.owed for worker in self.coordinator.registry.workers.values())
+
+    def _failing(self) -> set[str]:
+        """Return what is said of drafts that have failed at a request and have not drafted for
+        another one since."""
+        return {fault.words for fault in self.coordinator._failing.faults(self.time.now_ns)}
+
+    def fired(self, where: str) -> None:
+        """Count that the coordinator has failed there."""
+        self.seen["exception", where] += 1
+
+    def note(self, what: object) -> None:
+        """Remember what happened, for whoever reads of a failure."""
+        self.history.append(((self.time.now_ns - S) / S, what))
+
+    # -- what may not be ---------------------------------------------------------------------------
+
+    def check_failed(self, told: Told, reply: Failed) -> None:
+        """See that a request may fail so."""
+        self._look()
+        bare_ns = None if self._bare_since_ns is None else self.time.now_ns - self._bare_since_ns
+        invariants.an_error_has_a_reason(
+            told,
+            reply,
+            bare_s=None if bare_ns is None else bare_ns / S,
+            patience_s=RECOVERY_S - TICK_NS / S,
+            has_place=self._has_place(),
+            losses=self.losses - told.losses,
+        )
+
+    def check_change_failed(self, reply: Failed) -> None:
+        """See that a change of workers may fail so."""
+        codes = ("swap", "no_target", "internal") if self.sabotages else ("swap", "no_target")
+        assert reply.code in codes, reply.text
+
+    def _has_place(self) -> bool:
+        """Return whether a target that is there may be given one session more."""
+        return any(
+            worker.plays("target") and worker.available and worker.sessions < worker.limits.sessions
+            for worker in self.coordinator.registry.workers.values()
+        )
+
+
+Call = Callable[[FaultyHub, Callable[[], object]], None]
+
+
+def open_coordinator(hub: FaultyHub, time: Time, call: Call) -> Coordinator:
+    """A coordinator in virtual time. `call` calls what is due in its name."""
+
+    def planned(action: Callable[[], object]) -> Callable[[], None]:
+        hub.timers += 1
+
+        def act() -> None:
+            hub.timers -= 1
+            call(hub, action)
+
+        return act
+
+    return Coordinator(
+        hub,
+        clock_ns=time.clock,
+        defer=lambda work, done: time.later(READ_NS, planned(lambda: done(work()))),
+        later=lambda seconds, action: time.later(round(seconds * S), planned(action), hub),
+        settings=CoordinatorSettings(recovery_s=RECOVERY_S, stuck_s=STUCK_S),
+    )
+
+
+@contextmanager
+def hushed(handler: logging.Handler) -> Iterator[None]:
+    """The coordinator's log goes to this handler alone."""
+    log = logging.getLogger("dovetail.coordinator")
+    before = log.handlers, log.propagate, log.level
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before[:2]
+        log.setLevel(before[2])
+
+
+def play(schedule: Schedule, kinds: Kinds = CAREFUL) -> World:
+    """The world after all has happened and been checked; an exception says what was wrong, and
+    when."""
+    world = World(schedule, undisturbed, kinds)
+    with hushed(world.loud):
+        try:
+            world.run_until(world.ready, READY_NS, "not everybody registered")
+            for after, step in schedule.steps:
+                world.run(after)
+                world.do(step)
+            world.settle()
+        except (Exception, Panic) as error:
+            error.add_note(told_of(world))
+            raise
+    return world
+
+
+def told_of(world: World) -> str:
+    """Return in lines what happened in a world, and what its coordinator said."""
+    lines = [f"{at_s:9.4f} s  {what}" for at_s, what in world.history]
+    now_s = (world.time.now_ns - S) / S
+    return "\n".join((f"{now_s:.4f} s after the beginning; before it:", *lines, *world.loud.said))
+
+
+@lru_cache(maxsize=4096)
+def undisturbed(wish: Wish) -> Reply:
+    """Return the reply of the target alone when nothing happens."""
+    world = World(Schedule(drafts=0), None)
+    world.run_until(world.ready, READY_NS, "not everybody registered")
+    told = world.reader.submit(wish)
+    world.run_until(lambda: not told.open, PATIENCE_NS, "an undisturbed request did not end")
+    return told.reply()
