@@ -91,4 +91,4 @@ class Replies:
         if self._journal is not None and running.delivery.ticket:
             self._journal.ended(running.delivery.ticket, finished)
         self._post.to_client(running.client, finished)
-        running.finished = True
+        running.delivery.finished = True

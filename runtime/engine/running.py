@@ -134,8 +134,6 @@ class RunningRequest:
     untold: deque[tuple[Action, int]] = field(default_factory=deque)
     """Actions, and their times, that its client and onlookers are told of once workers have been
     asked."""
-    finished: bool = False
-    """True if its client has been told its end."""
     done: Round | None = None
     """The round that has ended, until it is learned from."""
     _prompts: int = 0

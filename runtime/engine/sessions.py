@@ -192,7 +192,7 @@ class Sessions:
         if self._running.get(running.session.number) is not running:
             return
         aside(self._settle, running)
-        if not running.finished:
+        if not running.delivery.finished:
             self._tally.ended["error"] += not running.trial
             told = refusal(self._epoch, error, running.request)
             aside(self._post.to_client, running.client, told)

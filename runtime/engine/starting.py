@@ -113,7 +113,11 @@ class Starting:
         running.queued = waited
         yield from self._deliver(running, waiting)
         self._queue.given(request.owner, tokens_of(request), self._now_ns())
-        yield from self._moving.make_room(request, target, running.session.target_base)
+        try:
+            yield from self._moving.make_room(request, target, running.session.target_base)
+        except BaseException:
+            give_back(running)
+            raise
         client.sessions[waiting.submit.request] = running.session.number
         yield Start(running)
         if target.peer not in self._registry.workers:
@@ -229,6 +233,13 @@ class Starting:
         """Have the journal know that a request runs no more."""
         if self._journal is not None and submit.ticket:
             self._journal.left(submit.ticket)
+
+
+def give_back(running: RunningRequest) -> None:
+    """Have workers keep what a session was to go on from that does not begin."""
+    for role, worker in (("target", running.target), ("draft", running.draft)):
+        if worker is not None and (base := running.session.base(role)) is not None:
+            worker.shelf.give_back(base)
 
 
 def given_up() -> RequestError:

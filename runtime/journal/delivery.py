@@ -17,6 +17,9 @@ class Delivery:
     noted: int = 0
     """Actions, among those that the client is yet to be told of, that the journal has."""
 
+    finished: bool = False
+    """True if its client has been told its end."""
+
     def left_of(self, emit: Emit) -> Emit | None:
         """Return the part of newly committed tokens that the client does not have; None: it has
         all."""

@@ -224,11 +224,20 @@ class Moving:
         losses = [*running.losses]
         yield from self.lose_target(running, f"hands its session over to {target.name}")
         running.losses = losses
-        yield from self._recover(running, target)
+        if self._runs(running):
+            yield from self._recover(running, target)
 
     def _recover(self, running: RunningRequest, target: Worker) -> Effects[None]:
         """A session goes on on another target, which reads its log."""
         base = self._placement.target_base(running, target)
+        try:
+            yield from self._go_on(running, target, base)
+        except BaseException:
+            if base is not None:
+                target.shelf.give_back(base)
+            raise
+
+    def _go_on(self, running: RunningRequest, target: Worker, base: Base | None) -> Effects[None]:
         yield from self.make_room(running.session.request, target, base)
         running.target, running.loss = target, None
         target.sessions += target is not running.draft
@@ -270,13 +279,20 @@ class Moving:
     def _each(
         self, requests: Iterable[RunningRequest], handle: Callable[[RunningRequest], Effects[None]]
     ) -> Effects[None]:
-        """Do this for each of these sessions; a fault of ours at one ends it, and no other."""
+        """Do this for each of these sessions that has not ended; a fault of ours at one ends it,
+        and no other."""
         for running in requests:
+            if not self._runs(running):
+                continue
             try:
                 yield from handle(running)
             except BaseException as error:
                 reraise_exits(error)
                 yield Break(running, error)
+
+    def _runs(self, running: RunningRequest) -> bool:
+        """Return whether a session has not ended, over a fault of ours perhaps."""
+        return self._running.get(running.session.number) is running
 
     def words(self) -> Sequence[str]:
         """Who waits for a target, and why, for `status`."""

@@ -149,7 +149,7 @@ def _faults() -> tuple[Fault, ...]:
     found = [Fault(kind, who, 1600) for kind in of_processes for who in range(3)]
     found += [Fault(kind, who, 300) for kind in ("kill", "silence") for who in range(3)]
     found += [Fault(kind, who) for kind in ("join", "swap", "cancel") for who in range(2)]
-    found += [Fault("leave"), Fault("deaf"), Fault("crash", 2)]
+    found += [Fault("leave"), Fault("deaf"), Fault("sever"), Fault("crash", 2)]
     found += [Fault("crash", leaves, others) for leaves in range(2) for others in range(8)]
     found += [Fault("fault", 0, form) for form in range(len(SABOTAGED))]
     found += [Fault("handler", 0, form) for form in range(len(HANDLED))]

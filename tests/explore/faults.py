@@ -1,7 +1,9 @@
 """What a fault of a schedule does to a world."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dovetail.runtime.fleet.scheduler import Owed
 from explore.clock import MS
 from explore.processes import Process
 from explore.sabotage import sabotage_handler, sabotage_session
@@ -27,6 +29,11 @@ def happen(world: "World", fault: Fault) -> bool:
             world.leave()
         case "deaf":
             world.hub.deaf[world.reader.peer] = world.time.now_ns + for_ns
+            world.reader.deaf = True
+            for told in world.reader.told.values():
+                told.late |= told.open
+        case "sever":
+            world.hub.sever()
         case "crash" if fault.who < 2:
             world.hub.fuse = Fuse(fault.for_ms % 100, leaves=bool(fault.who))
         case "crash":
@@ -79,6 +86,13 @@ def _fail_in_a_room(world: "World", fault: Fault) -> bool:
     return True
 
 
+def _owed(world: "World", process: Process) -> Mapping[int, Owed]:
+    """Return the answers that the coordinator waits for from a process, by session."""
+    peer = None if process.wire is None else process.wire.peer
+    worker = None if peer is None else world.coordinator.registry.workers.get(peer)
+    return {} if worker is None else worker.turns.owed
+
+
 def _swap(world: "World", newcomer: Process, who: int) -> None:
     """Have it take the place of one of its role, if it has registered, or come beside it."""
     if newcomer.worker is not None:
@@ -119,7 +133,7 @@ def _harm(world: "World", process: Process, fault: Fault, for_ns: int) -> bool:
         case "asked twice":
             process.asked_again += 1 + forms % 8
         case "late":
-            process.repeat_late(forms)
+            there = process.repeat_late(forms, _owed(world, process) if forms % 2 else None)
         case "babble":
             process.babble(1 + forms % 9)
         case "drop":

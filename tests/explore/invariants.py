@@ -87,6 +87,13 @@ def the_end_is_what_was_told(told: Told) -> None:
         _broken(the_end_is_what_was_told, f"{told.reply()}, undisturbed {told.undisturbed}")
 
 
+def a_cancel_is_heeded(told: Told) -> None:
+    """A request that its client has cancelled brings no tokens that were not there by then, unless
+    the coordinator failed at the cancel."""
+    if told.most is not None and len(told.tokens) > told.most and not told.sabotaged:
+        _broken(a_cancel_is_heeded, f"cancelled at {told.most}, {len(told.tokens)} came")
+
+
 def an_error_has_a_reason(
     told: Told,
     reply: Failed,
@@ -105,12 +112,12 @@ def an_error_has_a_reason(
     if told.cancelled and reply.code == "cancelled" and not told.tokens:
         return  # while it waited for room
     if reply.code == "no_target" and not told.tokens:
-        if bare_s is None:
+        if bare_s is None and not told.late:
             _broken(an_error_has_a_reason, f"refused, and there is a target: {reply.text}")
     elif losses < MOST_LOSSES:
         if reply.code != "worker_lost":
             _broken(an_error_has_a_reason, f"{reply.code}: {reply.text}", reply.code)
-        if (bare_s or 0.0) < patience_s and has_place:
+        if (bare_s or 0.0) < patience_s and has_place and not told.late:
             _broken(
                 an_error_has_a_reason,
                 f"it failed after {bare_s or 0.0:g} s without a target: {reply.text}",

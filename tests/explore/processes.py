@@ -5,7 +5,7 @@ or without sense, and connects again as a worker does. What happens when is `wor
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -33,6 +33,7 @@ from dovetail.protocol.messages import (
     Verify,
     Welcome,
 )
+from dovetail.runtime.fleet.scheduler import Owed
 from explore.clock import MS, S, Time
 from explore.wires import HEARTBEAT_NS, HOP_NS, FaultyHub, Wire
 from explore.workers import Costs
@@ -89,7 +90,7 @@ class Process:
     _inbox: deque[Command] = field(default_factory=deque)
     _delayed: list[Callable[[], None]] = field(default_factory=list)
     """What happens when a stopped process goes on."""
-    _said: deque[list[bytes]] = field(default_factory=lambda: deque(maxlen=MOST_SAID))
+    _said: deque[Message] = field(default_factory=lambda: deque(maxlen=MOST_SAID))
 
     @property
     def words(self) -> str:
@@ -166,10 +167,17 @@ class Process:
         if self.wire is not None:
             self._set_delay(self.wire)
 
-    def repeat_late(self, which: int) -> None:
-        """Something that it said some time ago, perhaps in another life, is heard again now."""
-        if self.wire is not None and self._said:
-            self.wire.up.send(self._said[which % len(self._said)])
+    def repeat_late(self, which: int, owed: Mapping[int, Owed] | None = None) -> bool:
+        """Something that it said some time ago, perhaps in another life, is heard again now; return
+        False if there is nothing. `owed`: what is waited for; then it is something that could be
+        taken for that, if it said so."""
+        said = [*self._said]
+        if owed is not None:
+            said = [message for message in said if _could_be(message, owed)] or said
+        if self.wire is None or not said:
+            return False
+        self.wire.up.send(encode(said[which // 2 % len(said)]))
+        return True
 
     def babble(self, times: int) -> None:
         """It says something that makes no sense."""
@@ -322,7 +330,7 @@ class Process:
         answer to the next."""
         frames, once = encode(message), isinstance(message, Failed)
         if not once:
-            self._said.append(frames)
+            self._said.append(message)
         if self.wire is None:
             return
         for _ in range(1 + bool(self.again and not once)):
@@ -343,6 +351,17 @@ class Process:
                 action()
 
         self.time.later(after_ns, act, self)
+
+
+def _could_be(message: Message, owed: Mapping[int, Owed]) -> bool:
+    """Return whether an answer is, but for who gave it, one that is waited for."""
+    parts = message.items if isinstance(message, Verified) else (message,)
+    return any(
+        (wanted := owed.get(getattr(part, "session", 0))) is not None
+        and wanted.type is type(message)
+        and wanted.round == getattr(part, "round", None)
+        for part in parts
+    )
 
 
 @lru_cache(maxsize=256)

@@ -37,6 +37,9 @@ class Surroundings(Protocol):
     time: Time
     hub: FaultyHub
     losses: int
+    sabotages: int
+
+    def committed(self, client: bytes, request: int) -> int | None: ...
 
     def note(self, what: object) -> None: ...
 
@@ -53,6 +56,10 @@ class Reader:
     ) -> None:
         """`expect`: what a reply is to be; None: who asks is about to find out."""
         self.told: dict[int, Told] = {}
+        self.refused = False
+        """True if the coordinator failed at its Hello."""
+        self.deaf = False
+        """True if it did not read for some time."""
         self._world, self._hub, self._expect = world, world.hub, expect
         self.peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
         self._hub.join(self.peer, self._hear)
@@ -64,6 +71,7 @@ class Reader:
         request = len(self.told) + 1
         expected = None if self._expect is None else self._expect(wish)
         self.told[request] = told = Told(wish, expected, losses=self._world.losses)
+        told.late = self.deaf
         self._say(
             Submit(
                 epoch=self._epoch,
@@ -88,7 +96,10 @@ class Reader:
         running = [request for request, told in self.told.items() if told.open]
         if running:
             request = running[which % len(running)]
-            self.told[request].cancelled = True
+            told = self.told[request]
+            told.cancelled = True
+            if told.most is None:
+                told.most = self._world.committed(self.peer, request)
             self._say(Cancel(epoch=self._epoch, request=request))
         return bool(running)
 
@@ -134,6 +145,7 @@ class Reader:
             case Finished():
                 told = self._running(reply.request)
                 told.end = reply
+                invariants.a_cancel_is_heeded(told)
                 if told.expected is not None:
                     invariants.the_end_is_what_was_told(told)
             case Progressed() | Swapped() | Dismissed():
@@ -144,7 +156,10 @@ class Reader:
                 assert isinstance(reply, Welcome), reply
 
     def _hear_failed(self, reply: Failed) -> None:
-        assert reply.session is not None, reply.text
+        if reply.session is None:
+            assert self._world.sabotages, reply.text
+            self.refused = True
+            return
         if reply.session > CHANGES:
             self._world.check_change_failed(reply)
             self._world.note(reply.text)

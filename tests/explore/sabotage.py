@@ -75,13 +75,14 @@ HANDLERS = {
         "_passed _answer _go_on_alone"
     ),
     "_answers._failures": "failed _open_anew _verify_without_tree",
-    "_intake": "take _submit _start _run admit _change",
+    "_intake": "take _submit _change",
+    "_starting": "_start _run admit",
     "_peers": "admitted join probe look_after",
     "_sessions": "start plan cancel close_on _next_round",
     "_dispatch": "ask resume forget _left _close _postpone _release",
     "_admission": "strike newcomer",
     "_moving": (
-        "seek drop_draft draft_failed lose_target disconnect resettle part_with tick make_room "
+        "seek drop_draft draft_failed lose_target disconnect resettle tick make_room "
         "move refuge has_room suits _recover"
     ),
     "_changes": "swap dismiss step lost failed",

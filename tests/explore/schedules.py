@@ -11,6 +11,7 @@ Kind = Literal[
     "stop",
     "stick",
     "cut",
+    "sever",
     "silence",
     "silence up",
     "silence down",
@@ -32,11 +33,11 @@ Kind = Literal[
     "deaf",
     "crash",
 ]
-"""Faults: of a process (kill, stop, stick, forget), of its connection (cut, silence, slow), of what
-is said over it (twice, asked twice, late, babble), of its answers (refuse, drop), of the
-coordinator's code (`fault`: about one session; `handler`: in one of its rooms), of the coordinator
-itself (crash), of a client (cancel, leave, deaf); and workers that come and go (join, swap,
-drain)."""
+"""Faults: of a process (kill, stop, stick, forget), of its connection (cut, silence, slow; sever:
+of all at once), of what is said over it (twice, asked twice, late, babble), of its answers (refuse,
+drop), of the coordinator's code (`fault`: about one session; `handler`: in one of its rooms), of
+the coordinator itself (crash), of a client (cancel, leave, deaf); and workers that come and go
+(join, swap, drain)."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 KEPT = 1 << 16
 """Tokens of ended sessions that a worker keeps, if nothing else is said: all of them."""

@@ -23,8 +23,12 @@ class Told:
     heard_ns: list[int] = field(default_factory=list)
     """When it was told tokens."""
     cancelled: bool = False
+    most: int | None = None
+    """The tokens that had been committed when its client cancelled it; None: it has not."""
     losses: int = 0
     """Targets that were lost before the request came."""
+    late: bool = False
+    """Its client did not read for some time, so that it heard of it later than it happened."""
     void: bool = False
     """Nobody waits for it any more: the client has left, or its coordinator has gone."""
     sabotaged: bool = False

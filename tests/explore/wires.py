@@ -187,6 +187,16 @@ class FaultyHub:
         if self._wires.pop(peer, None) is not None:
             self._left()
 
+    def sever(self) -> None:
+        """All connections of workers are no more, at once."""
+        wires = [*self._wires.values()]
+        self._wires.clear()
+        for wire in wires:
+            wire.up.open = False
+        self._left()
+        for wire in wires:
+            wire.process_closes()
+
     def _left(self) -> None:
         self._gone += 1
         if not self.closed:

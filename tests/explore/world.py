@@ -138,7 +138,8 @@ class World:
 
     def _new_reader(self) -> Reader:
         self._clients += 1
-        return Reader(self, self._clients, self._expect)
+        reader = Reader(self, self._clients, self._expect)
+        return self._new_reader() if reader.refused else reader
 
     def leave(self) -> None:
         """The client goes, and another one comes. If the coordinator dies over that, there is one
@@ -255,7 +256,8 @@ class World:
             lambda: self.ready() and not self._owed(), READY_NS, "not everybody came back"
         )
         drafts = sum(
-            process.role == "draft" and not process.about["standby"] for process in self.processes
+            worker.plays("draft") and worker.serves
+            for worker in self.coordinator.registry.workers.values()
         )
         told = self.reader.submit(LAST)
         self.run_until(lambda: not told.open, READY_NS, "a request after the faults did not end")
@@ -312,6 +314,16 @@ class World:
     def fired(self, where: str) -> None:
         """Count that the coordinator has failed there."""
         self.seen["exception", where] += 1
+
+    def committed(self, client: bytes, request: int) -> int | None:
+        """Return how many tokens of a request are committed; None: it is over."""
+        peer = self.coordinator.registry.clients.get(client)
+        if peer is None:
+            return None
+        if (number := peer.sessions.get(request)) is not None:
+            return len(self.coordinator._running[number].session.tokens)
+        waits = any(one.is_of(peer, request) for one in self.coordinator._shared.queue)
+        return 0 if waits or request in peer.reading else None
 
     def note(self, what: object) -> None:
         """Remember what happened, for whoever reads of a failure."""

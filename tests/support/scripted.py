@@ -289,7 +289,8 @@ class ScriptedWorker:
             assert kept == 0
         elif command.shared and base in self.logs:
             log = self.logs[base]
-            rows = self.done[base] if base in self.begun else self.rows_of(base, log)
+            opening = isinstance(self.begun.get(base), Open)
+            rows = self.done[base] if opening else self.rows_of(base, log)
             assert kept < len(command.prompt)
             assert kept <= rows
             assert tuple(log[: kept + known]) == command.prompt[: kept + known]
