@@ -7,6 +7,7 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def attempt(schedule: Schedule, number: int = 0, found: Played | None = None) ->
         found.schedules += 1
         found.seen += world.seen
         found.events += world.time.steps
-        happened = (schedule, world.time.steps, world.time.now_ns, world.history)
+        told = [at_s for at_s, _ in world.history]
+        happened = (schedule, world.time.steps, world.time.now_ns, told)
         found.trace ^= zlib.crc32(repr(happened).encode())
     return None
 
@@ -118,11 +120,12 @@ def in_parallel(
     blocks = (
         (seed, range(first, min(first + BLOCK, schedules))) for first in range(0, schedules, BLOCK)
     )
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for found in pool.imap(_explore, blocks):
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        for found in pool.map(_explore, blocks):
             yield found
             if found.failure is not None or not goes_on():
-                return
+                break
+        pool.shutdown(cancel_futures=True)
 
 
 def _explore(block: tuple[int, range]) -> Played:
