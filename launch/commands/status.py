@@ -14,7 +14,7 @@ from dovetail.launch.processes.connection import find_coordinator, shorten_model
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import RowsSeconds
-from dovetail.protocol.messages import PairState, Reported, WorkerState
+from dovetail.protocol.messages import JournalState, PairState, Reported, WorkerState
 
 SHOWN_DECISIONS = 8
 """The number of decisions shown, the latest ones; `--json` has them all."""
@@ -66,6 +66,8 @@ def _show(state: Reported) -> None:
         )
     if url := next((found.url for found in announcements() if found.address == state.address), ""):
         click.echo(f"http        {url}")
+    if state.journal is not None and not state.journal.failed:
+        click.echo(f"journal     {_journal(state.journal)}")
     served = any("target" in w.roles and not w.standby for w in state.workers)
     label = "note" if not state.degraded else "degraded" if served else "not ready"
     for reason in state.reasons:
@@ -92,6 +94,20 @@ def _show(state: Reported) -> None:
         click.echo("last decisions")
     for decision in state.decisions[-SHOWN_DECISIONS:]:
         click.echo(f"  {decision}")
+
+
+def _journal(journal: JournalState) -> str:
+    """Return where requests are kept, how many, and what keeping them takes."""
+    kept = f"{counted(journal.replies, 'reply', 'replies')}, {journal.bytes / 1e6:.1f} MB"
+    takes = [
+        f"{name} takes {value:.{digits}f} {unit}"
+        for name, value, digits, unit in (
+            ("a write", journal.write_us, 0, "us"),
+            ("the disk", journal.sync_ms, 1, "ms"),
+        )
+        if value is not None
+    ]
+    return ", ".join((f"{journal.folder}: {kept}", *takes))
 
 
 def _show_pairs(pairs: Sequence[PairState]) -> None:

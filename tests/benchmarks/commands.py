@@ -19,6 +19,7 @@ from benchmarks.gaps import gaps
 from benchmarks.goodput import goodput
 from benchmarks.heterospec import heterospec
 from benchmarks.http import http
+from benchmarks.journal import journal
 from benchmarks.legacy import legacy
 from benchmarks.levels import levels
 from benchmarks.limit import limit
@@ -99,6 +100,7 @@ for command in (
     gains,
     beginnings,
     gaps,
+    journal,
     users,
     utilisation,
     picture,
