@@ -37,6 +37,7 @@ GROUPS = {
         "coordinator": "Run a coordinator by hand.",
         "worker": "Run one draft or target worker by hand, on any machine.",
         "http": "Serve the HTTP API of a coordinator.",
+        "router": "Spread requests over several services.",
         "keygen": "Make, rotate and revoke the keys that tcp needs.",
     },
     "Look at a machine, and plan": {

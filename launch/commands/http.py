@@ -80,7 +80,7 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
         listener = opened.enter_context(listen(settings.http.host, settings.http.port))
         keys = read_keys(settings.http)
         connections = Connections(
-            receive_s=settings.http.receive_s, most=_connections(configuration)
+            receive_s=settings.http.receive_s, most=connections_of(configuration)
         )
         link = open_link(
             connect, keys=folder, role="client"
@@ -154,7 +154,7 @@ def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
     return settings.dashboard if settings.dashboard != "auto" else "anonymous" if keyed else "full"
 
 
-def _connections(configuration: Configuration) -> int:
+def connections_of(configuration: Configuration) -> int:
     """Return how many connections this process may hold; the system's limit on open files is raised
     for them as far as it goes. Where that is not enough a number that somebody asked for is
     refused, and the default is lowered."""

@@ -14,6 +14,7 @@ import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,7 +26,6 @@ from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.connection import models_of, with_choices
 from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
-from dovetail.launch.processes.serving.site import Site
 from dovetail.launch.processes.stack import check_models, check_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
@@ -34,6 +34,9 @@ from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.launch.settings.generation import with_generation_config
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.runtime.http.listening import listen
+
+if TYPE_CHECKING:
+    from dovetail.launch.processes.ray.replicas import Replicas
 
 log = logging.getLogger("dovetail.serve")
 
@@ -90,18 +93,15 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
             service.drain()
 
 
-def _open(engine: str, configuration: Configuration, opened: ExitStack) -> Service:
-    """Return the service, on this machine or on the nodes of a cluster."""
+def _open(engine: str, configuration: Configuration, opened: ExitStack) -> "Service | Replicas":
+    """Return the service, on this machine or on the nodes of a cluster, where there may be several
+    of them."""
     if engine == "local":
-        site: Site = Local(opened.enter_context(Supervisor()), configuration)
+        site = Local(opened.enter_context(Supervisor()), configuration)
         return opened.enter_context(Service(site, configuration))
-    from dovetail.launch.processes.ray.cluster import Cluster  # an extra, seconds to import
-    from dovetail.launch.processes.ray.site import RaySite
+    from dovetail.launch.processes.ray.placed import open_services  # an extra, seconds to import
 
-    cluster = opened.enter_context(Cluster(configuration.settings.ray.address))
-    supervisor = opened.enter_context(Supervisor())
-    site = opened.enter_context(RaySite(supervisor, cluster, configuration))
-    return opened.enter_context(Service(site, configuration))
+    return open_services(configuration, opened)
 
 
 def _check_addresses(configuration: Configuration) -> None:
@@ -119,7 +119,9 @@ def _check_addresses(configuration: Configuration) -> None:
     )
 
 
-def _introduce(service: Service, configuration: Configuration, *, as_json: bool) -> None:
+def _introduce(
+    service: "Service | Replicas", configuration: Configuration, *, as_json: bool
+) -> None:
     """Say where we are, and what to type to use it."""
     if as_json:
         click.echo(

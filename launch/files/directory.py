@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from zlib import crc32
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import cache_folder
@@ -78,7 +79,7 @@ def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
     runs."""
     folder = runtime_directory()
     remove_unused_logs(folder)
-    path = folder / f"coordinator-{os.getpid()}.json"
+    path = folder / f"coordinator-{os.getpid()}-{crc32(address.encode()):08x}.json"
     mine = Announcement(
         address,
         os.getpid(),

@@ -265,6 +265,15 @@ class LoadingReply(BaseModel):
     left_s: float | None
 
 
+class SessionLoad(BaseModel):
+    epoch: str
+    sessions: int
+    queued: int
+    seconds_per_token: float | None
+    further_seconds_per_token: float | None
+    reading_seconds_per_token: float | None
+
+
 class ReadyReply(BaseModel):
     ready: bool
     status: Literal["ready", "loading", "waiting"]
@@ -272,6 +281,7 @@ class ReadyReply(BaseModel):
     missing: list[str]
     faults: list[PartFault]
     loading: list[LoadingReply]
+    load: SessionLoad | None
 
 
 class VersionReply(BaseModel):

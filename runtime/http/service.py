@@ -29,6 +29,7 @@ from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion
 from dovetail.runtime.http.replies import Writer, error_event, open_writer
 from dovetail.runtime.http.resuming import Resumed, read_event_id, remembered, ticketed
 from dovetail.runtime.http.server import Connections
+from dovetail.runtime.telemetry.load import load_of
 
 SMALL_CHARACTERS = 4096
 """Texts up to this are tokenized at once; longer ones in a thread: nobody waits for them."""
@@ -238,6 +239,7 @@ class Service:
                 "missing": missing,
                 "faults": [],
                 "loading": [],
+                "load": None,
             }
         there = any(
             "target" in worker.roles and not (worker.standby or worker.stuck)
@@ -259,6 +261,7 @@ class Service:
             "missing": list(state.reasons),
             "faults": faults,
             "loading": loading,
+            "load": load_of(state),
         }
 
     async def metrics(self) -> bytes:

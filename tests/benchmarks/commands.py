@@ -36,8 +36,10 @@ from benchmarks.pictures import pictures
 from benchmarks.plan import plan
 from benchmarks.recurrence import recurrence
 from benchmarks.reliability import reliability
+from benchmarks.replicas import ray, replicas
 from benchmarks.rest import rest
 from benchmarks.rounds import rounds
+from benchmarks.router import router
 from benchmarks.routing import routing
 from benchmarks.same_file import gguf_pair
 from benchmarks.sameness import bytes_command
@@ -90,6 +92,9 @@ for command in (
     ahead,
     goodput,
     rounds,
+    replicas,
+    ray,
+    router,
     routing,
     observed,
     transport,

@@ -50,7 +50,7 @@ class Service:
         """`name`: which of several services it is, for the log."""
         self._site = site
         self._settings = configuration.settings
-        self._called = f"{name}: " if name else ""
+        self.name, self._called = name, f"{name}: " if name else ""
         self._workers = site.workers
         before = (COORDINATOR, HTTP)
         workers = (
@@ -89,6 +89,11 @@ class Service:
         return self._watch.serving
 
     @property
+    def left(self) -> bool:
+        """Return whether the coordinator was told to stop."""
+        return self._left
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """Return the parts that are not ready."""
         return self._watch.missing
@@ -101,14 +106,14 @@ class Service:
     def begin(self) -> None:
         """Begin to start what takes the longest; a process that has no threads yet can fork it."""
         self._site.begin()
-        self._step()
+        self.step()
 
     def run_until_ready(self, say: Callable[[str], None]) -> None:
         """Start everything else, and wait; what the first process that ends has to say is raised.
         `say` hears what is waited for."""
         told = sys.stderr.isatty()  # then `say` shows it, else the log has it once models are left
         while not self._watch.serving:
-            self._step()
+            self.step()
             say(
                 f"starting {' and '.join(self._watch.missing)}"
                 + (loading_text(self.state.loading) if self.state is not None else "")
@@ -124,8 +129,7 @@ class Service:
         """Keep everything running until the coordinator was told to stop; what a process says that
         cannot be kept running is raised."""
         while not self._left:
-            self._step()
-            self._pass_on()
+            self.step()
             time.sleep(POLL_S)
 
     def faults(self, now_s: float) -> tuple[Fault, ...]:
@@ -155,8 +159,9 @@ class Service:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        """Take notice of what has happened, and do what follows."""
+    def step(self) -> None:
+        """Take notice of what has happened, and do what follows; what a process says that cannot
+        be kept running is raised."""
         now_s = time.monotonic()
         self._site.mind()
         # The coordinator is looked at last and heard first: a process that ended because of its
@@ -178,6 +183,8 @@ class Service:
             self._ask(self._inquiry, now_s)
         self._perform(self._watch.due(now_s))
         self._tell_coordinator(now_s)
+        if self._watch.serving:
+            self._pass_on()
 
     def _perform(self, actions: list[Action], ended: Running | None = None) -> None:
         for action in actions:

@@ -1,0 +1,167 @@
+"""`dovetail router`: several services behind one address, in a process of its own, by hand or under
+a supervisor. Never imports torch."""
+
+import asyncio
+import gc
+import logging
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+import uvloop
+
+from dovetail.launch.commands.http import connections_of, url_of
+from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.console.options import EXISTING_FILE
+from dovetail.launch.files.deployment.notification import Notifier
+from dovetail.launch.processes.child import (
+    claim_stdout,
+    end_when_told,
+    end_with,
+    show_stacks_when_asked,
+)
+from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.http_keys import read_keys
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import byte_count
+from dovetail.runtime.http.guard import Guard
+from dovetail.runtime.http.listening import listen
+from dovetail.runtime.http.server import Connections, serve
+from dovetail.runtime.router.app import Router
+from dovetail.runtime.router.fleet import Fleet
+from dovetail.runtime.router.upstream import Upstream
+
+log = logging.getLogger("dovetail.router")
+
+REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
+
+
+@click.command(cls=HelpCommand)
+@click.option(
+    "--connect",
+    "urls",
+    metavar="URL",
+    multiple=True,
+    help="The URL of a service, such as http://127.0.0.1:8000; can be given several times.",
+)
+@click.option(
+    "--replicas",
+    type=EXISTING_FILE,
+    help="File of such URLs, a line each, which is read again whenever it changes.",
+)
+@click.option(
+    "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
+)
+@settings_flags(
+    "http.host",
+    "http.port",
+    "http.api_key_file",
+    "http.receive_s",
+    "http.body",
+    "http.connections",
+    shown=("http.host", "http.port", "http.api_key_file"),
+)
+def command(
+    configuration: Configuration,
+    urls: tuple[str, ...],
+    replicas: Path | None,
+    parent: int | None,
+) -> None:
+    """Spread requests over several services until SIGTERM or Ctrl-C.
+
+    A request goes to the service that is predicted to be done with it first: by the rate that each
+    tells, and by the beginning of the conversation, which the one that has read it need not read
+    again. Its URL goes to stdout as one line once it listens. API keys are checked here, if there
+    are any, and passed on: the services need the same ones. A URL that is taken out of the file of
+    --replicas gets no further requests, and those that run there end undisturbed.
+    """
+    if parent is not None:
+        end_with(parent)
+    end_when_told()
+    show_stacks_when_asked()
+    log_to_stderr(logging.WARNING if parent else logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    if not urls and replicas is None:
+        raise UserError(
+            "a router needs services: name each with --connect URL, or a file of them with "
+            "--replicas FILE"
+        )
+    listed = Listed(urls, replicas)
+    listed()
+    http, notifier = configuration.settings.http, Notifier()
+    with ExitStack() as opened:
+        said = opened.enter_context(claim_stdout())
+        listener = opened.enter_context(listen(http.host, http.port))
+        keys = read_keys(http)
+        connections = Connections(receive_s=http.receive_s, most=connections_of(configuration))
+
+        def ready() -> None:
+            print(url_of(http.host, listener), file=said, flush=True)
+            notifier.ready()
+
+        async def run() -> None:
+            upstream = Upstream()
+            fleet = Fleet(listed, upstream)
+            await fleet.look()
+            looking = asyncio.create_task(fleet.run())
+            router = Router(fleet, upstream)
+            guard = Guard(
+                router,
+                keys=keys,
+                most_body_bytes=byte_count(http.body),
+                only_local_names=not keys,
+            )
+            gc.freeze()
+            try:
+                await serve(
+                    guard,
+                    listener,
+                    connections,
+                    hurry=router.end,
+                    ready=ready,
+                    progress=notifier.progress,
+                )
+            finally:
+                looking.cancel()
+                await asyncio.wait([looking])
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+
+
+class Listed:
+    """The URLs of the services, as they were named and as a file has them at present."""
+
+    def __init__(self, urls: tuple[str, ...], file: Path | None) -> None:
+        self._named, self._file = [_url(url, "--connect") for url in urls], file
+        self._read: list[str] = []
+        self._stamp: object = None
+
+    def __call__(self) -> list[str]:
+        """Return them; `UserError` for what is no URL. A file that has become unreadable, or was
+        spoilt, changes nothing."""
+        if self._file is not None:
+            try:
+                status = self._file.stat()
+                stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+                if stamp != self._stamp:
+                    lines = self._file.read_text(encoding="utf-8").splitlines()
+                    self._read = [_url(line.strip(), str(self._file)) for line in lines if line]
+                    self._stamp = stamp
+            except (OSError, UnicodeError, UserError) as error:
+                if self._stamp is None:
+                    raise
+                log.warning("the list of services stays as it was: %s", error)
+        return [*dict.fromkeys([*self._named, *self._read])]
+
+
+def _url(text: str, where: str) -> str:
+    if not REPLICA.fullmatch(text):
+        raise UserError(
+            f"{where}: {text!r} is not the URL of a service: write one such as "
+            "http://127.0.0.1:8000"
+        )
+    return text.rstrip("/")

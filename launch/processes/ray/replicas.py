@@ -1,0 +1,191 @@
+"""Several services, each on nodes of its own, behind one router, which is a child of this process.
+
+Each service looks after its parts as a single one does; one that cannot be kept running is left
+out, and the last one ends all. Knows no Ray.
+"""
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dovetail.launch.processes.child_output import Ear, ending_of
+from dovetail.launch.processes.serving.parts import GiveUp, Leave, Part, Start, Tell
+from dovetail.launch.processes.serving.service import DRAIN_S, Service
+from dovetail.launch.processes.serving.watch import Action, Watch
+from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
+from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor
+from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.errors import DovetailError
+from dovetail.protocol.messages import Fault, Reported
+
+log = logging.getLogger("dovetail.serve")
+
+ROUTER = "router"
+TAKEN = (
+    "http.host",
+    "http.api_key_file",
+    "http.receive_s",
+    "http.body",
+    "http.connections",
+)
+"""The settings of the HTTP API that a router has too, beside its port."""
+
+
+class Replicas:
+    """Services behind a router; use it within the block of its supervisor."""
+
+    def __init__(
+        self, supervisor: Supervisor, services: Sequence[Service], configuration: Configuration
+    ) -> None:
+        self._supervisor, self._services = supervisor, [*services]
+        self._configuration = configuration
+        stuck_s = configuration.settings.coordinator.stuck_s
+        self._watch = Watch((Part(ROUTER),), time.monotonic(), stuck_s=stuck_s)
+        folder = Path(tempfile.mkdtemp(prefix="dovetail-replicas-"))
+        supervisor.owns_folder(folder)
+        self._list, self._listed = folder / "urls", ""
+        self._child: Child | None = None
+        self._ear: Ear | None = None
+        self._left = False
+        self.url = ""
+
+    @property
+    def address(self) -> str:
+        """Return the addresses of the coordinators."""
+        return " ".join(service.address for service in self._services)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The number of each process that runs, by its name."""
+        found = {
+            f"{service.name} {part}": pid
+            for service in self._services
+            for part, pid in service.pids.items()
+        }
+        return {**found, **({ROUTER: self._child.process.pid} if self._child else {})}
+
+    @property
+    def state(self) -> Reported | None:
+        """Return the state of one of the coordinators."""
+        return self._services[0].state
+
+    def faults(self, now_s: float) -> tuple[Fault, ...]:
+        """The parts that were lost and are not back yet."""
+        return tuple(
+            fault.model_copy(update={"part": f"{service.name} {fault.part}"})
+            for service in self._services
+            for fault in service.faults(now_s)
+        )
+
+    def begin(self) -> None:
+        """Begin to start all of them."""
+        for service in self._services:
+            service.begin()
+
+    def run_until_ready(self, say: Callable[[str], None]) -> None:
+        """Start everything, and wait; what the first process that ends has to say is raised."""
+        while not (self._watch.serving and all(service.serving for service in self._services)):
+            self._supervisor.mind()
+            for service in self._services:
+                service.step()
+            if all(service.serving for service in self._services):
+                self._step_router()
+            missing = [
+                f"{service.name} {part}" for service in self._services for part in service.missing
+            ]
+            say(f"starting {' and '.join(missing or [ROUTER])}")
+            time.sleep(LOADING_POLL_S)
+
+    def run(self) -> None:
+        """Keep everything running until one of the coordinators was told to stop."""
+        while not self._left:
+            self._supervisor.mind()
+            for service in [*self._services]:
+                self._step(service)
+                self._left |= service.left
+            self._step_router()
+            time.sleep(POLL_S)
+
+    def drain(self) -> None:
+        """End the router, then each service; a signal meanwhile ends all of them at once."""
+        try:
+            log.info(
+                "ending: running requests may finish for some seconds; a second signal ends them "
+                "at once"
+            )
+            if self._child is not None:
+                self._supervisor.end([self._child], GRACE_S + DRAIN_S)
+            for service in self._services:
+                service.drain()
+        except (KeyboardInterrupt, SystemExit):
+            self._supervisor.kill()
+
+    def _step(self, service: Service) -> None:
+        """Look after a service; without one that cannot be kept running the others go on."""
+        try:
+            service.step()
+        except DovetailError as failure:
+            if len(self._services) == 1:
+                raise
+            log.error("%s is given up: %s", service.name, failure)
+            self._services.remove(service)
+
+    # -- the router --------------------------------------------------------------------------------
+
+    def _step_router(self) -> None:
+        """Have the router know where the services are, and run."""
+        now_s, actions = time.monotonic(), list[Action]()
+        urls = "".join(f"{service.url}\n" for service in self._services if service.url)
+        if urls != self._listed:
+            fresh = self._list.with_suffix(".new")
+            fresh.write_text(urls, encoding="utf-8")
+            fresh.replace(self._list)
+            self._listed = urls
+        child = self._child
+        if child is not None and child.ended:
+            actions = self._watch.ended(ROUTER, ending_of(child), now_s)
+            self._perform(actions, child)
+            self._supervisor.end([child])
+            self._child = None
+        elif child is not None and ROUTER in self._watch.missing and (url := child.heard()):
+            self.url = url
+            self._perform(self._watch.ready(ROUTER, now_s))
+        elif child is not None and ROUTER not in self._watch.missing:
+            self._watch.answered((), now_s)
+        self._pass_on()
+        self._perform(self._watch.due(now_s))
+
+    def _perform(self, actions: Sequence[Action], ended: Child | None = None) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    self._start()
+                case Tell(text):
+                    log.info("%s", text)
+                case Leave():
+                    self._left = True
+                case GiveUp(_, why):
+                    assert ended is not None
+                    failure = ended.failure()
+                    raise failure if not why else DovetailError(f"the router {why}; {failure}")
+
+    def _start(self) -> None:
+        flags = [
+            flag
+            for flag in self._configuration.arguments("http")
+            if flag.partition("=")[0].removeprefix("--") in TAKEN
+        ]
+        port = self.url.rpartition(":")[2] or self._configuration.settings.http.port
+        arguments = ["router", f"--replicas={self._list}", *flags, f"--http.port={port}"]
+        if self._ear is not None:
+            self._ear.close()
+        self._child = self._supervisor.start(ROUTER, arguments, reads=True)
+        self._ear = Ear(self._child)
+
+    def _pass_on(self) -> None:
+        """Pass on what the router has said."""
+        if self._ear is not None and self._watch.serving:
+            for line in self._ear.listen():
+                log.info("%s: %s", ROUTER, line)

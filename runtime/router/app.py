@@ -1,0 +1,285 @@
+"""The router as an application: a request goes to one replica, and the reply comes back as it is.
+
+A replica that cannot be reached, breaks off before a byte of its reply, or refuses for want of room
+(429, 503) is followed by the next best one: nothing has been said to the client yet, and that a
+request begins twice costs time alone. A reply that is asked for again by its id is looked for at
+all of them. What breaks off later ends the client's connection: a stream
+has told its seed in its first chunk, with which it can be requested again.
+"""
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from dovetail.runtime.http.errors import ApiError, unavailable
+from dovetail.runtime.http.guard import Message, Receive, Scope, Send, answer
+from dovetail.runtime.router.choice import Replica, Wanted, choose, wanted
+from dovetail.runtime.router.fleet import Fleet
+from dovetail.runtime.router.upstream import Broken, Connection, Upstream
+
+log = logging.getLogger("dovetail.router")
+
+COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
+PASSED = (*COMPLETIONS, "/tokenize", "/detokenize", "/version", "/openapi.json")
+MODELS = "/v1/models"
+AGAIN = tuple(f"{path}/" for path in COMPLETIONS)
+"""Below these a reply is asked for once more by its id, which one of the replicas knows."""
+BELOW = (f"{MODELS}/", *AGAIN)
+FULL = (429, 503)
+"""Answers of a replica that has no room, or no target at present."""
+KEPT_BACK = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade host content-length expect x-forwarded-for".split()
+)
+"""Headers of a request that are about the connection to us."""
+OURS = frozenset(b"connection keep-alive transfer-encoding date server".split())
+"""Headers of a reply that are about the connection to the replica, or that our server adds."""
+NOTHING = Wanted((), 0.0, 0.0)
+
+
+class Call:
+    """One request of a client, with the connection to the replica that it is at."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.connection: Connection | None = None
+
+    def end(self) -> None:
+        """The client has gone, or the router ends: the replica has to hear of it."""
+        self.gone = True
+        if self.connection is not None:
+            self.connection.close()
+
+
+class Router:
+    """Answers what is asked of the router itself, and passes on the rest."""
+
+    def __init__(self, fleet: Fleet, upstream: Upstream) -> None:
+        self._fleet, self._upstream = fleet, upstream
+        self._turn = 0
+        self._calls: set[Call] = set()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """Events by what and at which replica: requests, retries, broken."""
+
+    def end(self) -> None:
+        """Let go of the requests that still run."""
+        for call in self._calls:
+            call.end()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        own: dict[str, Callable[[Send], Awaitable[None]]] = {
+            "/health": self._health,
+            "/readyz": self._readyz,
+            "/load": self._load,
+            "/metrics": self._metrics,
+        }
+        if path in own and scope["method"] == "GET":
+            await own[path](send)
+        elif path in PASSED or path == MODELS or path.startswith(BELOW):
+            await self._pass_on(scope, receive, send)
+        else:
+            text = f"{scope['method']} {path} is not served by a router: ask one of its replicas"
+            await answer(ApiError(404, text), send)
+
+    # -- what is passed on -------------------------------------------------------------------------
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, call = await _whole(receive), Call()
+        request = _wanted(scope, body)
+        self._calls.add(call)
+        watching = _watch(receive, call)
+        try:
+            await self._try_all(scope, body, request, call, send)
+        finally:
+            self._calls.discard(call)
+            watching.cancel()
+
+    async def _try_all(
+        self, scope: Scope, body: bytes, request: Wanted, call: Call, send: Send
+    ) -> None:
+        """Have the request answered by the first replica that does."""
+        tried: set[str] = set()
+        refusal: tuple[Message, bytes] | None = None
+        while not call.gone:
+            self._turn += 1
+            left = [replica for replica in self._fleet.replicas if replica.url not in tried]
+            replica = choose(left, request, self._turn)
+            if replica is None:
+                break
+            tried.add(replica.url)
+            self.counts["requests", replica.url] += 1
+            replica.in_flight += request.samples
+            try:
+                refused = await self._ask(replica, scope, body, call, send)
+                if refused is None:
+                    return
+                refusal = refused
+            except Broken as error:
+                if call.gone:
+                    return
+                self._fleet.lost(replica, str(error))
+            finally:
+                replica.in_flight -= request.samples
+                call.connection = None
+            self.counts["retries", replica.url] += 1
+        if call.gone:
+            return
+        if refusal is not None:
+            head, content = refusal
+            await send(head)
+            await send({"type": "http.response.body", "body": content})
+        else:
+            await answer(_nobody(self._fleet.replicas, tried), send)
+
+    async def _ask(
+        self, replica: Replica, scope: Scope, body: bytes, call: Call, send: Send
+    ) -> tuple[Message, bytes] | None:
+        """Pass on the reply of one replica; return it if it is a refusal that another replica may
+        do better than. `Broken` if nothing has been said to the client yet."""
+        target = scope["raw_path"] + (
+            b"?" + scope["query_string"] if scope["query_string"] else b""
+        )
+        headers = _headers(scope, replica.url)
+        for fresh in (False, True):
+            connection = call.connection = await self._upstream.take(replica.url, fresh=fresh)
+            try:
+                status, told = await connection.request(scope["method"], target, headers, body)
+                break
+            except Broken:
+                connection.close()
+                if fresh or call.gone or not connection.used:
+                    raise
+        kept = [(name, value) for name, value in told if name not in OURS]
+        head = {"type": "http.response.start", "status": status, "headers": kept}
+        if status in FULL or (status == 404 and scope["path"].startswith(AGAIN)):
+            content = b"".join([piece async for piece in connection.pieces()])
+            self._upstream.give_back(replica.url, connection)
+            return head, content
+        await send(head)
+        try:
+            async for piece in connection.pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except Broken as error:
+            connection.close()
+            if not call.gone:
+                self.counts["broken", replica.url] += 1
+                log.warning("the replica %s broke off a reply: %s", replica.url, error)
+                self._fleet.lost(replica, str(error))
+            return None  # the server ends the client's connection, since the reply has no end
+        await send({"type": "http.response.body", "body": b""})
+        self._upstream.give_back(replica.url, connection)
+        return None
+
+    # -- what is asked of the router ---------------------------------------------------------------
+
+    async def _health(self, send: Send) -> None:
+        await _json({}, send, 200 if self._serving else 503)
+
+    async def _readyz(self, send: Send) -> None:
+        replicas = [
+            {
+                "url": replica.url,
+                "ready": replica.ready,
+                "draining": replica.draining,
+                "in_flight": replica.in_flight,
+                "running": replica.running,
+                "seconds_per_token": replica.load.seconds_per_token,
+            }
+            for replica in self._fleet.replicas
+        ]
+        told = {"ready": self._serving, "load": None, "replicas": replicas}
+        await _json(told, send, 200 if self._serving else 503)
+
+    async def _load(self, send: Send) -> None:
+        await _json({"server_load": len(self._calls)}, send)
+
+    async def _metrics(self, send: Send) -> None:
+        lines = []
+        for what in ("requests", "retries", "broken"):
+            lines.append(f"# TYPE dovetail_router_{what}_total counter")
+            lines += [
+                f'dovetail_router_{what}_total{{replica="{url}"}} {count}'
+                for (event, url), count in sorted(self.counts.items())
+                if event == what
+            ]
+        for what in ("ready", "in_flight"):
+            lines.append(f"# TYPE dovetail_router_{what} gauge")
+            lines += [
+                f'dovetail_router_{what}{{replica="{replica.url}"}} {int(getattr(replica, what))}'
+                for replica in self._fleet.replicas
+            ]
+        text = "\n".join([*lines, ""]).encode()
+        await _answer(200, b"text/plain; version=0.0.4; charset=utf-8", text, send)
+
+    @property
+    def _serving(self) -> bool:
+        return any(replica.ready and not replica.draining for replica in self._fleet.replicas)
+
+
+async def _whole(receive: Receive) -> bytes:
+    """The body of a request."""
+    pieces, more = [], True
+    while more:
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(pieces)
+
+
+def _watch(receive: Receive, call: Call) -> "asyncio.Task[None]":
+    """Have a call end when its client leaves."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        call.end()
+
+    return asyncio.create_task(watch())
+
+
+def _wanted(scope: Scope, body: bytes) -> Wanted:
+    if scope["path"] not in COMPLETIONS:
+        return NOTHING
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):  # its replica says so
+        return NOTHING
+    return wanted(fields, dict(scope["headers"]).get(b"authorization", b""))
+
+
+def _headers(scope: Scope, url: str) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request as a replica gets them: the client's, API key and all."""
+    kept = [(name, value) for name, value in scope["headers"] if name not in KEPT_BACK]
+    client = scope.get("client")
+    origin = [(b"x-forwarded-for", client[0].encode())] if client else []
+    return [(b"host", urlsplit(url).netloc.encode()), *kept, *origin]
+
+
+def _nobody(replicas: Any, tried: set[str]) -> ApiError:
+    if tried:
+        return unavailable(
+            f"no replica answered this request, of {len(tried)} that were tried: try again soon"
+        )
+    count = len(replicas)
+    return unavailable(
+        f"none of the {count} replicas serves at present: /readyz tells how they are"
+        if count
+        else "this router has no replica: name one with --connect, or list it in the file of "
+        "--replicas"
+    )
+
+
+async def _json(told: Any, send: Send, status: int = 200) -> None:
+    content = json.dumps(told, separators=(",", ":")).encode()
+    await _answer(status, b"application/json", content, send)
+
+
+async def _answer(status: int, kind: bytes, content: bytes, send: Send) -> None:
+    headers = [(b"content-type", kind), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

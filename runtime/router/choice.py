@@ -1,0 +1,183 @@
+"""Decides which replica gets a request: the one that is predicted to be done with it first. Pure.
+
+A replica that has read the beginning of a conversation keeps it in its prefix cache and reads only
+what is new, so that it is chosen unless its sessions make it slower by more than reading the
+beginning elsewhere takes. Beginnings are remembered as hashes of blocks of text, each with all that
+came before it and the API key, since a cache is shared by requests of one key alone. What replicas
+have evicted since is not known: then a guess was wrong, and the prompt is read anew.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+BLOCK = 64
+"""Characters of a block."""
+CHARACTERS = 4.0
+"""Characters of a token, about."""
+MOST_BLOCKS = 1 << 16
+"""Blocks that are remembered of a replica: a million tokens."""
+USUAL_TOKENS = 256
+"""Tokens of a reply, where the request allows more: nobody knows before it has been written."""
+USUAL_S, USUAL_FURTHER = 0.02, 0.5
+"""Seconds a token of a session alone, and the part of them that each further session adds, where no
+replica has told yet."""
+READING = 0.05
+"""Seconds of reading a token over those of writing one, where it is not told."""
+ALIKE = 0.02
+"""Predictions that differ by less are the same: then the replica with the fewest requests is
+chosen, and among these the one that was chosen longest ago."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request as far as the choice goes by it."""
+
+    blocks: Sequence[int]
+    """Hashes of its blocks, each with everything before it."""
+    prompt_tokens: float
+    reply_tokens: float
+    samples: int = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """The last word of a replica about itself; see `dovetail.runtime.telemetry.load`."""
+
+    epoch: str = ""
+    sessions: int = 0
+    queued: int = 0
+    seconds_per_token: float | None = None
+    further_seconds_per_token: float | None = None
+    reading_seconds_per_token: float | None = None
+    in_flight: int = 0
+    """Requests of this router that ran there at that time."""
+
+
+@dataclass
+class Replica:
+    """One service, as the router knows it."""
+
+    url: str
+    ready: bool = False
+    draining: bool = False
+    """True if it gets no further requests."""
+    load: Load = field(default_factory=Load)
+    in_flight: int = 0
+    """Requests of this router that run there."""
+    chosen: int = 0
+    """The number of the choice that fell on it last."""
+    known: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Hashes of the blocks that it has read, those of long ago first."""
+
+    def told(self, load: Load) -> None:
+        """Take its word; a coordinator that began anew has read nothing."""
+        if load.epoch != self.load.epoch:
+            self.known.clear()
+        self.load = load
+
+    @property
+    def running(self) -> int:
+        """Return how many requests are there, ours and those of others."""
+        others = self.load.sessions + self.load.queued - self.load.in_flight
+        return self.in_flight + max(0, others)
+
+    def has_read(self, blocks: Sequence[int]) -> int:
+        """Return how many of these blocks, from the first on, it has read."""
+        low, high = 0, len(blocks)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if blocks[middle - 1] in self.known else (low, middle - 1)
+        return low
+
+    def reads(self, blocks: Sequence[int]) -> None:
+        """Note that it reads these; what is at the beginning is forgotten last."""
+        for block in reversed(blocks):
+            self.known[block] = None
+            self.known.move_to_end(block)
+        while len(self.known) > MOST_BLOCKS:
+            self.known.popitem(last=False)
+
+
+def wanted(body: Any, key: bytes) -> Wanted:
+    """Read a request's body, as JSON has it, for the choice alone: what is wrong with it, its
+    replica says."""
+    fields = body if isinstance(body, Mapping) else {}
+    text = _text(fields)
+    blocks, before = [], hash(key)
+    for end in range(BLOCK, len(text) + 1, BLOCK):
+        before = hash((before, text[end - BLOCK : end]))
+        blocks.append(before)
+    limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    most = limit if isinstance(limit, int) and limit > 0 else USUAL_TOKENS
+    samples = fields.get("n")
+    return Wanted(
+        blocks,
+        len(text) / CHARACTERS,
+        float(min(most, USUAL_TOKENS)),
+        samples if isinstance(samples, int) and 0 < samples < 1 << 10 else 1,
+    )
+
+
+def choose(replicas: Iterable[Replica], request: Wanted, turn: int) -> Replica | None:
+    """Return the replica that is predicted to be done first, and note that it reads the request in
+    this `turn`, which grows; None: nobody is there."""
+    there = [replica for replica in replicas if replica.ready and not replica.draining]
+    if not there:
+        return None
+    usual_s = _usual_s(there)
+    predicted = [finish_s(replica, request, usual_s) for replica in there]
+    limit = min(predicted) * (1.0 + ALIKE)
+    best = min(
+        (replica for replica, s in zip(there, predicted, strict=True) if s <= limit),
+        key=lambda replica: (replica.running, replica.chosen),
+    )
+    best.chosen = turn
+    best.reads(request.blocks)
+    return best
+
+
+def finish_s(replica: Replica, request: Wanted, usual_s: float) -> float:
+    """The seconds until a replica is predicted to be done with a request: reading what it has not
+    read, and writing at the rate that a session has when this one has come. `usual_s`: seconds a
+    token, where the replica has not told."""
+    load = replica.load
+    alone_s = load.seconds_per_token or usual_s
+    further_s = load.further_seconds_per_token
+    further_s = USUAL_FURTHER * alone_s if further_s is None else further_s
+    token_s = alone_s + further_s * (replica.running + request.samples - 1)
+    unread = request.prompt_tokens - replica.has_read(request.blocks) * BLOCK / CHARACTERS
+    reading_s = load.reading_seconds_per_token or READING * alone_s
+    return max(0.0, unread) * reading_s + request.reply_tokens * token_s
+
+
+def _usual_s(replicas: Sequence[Replica]) -> float:
+    """Return the seconds a token of the replicas that have told, for those that have not."""
+    told = [s for replica in replicas if (s := replica.load.seconds_per_token)]
+    return sum(told) / len(told) if told else USUAL_S
+
+
+def _text(fields: Mapping[Any, Any]) -> str:
+    """Return what a request begins with, in the order in which it is read."""
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        parts = [part for message in messages for part in _parts(message)]
+        return "\0".join(parts)
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list):
+        first = prompt[0] if prompt else ""
+        return first if isinstance(first, str) else " ".join(map(str, prompt))
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _parts(message: Any) -> Iterable[str]:
+    """Yield the role and the texts of a message."""
+    if not isinstance(message, Mapping):
+        return
+    yield str(message.get("role"))
+    content = message.get("content")
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            yield text

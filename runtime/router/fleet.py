@@ -1,0 +1,75 @@
+"""The replicas behind a router: their list, which may change, and what each says of itself, twice a
+second."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+
+from dovetail.runtime.router.choice import Load, Replica
+from dovetail.runtime.router.upstream import Broken, Upstream
+
+log = logging.getLogger("dovetail.router")
+
+LOOK_EVERY_S = 0.5
+ANSWER_S = 2.0
+"""Seconds in which a replica has to answer how it is."""
+
+
+class Fleet:
+    """Replicas by their URLs."""
+
+    def __init__(self, listed: Callable[[], Sequence[str]], upstream: Upstream) -> None:
+        """`listed` returns the URLs of those that are to be used at present."""
+        self._listed, self._upstream = listed, upstream
+        self._all: dict[str, Replica] = {}
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        return [*self._all.values()]
+
+    async def run(self) -> None:
+        """Look after the replicas for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """Take notice of a changed list, and of what each replica says. One that is listed no more
+        gets no further requests, and is forgotten when its last one has ended."""
+        urls = self._listed()
+        for url in urls:
+            if self._all.setdefault(url, Replica(url)).draining:
+                self._all[url].draining = False
+        for replica in self.replicas:
+            replica.draining = replica.url not in urls
+            if replica.draining and not replica.in_flight:
+                del self._all[replica.url]
+                self._upstream.close(replica.url)
+                log.info("the replica %s has been let go", replica.url)
+        await asyncio.gather(*(self._ask(replica) for replica in self.replicas))
+
+    def lost(self, replica: Replica, why: str) -> None:
+        """Do without a replica until it answers again."""
+        if replica.ready:
+            log.warning("the replica %s gets no requests: %s", replica.url, why)
+        replica.ready = False
+        self._upstream.close(replica.url)
+
+    async def _ask(self, replica: Replica) -> None:
+        """Hear from a replica whether it serves, and at what rate."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status, content = await self._upstream.get(replica.url, b"/readyz")
+            told = json.loads(content)
+            load = {**told["load"], "in_flight": replica.in_flight} if told["load"] else {}
+        except (Broken, TimeoutError, ValueError, KeyError, TypeError) as error:
+            self.lost(replica, str(error) or "it does not answer")
+            return
+        if load:
+            replica.told(Load(**load))
+        if status == 200 and not replica.ready:
+            log.info("the replica %s gets requests", replica.url)
+        elif status != 200 and replica.ready:
+            log.warning("the replica %s gets no requests: it is not ready", replica.url)
+        replica.ready = status == 200

@@ -1,0 +1,183 @@
+"""Which replica gets a request."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dovetail.protocol.calibration import RowsSeconds
+from dovetail.protocol.messages import PairState, Reported
+from dovetail.runtime.router.choice import (
+    BLOCK,
+    MOST_BLOCKS,
+    USUAL_TOKENS,
+    Load,
+    Replica,
+    choose,
+    wanted,
+)
+from dovetail.runtime.telemetry.load import load_of
+
+MEASURED = Load(
+    epoch="1",
+    seconds_per_token=0.01,
+    further_seconds_per_token=0.004,
+    reading_seconds_per_token=0.0005,
+)
+STORY = "Once upon a time there was a hedgehog who had lost his red balloon. " * 40
+
+
+def replicas(*loads: Load) -> list[Replica]:
+    return [Replica(f"http://r{n}:1", ready=True, load=load) for n, load in enumerate(loads)]
+
+
+def chat(*turns: str, **fields: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    said = [{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)]
+    return {"messages": said, **fields}
+
+
+def chosen(there: list[Replica], body: Any, key: bytes = b"", turn: int = 1) -> int | None:
+    found = choose(there, wanted(body, key), turn)
+    return None if found is None else there.index(found)
+
+
+def test_a_conversation_stays_where_its_beginning_has_been_read() -> None:
+    there = replicas(MEASURED, MEASURED)
+    assert chosen(there, chat(STORY), turn=1) == 0
+    assert chosen(there, chat("Something else."), turn=2) == 1
+    for turn in range(3, 9):
+        assert chosen(there, chat(STORY, "A reply.", "Go on."), turn=turn) == 0
+
+
+def test_a_conversation_leaves_a_replica_that_is_slower_by_more_than_reading_it_again() -> None:
+    there = replicas(MEASURED, MEASURED)
+    assert chosen(there, chat(STORY)) == 0
+    reading_s = len(STORY) / 4 * 0.0005
+    costs_s = 0.004 * USUAL_TOKENS  # of one session more, for the whole reply
+    there[0].in_flight = int(reading_s / costs_s) + 2
+    assert chosen(there, chat(STORY, "A reply.", "Go on.")) == 1
+    there = replicas(MEASURED, MEASURED)
+    assert chosen(there, chat(STORY * 20)) == 0
+    there[0].in_flight = 2
+    assert chosen(there, chat(STORY * 20, "A reply.", "Go on.")) == 0
+
+
+def test_no_conversation_is_taken_for_that_of_another_key() -> None:
+    there = replicas(MEASURED, MEASURED)
+    assert chosen(there, chat(STORY * 20), b"Bearer one", turn=1) == 0
+    assert chosen(there, chat(STORY * 20), b"Bearer two", turn=2) == 1
+
+
+def test_requests_spread_by_predicted_rate() -> None:
+    fast = replace(MEASURED, seconds_per_token=0.005, further_seconds_per_token=0.002)
+    there = replicas(MEASURED, fast)
+    taken = [0, 0]
+    for turn in range(60):
+        number = chosen(there, chat(f"Question {turn}."), turn=turn)
+        assert number is not None
+        there[number].in_flight += 1
+        taken[number] += 1
+    assert 1.7 < taken[1] / taken[0] < 2.5
+
+
+def test_replicas_of_one_rate_take_turns_also_where_nothing_is_known_yet() -> None:
+    for load in (Load(), MEASURED):
+        there = replicas(load, load, load)
+        taken = [0, 0, 0]
+        for turn in range(30):
+            number = chosen(there, chat(f"Question {turn}."), turn=turn + 1)
+            assert number is not None
+            taken[number] += 1
+        assert taken == [10, 10, 10]
+
+
+def test_requests_of_others_count_and_our_own_count_once() -> None:
+    told = replace(MEASURED, sessions=5, queued=2, in_flight=3)
+    replica = Replica("http://r:1", ready=True, load=told, in_flight=4)
+    assert replica.running == 4 + (5 + 2 - 3)
+
+
+def test_nobody_is_chosen_who_is_not_ready_or_is_let_go() -> None:
+    there = replicas(MEASURED, MEASURED)
+    there[0].ready = False
+    assert chosen(there, chat("Hello.")) == 1
+    there[1].draining = True
+    assert chosen(there, chat("Hello.")) is None
+
+
+def test_a_coordinator_that_began_anew_has_read_nothing() -> None:
+    (replica,) = replicas(MEASURED)
+    request = wanted(chat(STORY), b"")
+    replica.reads(request.blocks)
+    replica.told(replace(MEASURED, sessions=2))
+    assert replica.has_read(request.blocks) == len(request.blocks) > 0
+    replica.told(replace(MEASURED, epoch="2"))
+    assert replica.has_read(request.blocks) == 0
+
+
+def test_what_is_remembered_is_bounded_and_forgotten_from_the_end() -> None:
+    (replica,) = replicas(MEASURED)
+    long = wanted({"prompt": "x" * (BLOCK * (MOST_BLOCKS + 10))}, b"")
+    replica.reads(long.blocks)
+    assert len(replica.known) == MOST_BLOCKS
+    assert replica.has_read(long.blocks) == MOST_BLOCKS
+    other = wanted({"prompt": "y" * (BLOCK * 100)}, b"")
+    replica.reads(other.blocks)
+    assert replica.has_read(long.blocks) == MOST_BLOCKS - 100
+
+
+def test_a_request_is_read_as_far_as_the_choice_goes_by_it_whatever_is_wrong_with_it() -> None:
+    assert wanted({"prompt": "abcd", "max_tokens": 7, "n": 3}, b"").reply_tokens == 7.0
+    assert wanted({"prompt": "abcd", "max_tokens": 7, "n": 3}, b"").samples == 3
+    parts = [{"type": "text", "text": STORY}]
+    assert wanted({"messages": [{"role": "user", "content": parts}]}, b"") == wanted(
+        chat(STORY), b""
+    )
+    tokens = wanted({"prompt": [17] * 100}, b"")
+    assert len(tokens.blocks) == 100 * 3 // BLOCK
+    for odd in (None, 3, [], {}, {"messages": 3}, {"messages": [3, {"content": {}}]}, {"n": 1.5}):
+        assert wanted(odd, b"").samples == 1
+
+
+def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one_adds() -> None:
+    pair = PairState(
+        draft="draft",
+        target="target",
+        speculating=True,
+        rounds=9,
+        hit_rate=None,
+        gamma=3.0,
+        tokens_per_s=None,
+        alone_tokens_per_s=None,
+        predicted_tokens_per_s=None,
+        hops_us=1000.0,
+        t_v=RowsSeconds(rows=(4, 32), seconds=(0.009, 0.023)),
+        t_d=None,
+    )
+    state = Reported(
+        epoch=7,
+        address="ipc:///x",
+        pid=1,
+        uptime_s=1.0,
+        workers=(),
+        sessions=2,
+        finished=0,
+        failed=0,
+        cancelled=0,
+        rounds=9,
+        tau=2.0,
+        stale=0,
+        refused=0,
+        degraded=False,
+        reasons=(),
+        pairs=(pair,),
+    )
+    told = load_of(state)
+    assert (told["epoch"], told["sessions"], told["queued"]) == ("7", 2, 0)
+    assert told["seconds_per_token"] == pytest.approx((0.009 + 0.001) / 2.0)
+    assert told["further_seconds_per_token"] == pytest.approx((0.024 - 0.010) / 2.0 / 7)
+    assert told["reading_seconds_per_token"] == pytest.approx(0.023 / 32)
+    assert Load(**told, in_flight=1).further_seconds_per_token is not None
+    unknown = load_of(state.model_copy(update={"pairs": ()}))
+    assert unknown["seconds_per_token"] is None
