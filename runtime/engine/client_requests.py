@@ -207,7 +207,9 @@ class ClientRequests:
                 yield Tell(one.client, refusal(self._service.epoch, TAKEN, one.submit.request))
             own = ("epoch", "request", "told", "trace", "again")
             again = {name: getattr(submit, name) for name in own}
-            self._claims.wait(client, entry.submit.model_copy(update=again), entry)
+            before = self._claims.wait(client, entry.submit.model_copy(update=again), entry)
+            for claim in before:
+                yield Tell(claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request))
             return
         yield Tell(running.client, refusal(self._service.epoch, TAKEN, running.request))
         self._claims.hand_over(running, client, submit)

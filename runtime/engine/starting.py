@@ -74,9 +74,14 @@ class Starting:
         now_ns: int,
         entry: Entry | None,
     ) -> Effects[None]:
-        wanted = client.reading.pop(submit.request)
+        number = submit.request
+        wanted = client.reading.pop(number)
         if isinstance(request, RequestError):
             yield self.turn_down(client, submit, request)
+            return
+        if self._claims.taken(submit.ticket):
+            text = "a reply with this ticket was begun while the request was read: ask again"
+            yield Tell(client, refusal(self._service.epoch, RequestError("ticket", text), number))
             return
         begun = self._claims.begun(submit, entry)
         waiting = WaitingRequest(client, submit, target, request, now_ns, begun)
@@ -97,8 +102,8 @@ class Starting:
     def _accept(self, waiting: WaitingRequest) -> None:
         """Have the journal know a request that was accepted."""
         if self._journal is not None and waiting.submit.ticket:
-            digest = waiting.target.facts.digest
-            self._journal.accept(waiting.submit, waiting.request, self.key(waiting.client), digest)
+            digest, key = waiting.target.facts.digest, self.key(waiting.client)
+            self._journal.accept(waiting.submit, waiting.request, key, digest, begun=waiting.begun)
 
     def _run(
         self, waiting: WaitingRequest, target: Worker, *, wanted: bool = True, waited: bool = False

@@ -52,16 +52,21 @@ def read_event_id(text: str) -> tuple[str, tuple[Place | None, ...]]:
     for part in told.split(","):
         found = PLACE.fullmatch(part)
         if part and found is None:
-            raise ApiError(
-                400,
-                f"Last-Event-ID {text[:80]!r} is not the id of an event of this server: send it as "
-                "it came",
-                code="invalid_event_id",
-            )
+            raise no_event(text)
         places.append(
             Place(int(found[1]), int(found[2] or 0), bool(found[3])) if found is not None else None
         )
     return name, tuple(places)
+
+
+def no_event(text: str) -> ApiError:
+    """Return what is said of a Last-Event-ID that is none, or another response's."""
+    return ApiError(
+        400,
+        f"Last-Event-ID {text[:80]!r} is not the id of an event of this response: send it as it "
+        "came",
+        code="invalid_event_id",
+    )
 
 
 def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> Order:

@@ -27,7 +27,13 @@ from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.http.guard import OWNER, STRAIGHT, UNREAD
 from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion_order, tokens_of
 from dovetail.runtime.http.replies import Writer, error_event, open_writer
-from dovetail.runtime.http.resuming import Resumed, read_event_id, remembered, ticketed
+from dovetail.runtime.http.resuming import (
+    Resumed,
+    no_event,
+    read_event_id,
+    remembered,
+    ticketed,
+)
 from dovetail.runtime.http.server import Connections
 from dovetail.runtime.telemetry.load import load_of
 
@@ -94,17 +100,20 @@ class Service:
     async def answer(self, body: ChatOrTextBody, request: Request) -> Response:
         """Return the answer to a completion of either kind; the rest of it, where the header
         Last-Event-ID says that the client has had some."""
-        event = request.headers.get("last-event-id", "")
-        name, _ = read_event_id(event) if event else ("", ())
-        if name:
-            return await self.resume(name, request, stream=bool(body.stream))
-        return await self._answer(body, request)
+        if not (event := request.headers.get("last-event-id", "")):
+            return await self._answer(body, request)
+        name, _ = read_event_id(event)
+        if not name:
+            raise no_event(event)
+        return await self.resume(name, request, stream=bool(body.stream))
 
     async def resume(self, name: str, request: Request, *, stream: bool) -> Response:
         """Return the answer with this id, behind what the header Last-Event-ID says that the client
         has had of it. `ApiError` if it is not known."""
         event = request.headers.get("last-event-id", "")
-        _, places = read_event_id(event) if event else ("", ())
+        named, places = read_event_id(event) if event else ("", ())
+        if named not in ("", name):
+            raise no_event(event)
         memo = await self.gateway.recall(f"{name}/0", request.scope.get(OWNER, ""))
         body, created = remembered(memo)
         body = body.model_copy(update={"stream": stream})

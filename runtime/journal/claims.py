@@ -90,6 +90,11 @@ class Claims:
         sessions = self._shared.running.values()
         return next((one for one in sessions if ticket and one.delivery.ticket == ticket), None)
 
+    def taken(self, ticket: str) -> bool:
+        """Return whether the reply of this ticket runs, or waits for room."""
+        queued = (one.submit.ticket for one in self._shared.queue)
+        return bool(ticket) and (self.running(ticket) is not None or ticket in queued)
+
     def hand_over(self, running: RunningRequest, client: ClientPeer, submit: Submit) -> None:
         """Have a session go on for another client."""
         running.client.sessions.pop(running.request, None)
@@ -125,10 +130,11 @@ class Claims:
 
     # -- replies that do not run -------------------------------------------------------------------
 
-    def wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> None:
-        """Have a reply wait for a target, in the place of an earlier claim to it."""
-        self.withdraw(lambda claim: claim.submit.ticket == submit.ticket)
+    def wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> list[Claim]:
+        """Have a reply wait for a target instead of earlier claims to it, and return those."""
+        before = self.withdraw(lambda claim: claim.submit.ticket == submit.ticket)
         self._waiting.append(Claim(client, submit, entry, self._shared.now_ns()))
+        return before
 
     def withdraw(self, unwanted: Callable[[Claim], bool]) -> list[Claim]:
         """Take claims back, and return them."""

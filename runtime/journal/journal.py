@@ -120,10 +120,22 @@ class Journal:
 
     # -- what is noted -----------------------------------------------------------------------------
 
-    def accept(self, submit: Submit, request: Request, key: str, vocabulary: str) -> None:
+    def accept(
+        self,
+        submit: Submit,
+        request: Request,
+        key: str,
+        vocabulary: str,
+        begun: Entry | None = None,
+    ) -> None:
         """Note a request that was accepted, as it was read with a vocabulary of this digest. One
-        that is known is as it was."""
+        that is known is as it was; one that was forgotten while it waited is as `begun` has it."""
         if submit.ticket in self._entries.of:
+            return
+        if begun is not None:
+            self._entries.of[submit.ticket] = begun
+            for record in begun.snapshot():
+                self._note(record)
             return
         read: dict[str, object] = {"tokens": request.prompt, "text": None, "turns": None}
         read |= {"seed": request.seed, "end": request.end, "vocabulary": vocabulary}

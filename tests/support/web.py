@@ -21,6 +21,7 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.engine.loop import PROBE_EVERY_S
+from dovetail.runtime.journal.journal import Journal
 from support.scripted import (
     END,
     VOCABULARY,
@@ -50,6 +51,7 @@ class Backend:
         draft: bool = True,
         address: str = "ipc",
         settings: CoordinatorSettings = DEFAULTS,
+        journal: Journal | None = None,
     ) -> None:
         self.hub = open_hub(address)
         self.address = self.hub.address
@@ -58,6 +60,7 @@ class Backend:
             self.hub,
             later=lambda seconds, action: self._later.append((time.monotonic() + seconds, action)),
             settings=settings,
+            journal=journal,
         )
         self.workers: list[ScriptedWorker] = []
         self.held = False
