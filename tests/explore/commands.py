@@ -86,6 +86,7 @@ def as_value(
         },
         "deviations": _of(found, "swerve"),
         "exceptions": _of(found, "exception"),
+        "taken_over": found.seen["taken over", "requests"],
         "failure": None
         if failure is None
         else {
@@ -111,6 +112,8 @@ def show(found: Played, seed: int, jobs: int, seconds: float) -> None:
         f"exceptions were raised in {places} of {len(HANDLED) + len(SABOTAGED)} places of the "
         "coordinator"
     )
+    taken = found.seen["taken over", "requests"]
+    click.echo(f"requests outlived their coordinator {counted(taken, 'time')}")
     click.echo(
         f"seed {seed}: {counted(found.schedules, 'schedule')}, {found.events} events, in "
         f"{seconds:.0f} s with {counted(jobs, 'process', 'processes')}: "

@@ -28,7 +28,7 @@ PAUSES = (0, 0, 1, 2, 3, 5, 8, 12, 18, 25, 40)
 """Between two steps: other events."""
 FOR_MS = (1, 40, 300, 1400, 1600, 4000, 9000)
 """How long a fault lasts: on both sides of what heartbeats bear."""
-FORMS: dict[Kind, int] = {"fault": 2 * len(SABOTAGED), "handler": 2 * len(HANDLED), "crash": 24}
+FORMS: dict[Kind, int] = {"fault": 2 * len(SABOTAGED), "handler": 2 * len(HANDLED), "crash": 64}
 """How many forms faults have that do not last."""
 PROMPTS = ((5, 6, 7), (5, 6, 7), (9,), tuple(range(3, 25)), tuple(range(3, 40)))
 """Two of them so long, and so much alike, that one goes on from what is kept of the other."""
@@ -65,6 +65,7 @@ def _mixed(chance: random.Random) -> Schedule:
         kept=pick((KEPT, KEPT, KEPT, 0, 60)),
         room=pick((None, None, None, 300)),
         shares=pick((False, True)),
+        journal=pick((False, True)),
         steps=tuple(steps),
     )
 
@@ -132,9 +133,15 @@ def _crowd(chance: random.Random) -> Schedule:
 
 LONG_PROMPT = tuple(range(3, 25))
 FLEETS = (
-    Schedule(drafts=1, steps=((0, Wish()),)),
+    Schedule(drafts=1, journal=True, steps=((0, Wish()),)),
     Schedule(targets=2, drafts=1, reads=True, part=3, steps=((0, Wish()), (0, Wish(LONG_PROMPT)))),
-    Schedule(targets=2, drafts=2, shares=True, steps=((0, Wish()), (3, Wish(LONG_PROMPT, 9)))),
+    Schedule(
+        targets=2,
+        drafts=2,
+        shares=True,
+        journal=True,
+        steps=((0, Wish()), (3, Wish(LONG_PROMPT, 9))),
+    ),
     Schedule(targets=1, drafts=1, sessions=1, part=3, steps=((0, Wish((9,), 9)), (2, Wish()))),
 )
 POSITIONS, WITHIN, PLACES = 40, 8, 2
@@ -151,6 +158,7 @@ def _faults() -> tuple[Fault, ...]:
     found += [Fault(kind, who) for kind in ("join", "swap", "cancel") for who in range(2)]
     found += [Fault("leave"), Fault("deaf"), Fault("sever"), Fault("crash", 2)]
     found += [Fault("crash", leaves, others) for leaves in range(2) for others in range(8)]
+    found += [Fault("crash", 3, form) for form in range(24)]  # at every record, whole or torn
     found += [Fault("fault", 0, form) for form in range(len(SABOTAGED))]
     found += [Fault("handler", 0, form) for form in range(len(HANDLED))]
     return tuple(found)

@@ -34,6 +34,9 @@ def happen(world: "World", fault: Fault) -> bool:
                 told.late |= told.open
         case "sever":
             world.hub.sever()
+        case "crash" if world.disk is not None and fault.who == 3:
+            world.disk.fuse, world.disk.torn = divmod(fault.for_ms, 4)
+            world.disk.torn = (0, 5, 30, -1)[world.disk.torn]
         case "crash" if fault.who < 2:
             world.hub.fuse = Fuse(fault.for_ms % 100, leaves=bool(fault.who))
         case "crash":

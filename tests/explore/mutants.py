@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from dovetail.protocol.messages import Cancel, Draft, Event
+from dovetail.protocol.messages import Cancel, Draft
 from dovetail.runtime.engine.client_requests import ClientRequests
 from dovetail.runtime.engine.peers import Peers
-from dovetail.runtime.engine.worker_events import WorkerEvents
 from dovetail.runtime.fleet.outbox import Outbox
-from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Owed, Turns
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.session.draft_sync import DraftSync
@@ -36,14 +34,6 @@ class Mutant:
         right = getattr(self.owner, self.name)
         with patch.object(self.owner, self.name, self.wrong(right)):
             yield
-
-
-def _any_epoch(right: Any) -> Any:
-    def take(self: Any, worker: Any, event: Event, now_ns: int, size: int) -> Any:
-        told = event.model_copy(update={"epoch": worker.hello.epoch})
-        return right(self, worker, told, now_ns, size)
-
-    return take
 
 
 def _any_round(right: Any) -> Any:
@@ -115,15 +105,6 @@ def _drops_what_is_refused(right: Any) -> Any:
     return send
 
 
-def _void_counts(right: Any) -> Any:
-    def forget(self: Turns, session: int) -> Any:
-        dropped = right(self, session)
-        self.void.discard(session)
-        return dropped
-
-    return forget
-
-
 def _only_the_first(_right: Any) -> Any:
     def part(self: Peers) -> None:
         if self._gone:
@@ -147,10 +128,8 @@ def _one_more_session(right: Any) -> Any:
 
 
 MUTANTS = (
-    Mutant("events of an earlier incarnation are heard", WorkerEvents, "take", _any_epoch),
     Mutant("an answer of another round counts as the one owed", Turns, "answered", _any_round),
     Mutant("orders to a draft stay when their session is over", Turns, "forget", _order_stays),
-    Mutant("a base is not given back", PrefixCache, "give_back", _nothing),
     Mutant(
         "a cancel is forgotten while a prompt is read", ClientRequests, "take", _cancel_forgotten
     ),
@@ -159,7 +138,6 @@ MUTANTS = (
     ),
     Mutant("a draft is not told of rounds without it", DraftSync, "committed", _untold),
     Mutant("what a full queue refuses is dropped", Outbox, "send", _drops_what_is_refused),
-    Mutant("an answer counts that its session no longer waits for", Turns, "forget", _void_counts),
     Mutant("of two lost workers one is parted with", Peers, "part", _only_the_first),
     Mutant(
         "a draft that is parted with still counts the session",

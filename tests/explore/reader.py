@@ -20,6 +20,7 @@ from dovetail.protocol.messages import (
     Swapped,
     Welcome,
 )
+from dovetail.protocol.messages import Told as Heard
 from dovetail.protocol.settings import Sampling, TreeSettings
 from explore import invariants
 from explore.clock import Time
@@ -52,9 +53,16 @@ class Reader:
     """A client."""
 
     def __init__(
-        self, world: Surroundings, number: int, expect: Callable[[Wish], Reply] | None
+        self,
+        world: Surroundings,
+        number: int,
+        expect: Callable[[Wish], Reply] | None,
+        *,
+        tickets: bool = False,
     ) -> None:
-        """`expect`: what a reply is to be; None: who asks is about to find out."""
+        """`expect`: what a reply is to be; None: who asks is about to find out. `tickets`: it comes
+        back for its replies when its coordinator was lost."""
+        self._tickets = tickets
         self.told: dict[int, Told] = {}
         self.refused = False
         """True if the coordinator failed at its Hello."""
@@ -63,15 +71,31 @@ class Reader:
         self._world, self._hub, self._expect = world, world.hub, expect
         self.peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
         self._hub.join(self.peer, self._hear)
-        self._say(
-            Hello(epoch=self._epoch, roles=("client",), name="client", host="here", pid=number)
+        self._hello = Hello(
+            epoch=self._epoch, roles=("client",), name="client", host="here", pid=number
         )
+        self._say(self._hello)
+
+    def come_back(self) -> None:
+        """Go on with another coordinator, which is asked for what has not ended."""
+        self._hub = self._world.hub
+        self._hub.join(self.peer, self._hear)
+        self._say(self._hello)
+        for request, told in self.told.items():
+            if told.open and self._hub is self._world.hub:
+                self._ask(request, told, again=True)
 
     def submit(self, wish: Wish) -> Told:
         request = len(self.told) + 1
         expected = None if self._expect is None else self._expect(wish)
         self.told[request] = told = Told(wish, expected, losses=self._world.losses)
         told.late = self.deaf
+        self._ask(request, told)
+        return told
+
+    def _ask(self, request: int, told: Told, *, again: bool = False) -> None:
+        wish = told.wish
+        has = Heard(tokens=len(told.tokens), characters=len(told.text), scores=len(told.scored))
         self._say(
             Submit(
                 epoch=self._epoch,
@@ -87,9 +111,11 @@ class Reader:
                 stop=wish.stop,
                 logprobs=wish.logprobs,
                 scored=wish.scored,
+                ticket=f"{self._epoch}/{request}" if self._tickets else "",
+                again=again,
+                told=has,
             )
         )
-        return told
 
     def cancel(self, which: int) -> bool:
         """Cancel one of the requests that run; return False if there is none."""

@@ -98,6 +98,8 @@ class Schedule:
     """Tokens of all its sessions that a worker has room for."""
     shares: bool = False
     """True if sessions begin with rows of others that stay."""
+    journal: bool = False
+    """True if requests outlive their coordinator: another one goes on with them."""
     steps: tuple[tuple[int, Step], ...] = ()
 
 

@@ -13,8 +13,10 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.coordinator import Coordinator
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.journal.journal import Journal
 from explore import invariants
 from explore.clock import MS, S, Time
+from explore.disk import Disk
 from explore.faults import happen
 from explore.invariants import Broken
 from explore.processes import LOAD_NS, Process
@@ -73,6 +75,8 @@ class World:
         """Faults of the coordinator's rooms that have happened."""
         self.past: list[Reader] = []
         self.processes: list[Process] = []
+        self.disk: Disk | None = None
+        """What its journal has; None: it keeps none."""
         self.hub = FaultyHub(self.time)
         self._start_coordinator()
         for role, count in (("target", schedule.targets), ("draft", schedule.drafts)):
@@ -81,9 +85,14 @@ class World:
 
     # -- who is there ------------------------------------------------------------------------------
 
-    def _start_coordinator(self) -> None:
+    def _start_coordinator(self, coming: Reader | None = None) -> None:
+        """Start one; `coming`: the client that comes back to it, if it does."""
         self.hub = hub = FaultyHub(self.time)
-        self.coordinator = coordinator = open_coordinator(hub, self.time, self._called)
+        journal = None
+        if self._schedule.journal:
+            self.disk = Disk(hub, self.disk)
+            journal = Journal(self.disk, now_s=lambda: self.time.now_ns / S)  # type: ignore[arg-type]
+        self.coordinator = coordinator = open_coordinator(hub, self.time, self._called, journal)
         self._committed, self._begun = {}, []
 
         def do(action: Callable[[], object]) -> Callable[[], None]:
@@ -99,7 +108,11 @@ class World:
                 self.time.later(TICK_NS, tick, hub)
 
         tick()
-        self.reader = self._new_reader()
+        if coming is None:
+            self.reader = self._new_reader()
+        else:
+            self.reader = coming
+            coming.come_back()
 
     def _within(self, hub: FaultyHub, action: Callable[[], object]) -> None:
         """Have the coordinator of this hub do something, and look at what came of it. If it dies
@@ -129,16 +142,23 @@ class World:
         self._within(hub, act)
 
     def crash(self) -> None:
-        """The coordinator's process dies, and another one is started in its place."""
-        self.reader.leave()
-        self.past.append(self.reader)
+        """The coordinator's process dies, and another one is started in its place, over the same
+        journal if there is one: then its client comes back."""
+        coming = self.reader if self._schedule.journal else None
+        running = any(told.open for told in self.reader.told.values())
+        if running and coming is not None:
+            self.seen["taken over", "requests"] += 1
+        if coming is None:
+            self.reader.leave()
+            self.past.append(self.reader)
         self.hub.close()
         self._bare_since_ns = self._bare_since_ns or self.time.now_ns
-        self._start_coordinator()
+        self._start_coordinator(coming)
 
     def _new_reader(self) -> Reader:
         self._clients += 1
-        reader = Reader(self, self._clients, self._expect)
+        tickets = self._schedule.journal
+        reader = Reader(self, self._clients, self._expect, tickets=tickets)
         return self._new_reader() if reader.refused else reader
 
     def leave(self) -> None:
@@ -285,6 +305,8 @@ class World:
     def _call_off(self) -> None:
         """What was planned for the next command, or message, and never came to it does not come."""
         self.hub.fuse = None
+        if self.disk is not None:
+            self.disk.fuse = None
         self.hub.deaf.clear()
         for process in self.processes:
             process.sticks = process.sticks and process.busy
@@ -360,7 +382,9 @@ class World:
 Call = Callable[[FaultyHub, Callable[[], object]], None]
 
 
-def open_coordinator(hub: FaultyHub, time: Time, call: Call) -> Coordinator:
+def open_coordinator(
+    hub: FaultyHub, time: Time, call: Call, journal: Journal | None = None
+) -> Coordinator:
     """A coordinator in virtual time. `call` calls what is due in its name."""
 
     def planned(action: Callable[[], object]) -> Callable[[], None]:
@@ -378,6 +402,7 @@ def open_coordinator(hub: FaultyHub, time: Time, call: Call) -> Coordinator:
         defer=lambda work, done: time.later(READ_NS, planned(lambda: done(work()))),
         later=lambda seconds, action: time.later(round(seconds * S), planned(action), hub),
         settings=CoordinatorSettings(recovery_s=RECOVERY_S, stuck_s=STUCK_S),
+        journal=journal,
     )
 
 

@@ -116,9 +116,9 @@ def play_schedule(schedule: Schedule, folder: Path, patch: pytest.MonkeyPatch) -
     recorders: list[Recorder] = []
     bare = world.open_coordinator
 
-    def recorded(hub: Any, time: Any, call: Any) -> Any:
-        coordinator = bare(hub, time, call)
-        recorders.append(Recorder(folder, clock_ns=time.clock))
+    def recorded(*about: Any) -> Any:
+        coordinator = bare(*about)
+        recorders.append(Recorder(folder, clock_ns=about[1].clock))
         coordinator._recorder = recorders[-1]
         return coordinator
 

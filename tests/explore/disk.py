@@ -1,0 +1,72 @@
+"""The disk of a coordinator in virtual time: what is on it outlives the coordinator, which may die
+at any record, before it, in the midst of it, or behind it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+from dovetail.runtime.journal.segments import HEAD
+from explore.wires import Crash, FaultyHub
+
+
+class Disk:
+    """Segments of a journal, in memory."""
+
+    folder = Path("disk")
+
+    def __init__(self, hub: FaultyHub, before: "Disk | None" = None) -> None:
+        """`before`: what an earlier coordinator has left."""
+        self.content: dict[int, bytes] = {} if before is None else {**before.content}
+        self._hub = hub
+        self.fuse: int | None = None
+        """Writes until the coordinator dies at one; None: it does not."""
+        self.torn = 0
+        """Bytes of that one which are there then, counted around."""
+
+    @property
+    def all(self) -> list[int]:
+        return [*self.content]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.content.values()))
+
+    @property
+    def newest_size(self) -> int:
+        return len(self.content[self.all[-1]])
+
+    def read(self, number: int) -> Iterator[bytes]:
+        """Yield the records of a segment up to the first that is not whole."""
+        content, place = self.content[number], 0
+        while place + HEAD.size <= len(content):
+            size, check = HEAD.unpack_from(content, place)
+            record = content[place + HEAD.size :][:size]
+            if len(record) < size or crc32(record) != check:
+                return
+            yield record
+            place += HEAD.size + size
+
+    def begin(self) -> int:
+        number = max(self.content, default=0) + 1
+        self.content[number] = b""
+        return number
+
+    def append(self, content: bytes) -> None:
+        """Write to the newest segment; nothing arrives there from a process that has died."""
+        if self._hub.closed:
+            return
+        newest = self.all[-1]
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                self.content[newest] += content[: self.torn % (len(content) + 1)]
+                self._hub.closed = True
+                raise Crash
+        self.content[newest] += content
+
+    def sync(self) -> None:
+        """What was appended is there."""
+
+    def remove(self, number: int) -> None:
+        if not self._hub.closed:
+            del self.content[number]
