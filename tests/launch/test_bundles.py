@@ -1,6 +1,10 @@
 """The share of a node that each part of a service asks for, and what is said of one that has no
 place."""
 
+import subprocess
+import sys
+from collections.abc import Callable
+
 import pytest
 
 from dovetail.launch.processes.ray.bundles import NODE_ID, Node, bundles_of, why_not
@@ -91,3 +95,15 @@ def test_a_wish_that_is_none_is_refused_with_its_form(text: str) -> None:
 def test_there_is_at_least_one_replica() -> None:
     with pytest.raises(SettingsError, match=r"ray.replicas = '0' .* a whole number from 1 to 256"):
         settings(ray__replicas="0")
+
+
+def test_without_ray_the_engine_is_refused_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for module in [name for name in sys.modules if name.endswith(("ray.cluster", "ray.placed"))]:
+        monkeypatch.delitem(sys.modules, module)
+    done = invoke("serve", "--engine=ray", "--http.port=0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--engine ray needs Ray, which is not installed" in done.stderr
+    assert "pip install 'dovetail[ray]'" in done.stderr

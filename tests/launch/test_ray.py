@@ -136,3 +136,37 @@ def test_what_no_node_has_is_named_with_what_the_cluster_has(run: Run) -> None:
         assert "no node of the cluster has what the target worker asks for, CPU=64" in last
         assert "ray.target" in last
         assert "CPU=2" in last
+
+
+def test_replicas_stand_behind_one_router_and_a_lost_one_comes_back(start: Start) -> None:
+    flags = ("--draft=none", "--http.port=0", "--json", "--ray.target=CPU=1")
+    process = start("serve", "--engine=ray", "--ray.replicas=2", *flags)
+    found = ready(process)
+    targets = [name for name in found["pids"] if name.endswith("target worker")]
+    assert targets == ["replica 1 target worker", "replica 2 target worker"]
+    assert not set.intersection(
+        *({*psutil.Process(found["pids"][name]).cpu_affinity()} for name in targets)
+    )
+    alone = start("serve", *flags[:3])
+    whole = {seed: streamed(ready(alone)["url"], seed=seed) for seed in (3,)}
+    with ThreadPoolExecutor(4) as pool:
+        said = [*pool.map(lambda _: streamed(found["url"], seed=3), range(4))]
+    assert said == [whole[3]] * 4
+    os.kill(found["pids"]["replica 1 target worker"], signal.SIGKILL)
+    os.kill(found["pids"]["router"], signal.SIGKILL)
+    told(process, "the router is ready again")
+    told(process, "replica 1: the target worker is ready again")
+    assert streamed(found["url"], seed=3) == whole[3]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GONE_S) == 0, process.communicate()
+
+
+def test_a_cluster_that_nobody_has_is_told_in_one_line(run: Run) -> None:
+    for address, words in (
+        ("127.0.0.1:1", "nobody answers there"),
+        ("ray://127.0.0.1:10001", "is not HOST:PORT"),
+        ("nowhere", "is not HOST:PORT"),
+    ):
+        done = run("serve", "--engine=ray", f"--ray.address={address}", "--http.port=0")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert words in done.stderr.splitlines()[-1]
