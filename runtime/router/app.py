@@ -156,7 +156,7 @@ class Router:
                     raise
         kept = [(name, value) for name, value in told if name not in OURS]
         head = {"type": "http.response.start", "status": status, "headers": kept}
-        if status in FULL or (status == 404 and scope["path"].startswith(AGAIN)):
+        if status in FULL or (status == 404 and _asks_again(scope)):
             content = b"".join([piece async for piece in connection.pieces()])
             self._upstream.give_back(replica.url, connection)
             return head, content
@@ -219,6 +219,12 @@ class Router:
     @property
     def _serving(self) -> bool:
         return any(replica.ready and not replica.draining for replica in self._fleet.replicas)
+
+
+def _asks_again(scope: Scope) -> bool:
+    """Return whether a client has come back for a reply, which one of the replicas knows."""
+    back = any(name == b"last-event-id" for name, _ in scope["headers"])
+    return back or bool(scope["path"].startswith(AGAIN))
 
 
 async def _whole(receive: Receive) -> bytes:

@@ -269,6 +269,9 @@ def test_a_reply_is_asked_for_again_at_whichever_replica_knows_it() -> None:
             for _ in range(2):
                 status, _, pieces, _ = await there.ask(b"", path)
                 assert (status, b"".join(pieces)) == (200, b"".join(PIECES))
+                event = {"last-event-id": "chatcmpl-1:3.1"}
+                status, _, pieces, _ = await there.ask(b"{}", **event)
+                assert (status, b"".join(pieces)) == (200, b"".join(PIECES))
             assert (await there.ask(b"", "/v1/models/none"))[0] in (200, 404)
         async with routed(knows_nothing, knows_nothing) as there:
             assert (await there.ask(b"", path))[0] == 404
