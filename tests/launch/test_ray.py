@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -51,7 +52,7 @@ def node(cores: int, **resources: float) -> dict[str, Any]:
 
 def kill_node_of(pid: int) -> None:
     """Have the node of a process go as if its machine had lost its power: all of it at once."""
-    raylet = next(parent for parent in psutil.Process(pid).parents() if "raylet" in parent.name())
+    raylet = psutil.Process(raylet_of(pid))
     doomed = [raylet, *raylet.children(recursive=True)]
     for process in doomed:
         process.suspend()
@@ -170,3 +171,38 @@ def test_a_cluster_that_nobody_has_is_told_in_one_line(run: Run) -> None:
         done = run("serve", "--engine=ray", f"--ray.address={address}", "--http.port=0")
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert words in done.stderr.splitlines()[-1]
+
+
+def test_the_coordinator_is_on_another_machine_only_with_an_api_key(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
+    nodes = [node(0), {**node(1), "labels": {"zone": "front"}}, node(1, t=1)]
+    with cluster(*nodes) as made:
+        flags = (
+            "--engine=ray",
+            f"--ray.address={made.address}",
+            "--ray.coordinator=label:zone=front",
+            "--ray.target=CPU=1,t=1",
+            "--draft=none",
+            "--http.port=0",
+        )
+        done = run("serve", *flags)
+        assert done.returncode == 2, done.stderr
+        assert "beyond loopback an API key is required" in done.stderr.splitlines()[-1]
+        keys = tmp_path / "keys"
+        keys.touch(mode=0o600)
+        keys.write_text("0123456789abcdef\n")
+        process = start("serve", *flags, "--json", f"--http.api_key_file={keys}")
+        found = ready(process)
+        assert ask(found["url"], body=QUESTION)[0] == 401
+        front = [raylet_of(found["pids"][part]) for part in ("coordinator", "http")]
+        assert front[0] == front[1] != raylet_of(found["pids"]["target worker"])
+        done = run("generate", "--max-tokens=8", "Hello.")
+        assert done.returncode == 0, done.stderr
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(GONE_S) == 0, process.communicate()
+
+
+def raylet_of(pid: int) -> int:
+    """The process of the node that a process is on."""
+    return next(one.pid for one in psutil.Process(pid).parents() if "raylet" in one.name())
