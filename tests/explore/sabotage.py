@@ -3,7 +3,8 @@ that handle what arrives and what is due, once."""
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,3 +175,17 @@ class Loud(logging.Handler):
             self.contained += 1
         else:
             self.said.append("".join(traceback.format_exception(error)))
+
+
+@contextmanager
+def hushed(handler: logging.Handler) -> Iterator[None]:
+    """The coordinator's log goes to this handler alone."""
+    log = logging.getLogger("dovetail.coordinator")
+    before = log.handlers, log.propagate, log.level
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before[:2]
+        log.setLevel(before[2])

@@ -1,27 +1,23 @@
 """A schedule played in virtual time against the real coordinator; what must be true of it is in
 `invariants.py`."""
 
-import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from dovetail.protocol.messages import Failed
-from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.engine.coordinator import Coordinator
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.journal.journal import Journal
 from explore import invariants
-from explore.clock import MS, S, Time
-from explore.disk import Disk
+from explore.clock import S, Time
+from explore.coordinators import RECOVERY_S, STUCK_S, Disk, open_coordinator
 from explore.faults import happen
 from explore.invariants import Broken
 from explore.processes import LOAD_NS, Process
 from explore.reader import Reader
-from explore.sabotage import Loud, Panic
+from explore.sabotage import Loud, Panic, hushed
 from explore.schedules import Fault, Reply, Schedule, Step, Swerve, Wish
 from explore.told import Told
 from explore.wires import Crash, FaultyHub
@@ -29,10 +25,6 @@ from explore.workers import CarefulDraft, CarefulTarget, Costs
 from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedWorker
 
 TICK_NS = S // 2
-READ_NS = MS
-"""A prompt is read elsewhere for so long."""
-RECOVERY_S = 6.0
-STUCK_S = 3.0
 READY_NS = 30 * S
 """After the last fault everybody is back within it: the longest pause between two attempts to
 connect, a load, a restart, and a draft that is stuck."""
@@ -379,47 +371,6 @@ class World:
         )
 
 
-Call = Callable[[FaultyHub, Callable[[], object]], None]
-
-
-def open_coordinator(
-    hub: FaultyHub, time: Time, call: Call, journal: Journal | None = None
-) -> Coordinator:
-    """A coordinator in virtual time. `call` calls what is due in its name."""
-
-    def planned(action: Callable[[], object]) -> Callable[[], None]:
-        hub.timers += 1
-
-        def act() -> None:
-            hub.timers -= 1
-            call(hub, action)
-
-        return act
-
-    return Coordinator(
-        hub,
-        clock_ns=time.clock,
-        defer=lambda work, done: time.later(READ_NS, planned(lambda: done(work()))),
-        later=lambda seconds, action: time.later(round(seconds * S), planned(action), hub),
-        settings=CoordinatorSettings(recovery_s=RECOVERY_S, stuck_s=STUCK_S),
-        journal=journal,
-    )
-
-
-@contextmanager
-def hushed(handler: logging.Handler) -> Iterator[None]:
-    """The coordinator's log goes to this handler alone."""
-    log = logging.getLogger("dovetail.coordinator")
-    before = log.handlers, log.propagate, log.level
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.handlers, log.propagate = before[:2]
-        log.setLevel(before[2])
-
-
 def play(schedule: Schedule, kinds: Kinds = CAREFUL) -> World:
     """The world after all has happened and been checked; an exception says what was wrong, and
     when."""
@@ -432,16 +383,10 @@ def play(schedule: Schedule, kinds: Kinds = CAREFUL) -> World:
                 world.do(step)
             world.settle()
         except (Exception, Panic) as error:
-            error.add_note(told_of(world))
+            lines = [f"{at_s:9.4f} s  {what}" for at_s, what in world.history]
+            error.add_note("\n".join(["What happened before:", *lines, *world.loud.said]))
             raise
     return world
-
-
-def told_of(world: World) -> str:
-    """Return in lines what happened in a world, and what its coordinator said."""
-    lines = [f"{at_s:9.4f} s  {what}" for at_s, what in world.history]
-    now_s = (world.time.now_ns - S) / S
-    return "\n".join((f"{now_s:.4f} s after the beginning; before it:", *lines, *world.loud.said))
 
 
 @lru_cache(maxsize=4096)

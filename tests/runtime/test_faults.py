@@ -5,10 +5,10 @@ import pytest
 
 from dovetail.protocol.messages import Close, Closed, Command, Event, Failed, Open
 from explore.drawing import draw
-from explore.sabotage import HANDLED
+from explore.sabotage import HANDLED, hushed
 from explore.schedules import Fault, Kind, Schedule, Wish
 from explore.workers import CarefulTarget
-from explore.world import CAREFUL, READY_NS, World, hushed, play, undisturbed
+from explore.world import CAREFUL, READY_NS, World, play, undisturbed
 from support.cases import everyday
 from support.scripted import VOCABULARY, continuation
 

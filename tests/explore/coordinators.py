@@ -1,12 +1,21 @@
-"""The disk of a coordinator in virtual time: what is on it outlives the coordinator, which may die
-at any record, before it, in the midst of it, or behind it."""
+"""A coordinator in virtual time, and its disk: what is on that outlives the coordinator, which may
+die at any write, before it, in the midst of it, or behind it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from zlib import crc32
 
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.engine.coordinator import Coordinator
+from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import HEAD
+from explore.clock import MS, S, Time
 from explore.wires import Crash, FaultyHub
+
+READ_NS = MS
+"""A prompt is read elsewhere for so long."""
+RECOVERY_S = 6.0
+STUCK_S = 3.0
 
 
 class Disk:
@@ -70,3 +79,30 @@ class Disk:
     def remove(self, number: int) -> None:
         if not self._hub.closed:
             del self.content[number]
+
+
+Call = Callable[[FaultyHub, Callable[[], object]], None]
+
+
+def open_coordinator(
+    hub: FaultyHub, time: Time, call: Call, journal: Journal | None = None
+) -> Coordinator:
+    """A coordinator in virtual time. `call` calls what is due in its name."""
+
+    def planned(action: Callable[[], object]) -> Callable[[], None]:
+        hub.timers += 1
+
+        def act() -> None:
+            hub.timers -= 1
+            call(hub, action)
+
+        return act
+
+    return Coordinator(
+        hub,
+        clock_ns=time.clock,
+        defer=lambda work, done: time.later(READ_NS, planned(lambda: done(work()))),
+        later=lambda seconds, action: time.later(round(seconds * S), planned(action), hub),
+        settings=CoordinatorSettings(recovery_s=RECOVERY_S, stuck_s=STUCK_S),
+        journal=journal,
+    )
