@@ -186,6 +186,6 @@ def test_a_draft_and_its_graphs_take_what_was_counted_and_no_byte_more(
     try_out(worker)
     assert MEMORY.limit == before + counted
     assert MEMORY.most - before <= counted
-    sizes = preflight._sizes(draft.model or str(target))
+    sizes = preflight.sizes_here(draft.model or str(target), "half", "half")
     assert sizes is not None
     assert 0 < graphs._pools[device().type]._size <= level_bytes(sizes)
