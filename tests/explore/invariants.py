@@ -109,7 +109,7 @@ def an_error_has_a_reason(
     `losses`: targets that were lost since it came."""
     if told.sabotaged and reply.code == "internal":
         return
-    if told.cancelled and reply.code == "cancelled" and not told.tokens:
+    if told.cancelled and reply.code == "cancelled" and (told.again or not told.tokens):
         return  # while it waited for room
     if reply.code == "no_target" and not told.tokens:
         if bare_s is None and not told.late:

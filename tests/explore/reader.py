@@ -83,6 +83,7 @@ class Reader:
         self._say(self._hello)
         for request, told in self.told.items():
             if told.open and self._hub is self._world.hub:
+                told.again = True
                 self._ask(request, told, again=True)
 
     def submit(self, wish: Wish) -> Told:

@@ -80,7 +80,7 @@ HANDLERS = {
     "_starting": "_start _run admit",
     "_peers": "admitted join probe look_after",
     "_sessions": "start plan cancel close_on _next_round",
-    "_dispatch": "ask resume forget _left _close _postpone _release",
+    "_dispatch": "ask resume _left _close _postpone _release",
     "_admission": "strike newcomer",
     "_moving": (
         "seek drop_draft draft_failed lose_target disconnect resettle tick make_room "

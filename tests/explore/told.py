@@ -29,6 +29,8 @@ class Told:
     """Targets that were lost before the request came."""
     late: bool = False
     """Its client did not read for some time, so that it heard of it later than it happened."""
+    again: bool = False
+    """Its client has come back for it, to another coordinator."""
     void: bool = False
     """Nobody waits for it any more: the client has left, or its coordinator has gone."""
     sabotaged: bool = False

@@ -28,6 +28,8 @@ TICK_NS = S // 2
 READY_NS = 30 * S
 """After the last fault everybody is back within it: the longest pause between two attempts to
 connect, a load, a restart, and a draft that is stuck."""
+TRIAL_NS = 30 * S
+"""A change of workers over which the coordinator has failed is given up after so long."""
 PATIENCE_NS = 300 * S
 Kinds = Mapping[str, type[ScriptedWorker]]
 CAREFUL: Kinds = {"target": CarefulTarget, "draft": CarefulDraft}
@@ -65,8 +67,7 @@ class World:
         """What takes faults out of the coordinator again that wait in it."""
         self.sabotages = 0
         """Faults of the coordinator's rooms that have happened."""
-        self.past: list[Reader] = []
-        self.processes: list[Process] = []
+        self.past, self.processes = list[Reader](), list[Process]()
         self.disk: Disk | None = None
         """What its journal has; None: it keeps none."""
         self.hub = FaultyHub(self.time)
@@ -100,10 +101,8 @@ class World:
                 self.time.later(TICK_NS, tick, hub)
 
         tick()
-        if coming is None:
-            self.reader = self._new_reader()
-        else:
-            self.reader = coming
+        self.reader = coming or self._new_reader()
+        if coming is not None:
             coming.come_back()
 
     def _within(self, hub: FaultyHub, action: Callable[[], object]) -> None:
@@ -264,8 +263,9 @@ class World:
             lambda: self.time.now_ns >= self.over_ns, PATIENCE_NS, "the faults did not end"
         )
         self._call_off()
+        within_ns = READY_NS + (TRIAL_NS if self.sabotages else 0)
         self.run_until(
-            lambda: self.ready() and not self._owed(), READY_NS, "not everybody came back"
+            lambda: self.ready() and not self._owed(), within_ns, "not everybody came back"
         )
         drafts = sum(
             worker.plays("draft") and worker.serves
@@ -340,7 +340,7 @@ class World:
         return 0 if waits or request in peer.reading else None
 
     def note(self, what: object) -> None:
-        """Remember what happened, for whoever reads of a failure."""
+        """Remember what happened."""
         self.history.append(((self.time.now_ns - S) / S, what))
 
     # -- what may not be ---------------------------------------------------------------------------

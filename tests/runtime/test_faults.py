@@ -17,6 +17,8 @@ LONG = Wish(tokens=40)
 LONG_PROMPT = tuple(range(3, 25))
 PROBED = HANDLED.index(("_peers", "probe"))
 STRUCK = HANDLED.index(("_admission", "strike"))
+MADE_ROOM = HANDLED.index(("_moving", "make_room"))
+ASKED = HANDLED.index(("_dispatch", "ask"))
 CLOSED = HANDLED.index(("_dispatch", "_close"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
@@ -52,6 +54,23 @@ FOUND = {
     ),
     "the coordinator fails at a message that cannot be read": Schedule(
         drafts=0, steps=((0, Fault("handler", for_ms=STRUCK)), (0, Fault("babble", for_ms=0)))
+    ),
+    "the coordinator fails at making room for a request that goes on from a kept one": Schedule(
+        drafts=0,
+        steps=(
+            (0, Wish(prompt=LONG_PROMPT, tokens=1)),
+            (3, Fault("handler", for_ms=MADE_ROOM)),
+            (2, Wish(prompt=(*LONG_PROMPT, 25, 26), tokens=1)),
+        ),
+    ),
+    "the coordinator fails at asking for a session whose target goes meanwhile": Schedule(
+        drafts=0,
+        steps=(
+            (0, Wish(tokens=1)),
+            (3, Fault("babble", for_ms=0)),
+            (0, Wish(tokens=1)),
+            (2, Fault("handler", for_ms=ASKED)),
+        ),
     ),
     "the coordinator fails at telling workers that a session has ended": Schedule(
         drafts=0, steps=((0, Wish(tokens=1)), (0, Fault("handler", for_ms=CLOSED)))
