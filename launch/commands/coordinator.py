@@ -21,7 +21,7 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.links import open_hub
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.loop import coordinate
-from dovetail.runtime.journal.journal import Journal
+from dovetail.runtime.journal.journal import KEEP_S, Journal
 from dovetail.runtime.journal.segments import Segments
 from dovetail.runtime.record.recorder import Recorder
 
@@ -118,7 +118,7 @@ def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
         log.warning("%s: name a folder with coordinator.journal", text)
         return None
     if not named:
-        remove_old_journals(folder.parent, settings.journal_s)
+        remove_old_journals(folder.parent, max(settings.journal_s, KEEP_S))
     journal = Journal(Segments(folder), keep_s=settings.journal_s)
     if journal.found:
         log.info("the journal in %s has %d requests to go on with", folder, journal.found)

@@ -34,7 +34,7 @@ from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Tell
 from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.shared import Shared
-from dovetail.runtime.engine.starting import Starting, given_up
+from dovetail.runtime.engine.starting import TAKEN, Starting, given_up
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.journal.claims import Claims
@@ -44,7 +44,6 @@ from dovetail.runtime.telemetry.event_log import EventLog
 log = logging.getLogger("dovetail.coordinator")
 
 NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
-TAKEN = RequestError("ticket", "another client goes on with this reply")
 MAX_READING = 1024
 """Prompts of a client that wait to be read: each is held in memory until it has been."""
 
@@ -185,8 +184,8 @@ class ClientRequests:
         """Take a request. One whose ticket is known goes on where it is."""
         try:
             entry = self._claims.known(submit, self._starting.key(client))
-        except RequestError as error:
-            yield self._starting.turn_down(client, submit, error)
+        except RequestError as error:  # of a reply that may be another's, and runs
+            yield Tell(client, refusal(self._service.epoch, error, submit.request))
             return
         if entry is not None:
             yield from self._claimed(client, submit, entry)
@@ -197,24 +196,16 @@ class ClientRequests:
 
     def _claimed(self, client: ClientPeer, submit: Submit, entry: Entry) -> Effects[None]:
         """Give a client what it does not have of a reply, and the rest as it comes."""
-        if entry.finished is not None and self._claims.begun(submit, entry):
+        if entry.finished is not None and self._claims.begun(submit.told, entry):
             for message in self._claims.ended(submit, entry):
                 yield Tell(client, message)
             return
-        running = self._claims.running(submit.ticket)
-        if running is None:
-            for one in self._queue.remove(lambda one: one.submit.ticket == submit.ticket):
-                yield Tell(one.client, refusal(self._service.epoch, TAKEN, one.submit.request))
-            own = ("epoch", "request", "told", "trace", "again")
-            again = {name: getattr(submit, name) for name in own}
-            before = self._claims.wait(client, entry.submit.model_copy(update=again), entry)
-            for claim in before:
-                yield Tell(claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request))
+        if (yield from self._starting.take_over(client, submit, entry)):
             return
-        yield Tell(running.client, refusal(self._service.epoch, TAKEN, running.request))
-        self._claims.hand_over(running, client, submit)
-        if (missed := self._claims.missed(submit, entry, running.session)) is not None:
-            yield Tell(client, missed)
+        own = ("epoch", "request", "told", "trace", "again")
+        again = {name: getattr(submit, name) for name in own}
+        for claim in self._claims.wait(client, entry.submit.model_copy(update=again), entry):
+            yield Tell(claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request))
 
     def claim(self) -> Effects[None]:
         """Read the requests again that wait for a target, for which one is there."""

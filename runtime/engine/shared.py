@@ -36,8 +36,10 @@ class WaitingRequest:
     request: Request
     since_ns: int
     """When the request came, on the coordinator's clock."""
+    entry: Entry | None = None
+    """Its entry in the journal from earlier."""
     begun: Entry | None = None
-    """The tokens that an earlier coordinator has committed for it."""
+    """That entry, if its session begins with the tokens that have been committed for it."""
 
     def is_of(self, client: ClientPeer, request: int) -> bool:
         """Return whether this is the client's request of this number."""

@@ -9,7 +9,7 @@ import logging
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
 from dovetail.runtime.engine import effects
-from dovetail.runtime.engine.effects import Effects, Start, Tell, Unanswered
+from dovetail.runtime.engine.effects import Abandon, Effects, Start, Tell, Unanswered
 from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared, WaitingRequest
@@ -23,6 +23,7 @@ from dovetail.runtime.session.request import Request
 log = logging.getLogger("dovetail.coordinator")
 
 LATER = "try again later"
+TAKEN = RequestError("ticket", "another client goes on with this reply")
 
 
 class Starting:
@@ -80,11 +81,17 @@ class Starting:
             yield self.turn_down(client, submit, request)
             return
         if self._claims.taken(submit.ticket):
-            text = "a reply with this ticket was begun while the request was read: ask again"
-            yield Tell(client, refusal(self._service.epoch, RequestError("ticket", text), number))
-            return
-        begun = self._claims.begun(submit, entry)
-        waiting = WaitingRequest(client, submit, target, request, now_ns, begun)
+            try:
+                if not wanted:
+                    raise given_up()
+                entry = self._claims.known(submit, self.key(client))
+            except RequestError as error:
+                yield Tell(client, refusal(self._service.epoch, error, number))
+                return
+            if entry is not None and (yield from self.take_over(client, submit, entry)):
+                return
+        begun = self._claims.begun(submit.told, entry)
+        waiting = WaitingRequest(client, submit, target, request, now_ns, entry, begun)
         why = "" if entry is not None else self._queue.full(request.owner)
         settled = self._settled(waiting) if self._passes_queue(full=bool(why)) else None
         if settled is not None and (why or not self._comes_later(request, settled)):
@@ -145,9 +152,25 @@ class Starting:
             submit.ticket, session.number, fingerprint, hello.load_s, tokens=tokens
         )
         if waiting.begun is not None:
-            missed = self._claims.missed(submit, waiting.begun, session)
-            if missed is not None:
+            for missed in self._claims.missed(submit, waiting.begun, session):
                 yield Tell(waiting.client, missed)
+
+    def take_over(self, client: ClientPeer, submit: Submit, entry: Entry) -> Effects[bool]:
+        """Take a reply from the client that has it; return whether it runs, and goes on with this
+        one from where it is."""
+        for one in self._queue.remove(lambda one: one.submit.ticket == submit.ticket):
+            yield Tell(one.client, refusal(self._service.epoch, TAKEN, one.submit.request))
+        if (running := self._claims.running(submit.ticket)) is None:
+            return False
+        yield Tell(running.client, refusal(self._service.epoch, TAKEN, running.request))
+        if self._claims.unscored(submit.told, entry):
+            self._tally.ended["cancelled"] += 1
+            yield Abandon(running)
+            return False
+        self._claims.hand_over(running, client, submit)
+        for missed in self._claims.missed(submit, entry, running.session):
+            yield Tell(client, missed)
+        return True
 
     def admit(self) -> Effects[None]:
         """Start as many requests of the queue as there is room for. Those of clients that have gone
@@ -201,7 +224,7 @@ class Starting:
             request,
             lambda target: (
                 not self._moving.awaits(target)
-                and self._claims.suits(waiting.begun, target)
+                and self._claims.suits(waiting.entry, waiting.submit.told, target)
                 and has_room(target, request, self._running, reuse=self._reuse)
             ),
         )

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dovetail.protocol.messages import MAX_MEMO
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.orders import Order
@@ -79,6 +80,8 @@ def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> O
         "body": body.model_copy(update={"seed": seed}).model_dump(mode="json", exclude_none=True),
     }
     memo = json.dumps(kept, separators=(",", ":")).encode()
+    if len(memo) > MAX_MEMO:
+        memo = b""
     submits = tuple(
         submit.model_copy(
             update={
@@ -93,7 +96,11 @@ def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> O
 
 
 def remembered(memo: bytes) -> tuple[ChatBody | CompletionBody, int]:
-    """Return the body of a request, and when it came, in seconds since 1970."""
+    """Return the body of a request, and when it came, in seconds since 1970. `ApiError` if it was
+    too long to be kept."""
+    if not memo:
+        text = "the request of this response was too long to be kept: send it again, with its seed"
+        raise ApiError(404, text, code="reply_not_found")
     kept = json.loads(memo)
     kind = ChatBody if kept["kind"] == "chat" else CompletionBody
     return kind.model_validate(kept["body"]), int(kept["created"])

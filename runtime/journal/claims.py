@@ -23,6 +23,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.fleet.outbox import MAX_JOINED
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.journal.entries import Entry
@@ -63,14 +64,14 @@ class Claims:
         entry = self._journal.find(submit.ticket, f"{key}/{submit.owner}")
         if entry is None and self._journal.holds(submit.ticket):
             raise RequestError("ticket", "this ticket is another client's: draw one at random")
-        if entry is None or submit.told.tokens > len(entry.tokens):
-            drawn = submit.sampling if entry is None else entry.submit.sampling
-            if submit.told.tokens and drawn.rejects:
-                raise RequestError(
-                    "coordinator_lost",
-                    "the coordinator was lost, and tokens by rejection sampling cannot be decoded "
-                    "again: ask anew",
-                )
+        drawn = (submit if entry is None else entry.submit).sampling
+        begun = 0 if entry is None or self.unscored(submit.told, entry) else len(entry.tokens)
+        if drawn.rejects and begun < max(submit.told.tokens, len(entry.tokens) if entry else 0):
+            raise RequestError(
+                "coordinator_lost",
+                "a part of this reply is not in the journal, and tokens by rejection sampling "
+                "cannot be decoded again: ask anew",
+            )
         return entry
 
     def recall(self, request: Recall, key: str) -> Message:
@@ -100,31 +101,32 @@ class Claims:
         running.client.sessions.pop(running.request, None)
         running.client, running.request = client, submit.request
         client.sessions[submit.request] = running.session.number
+        running.delivery.ahead = self.ahead(submit, running.session)
         running.told_ns = None
 
-    def missed(self, submit: Submit, entry: Entry, session: Session | None) -> Emitted | None:
-        """Return what is committed of a reply and its client does not have; `session`: the one that
+    def missed(self, submit: Submit, entry: Entry, session: Session | None) -> Iterator[Emitted]:
+        """Yield what is committed of a reply and its client does not have; `session`: the one that
         decodes it, None: it has ended."""
         told = submit.told
         assert session is not None or entry.finished is not None
         text = session.text if session is not None else entry.finished.result.text  # type: ignore[union-attr]
-        tokens = tuple(entry.tokens[told.tokens :])
-        if not tokens and len(text) <= told.characters:
-            return None
-        return Emitted(
-            epoch=self._shared.service.epoch,
-            request=submit.request,
-            tokens=tokens,
-            drafted=tuple(entry.drafted[told.tokens :]),
-            text=text[told.characters :],
-            logprobs=tuple(entry.logprobs[told.tokens :]),
-        )
+        begin, end, text = told.tokens, len(entry.tokens), text[told.characters :]
+        while begin < end or text:
+            piece = slice(begin, begin + MAX_JOINED)
+            yield Emitted(
+                epoch=self._shared.service.epoch,
+                request=submit.request,
+                tokens=tuple(entry.tokens[piece]),
+                drafted=tuple(entry.drafted[piece]),
+                text=text,
+                logprobs=tuple(entry.logprobs[piece]),
+            )
+            begin, text = begin + MAX_JOINED, ""
 
     def ended(self, submit: Submit, entry: Entry) -> Iterator[Message]:
         """Yield what a client is told of a reply that has ended."""
         assert entry.finished is not None
-        if (emitted := self.missed(submit, entry, None)) is not None:
-            yield emitted
+        yield from self.missed(submit, entry, None)
         told = {"epoch": self._shared.service.epoch, "request": submit.request, "spans": ()}
         yield entry.finished.model_copy(update=told)
 
@@ -147,7 +149,8 @@ class Claims:
         for claim in [*self._waiting]:
             targets = self._shared.registry.workers.values()
             fit = (one for one in targets if one.plays("target") and one.available)
-            target = next((one for one in fit if self.suits(claim.entry, one)), None)
+            told = claim.submit.told
+            target = next((one for one in fit if self.suits(claim.entry, told, one)), None)
             if target is not None:
                 self._waiting.remove(claim)
                 yield claim, target
@@ -171,27 +174,29 @@ class Claims:
             text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} was there"
             yield claim, RequestError("worker_lost", f"{text}: start one and ask again")
 
-    def suits(self, entry: Entry | None, target: Worker) -> bool:
-        """Return whether a reply may be gone on with on this target: one of which tokens are known,
-        where the same bytes are computed, or its tokens are tokens if `coordinator.move` is any."""
+    def suits(self, entry: Entry | None, told: Told, target: Worker) -> bool:
+        """Return whether a reply may be gone on with on this target: one that has begun, where the
+        same bytes are computed, or its tokens are tokens if `coordinator.move` is any."""
         if entry is None:
             return True
         if entry.submit.vocabulary != target.facts.digest:
             return False
-        fingerprint = str(target.hello.fingerprint)
         return (
-            not entry.tokens
-            or fingerprint == entry.fingerprint
+            not (entry.tokens or told.tokens)
+            or str(target.hello.fingerprint) == entry.fingerprint
             or (self._settings.move == "any" and not entry.depends_on_draft)
         )
 
-    def begun(self, submit: Submit, entry: Entry | None) -> Entry | None:
-        """Return the entry that a session is to begin with; None: with nothing, also where the
-        scores of a prompt are wanted, which only its reader has."""
-        if entry is None or not entry.tokens:
+    def begun(self, told: Told, entry: Entry | None) -> Entry | None:
+        """Return the entry that a session is to begin with; None: with nothing."""
+        if entry is None or not entry.tokens or self.unscored(told, entry):
             return None
-        scored = submit.scored and submit.told.scores + 1 < len(entry.submit.tokens or ())
-        return None if scored else entry
+        return entry
+
+    def unscored(self, told: Told, entry: Entry) -> bool:
+        """Return whether a client wants scores of the prompt that it does not have: only who reads
+        the prompt has them."""
+        return entry.submit.scored and told.scores + 1 < len(entry.submit.tokens or ())
 
     def ahead(self, submit: Submit, session: Session) -> Told:
         """Return what the client of a session that begins has of what it will commit."""

@@ -56,6 +56,12 @@ class Entry:
         return pack((*(self.submit.tokens or ()), *self.tokens))
 
     @property
+    def weight(self) -> int:
+        """Return how many tokens, and scores of tokens, it holds."""
+        scores = len(self.logprobs) * (1 + (self.submit.logprobs or 0))
+        return len(self.submit.tokens or ()) + len(self.tokens) + scores
+
+    @property
     def depends_on_draft(self) -> bool:
         """Return whether its tokens depend on the draft, so that they cannot be decoded again."""
         return self.submit.sampling.rejects

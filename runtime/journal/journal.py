@@ -32,7 +32,7 @@ SEGMENT_BYTES = 16 << 20
 MOST_BYTES = 256 << 20
 """All segments together; beyond it the oldest goes, with the ended replies in it."""
 MOST_TOKENS = 4 << 20
-"""All ended replies in memory; beyond it the oldest goes."""
+"""All ended replies in memory, scores of tokens counted too; beyond it the oldest goes."""
 
 Aside = Callable[[Callable[[], None]], None]
 """Does a piece of work in a thread."""
@@ -202,9 +202,10 @@ class Journal:
     def tick(self) -> None:
         """Have the disk hold what was written, begin a segment if it is time to, and forget what is
         too old."""
+        now_s = self._now_s()
+        self._forget(now_s)
         if self.failed:
             return
-        now_s = self._now_s()
         if (
             self._segments.newest_size > SEGMENT_BYTES or now_s - self._begun_s > self._keep_s
         ) and not self._syncing:
@@ -212,7 +213,7 @@ class Journal:
             self._closed_s[self._segments.all[-1]] = now_s
             self._begun_s = now_s
             self._attempt(self._begin_segment)
-        self._forget(now_s)
+        self._remove_segments(now_s)
         if self._dirty and not self._syncing and not self.failed:
             self._dirty, self._syncing = False, True
             self.aside(self._sync)
@@ -226,13 +227,12 @@ class Journal:
 
     def _begin_segment(self) -> None:
         """Begin a segment with all that is not in the ones before, once these are removed."""
-        self._segments.begin()
         entries = self._entries
         entries.epochs.add(self._epoch)
         kept = [entry for entry in entries.of.values() if entry.finished is None]
         known = (coordinated(epoch, entries.sessions) for epoch in entries.epochs)
         records = chain(known, *(entry.snapshot() for entry in kept))
-        self._segments.append(b"".join(map(packed, records)))
+        self._segments.begin(b"".join(map(packed, records)))
         self._dirty = True
 
     def _forget(self, now_s: float) -> None:
@@ -244,12 +244,14 @@ class Journal:
         for entry in old:
             del self._entries.of[entry.ticket]
         ended = [entry for entry in self._entries.of.values() if entry.left_s is not None]
-        tokens = sum(len(entry.submit.tokens or ()) + len(entry.tokens) for entry in ended)
+        tokens = sum(entry.weight for entry in ended)
         for entry in sorted(ended, key=lambda entry: entry.left_s or 0.0):
             if tokens <= MOST_TOKENS:
                 break
-            tokens -= len(entry.submit.tokens or ()) + len(entry.tokens)
+            tokens -= entry.weight
             del self._entries.of[entry.ticket]
+
+    def _remove_segments(self, now_s: float) -> None:
         for number in self._segments.all[:-1]:
             if now_s - self._closed_s[number] <= self._keep_s and self._segments.size <= MOST_BYTES:
                 break

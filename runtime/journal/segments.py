@@ -8,9 +8,11 @@ records say.
 
 import fcntl
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from dovetail.protocol.errors import UserError
@@ -20,6 +22,9 @@ MAGIC = b"dovetail journal 1\n"
 HEAD = struct.Struct("<II")
 MAX_RECORD = 64 << 20
 NAME = "segment-{:08}"
+NAME_PATTERN = re.compile(r"segment-([0-9]{8,})")
+BEGUN = "begun"
+"""The name of a segment until all that it begins with has been written."""
 LOCK = "lock"
 
 
@@ -56,12 +61,9 @@ class Segments:
 
     def _numbers(self) -> list[int]:
         """Return the numbers of the segments that are there, the oldest first."""
-        stem = NAME.partition("{")[0]
-        return sorted(
-            int(path.name.removeprefix(stem))
-            for path in self.folder.glob(f"{stem}*")
-            if path.name.removeprefix(stem).isdigit()
-        )
+        names = (NAME_PATTERN.fullmatch(path.name) for path in self.folder.iterdir())
+        numbers = {int(name[1]) for name in names if name is not None}
+        return sorted(number for number in numbers if self._path(number).is_file())
 
     def _path(self, number: int) -> Path:
         return self.folder / NAME.format(number)
@@ -96,20 +98,25 @@ class Segments:
             yield record
             place += size
 
-    def begin(self) -> int:
-        """Begin a segment, which is the newest from now on, and return its number. `OSError` where
-        that cannot be: the one before goes on."""
+    def begin(self, content: bytes = b"") -> int:
+        """Begin a segment with these packed records, which is the newest from now on, and return
+        its number. It is there with all of them or not at all. `OSError` where that cannot be: the
+        one before goes on."""
         number = max(self._sizes, default=0) + 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        file = os.open(self._path(number), flags, 0o600)
+        while self._path(number).exists():  # of somebody else, and no file
+            number += 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        begun = self.folder / BEGUN
+        file = os.open(begun, flags, 0o600)
         try:
-            _write(file, MAGIC)
+            _write(file, MAGIC + content)
+            begun.rename(self._path(number))
         except OSError:
             os.close(file)
-            self._path(number).unlink(missing_ok=True)
+            begun.unlink(missing_ok=True)
             raise
         self._close_file()
-        self._file, self._sizes[number] = file, len(MAGIC)
+        self._file, self._sizes[number] = file, len(MAGIC) + len(content)
         return number
 
     def append(self, content: bytes) -> None:
@@ -132,8 +139,10 @@ class Segments:
         if remove:
             for number in self.all:
                 self.remove(number)
-            (self.folder / LOCK).unlink(missing_ok=True)
-            self.folder.rmdir()
+            for name in (BEGUN, LOCK):
+                (self.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # files of somebody else are in it
+                self.folder.rmdir()
         os.close(self._lock)
 
     def _close_file(self) -> None:

@@ -136,6 +136,17 @@ def test_what_is_not_known_is_refused_by_name(
     assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
 
 
+def test_a_request_that_is_too_long_to_be_kept_is_answered_and_not_told_again(
+    server: Api,
+) -> None:
+    said = server.client.post(CHATS, json={**CHAT, "chat_template_kwargs": {"a": "é" * 800_000}})
+    assert said.json()["choices"][0]["finish_reason"] == "length"
+    again = server.client.get(f"{CHATS}/{said.json()['id']}")
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "reply_not_found")
+    assert "too long to be kept" in again.text
+    assert server.chat(max_tokens=3)["choices"]
+
+
 def test_an_event_id_reads_as_it_was_written() -> None:
     places = (Place(7, 3), None, Place(0, 0), Place(12, 5, ended=True))
     name, read = read_event_id(event_id("chatcmpl-1", places))

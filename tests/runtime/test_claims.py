@@ -1,0 +1,220 @@
+"""Replies that are asked for again while something else goes wrong: whoever asks last has all of
+it, once."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.protocol.messages import Failed, Finished, Submit
+from dovetail.protocol.settings import CoordinatorSettings, Sampling
+from dovetail.runtime.journal.journal import Journal
+from dovetail.runtime.journal.segments import MAGIC, Segments
+from support.houses import DYNAMIC, PROMPT
+from support.lives import LONG_PROMPT, MOST, TICKET, Lives, undisturbed
+from support.scripted import ScriptedTarget, continuation, hello
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def goes_to(second: Any, lives: Lives, has: int = 0) -> Any:
+    """Another client asks from now on, who has so many tokens; return the first one."""
+    first, lives.house.client = lives.house.client, second
+    lives.tokens = lives.tokens[:has]
+    lives.text = " ".join(f"w{token}" for token in lives.tokens)
+    lives.logprobs, lives.scores, lives.end = [], [], None
+    return first
+
+
+def last_word(client: Any) -> Any:
+    return [*iter(lambda: client.receive(0), None)][-1]
+
+
+def test_who_takes_over_a_running_reply_has_the_scores_of_its_prompt_too(tmp_path: Path) -> None:
+    asked = {"logprobs": 1, "scored": True, "tokens": LONG_PROMPT}
+    whole = undisturbed(tmp_path / "whole", **asked)
+    lives = Lives(tmp_path / "taken")
+    second = lives.house.connect()
+    lives.ask(**asked)
+    lives.steps(20)
+    assert lives.scores
+    assert lives.tokens
+    first = goes_to(second, lives)
+    lives.ask(again=True, **asked)
+    lives.run()
+    found = (lives.tokens, lives.text, lives.logprobs, lives.scores)
+    assert found == (whole.tokens, whole.text, whole.logprobs, whole.scores)
+    assert isinstance(lives.end, Finished)
+    told = last_word(first)
+    assert isinstance(told, Failed)
+    assert told.code == "ticket"
+    assert not lives.house.coordinator.requests
+
+
+@pytest.mark.parametrize("has", [0, 3, 12])
+def test_what_the_first_client_had_beyond_the_journal_is_told_to_the_second(
+    tmp_path: Path, has: int
+) -> None:
+    """The disk has lost what was written last; a client that has it comes back, and then one that
+    has less, or as much."""
+    lives = Lives(tmp_path)
+    lives.ask()
+    while len(lives.tokens) < 15:
+        lives.steps(4)
+    entry = lives.journal.find(TICKET, "/")
+    assert entry is not None
+    lives.journal._note(entry.serves(1, entry.fingerprint, 0.0, 2))  # it knows of two tokens
+    lives.journal.write()
+    lives.killed()
+    lives.starts()
+    second = lives.house.connect()
+    lives.ask(again=True)
+    lives.steps(2)
+    (running,) = lives.house.coordinator._running.values()
+    assert running.delivery.ahead.tokens
+    goes_to(second, lives, has)
+    lives.ask(again=True)
+    lives.run()
+    assert isinstance(lives.end, Finished)
+    assert lives.tokens == continuation(PROMPT, MOST)
+    assert lives.end.result.text == lives.text
+
+
+def test_of_two_clients_whose_requests_are_read_at_once_the_last_has_the_reply(
+    tmp_path: Path,
+) -> None:
+    lives = Lives(tmp_path)
+    lives.ask()
+    lives.steps(20)
+    lives.killed()
+    lives.starts()
+    read: list[Any] = []
+    lives.house.coordinator._defer = lambda work, done: read.append((work, done))
+    goes_to(lives.house.connect(), lives)
+    lives.ask(again=True)
+    lives.house.run()
+    first = goes_to(lives.house.connect(), lives)
+    lives.ask(again=True)
+    lives.house.run()
+    assert len(read) == 2
+    for work, done in read:
+        done(work())
+    lives.run()
+    assert isinstance(lives.end, Finished)
+    assert lives.tokens == continuation(PROMPT, MOST)
+    told = last_word(first)
+    assert isinstance(told, Failed)
+    assert told.code == "ticket"
+
+
+def test_tokens_that_only_the_client_has_are_decoded_on_the_same_kind_of_target(
+    tmp_path: Path,
+) -> None:
+    lives = Lives(tmp_path, settings=CoordinatorSettings(recovery_s=5.0))
+    lives.ask()
+    lives.steps(20)
+    entry = lives.journal.find(TICKET, "/")
+    assert entry is not None
+    lives.journal._note(entry.serves(1, entry.fingerprint, 0.0, 0))  # it knows of none
+    lives.journal.write()
+    lives.killed()
+    lives.starts(workers=False)
+    other = hello("target", epoch=5).fingerprint
+    assert other is not None
+    lives.house.add(
+        ScriptedTarget, "target", fingerprint=other.model_copy(update={"weights": "int8"})
+    )
+    lives.ask(again=True)
+    lives.run()
+    assert lives.end is None
+    lives.house.later_ns += 5 * 10**9
+    lives.run()
+    assert isinstance(lives.end, Failed)
+    assert lives.end.code == "worker_lost"
+
+
+def test_who_asks_with_another_clients_ticket_changes_nothing(tmp_path: Path) -> None:
+    lives = Lives(tmp_path)
+    thief = lives.house.connect()
+    lives.ask(owner="alice")
+    lives.steps(20)
+    fields = {"tokens": PROMPT, "max_tokens": 4, "sampling": Sampling(), "tree": DYNAMIC}
+    thief._send(Submit(epoch=thief.epoch, request=9, ticket=TICKET, owner="bob", **fields))
+    lives.house.coordinator.pump()
+    entry = lives.journal.find(TICKET, "/alice")
+    assert entry is not None
+    assert entry.left_s is None
+
+
+def test_a_long_reply_is_told_again_in_pieces_that_can_be_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = undisturbed(tmp_path, logprobs=1)
+    monkeypatch.setattr("dovetail.runtime.journal.claims.MAX_JOINED", 7)
+    entry = whole.journal.find(TICKET, "/")
+    assert entry is not None
+    again = Submit.model_validate({**dict(entry.submit), "epoch": 1, "request": 2})
+    lives = whole
+    tokens, text, logprobs = lives.tokens, lives.text, lives.logprobs
+    lives.tokens, lives.text, lives.logprobs, lives.end = [], "", [], None
+    pieces = [*lives.house.coordinator._claims.ended(again, entry)]
+    for piece in pieces:
+        lives.take(piece)
+    assert len(pieces) == 1 + -(-len(tokens) // 7)
+    assert (lives.tokens, lives.text, lives.logprobs) == (tokens, text, logprobs)
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_is_killed_while_it_begins_a_segment_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    """The request was written anew, its tokens were not."""
+    lives = Lives(tmp_path)
+    lives.ask()
+    lives.steps(20)
+    lives.journal.write()
+    entry = lives.journal.find(TICKET, "/")
+    assert entry is not None
+    assert entry.tokens
+    lives.killed()
+
+    written = os.write
+
+    def cut(file: int, content: bytes) -> int:
+        if len(content) <= len(MAGIC):
+            return written(file, content)
+        written(file, content[:-60])
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", cut)
+        journal = Journal(Segments(tmp_path))
+        with pytest.raises(Killed):
+            journal.begin(5)
+    journal._segments.close()
+    again = Journal(Segments(tmp_path)).find(TICKET, "/")
+    assert again is not None
+    assert again.tokens == entry.tokens
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    for name in ("segment-1", "segment-²", "segment-0000000x", "notes"):
+        (tmp_path / name).write_text("foreign")
+    (tmp_path / "segment-00000001").mkdir()
+    lives = undisturbed(tmp_path)
+    lives.journal.close(remove=True)
+    assert len([*tmp_path.iterdir()]) == 5
+    assert (tmp_path / "segment-1").read_text() == "foreign"
+
+
+def test_a_journal_that_has_stopped_forgets_all_the_same(tmp_path: Path) -> None:
+    lives = undisturbed(tmp_path)
+    lives.journal.failed = "the disk is full"
+    lives.journal._now_s = lambda: 4e9
+    lives.house.coordinator.tick()
+    assert lives.journal.state().replies == 0
