@@ -94,7 +94,7 @@ class Status:
         ours += self._failing.faults(now_ns)
         if self._journal is not None and self._journal.failed:
             why = f"it has stopped: {self._journal.failed}"
-            ours.append(Fault(part="journal", why=why[:MAX_WORDS], since_s=0.0))
+            ours.append(Fault(part="journal", why=why[:MAX_WORDS], since_s=self._journal.stopped_s))
         known = {fault.part for fault in told}
         return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
 

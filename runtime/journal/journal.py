@@ -61,6 +61,7 @@ class Journal:
         self._write_us, self._sync_ms = Average(), Average()
         self.failed = ""
         """Why nothing is written any more; empty: it is."""
+        self._failed_s = 0.0
         for number in segments.all:
             self._read(number)
             self._closed_s[number] = now_s()
@@ -102,6 +103,11 @@ class Journal:
         """Return the owner's entry of this ticket."""
         entry = self._entries.of.get(ticket)
         return entry if entry is not None and entry.owner == owner else None
+
+    @property
+    def stopped_s(self) -> float:
+        """Return for how many seconds nothing has been written; 0 while it is."""
+        return max(0.0, self._now_s() - self._failed_s) if self.failed else 0.0
 
     def holds(self, ticket: str) -> bool:
         """Return whether this ticket is known, whoever's it is."""
@@ -263,7 +269,7 @@ class Journal:
         try:
             work()
         except OSError as error:
-            self.failed = refusal(error)
+            self.failed, self._failed_s = refusal(error), self._now_s()
             self._unwritten = []
             log.error(
                 "the journal in %s has stopped: %s; requests are served, and end with this "

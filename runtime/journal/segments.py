@@ -43,6 +43,11 @@ class Segments:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise UserError(
+                f"the journal cannot be kept in {folder}, which is no folder: name one with "
+                "coordinator.journal"
+            ) from None
         except OSError as error:
             raise UserError(
                 f"the journal cannot be kept in {folder}: {refusal(error)}, or do without one with "

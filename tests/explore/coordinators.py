@@ -55,22 +55,30 @@ class Disk:
             yield record
             place += HEAD.size + size
 
-    def begin(self) -> int:
+    def begin(self, content: bytes = b"") -> int:
+        """Begin a segment, which is there with all of this or not at all."""
         number = max(self.content, default=0) + 1
-        self.content[number] = b""
+        if self._dies():
+            raise Crash
+        self.content[number] = b"" if self._hub.closed else content
         return number
+
+    def _dies(self) -> bool:
+        """Return whether the coordinator dies at this write."""
+        if self._hub.closed or self.fuse is None:
+            return False
+        self.fuse -= 1
+        self._hub.closed = self.fuse < 0
+        return self._hub.closed
 
     def append(self, content: bytes) -> None:
         """Write to the newest segment; nothing arrives there from a process that has died."""
         if self._hub.closed:
             return
         newest = self.all[-1]
-        if self.fuse is not None:
-            self.fuse -= 1
-            if self.fuse < 0:
-                self.content[newest] += content[: self.torn % (len(content) + 1)]
-                self._hub.closed = True
-                raise Crash
+        if self._dies():
+            self.content[newest] += content[: self.torn % (len(content) + 1)]
+            raise Crash
         self.content[newest] += content
 
     def sync(self) -> None:

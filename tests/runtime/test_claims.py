@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Failed, Finished, Submit
 from dovetail.protocol.settings import CoordinatorSettings, Sampling
 from dovetail.runtime.journal.journal import Journal
@@ -215,6 +216,15 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
 def test_a_journal_that_has_stopped_forgets_all_the_same(tmp_path: Path) -> None:
     lives = undisturbed(tmp_path)
     lives.journal.failed = "the disk is full"
+    lives.journal._failed_s = 4e9 - 9
     lives.journal._now_s = lambda: 4e9
     lives.house.coordinator.tick()
     assert lives.journal.state().replies == 0
+    (fault,) = (fault for fault in lives.house.report().faults if fault.part == "journal")
+    assert fault.since_s == 9.0
+
+
+def test_a_file_is_no_folder_for_a_journal(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="which is no folder: name one with"):
+        Segments(tmp_path / "file")
