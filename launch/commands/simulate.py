@@ -20,6 +20,7 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.launch.simulation.figures import figures
+from dovetail.launch.simulation.fleet.command import fleet
 from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine, read_size
 from dovetail.launch.simulation.methods import read_methods
 from dovetail.launch.simulation.record import record
@@ -56,6 +57,7 @@ def command() -> None:
 
 
 command.add_command(record)
+command.add_command(fleet)
 
 
 # -- playing ---------------------------------------------------------------------------------------

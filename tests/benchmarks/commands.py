@@ -14,6 +14,7 @@ from benchmarks.context import context
 from benchmarks.coupling import coupling
 from benchmarks.engines import llama, transformers
 from benchmarks.experts import experts
+from benchmarks.fleet import fleet
 from benchmarks.gains import gains, picture, utilisation
 from benchmarks.gaps import gaps
 from benchmarks.goodput import goodput
@@ -107,6 +108,7 @@ for command in (
     gaps,
     journal,
     users,
+    fleet,
     utilisation,
     picture,
     plan,

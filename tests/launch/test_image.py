@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "launch" / "files" / "deployment" / "Dockerfile"
 AS_ROOT = ("apt-get ", "useradd ", "install --directory --owner ")
 """Steps that change the machine: they belong to a container, and are not run."""
-STEP_S = 900.0
+STEP_S = 3000.0
 
 
 def script(prefix: Path, sources: Path) -> list[str]:

@@ -1,0 +1,165 @@
+"""The simulator of a fleet beside what is known of queues, and its command."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.launch.simulation.fleet.arrivals import Mix, Requests, draw_requests, read_trace
+from dovetail.launch.simulation.fleet.layout import Kind, Plan, Played, handled_s
+from dovetail.launch.simulation.fleet.play import Fleet
+from dovetail.launch.simulation.fleet.profile import Profile, of_costs, of_rates
+from dovetail.launch.simulation.fleet.results import capacity, play_load
+from dovetail.launch.simulation.machines import read_machine, read_size
+from dovetail.protocol.errors import UserError
+
+Run = Callable[..., Any]
+PLAN = Plan(4, 8, 1 << 16, 1 << 16, 0.0, 0.0, (10.0, 100.0))
+FLAT = Profile((0.0, *[100.0] * 8), (0.0, *[100.0] * 8), 0.0, 0.001)
+"""As fast for each of eight sessions as for one."""
+ONE = Profile((0.0, 100.0), (0.0, 100.0), 0.0, 0.001)
+
+
+def kind(profile: Profile, count: int = 1, **fields: float) -> Kind:
+    return Kind("a", count, profile, profile, 100.0, 300.0, **fields)  # type: ignore[arg-type]
+
+
+def asked(*requests: tuple[float, int, int]) -> Requests:
+    at_s, prompts, replies = map(np.array, zip(*requests, strict=True))
+    return Requests(at_s, prompts, replies, np.zeros(len(at_s), int))
+
+
+def latencies(played: Played) -> list[float]:
+    return [at_s - s.asked_s for s, at_s in sorted(played.done, key=lambda one: one[0].number)]
+
+
+def test_a_request_alone_is_read_and_then_written() -> None:
+    played = Fleet([kind(FLAT)], PLAN).play(asked((5.0, 200, 101)), (0.0, 10.0))
+    assert latencies(played) == pytest.approx([0.2 + 1.0])
+    assert played.tokens == pytest.approx([101.0])
+    assert played.busy_s == pytest.approx([1.2])
+
+
+def test_sessions_share_a_server_whose_passes_take_longer_for_more() -> None:
+    halved = Profile((0.0, 100.0, 50.0), (0.0, 100.0, 50.0), 0.0, 0.0)
+    played = Fleet([kind(halved)], PLAN).play(asked((0.0, 1, 101), (0.0, 1, 201)), (0.0, 10.0))
+    assert latencies(played) == pytest.approx([2.0, 3.0], rel=0.02)
+
+
+def test_who_finds_no_room_waits_and_a_full_queue_refuses() -> None:
+    requests = asked(*[(0.0, 1, 101)] * 4)
+    played = Fleet([kind(ONE)], PLAN).play(requests, (0.0, 10.0))
+    assert latencies(played) == pytest.approx([1.0, 2.0, 3.0, 4.0], rel=0.02)
+    short = Fleet([kind(ONE)], replace(PLAN, queue=1)).play(requests, (0.0, 10.0))
+    assert (len(short.done), short.refused) == (2, 2)
+
+
+def test_a_queue_of_one_server_is_that_of_the_book() -> None:
+    """M/D/1: requests wait rho / (2 (1 - rho)) times what one takes."""
+    load, mix = 0.7, Mix(1.0, 101.0, 0.0)
+    requests = draw_requests("poisson", load, 20_000.0, mix, 1, 3)
+    played = Fleet([kind(ONE)], PLAN).play(requests, (0.0, 20_000.0))
+    waits = np.mean(latencies(played)) - 1.001
+    assert waits == pytest.approx(load / (2 * (1 - load)), rel=0.1)
+    assert played.busy_s[0] / played.seconds == pytest.approx(load, rel=0.05)
+
+
+@pytest.mark.parametrize("process", ["poisson", "diurnal", "bursts"])
+def test_requests_come_at_their_mean_rate(process: Any) -> None:
+    requests = draw_requests(process, 50.0, 4000.0, Mix(400.0, 200.0, 0.8), 3, 1)
+    assert len(requests) / 4000.0 == pytest.approx(50.0, rel=0.1)
+    assert np.mean(requests.prompts) == pytest.approx(400.0, rel=0.05)
+    assert np.all(np.diff(requests.at_s) >= 0)
+    spread = np.histogram(requests.at_s, 400)[0]
+    assert (np.var(spread) > 2 * np.mean(spread)) == (process != "poisson")
+
+
+def test_a_session_whose_worker_is_lost_goes_on_elsewhere_and_reads_its_log_again() -> None:
+    lost = kind(FLAT, 2, worker_h=0.0005, worker_back_s=5.0)
+    requests = draw_requests("poisson", 1.0, 60.0, Mix(50.0, 100.0, 0.0), 1, 0)
+    played = Fleet([lost], PLAN).play(requests, (0.0, 60.0))
+    assert played.failures["worker"] == 2
+    moved = [s for s, _ in played.done if s.moves]
+    assert moved
+    assert len(played.done) == len(requests)
+    calm = Fleet([kind(FLAT, 2)], PLAN).play(requests, (0.0, 60.0))
+    assert sum(latencies(played)) > sum(latencies(calm))
+
+
+def test_streams_stand_still_while_their_coordinator_is_away() -> None:
+    away = replace(PLAN, coordinator_h=0.002, coordinator_back_s=4.0, seed=1)
+    requests = draw_requests("poisson", 2.0, 30.0, Mix(10.0, 100.0, 0.0), 1, 0)
+    played = Fleet([kind(FLAT)], away).play(requests, (0.0, 30.0))
+    assert played.failures["coordinator"] == 1
+    assert len(played.done) == len(requests)
+    assert max(latencies(played)) > 4.0
+
+
+def test_a_coordinator_that_is_at_work_all_the_time_sets_the_pace() -> None:
+    assert handled_s(0.001, 0.1, 1) == pytest.approx(0.001)
+    assert handled_s(0.001, 0.1, 1000) == pytest.approx(1.0 - 0.1, rel=0.01)
+    slow = Profile(FLAT.rates, FLAT.rounds, 0.005, 0.0)
+    requests = asked(*[(0.0, 1, 101)] * 8)
+    played = Fleet([kind(slow)], PLAN).play(requests, (0.0, 100.0))
+    assert max(latencies(played)) == pytest.approx(100 * 8 * 0.005, rel=0.1)
+    assert played.coordinator_busy == pytest.approx(1.0, abs=0.05)
+
+
+def test_joules_are_those_of_idle_servers_too() -> None:
+    requests = asked((0.0, 0, 101))
+    row = play_load([kind(FLAT, 2)], PLAN, requests, load=1.0, seconds=10.0).row([kind(FLAT, 2)])
+    assert row["joules_per_token"] == pytest.approx((2 * 10 * 100 + 1.0 * 200) / 101)
+
+
+def test_a_profile_comes_from_the_cost_model_and_is_never_slower_for_a_draft() -> None:
+    costs = read_machine("dovetail-server").costs(read_size("7B"), "int8")
+    profile = of_costs(costs, 4, 0.0)
+    assert profile.rates[1] == pytest.approx(
+        1 / (costs.verify_s(1) + costs.beside_s(drafted=False))
+    )
+    assert list(profile.rates[1:]) == sorted(profile.rates[1:], reverse=True)
+    measured = of_rates({1: 100.0, 4: 40.0}, tau=2.0, host_s=0.0, read_s=0.0, first_s=0.0)
+    assert 1 / measured.rates[2] == pytest.approx(0.01 + 0.015 / 3)
+    assert capacity([kind(ONE, 3)], 0.0, 101.0) == pytest.approx(3.0)
+
+
+def test_a_trace_is_played_as_it_is(invoke: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"at_s": n / 2, "prompt_tokens": 100, "reply_tokens": 50} for n in range(40)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = invoke("simulate", "fleet", "--servers", "20", "--trace", str(trace), "--json")
+    assert said.returncode == 0, said.stderr
+    (row,) = json.loads(said.stdout)["rows"]
+    assert row["requests_per_s"] == pytest.approx(40 / 19.5)
+    trace.write_text('{"at_s": 0, "prompt_tokens": 100}\n')
+    with pytest.raises(UserError, match="line 1: write a JSON object"):
+        read_trace(trace)
+
+
+def test_one_seed_gives_one_result_and_a_large_fleet_is_a_small_one_many_times(
+    invoke: Run, tmp_path: Path
+) -> None:
+    def told(servers: str) -> dict[str, Any]:
+        flags = ("--seconds", "30", "--load", "0.5", "--sample", "32", "--sigma", "0")
+        said = invoke("simulate", "fleet", "--servers", servers, *flags, "--json")
+        assert said.returncode == 0, said.stderr
+        return dict(json.loads(said.stdout))
+
+    small, large = told("32"), told("320000")
+    assert small == told("32")
+    assert large["played"] == 32
+    assert large["rows"][0]["tokens_per_s"] == pytest.approx(
+        10_000 * small["rows"][0]["tokens_per_s"]
+    )
+
+
+def test_what_is_no_fleet_is_a_mistake(invoke: Run, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text('[[kind]]\nname = "a"\n')
+    for flags in (("--fleet", "nobody"), ("--fleet", str(bad)), ("--load", "fast")):
+        said = invoke("simulate", "fleet", *flags)
+        assert (said.returncode, "Traceback" in said.stderr) == (2, False), said.stderr
