@@ -303,7 +303,7 @@ def test_ctrl_c_keeps_the_replies_and_the_same_command_goes_on(
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
     assert first.returncode == 130
-    assert f"kept in {out}: the same command continues from there" in said
+    assert f" saved in {out}: the same command continues from there" in said
     before = out.read_bytes()
     done = run(*options)
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ from support.scripted import (
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SKY = next(path for path in recordings() if path.name == "sky.messages")
-DETERMINED = ("--draft.ahead=false", "--tree.sharpening=1.0")
+DETERMINED = ("--draft.ahead=false", "--tree.sharpening=1.0", "--tree.insist=true")
 """With these and the embedded pair's policy a proposal hangs on nothing but the text."""
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.child_output import LOG_BYTES, Ear, registered
@@ -27,6 +28,7 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import WorkerState
 from dovetail.runtime.client import Client
 from dovetail.runtime.http.listening import refusal
+from support.models import tiny_llama
 from support.served import BACK_S, GONE_S, QUESTION, ask, ready, streamed, told
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -318,16 +320,18 @@ def test_a_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
 def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(
     run: Run, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("{}")
-    (broken / "model.safetensors").touch()
+    """What only the numbers of the weights tell is found once its worker loads them."""
+    broken = tiny_llama(tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, broken / "model.safetensors")
     done = run("serve", "--http.port", "0", "--target", str(broken), "--draft", "none")
     assert (done.returncode, done.stdout) == (2, "")
     loading, failed = done.stderr.splitlines()
     assert "loading models: target worker" in loading
     assert failed.startswith("dovetail: the target worker: ")
     assert str(broken) in failed
+    assert "holds NaN" in failed
     assert_nothing_is_left([], tmp_path)
 
 

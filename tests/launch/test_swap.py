@@ -265,8 +265,8 @@ def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_tri
             assert newcomer.fingerprint == old.fingerprint
             with pytest.raises(
                 RequestError,
-                match="crooked was not put in place: it has the fingerprint of a target that "
-                "registered target, but chooses different",
+                match="crooked was not put in place: it has the fingerprint of a registered "
+                "target, but chooses different",
             ):
                 admin.changed(admin.swap(newcomer.worker_epoch, old.worker_epoch))
             assert crooked.wait(GONE_S) == 0
