@@ -92,11 +92,16 @@ def while_it_owes_a_verdict(
 def while_it_reads_the_prompt(
     client: Client, stack: Stack, targets: Sequence[Child]
 ) -> dict[int, Heard]:
-    target = busiest(stack, targets)
-    target.process.send_signal(signal.SIGSTOP)
+    """All stand still until it is known which of them are to read."""
+    for target in targets:
+        target.process.send_signal(signal.SIGSTOP)
     heard = {request: Heard() for request in ask(client)}
     assert not listen(client, heard, QUIET_S)
-    kill(target)
+    lost = busiest(stack, targets)
+    kill(lost)
+    for target in targets:
+        if target is not lost:
+            target.process.send_signal(signal.SIGCONT)
     return heard
 
 

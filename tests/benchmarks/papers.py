@@ -352,9 +352,9 @@ def draft_passes(
         trace=True,
     )
     spans = [
-        (name, duration)
-        for process, (name, _, duration) in client.complete(request).spans
-        if process == "draft"
+        (seen.span[0], seen.span[2])
+        for seen in client.complete(request).spans
+        if seen.process == "draft"
     ]
     passes = list(
         passes_of(spans, settings.tree.depth if head is not None and head.foretells else 0)

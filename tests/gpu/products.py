@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from dovetail.workers.devices import Device, Program
-from dovetail.workers.models.backends.device import attention, choice
+from dovetail.workers.models.backends.device import attention, choice, own_blocks, parts
 from dovetail.workers.models.backends.device.choice import Contest, Product, Products
+from dovetail.workers.models.backends.device.own_blocks import OwnBlocks
 from dovetail.workers.models.backends.device.trial import CONTESTS, here
 from dovetail.workers.models.substitutes import coded
 from gpu import chip
@@ -31,9 +32,10 @@ def run(report: Report, device: Device, progress: Callable[[str], None]) -> None
     """Every type of weights: the proof, the same bytes for any number of rows, times."""
     place, rows = device.torch_device, QUICK_ROWS if report.quick else ROWS
     if report.quick:
-        choice.TIMED_SHAPE = coded.TIMED_SHAPE = attention.TIMED_SHAPE = QUICK_SHAPE
+        for room in (choice, coded, attention, parts, own_blocks):
+            room.TIMED_SHAPE = QUICK_SHAPE
         attention.TIMED_SLOTS = QUICK_SLOTS
-        choice.TIMED_BYTES = coded.TIMED_MATRICES = 1
+        choice.TIMED_BYTES = coded.TIMED_MATRICES = own_blocks.TIMED_MATRICES = 1
     size = chip.QUICK_BYTES if report.quick else chip.COPY_BYTES
     memory = chip.memory_gb_s(place, size)
     report.note("memory", f"{memory:.0f} GB/s")
@@ -80,16 +82,18 @@ def _time(
     for count in rows:
         x = torch.randn(count, choice.TIMED_SHAPE[1], device=place)
         own = _seconds_of(device, ours, x)
-        rate = _bytes_of(ours[0]) / own / 1e9
-        said = f"{contest.name}: {count} rows"
-        if count == 1:
-            share = 100.0 * rate / memory
-            report.figure(f"{said}: share of the memory's rate", share, " %", least=LEAST_SHARE)
+        said, took = f"{contest.name}: {count} rows", f"{1e3 * own:.3g} ms"
+        if contest.kind is not choice.Function.PARTS:  # which read nothing but the rows
+            rate = _bytes_of(ours[0]) / own / 1e9
+            took = f"{took}, {rate:.0f} GB/s"
+            if count == 1:
+                share = 100.0 * rate / memory
+                report.figure(f"{said}: share of the memory's rate", share, " %", least=LEAST_SHARE)
         if not theirs:
-            report.note(said, f"{1e3 * own:.3g} ms, {rate:.0f} GB/s")
+            report.note(said, took)
             continue
         torchs = _seconds_of(device, theirs, x)
-        report.note(said, f"{1e3 * own:.3g} ms, {rate:.0f} GB/s; torch's {1e3 * torchs:.3g} ms")
+        report.note(said, f"{took}; torch's {1e3 * torchs:.3g} ms")
         if count in DECODED:
             ratios.append(torchs / own)
     if ratios:
@@ -112,8 +116,10 @@ def _seconds_of(device: Device, products: Sequence[Product], x: torch.Tensor) ->
 
 def _bytes_of(own: Any) -> int:
     """Return how much of weights, or of keys and values, one of ours reads."""
+    if isinstance(own, OwnBlocks):
+        return sum(part.packed.nbytes for part in own.parts)
     read = own.args[0] if isinstance(own, partial) else own.packed
-    return int(read.numel() * read.element_size())
+    return int(read.nbytes)
 
 
 def _check_rows(report: Report, contest: Contest, own: Product, place: torch.device) -> None:
