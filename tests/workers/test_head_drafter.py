@@ -864,6 +864,24 @@ def test_what_was_foretold_is_computed_when_something_below_it_is_to_be_used(
     )
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_orders_that_stop_to_ask_for_growth_ahead_find_no_child_twice(
+    head: Head, seed: int
+) -> None:
+    story = Story(head, capacity=200, tree=SMALL_TREE, ahead=True).fed()
+    rng, bonus, kept = np.random.default_rng(seed), 9, 0
+    for _ in range(12):
+        kept += len(story.session.tree) > 0
+        story.draft((), bonus, SMALL, ahead=bool(rng.integers(2)))
+        tree = story.session.tree
+        pairs = [*zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)]
+        assert len(pairs) == len({*pairs})
+        while story.session.waiting_time.ahead and story.engine.grow_ahead(story.session):
+            pass
+        bonus = int(tree.tokens[0])
+    assert kept
+
+
 def test_without_growth_ahead_a_tree_is_grown_anew_every_round(head: Head) -> None:
     story, fresh = Story(head).fed(), Story(head).fed()
     first, same = story.draft(), fresh.draft()

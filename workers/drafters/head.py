@@ -336,8 +336,7 @@ class HeadDrafter(Grower[HeadSession]):
         """Add the best children of `nodes`. A node that has some, the root that has moved or one
         that was foretold, keeps those of them that are among the best."""
         tree, children = session.tree, session.children_of(logits, nodes, width)
-        grown = session.waiting_time.ahead  # else all that there was is gone
-        if not grown or not (tree.children_of(nodes) > 0).any():
+        if not (tree.children_of(nodes) > 0).any():
             return tree.add_children(nodes, *children)
         added = tree.rank_again(nodes, *children)
         if nodes[0] == ROOT:

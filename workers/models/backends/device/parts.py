@@ -38,7 +38,7 @@ TOLERANCE = 1e-5
 HEADS, KV_HEADS, WIDTH, HALF_TURN, SLOTS = 3, 2, 40, 16, 9
 """The shape of the proof of a rotation; the last numbers of each head are not rotated."""
 PROOF_WIDTH, UNITS = 1100, 300
-TIMED_WIDTH, TIMED_TURNS = 128, 24
+TIMED_WIDTH, TIMED_TURNS, TIMED_ROWS = 128, 24, 1024
 
 
 @dataclass(frozen=True)
@@ -349,15 +349,17 @@ def _turned(heads: Tensor, angles: Tensor, rotary: Rotary, weights: list[Tensor 
 def _pairs(
     program: Program, device: torch.device
 ) -> Iterator[tuple[Product, Callable[[], Product]]]:
-    """Yield all of it for rows x [T, width]: they are normed, rotated and cached, and gated."""
+    """Yield all of it for at most `TIMED_ROWS` rows x [T, width]: they are normed, rotated and
+    cached, and gated."""
     parts, width = Parts(program), TIMED_SHAPE[1]
     head = min(TIMED_WIDTH, width // 4)
     heads = width // head // 2
     sizes, rotary = [heads, heads // 2, heads // 2], _ROTARY
     norm = Norm(torch.ones(width, device=device))
     turning = Turning(program, sizes[0], sizes[1], None, None, 1e-5)
-    cache = torch.zeros(2, sizes[1], 512, head, dtype=HALF, device=device)
-    angles, places = torch.rand(64, head // 2, device=device), torch.arange(64, device=device)
+    cache = torch.zeros(2, sizes[1], TIMED_ROWS, head, dtype=HALF, device=device)
+    angles = torch.rand(TIMED_ROWS, head // 2, device=device)
+    places = torch.arange(TIMED_ROWS, device=device)
 
     def ours(x: Tensor) -> Tensor:
         x, turns, slots = (
