@@ -21,6 +21,8 @@ from support.stacks import running
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TAU = 0.9
 """Of the CPU's draft: rounding and narrower weights cost little."""
+BESIDE = 4
+"""Prompts of the requests that run together, two each."""
 SIZES = {
     "hidden": 256,
     "target_width": 256,
@@ -75,10 +77,12 @@ def variant(name: str) -> Variant:
 
 
 def run(report: Report, device: str, folder: Path, progress: Callable[[str], None]) -> None:
-    """Every kind and type of weights, greedily and sampled."""
+    """Every kind and type of weights, greedily and sampled; and all requests together, whose
+    levels share passes on the device."""
     prompts, tokens = (1, 16) if report.quick else (2, 64)
+    beside = 1 if report.quick else BESIDE
     with running({"draft.kind": "none"}) as client:
-        alone = replies_of(client, prompts, tokens, None)
+        alone = replies_of(client, beside, tokens, None)
     for name, kind in kinds(folder).items():
         here: Replies | None = None
         for weights in kind.weights[:1] if report.quick else kind.weights:
@@ -92,11 +96,14 @@ def run(report: Report, device: str, folder: Path, progress: Callable[[str], Non
                     {**kind.flags, "draft.device": device, "draft.weights": weights}
                 ) as client:
                     found = replies_of(client, prompts, tokens, TREE)
+                    together = replies_of(client, beside, tokens, TREE, together=True)
             except DovetailError as error:
                 report.check(called, False, str(error).splitlines()[0])
                 continue
             compare(report, called, found, alone, TIES["fp32"])
             _check_drafting(report, called, found, here)
+            compare(report, f"{called}, side by side", together, alone, TIES["fp32"])
+            _check_drafting(report, f"{called}, side by side", together, None)
 
 
 def _check_drafting(report: Report, name: str, found: Replies, here: Replies | None) -> None:

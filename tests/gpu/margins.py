@@ -10,7 +10,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.record.comparison import NEAR_TIE, first_difference
 from gpu.report import Report
-from support.stacks import PROMPTS, running, submit
+from support.stacks import PROMPTS, complete_all, running, submit
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TEMPERATURES = (0.0, 1.0)
@@ -73,23 +73,32 @@ def run(report: Report, device: str, progress: Callable[[str], None]) -> None:
 Replies = Mapping[tuple[int, float], Finished]
 
 
-def replies_of(client: Client, prompts: int, tokens: int, tree: TreeSettings | None) -> Replies:
-    """Return the replies to the first prompts by their numbers and temperatures; without a tree
-    those of the target alone."""
-    return {
-        (number, temperature): client.complete(
-            submit(
-                client,
-                PROMPTS[number][:1],
-                sampling=Sampling(temperature=temperature),
-                tokens=tokens,
-                seed=SEED,
-                tree=tree,
-            )
+def replies_of(
+    client: Client,
+    prompts: int,
+    tokens: int,
+    tree: TreeSettings | None,
+    *,
+    together: bool = False,
+) -> Replies:
+    """Return the replies to the first prompts by their numbers and temperatures, one after the
+    other or all `together`; without a tree those of the target alone."""
+
+    def ask(number: int, temperature: float) -> int:
+        return submit(
+            client,
+            PROMPTS[number][:1],
+            sampling=Sampling(temperature=temperature),
+            tokens=tokens,
+            seed=SEED,
+            tree=tree,
         )
-        for number in range(prompts)
-        for temperature in TEMPERATURES
-    }
+
+    wanted = [(number, temperature) for number in range(prompts) for temperature in TEMPERATURES]
+    if together:
+        ends = complete_all(client, [ask(*one) for one in wanted])
+        return dict(zip(wanted, ends, strict=True))
+    return {one: client.complete(ask(*one)) for one in wanted}
 
 
 def compare(report: Report, name: str, found: Replies, expected: Replies, tie: float) -> None:
