@@ -295,7 +295,7 @@ def _tests(report: Report, device: str) -> None:
         for line in process.stdout:
             said.append(line.rstrip())
             if " FAILED " in line:
-                note(line.rstrip())
+                report.note("failed", next(word for word in line.split() if "::" in word))
     report.check(
         "pytest -m gpu" + (", collected" if collected else ""),
         process.returncode == 0,
