@@ -35,14 +35,13 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
 from dovetail.runtime.http.dashboard import Shown
-from dovetail.runtime.http.gateway import Gateway
+from dovetail.runtime.http.gateway import MOST_RETRY_S, Gateway
 from dovetail.runtime.http.listening import listen
 from dovetail.runtime.http.orders import Defaults
 from dovetail.runtime.http.server import Connections, serve
 from dovetail.runtime.http.service import Service, Terms
 from dovetail.runtime.text.tokenizer import OWN_VALUES
 
-RECONNECT_S = 1.0
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
 """Descriptors that are left for what a server needs beside its connections, and where few are
 allowed: it has 24 when it begins."""
@@ -85,7 +84,7 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
         link = open_link(
             connect, keys=folder, role="client"
         )  # a wrong address or key is told at once
-        again = partial(open_link, connect, keys=folder, role="client", timeout_s=RECONNECT_S)
+        again = partial(open_link, connect, keys=folder, role="client", timeout_s=MOST_RETRY_S)
 
         def ready() -> None:
             print(url_of(settings.http.host, listener), file=said, flush=True)

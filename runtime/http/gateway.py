@@ -55,8 +55,9 @@ from dovetail.runtime.text.tokenizer import TextCodec
 
 log = logging.getLogger("dovetail.http")
 
-RETRY_S, MOST_RETRY_S = 0.1, 2.0
-"""Seconds before a coordinator that has gone is looked for again: at first, and at most."""
+RETRY_S, MOST_RETRY_S = 0.1, 1.0
+"""Seconds from one search for a coordinator to the next: at first, and at most. A search that found
+nobody for so long is followed by the next at once, so that whoever comes is found."""
 ANSWER_S = 10.0
 """Within so long the coordinator says what it is asked."""
 FRESH_S = 0.5
@@ -107,6 +108,7 @@ class Gateway:
         wait_s = RETRY_S
         try:
             while True:
+                began_s = time.monotonic()
                 there = await self._open()
                 self._tried.set()
                 if there:
@@ -114,7 +116,7 @@ class Gateway:
                     await self._until_lost()
                     log.warning("%s", self._why)
                 self._close()
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(began_s + wait_s - time.monotonic())
                 wait_s = min(2 * wait_s, MOST_RETRY_S)
         finally:
             self._close()

@@ -1,12 +1,16 @@
 """The gateway over links in memory, with a coordinator that a test plays by hand."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 
 from dovetail.protocol.codec import REQUEST, encode
+from dovetail.protocol.errors import LinkClosed
 from dovetail.protocol.links.sockets import QUEUE_MESSAGES
 from dovetail.protocol.messages import (
     Cancel,
@@ -21,6 +25,7 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.http import gateway as gateways
 from dovetail.runtime.http.asked import Told
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Gateway
@@ -177,3 +182,28 @@ def test_a_coordinator_that_refuses_us_is_asked_again_later() -> None:
         coordinator.hub.close()
 
     asyncio.run(run())
+
+
+def test_a_search_that_waited_for_a_coordinator_is_followed_by_the_next_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pause_s, gaps_s, searches = 0.1, list[float](), 10
+    monkeypatch.setattr(gateways, "RETRY_S", pause_s)
+    monkeypatch.setattr(gateways, "MOST_RETRY_S", pause_s)
+
+    async def run() -> None:
+        ended_s, enough = list[float](), threading.Event()
+
+        def search() -> NoReturn:
+            gaps_s.extend(time.monotonic() - end_s for end_s in ended_s[-1:])
+            threading.Event().wait(pause_s)
+            ended_s.append(time.monotonic())
+            if len(ended_s) == searches:
+                enough.set()
+            raise LinkClosed("nobody is there")
+
+        with keeping(Gateway(search)):
+            assert await asyncio.to_thread(enough.wait, 60)
+
+    asyncio.run(run())
+    assert min(gaps_s) < pause_s, "a search ends, and the next one waits as long again"
