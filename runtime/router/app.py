@@ -10,6 +10,7 @@ has told its seed in its first chunk, with which it can be requested again.
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -60,7 +61,6 @@ class Router:
 
     def __init__(self, fleet: Fleet, upstream: Upstream) -> None:
         self._fleet, self._upstream = fleet, upstream
-        self._turn = 0
         self._calls: set[Call] = set()
         self.counts: Counter[tuple[str, str]] = Counter()
         """Events by what and at which replica: requests, retries, broken."""
@@ -106,9 +106,8 @@ class Router:
         tried: set[str] = set()
         refusal: tuple[Message, bytes] | None = None
         while not call.gone:
-            self._turn += 1
             left = [replica for replica in self._fleet.replicas if replica.url not in tried]
-            replica = choose(left, request, self._turn)
+            replica = choose(left, request, time.monotonic())
             if replica is None:
                 break
             tried.add(replica.url)

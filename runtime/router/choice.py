@@ -5,12 +5,15 @@ what is new, so that it is chosen unless its sessions make it slower by more tha
 beginning elsewhere takes. Beginnings are remembered as hashes of blocks of text, each with all that
 came before it and the API key, since a cache is shared by requests of one key alone. What replicas
 have evicted since is not known: then a guess was wrong, and the prompt is read anew.
+
+Prompts that a replica still has to read, and requests that wait for a place there, come first: both
+are in the prediction.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 BLOCK = 64
 """Characters of a block."""
@@ -28,6 +31,7 @@ READING = 0.05
 ALIKE = 0.02
 """Predictions that differ by less are the same: then the replica with the fewest requests is
 chosen, and among these the one that was chosen longest ago."""
+NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Load:
     seconds_per_token: float | None = None
     further_seconds_per_token: float | None = None
     reading_seconds_per_token: float | None = None
+    targets: int = 1
+    """Targets that read and verify side by side."""
     in_flight: int = 0
     """Requests of this router that ran there at that time."""
 
@@ -66,8 +72,10 @@ class Replica:
     load: Load = field(default_factory=Load)
     in_flight: int = 0
     """Requests of this router that run there."""
-    chosen: int = 0
-    """The number of the choice that fell on it last."""
+    chosen_s: float = NEVER
+    """When a choice fell on it last."""
+    unread_s: float = 0.0
+    """Seconds that it was to go on reading then, what it was chosen for included."""
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of the blocks that it has read, those of long ago first."""
 
@@ -82,6 +90,16 @@ class Replica:
         """Return how many requests are there, ours and those of others."""
         others = self.load.sessions + self.load.queued - self.load.in_flight
         return self.in_flight + max(0, others)
+
+    @property
+    def queued(self) -> int:
+        """Return how many requests wait for a place there; where some do, all that came since do,
+        too."""
+        return self.load.queued and self.load.queued + max(0, self.in_flight - self.load.in_flight)
+
+    def reads_on_s(self, now_s: float) -> float:
+        """Return for how many seconds it still reads what it was chosen for."""
+        return max(0.0, self.unread_s - (now_s - self.chosen_s)) if self.unread_s else 0.0
 
     def has_read(self, blocks: Sequence[int]) -> int:
         """Return how many of these blocks, from the first on, it has read."""
@@ -120,36 +138,53 @@ def wanted(body: Any, key: bytes) -> Wanted:
     )
 
 
-def choose(replicas: Iterable[Replica], request: Wanted, turn: int) -> Replica | None:
-    """Return the replica that is predicted to be done first, and note that it reads the request in
-    this `turn`, which grows; None: nobody is there."""
+def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replica | None:
+    """Return the replica that is predicted to be done first, and note that it reads the request
+    from `now_s` on; None: nobody is there."""
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None
     usual_s = _usual_s(there)
-    predicted = [finish_s(replica, request, usual_s) for replica in there]
-    limit = min(predicted) * (1.0 + ALIKE)
-    best = min(
-        (replica for replica, s in zip(there, predicted, strict=True) if s <= limit),
-        key=lambda replica: (replica.running, replica.chosen),
+    predicted = [_predicted(replica, request, usual_s, now_s) for replica in there]
+    limit = min(expected.finish_s for expected in predicted) * (1.0 + ALIKE)
+    best, expected = min(
+        (
+            (replica, expected)
+            for replica, expected in zip(there, predicted, strict=True)
+            if expected.finish_s <= limit
+        ),
+        key=lambda one: (one[0].running, one[0].chosen_s),
     )
-    best.chosen = turn
+    best.unread_s = best.reads_on_s(now_s) + expected.reading_s / best.load.targets
+    best.chosen_s = now_s
     best.reads(request.blocks)
     return best
 
 
-def finish_s(replica: Replica, request: Wanted, usual_s: float) -> float:
-    """The seconds until a replica is predicted to be done with a request: reading what it has not
-    read, and writing at the rate that a session has when this one has come. `usual_s`: seconds a
-    token, where the replica has not told."""
-    load = replica.load
+class Predicted(NamedTuple):
+    """The seconds that a replica takes for a request."""
+
+    finish_s: float
+    """Until it is done."""
+    reading_s: float
+    """Of reading what it has not read."""
+
+
+def _predicted(replica: Replica, request: Wanted, usual_s: float, now_s: float) -> Predicted:
+    """Return what a replica takes for a request: for what is read before it, for a place, for
+    reading what it has not read, and for writing at the rate that a session has when this one has
+    come. `usual_s`: seconds a token, where the replica has not told."""
+    load, queued = replica.load, replica.queued
     alone_s = load.seconds_per_token or usual_s
     further_s = load.further_seconds_per_token
     further_s = USUAL_FURTHER * alone_s if further_s is None else further_s
-    token_s = alone_s + further_s * (replica.running + request.samples - 1)
+    beside = load.sessions if queued else replica.running
+    token_s = alone_s + further_s * (beside + request.samples - 1)
+    place_s = queued and (queued + 1) * USUAL_TOKENS * token_s / max(1, load.sessions)
     unread = request.prompt_tokens - replica.has_read(request.blocks) * BLOCK / CHARACTERS
-    reading_s = load.reading_seconds_per_token or READING * alone_s
-    return max(0.0, unread) * reading_s + request.reply_tokens * token_s
+    reading_s = max(0.0, unread) * (load.reading_seconds_per_token or READING * alone_s)
+    before_s = replica.reads_on_s(now_s) + place_s
+    return Predicted(before_s + reading_s + request.reply_tokens * token_s, reading_s)
 
 
 def _usual_s(replicas: Sequence[Replica]) -> float:

@@ -10,10 +10,11 @@ MANY = 8
 
 
 def load_of(state: Reported) -> dict[str, Any]:
-    """Return the fields `load` of /readyz: what runs, and predictions by what passes and rounds
-    have taken: `seconds_per_token` of a session alone, `further_seconds_per_token`, which each
-    further session adds to all, and `reading_seconds_per_token` of a prompt. They are None until a
-    draft and a target have worked together."""
+    """Return the fields `load` of /readyz: what runs and waits, on how many targets, and
+    predictions by what passes and rounds have taken: `seconds_per_token` of a session alone,
+    `further_seconds_per_token`, which each further session adds to all, and
+    `reading_seconds_per_token` of a prompt. They are None until a draft and a target have worked
+    together."""
     alone_s, further_s, reading_s = _predicted(state)
     return {
         "epoch": str(state.epoch),
@@ -22,6 +23,7 @@ def load_of(state: Reported) -> dict[str, Any]:
         "seconds_per_token": alone_s,
         "further_seconds_per_token": further_s,
         "reading_seconds_per_token": reading_s,
+        "targets": max(1, len({pair.target for pair in state.pairs})),
     }
 
 

@@ -61,7 +61,7 @@ def decided(count: int, size: int, decisions: int) -> float:
         bodies.append(json.dumps({"messages": told, "max_tokens": 128}).encode())
     began_s = time.process_time()
     for turn in range(decisions):
-        choose(there, wanted(json.loads(bodies[turn % 64]), b"Bearer key"), turn)
+        choose(there, wanted(json.loads(bodies[turn % 64]), b"Bearer key"), float(turn))
     return decisions / (time.process_time() - began_s)
 
 

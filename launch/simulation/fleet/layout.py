@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dovetail.launch.simulation.fleet.profile import Profile
 from dovetail.launch.simulation.fleet.server import Server, Session
@@ -75,6 +75,15 @@ class Group:
     def up(self) -> bool:
         return self.replica.ready
 
+    def tell(self) -> None:
+        """Tell the router who waits, if that has changed."""
+        replica, queued = self.replica, len(self.queue)
+        if queued != replica.load.queued:
+            known = replica.in_flight
+            replica.load = replace(
+                replica.load, sessions=known - queued, queued=queued, in_flight=known
+            )
+
 
 @dataclass
 class Router:
@@ -83,7 +92,6 @@ class Router:
     replicas: list[Replica] = field(default_factory=list)
     groups: dict[str, "Group"] = field(default_factory=dict)
     decoding: int = 0
-    turn: int = 0
     most_busy: float = 0.0
 
 

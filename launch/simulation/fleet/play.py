@@ -84,6 +84,7 @@ class Fleet:
             seconds_per_token=alone_s,
             further_seconds_per_token=(full_s - alone_s) / max(1, room - 1),
             reading_seconds_per_token=sum(p.read_s for p in profiles) / len(profiles),
+            targets=len(servers),
         )
         replica = Replica(str(len(self._groups)), ready=True, load=load)
         queue = FairQueue[Session](self._plan.queue, self._plan.key_queue)
@@ -147,10 +148,9 @@ class Fleet:
     def _place(self, session: Session) -> None:
         """Route a request to a coordinator, which begins it or has it wait."""
         router = self._routers[session.number % len(self._routers)]
-        router.turn += 1
         prompt, reply = self._plan.tokens
         wanted = Wanted((), session.prompt or prompt, min(reply, float(USUAL_TOKENS)))
-        replica = choose(router.replicas, wanted, router.turn)
+        replica = choose(router.replicas, wanted, self._now_s)
         if replica is None:
             self._missing.append(session)
             return
@@ -196,9 +196,10 @@ class Fleet:
                 lambda session: self._best(group, session) is not None, group.held, self._now_ns
             )
             if session is None or (server := self._best(group, session)) is None:
-                return
+                break
             group.replica.in_flight -= 1
             self._begin(group, server, session)
+        group.tell()
 
     # -- events ------------------------------------------------------------------------------------
 

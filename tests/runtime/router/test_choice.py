@@ -37,17 +37,17 @@ def chat(*turns: str, **fields: Any) -> dict[str, Any]:
     return {"messages": said, **fields}
 
 
-def chosen(there: list[Replica], body: Any, key: bytes = b"", turn: int = 1) -> int | None:
-    found = choose(there, wanted(body, key), turn)
+def chosen(there: list[Replica], body: Any, key: bytes = b"", now_s: float = 1.0) -> int | None:
+    found = choose(there, wanted(body, key), now_s)
     return None if found is None else there.index(found)
 
 
 def test_a_conversation_stays_where_its_beginning_has_been_read() -> None:
     there = replicas(MEASURED, MEASURED)
-    assert chosen(there, chat(STORY), turn=1) == 0
-    assert chosen(there, chat("Something else."), turn=2) == 1
+    assert chosen(there, chat(STORY), now_s=1) == 0
+    assert chosen(there, chat("Something else."), now_s=2) == 1
     for turn in range(3, 9):
-        assert chosen(there, chat(STORY, "A reply.", "Go on."), turn=turn) == 0
+        assert chosen(there, chat(STORY, "A reply.", "Go on."), now_s=turn) == 0
 
 
 def test_a_conversation_leaves_a_replica_that_is_slower_by_more_than_reading_it_again() -> None:
@@ -60,13 +60,13 @@ def test_a_conversation_leaves_a_replica_that_is_slower_by_more_than_reading_it_
     there = replicas(MEASURED, MEASURED)
     assert chosen(there, chat(STORY * 20)) == 0
     there[0].in_flight = 2
-    assert chosen(there, chat(STORY * 20, "A reply.", "Go on.")) == 0
+    assert chosen(there, chat(STORY * 20, "A reply.", "Go on."), now_s=9) == 0
 
 
 def test_no_conversation_is_taken_for_that_of_another_key() -> None:
     there = replicas(MEASURED, MEASURED)
-    assert chosen(there, chat(STORY * 20), b"Bearer one", turn=1) == 0
-    assert chosen(there, chat(STORY * 20), b"Bearer two", turn=2) == 1
+    assert chosen(there, chat(STORY * 20), b"Bearer one", now_s=1) == 0
+    assert chosen(there, chat(STORY * 20), b"Bearer two", now_s=2) == 1
 
 
 def test_requests_spread_by_predicted_rate() -> None:
@@ -74,7 +74,7 @@ def test_requests_spread_by_predicted_rate() -> None:
     there = replicas(MEASURED, fast)
     taken = [0, 0]
     for turn in range(60):
-        number = chosen(there, chat(f"Question {turn}."), turn=turn)
+        number = chosen(there, chat(f"Question {turn}."), now_s=turn)
         assert number is not None
         there[number].in_flight += 1
         taken[number] += 1
@@ -86,7 +86,7 @@ def test_replicas_of_one_rate_take_turns_also_where_nothing_is_known_yet() -> No
         there = replicas(load, load, load)
         taken = [0, 0, 0]
         for turn in range(30):
-            number = chosen(there, chat(f"Question {turn}."), turn=turn + 1)
+            number = chosen(there, chat(f"Question {turn}."), now_s=turn + 1)
             assert number is not None
             taken[number] += 1
         assert taken == [10, 10, 10]
@@ -96,6 +96,36 @@ def test_requests_of_others_count_and_our_own_count_once() -> None:
     told = replace(MEASURED, sessions=5, queued=2, in_flight=3)
     replica = Replica("http://r:1", ready=True, load=told, in_flight=4)
     assert replica.running == 4 + (5 + 2 - 3)
+
+
+def test_prompts_that_a_replica_still_reads_keep_others_away_until_it_has_read_them() -> None:
+    fast = replace(MEASURED, seconds_per_token=0.0095)
+    there = replicas(fast, MEASURED)
+    assert chosen(there, chat(STORY * 20), now_s=1) == 0
+    assert 6.7 < there[0].reads_on_s(1.0) < 6.9
+    assert chosen(there, chat("Hello."), now_s=2) == 1
+    assert chosen(there, chat("Hello."), now_s=8) == 0
+    two = replace(MEASURED, targets=2)
+    there = replicas(two)
+    chosen(there, chat(STORY * 20), now_s=1)
+    assert 3.3 < there[0].reads_on_s(1.0) < 3.5
+
+
+def test_where_requests_wait_for_a_place_further_ones_go_elsewhere_even_if_it_is_slower() -> None:
+    flat = replace(MEASURED, further_seconds_per_token=0.0)  # memory is the limit
+    full = replace(flat, sessions=4, queued=8, in_flight=12)
+    slow = replace(flat, seconds_per_token=0.025)
+    there = replicas(full, slow)
+    there[0].in_flight = 12
+    assert chosen(there, chat("Hello.")) == 1
+    there[0].load = replace(full, queued=0, in_flight=4)
+    there[0].in_flight = 4
+    assert chosen(there, chat("Hello.")) == 0
+    for more in range(20):  # unheard of yet, but it is known that there is no place
+        there[0].load, there[0].in_flight = replace(full, queued=1, in_flight=5), 5 + more
+        if chosen(there, chat("Hello."), now_s=2 + more) == 1:
+            break
+    assert 0 < more < 6
 
 
 def test_nobody_is_chosen_who_is_not_ready_or_is_let_go() -> None:
