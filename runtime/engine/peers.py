@@ -145,10 +145,14 @@ class Peers:
                 self.client_lost(client)
 
     def probe(self, worker: Worker) -> None:
-        """Ask a worker how it is."""
+        """Ask a worker how it is. Where we fail to, no answer is waited for."""
         now_ns, worker.awaiting_probe = self._now_ns(), True
         worker.liveness.probed(worker.turns.owed, now_ns)
-        self._post.to_worker(worker, Probe(epoch=self._service.epoch, sent_ns=now_ns))
+        try:
+            self._post.to_worker(worker, Probe(epoch=self._service.epoch, sent_ns=now_ns))
+        except BaseException:
+            worker.awaiting_probe = False
+            raise
 
     def look_after(self, worker: Worker, since_ns: int) -> None:
         """Ask a worker how it is; one that has not answered the last time is silent, and in the end

@@ -20,6 +20,7 @@ STRUCK = HANDLED.index(("_admission", "strike"))
 MADE_ROOM = HANDLED.index(("_moving", "make_room"))
 ASKED = HANDLED.index(("_dispatch", "ask"))
 CLOSED = HANDLED.index(("_dispatch", "_close"))
+SENT = HANDLED.index(("_post", "to_worker"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
         reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))
@@ -51,6 +52,9 @@ FOUND = {
     ),
     "the coordinator fails at speaking to a worker to find out who has gone": Schedule(
         drafts=0, steps=((0, Fault("handler", for_ms=PROBED)), (0, Fault("cut")))
+    ),
+    "the coordinator fails at asking a worker how it is, which is there all the time": Schedule(
+        drafts=0, steps=((0, Fault("handler", for_ms=SENT)), (14, Wish(tokens=1)))
     ),
     "the coordinator fails at a message that cannot be read": Schedule(
         drafts=0, steps=((0, Fault("handler", for_ms=STRUCK)), (0, Fault("babble", for_ms=0)))
