@@ -78,9 +78,12 @@ class Claims:
         """Return the answer to a Recall; `RequestError` if there is none."""
         found = self._journal and self._journal.find(request.ticket, f"{key}/{request.owner}")
         if not found:
-            raise RequestError(
-                "ticket", f"no reply {request.ticket[:80]!r} of this client is known here"
-            )
+            name = request.ticket.rpartition("/")[0] or request.ticket
+            why = "this coordinator keeps no journal"
+            if self._journal is not None:
+                why = f"it is kept for {self._settings.journal_s:g} s after its end"
+            text = f"no response {name[:80]!r} of this client is known here: {why}"
+            raise RequestError("ticket", text)
         epoch = self._shared.service.epoch
         return Recalled(epoch=epoch, request=request.request, memo=found.submit.memo)
 

@@ -76,7 +76,8 @@ class Session(OpeningSession):
             features = self._features.of_root
             return self._decided((), (event.bonus,), margins, logprobs, features, times)
         self.accounts.first_token_ns = now_ns
-        self._reused = self.target_base.tokens if self.target_base else 0
+        kept = self.target_base.tokens if self.target_base else 0
+        self._reused = min(kept, len(self.request.prompt))
         self.accounts.read(len(self.request.prompt), self._reused)
         self._prompt_read = True
         if not self.request.max_tokens:

@@ -75,7 +75,7 @@ class SessionState:
     _prompt_read: bool = False
     """True if a target has read the prompt."""
     _reused: int = 0
-    """Tokens of it that the target had read in an earlier session."""
+    """Tokens of the prompt that the target had read in an earlier session."""
     _placement: str = ""
     """The devices of its target's layers, in words."""
     _read_by: str = ""

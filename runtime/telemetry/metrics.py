@@ -159,7 +159,7 @@ class Tally:
         """A request has ended with its reply."""
         self.ended[reason] += 1
         self.rounds += result.rounds
-        self.round_tokens += max(0, result.completion_tokens - 1) if result.rounds else 0
+        self.round_tokens += round(result.tau * result.rounds) if result.tau else 0
 
     @property
     def tau(self) -> float | None:

@@ -136,6 +136,11 @@ def test_units_are_the_processes_of_serve_and_are_watched() -> None:
         if name != "dovetail-coordinator.service":
             assert given["connect"] == "ipc:///run/dovetail/coordinator"
     assert "--draft.kind=ngram" in names["dovetail-worker-draft.service"]
+    hub = names["dovetail-coordinator.service"]
+    assert "--coordinator.journal=/var/lib/dovetail/journal" in hub
+    assert values(hub, "StateDirectory") == ["dovetail"]
+    off = systemd_units(settings(draft__kind="ngram", coordinator__journal="off"))
+    assert "--coordinator.journal=off" in off["dovetail-coordinator.service"]
 
 
 def test_a_unit_has_the_cores_and_memory_nodes_of_its_process() -> None:
@@ -246,6 +251,9 @@ def test_a_compose_file_is_of_the_specifications_shape(model: Path) -> None:
     assert server["ports"] == ["127.0.0.1:8123:8123"]
     assert "--http.host=0.0.0.0" in server["command"]
     assert content["secrets"] == {"api-keys": {"file": "./api-keys"}}
+    hub = content["services"]["coordinator"]
+    assert "--coordinator.journal=/cache/journal" in hub["command"]
+    assert "cache:/cache" in hub["volumes"]
 
 
 def test_a_compose_file_leaves_other_machines_to_kubernetes(keys: Path) -> None:
@@ -285,7 +293,9 @@ def test_a_manifest_is_a_group_of_a_leader_and_a_worker(
         secrets = {v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
         assert secrets == {f"dovetail-{c['name']}-keys" for c in pod["containers"]}
         assert all(f"create secret generic {name} " in text for name in secrets)
-    server = pods[0]["containers"][1]
+    hub, server, *_ = pods[0]["containers"]
+    assert "--coordinator.journal=/cache/journal" in hub["args"]
+    assert {"name": "cache", "mountPath": "/cache"} in hub["volumeMounts"]
     assert server["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert server["livenessProbe"]["httpGet"]["path"] == "/health"
     if (kubectl := shutil.which("kubectl")) is not None:

@@ -99,6 +99,8 @@ def _service(part: Part, host: str, port: int) -> dict[str, Any]:
         )
     if part.name != "coordinator":
         service["depends_on"] = {"coordinator": {"condition": "service_healthy"}}
+    if part.name == "coordinator":
+        service["volumes"].append(f"cache:{CACHE}")
     if part.is_worker:
         service["environment"] = dict(CONFINED)
         service["volumes"] += [

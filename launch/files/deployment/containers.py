@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from dovetail.launch.cli import installed_version
+from dovetail.launch.files.deployment.parts import keeping
 from dovetail.launch.settings.configure import Configuration
 
 USER = 10001
@@ -36,12 +37,10 @@ def in_container(path: Path) -> str:
 
 
 def listening(configuration: Configuration, keys: str) -> Configuration:
-    """Return settings whose HTTP API listens at every address of its container, which takes keys,
-    and whose recordings, if there are any, lie in the cache."""
+    """Return settings whose HTTP API listens at every address of its container and takes keys, and
+    whose journal and recordings lie in the cache."""
     taken = {"http.host": "0.0.0.0", "http.api_key_file": keys}
-    if configuration.settings.coordinator.record:
-        taken["coordinator.record"] = f"{CACHE}/recordings"
-    return configuration.over("the container", taken)
+    return keeping(configuration.over("the container", taken), "the container", CACHE)
 
 
 def documents(comment: str, *content: Mapping[str, Any]) -> str:

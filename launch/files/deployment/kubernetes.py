@@ -226,6 +226,7 @@ def _container(part: Part, served: int) -> dict[str, Any]:
     }
     if part.is_worker:
         container["env"] = [{"name": name, "value": value} for name, value in CONFINED.items()]
+    if part.is_worker or part.name == "coordinator":
         container["volumeMounts"].append({"name": "cache", "mountPath": CACHE})
     if part.models:
         container["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})

@@ -83,6 +83,17 @@ def settled(configuration: Configuration) -> Configuration:
     return with_choices(with_generation_config(configuration)[0])
 
 
+def keeping(configuration: Configuration, origin: str, folder: str) -> Configuration:
+    """Return settings whose coordinator keeps its journal and its recordings, if it has them, in a
+    folder that it can write there; `origin` says who has chosen that."""
+    settings, taken = configuration.settings.coordinator, {}
+    if settings.journal != "off":
+        taken["coordinator.journal"] = f"{folder}/journal"
+    if settings.record:
+        taken["coordinator.record"] = f"{folder}/recordings"
+    return configuration.over(origin, taken)
+
+
 def parts_of(configuration: Configuration, there: Destination) -> list[Part]:
     """Return the coordinator, the HTTP API and the workers of these settings. `UserError` for a
     model that is not on this machine."""

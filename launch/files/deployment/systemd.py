@@ -12,6 +12,7 @@ from pathlib import Path
 from dovetail.launch.files.deployment.parts import (
     Destination,
     Part,
+    keeping,
     key_files,
     local_host,
     parts_of,
@@ -26,6 +27,8 @@ from dovetail.protocol.settings import Settings
 
 GROUP = "dovetail.target"
 SOCKET = "ipc:///run/dovetail/coordinator"
+STATE = "/var/lib/dovetail"
+"""What the coordinator keeps is here; systemd makes it for the unit's user."""
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Folders of which a hardened unit sees nothing."""
 WATCHDOG = 3
@@ -102,10 +105,7 @@ def systemd_units(configuration: Configuration) -> dict[str, str]:
         configuration = configuration.over(
             "the unit", {"http.api_key_file": "/run/dovetail-http/api-keys"}
         )
-    if settings.coordinator.record:
-        configuration = configuration.over(
-            "the unit", {"coordinator.record": "/var/lib/dovetail/recordings"}
-        )
+    configuration = keeping(configuration, "the unit", STATE)
     for anywhere in ("//0.0.0.0:", "//[::]:", "//*:"):
         listen = listen.replace(anywhere, "//127.0.0.1:")
     there = Destination(
@@ -131,7 +131,7 @@ def _service(part: Part, settings: Settings) -> str:
     after = [] if coordinator else [f"{_unit('coordinator')}.service"]
     lines = [
         "[Unit]",
-        f"Description=Dovetail: the {part.name}{' worker' if part.is_worker else ''}",
+        f"Description=Dovetail: the {_title(part)}",
         f"PartOf={GROUP}",
         f"After={' '.join(['network.target', *after])}",
         *([f"Wants={after[0]}"] if after else []),
@@ -152,7 +152,7 @@ def _service(part: Part, settings: Settings) -> str:
             else ["TimeoutStartSec=30"]
         ),
         *COMMON.splitlines(),
-        *_folders(part, settings),
+        *_folders(part),
         *_network(part, settings),
         *_resources(part),
         *(GPU if part.gpu else "PrivateDevices=yes").splitlines(),
@@ -180,12 +180,11 @@ def _resources(part: Part) -> Iterator[str]:
     yield "TasksMax=512"
 
 
-def _folders(part: Part, settings: Settings) -> Iterator[str]:
+def _folders(part: Part) -> Iterator[str]:
     """Yield what a unit sees of the file system beside the system itself."""
     if part.name == "coordinator":
         yield from ("RuntimeDirectory=dovetail", "RuntimeDirectoryMode=0700")
-        if settings.coordinator.record:
-            yield from ("StateDirectory=dovetail", "StateDirectoryMode=0700")
+        yield from ("StateDirectory=dovetail", "StateDirectoryMode=0700")
     needed = {*installation(), *map(whole_model, part.models)}
     bound = sorted({path for path in needed if _hidden(path)})
     yield f"ProtectHome={'tmpfs' if bound else 'yes'}"
@@ -258,6 +257,13 @@ def _unit(name: str) -> str:
     """Return the name of a unit, without its suffix; a worker's says so, beside `dovetail.target`,
     which is the group of all."""
     return f"dovetail-{name}" if name in ("coordinator", "http") else f"dovetail-worker-{name}"
+
+
+def _title(part: Part) -> str:
+    """Return what a process is called in a sentence."""
+    if part.is_worker:
+        return f"{part.name} worker"
+    return "HTTP API" if part.name == "http" else part.name
 
 
 def _literal(path: Path) -> str:

@@ -231,8 +231,8 @@ def fleet(
         click.echo(json.dumps(told))
         return
     click.echo(
-        f"{servers:,} servers ({', '.join(f'{k.name}: {k.count}' for k in kinds)} played), at most "
-        f"{scale * most:,.4g} requests/s"
+        f"{servers:,} servers, at most {scale * most:,.4g} requests/s; played: "
+        + ", ".join(f"{kind.name} ({kind.count})" for kind in kinds)
     )
     print_table(tuple(COLUMNS), [line(row) for row in rows])
     if played < servers:

@@ -134,6 +134,8 @@ def test_what_is_not_known_is_refused_by_name(
     body = {"json": CHAT} if method == "POST" else {}
     refused = server.client.request(method, path, headers=headers, **body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+    if status == 404:
+        assert "'chatcmpl-unknown'" in refused.text or "'chatcmpl-1'" in refused.text
 
 
 def test_a_request_that_is_too_long_to_be_kept_is_answered_and_not_told_again(
