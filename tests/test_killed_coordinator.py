@@ -10,25 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.by_hand import CHATS, ByHand, Stream, by_hand, together
-from support.stacks import PROMPTS
-
-SLOWER = ("--target.inflate=64MiB",)
-"""Weights that take their time, so that there is something to kill."""
-
-
-def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
-    """Requests, every other one of which is sampled."""
-    return [
-        {
-            "messages": [{"role": "user", "content": PROMPTS[number % len(PROMPTS)][0]}],
-            "max_tokens": tokens,
-            "temperature": float(number % 2),
-            "seed": number,
-            "ignore_eos": True,
-        }
-        for number in range(count)
-    ]
+from support.by_hand import CHATS, SLOWER, ByHand, Stream, bodies, by_hand, together
 
 
 def kill_and_compare(service: ByHand, asked: list[dict[str, Any]], kills: int, seed: int) -> str:

@@ -110,7 +110,7 @@ def _register(link: Link, worker: Worker, standing: Standing, watchdog: Watchdog
     epoch = secrets.randbits(EPOCH_BITS)
     link.send(encode(standing.introduce(worker, epoch)))
     welcomed = welcome(link)
-    standing.welcomed(welcomed.keeps)
+    standing.welcomed(welcomed)
     return _Loop(link, worker, standing, epoch, welcomed.epoch, watchdog)
 
 

@@ -4,8 +4,11 @@ Never imports torch."""
 import asyncio
 import logging
 import socket
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,12 +21,16 @@ from dovetail.launch.machine.cores import parse_cores
 from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.protocol.links import open_hub
+from dovetail.protocol.errors import LinkClosed, LinkRefused, UserError
+from dovetail.protocol.keys import STANDBY
+from dovetail.protocol.links import Hub, Link, open_hub, open_link
+from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.loop import coordinate
 from dovetail.runtime.journal.journal import KEEP_S, Journal
 from dovetail.runtime.journal.segments import Segments
 from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.standby.watching import call_on, stand_by
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -33,6 +40,11 @@ STDIN = 0
 @click.command(cls=HelpCommand)
 @click.option(
     "--cores", metavar="LIST", help="Cores to bind to, such as 0,2-3.  [default: not bound]"
+)
+@click.option(
+    "--standby-of",
+    metavar="ADDRESS",
+    help="Copy the journal of the coordinator at tcp://HOST:PORT, and take over when it is lost.",
 )
 @click.option(
     "--own-folder",
@@ -56,6 +68,7 @@ STDIN = 0
 def command(
     configuration: Configuration,
     cores: str | None,
+    standby_of: str | None,
     own_folder: bool,
     parent: int | None,
     supervised: bool,
@@ -64,6 +77,9 @@ def command(
 
     Its address goes to stdout as one line. Other commands of this user on this machine find it
     without --connect.
+
+    A standby on another machine has the same keys as the coordinator that it follows, and serves
+    nobody until it takes over. Started again without --standby-of it does so at once.
     """
     if parent is not None:
         end_with(parent)
@@ -94,17 +110,59 @@ def command(
             _introduce(hub.address, by_hand=parent is None)
             notifier.ready()
 
-        asyncio.run(
-            coordinate(
-                hub,
-                settings=settings,
-                recorder=recorder,
-                journal=journal,
-                ready=ready,
-                progress=notifier.progress,
-                supervised=STDIN if supervised else None,
-            )
+        lead = partial(
+            coordinate,
+            hub,
+            settings=settings,
+            recorder=recorder,
+            journal=journal,
+            progress=notifier.progress,
+            supervised=STDIN if supervised else None,
         )
+        if standby_of is None:
+            asyncio.run(lead(ready=ready))
+        else:
+            asyncio.run(_follow(hub, journal, standby_of, settings.keys, notifier, lead))
+
+
+async def _follow(
+    hub: Hub,
+    journal: Journal | None,
+    address: str,
+    keys: str,
+    notifier: Notifier,
+    lead: Callable[..., Coroutine[Any, Any, None]],
+) -> None:
+    """Follow the coordinator at an address, and lead when it is time to."""
+    if not address.startswith("tcp://"):
+        raise UserError(
+            f"--standby-of {address}: a standby follows a coordinator on another machine, at "
+            "tcp://HOST:PORT"
+        )
+    if journal is None:
+        raise UserError(
+            "a standby keeps a copy of the journal: name a folder for it with coordinator.journal"
+        )
+    folder = Path(keys) if keys else None
+
+    def connect(timeout_s: float) -> Link:
+        return open_link(address, keys=folder, role=STANDBY, timeout_s=timeout_s)
+
+    try:
+        connect(CONNECT_TIMEOUT_S).close()  # a wrong address or key is told at once
+    except LinkRefused:
+        raise
+    except LinkClosed as absent:
+        log.warning("%s: it is waited for", absent)
+
+    def ready() -> None:
+        click.echo(hub.address)
+        notifier.ready()
+
+    greetings = await stand_by(
+        hub, journal, address, connect, ready=ready, progress=notifier.progress
+    )
+    await lead(ready=lambda: call_on(connect, hub, journal.term), greetings=greetings)
 
 
 def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:

@@ -32,6 +32,7 @@ from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.links import open_link
+from dovetail.protocol.links.ways import Way
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
 from dovetail.runtime.http.dashboard import Shown
@@ -53,7 +54,7 @@ log = logging.getLogger("dovetail.http")
     "--connect",
     metavar="ADDRESS",
     required=True,
-    help="The coordinator: ipc://PATH or tcp://HOST:PORT.",
+    help="The coordinator: ipc://PATH or tcp://HOST:PORT, and its standby behind a comma.",
 )
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
@@ -81,10 +82,14 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
         connections = Connections(
             receive_s=settings.http.receive_s, most=connections_of(configuration)
         )
-        link = open_link(
-            connect, keys=folder, role="client"
-        )  # a wrong address or key is told at once
-        again = partial(open_link, connect, keys=folder, role="client", timeout_s=MOST_RETRY_S)
+        way = Way(
+            connect,
+            lambda address, timeout_s: open_link(
+                address, keys=folder, role="client", timeout_s=timeout_s
+            ),
+        )
+        link = way.first()  # a wrong address or key is told at once
+        again = partial(way.again, MOST_RETRY_S)
 
         def ready() -> None:
             print(url_of(settings.http.host, listener), file=said, flush=True)

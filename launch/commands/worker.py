@@ -53,7 +53,8 @@ RECONNECT_S = 300.0
 @click.option(
     "--connect",
     metavar="ADDRESS",
-    help="The coordinator: ipc://PATH or tcp://HOST:PORT; -: a line of standard input.  "
+    help="The coordinator: ipc://PATH or tcp://HOST:PORT, and its standby behind a comma; -: a "
+    "line of standard input.  "
     "[default: the only one of this user]",
 )
 @click.option(

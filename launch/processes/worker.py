@@ -32,6 +32,7 @@ from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
+from dovetail.protocol.links.ways import Way
 from dovetail.protocol.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class WorkerProcess:
     configuration: Configuration
     role: Role
     connect: str
-    """Address of the coordinator."""
+    """Address of the coordinator; with a standby, of both."""
     reconnect_s: float
     """Time for which a lost coordinator is looked for."""
     name: str
@@ -142,11 +143,11 @@ class WorkerProcess:
         is told at once, not after a model has been loaded."""
         parts = parts_of(self.role)
         keys = self.configuration.settings.coordinator.keys
-        reach = partial(open_link, self.connect, keys=Path(keys) if keys else None)
+        folder = Path(keys) if keys else None
         began = time.monotonic()
-        links = {part: reach(role=part) for part in parts}
+        ways = {part: self._way(part, folder) for part in parts}
+        links = {part: way.first() for part, way in ways.items()}
         answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
-        again = partial(reach, timeout_s=answer_s)
         over = threading.Event()
         try:
             workers = self._load(links)
@@ -160,7 +161,14 @@ class WorkerProcess:
                     "\n".join(of_worker(one.hello(0), self.connect) for one in workers.values())
                 )
             first, *others = (
-                partial(self._work, links[part], workers[part], part, again, load_s)
+                partial(
+                    self._work,
+                    links[part],
+                    workers[part],
+                    part,
+                    partial(ways[part].again, answer_s),
+                    load_s,
+                )
                 for part in parts
             )
             threads = [SecondRole(work, over) for work in others]
@@ -177,6 +185,15 @@ class WorkerProcess:
             over.set()
             for link in links.values():
                 link.close()
+
+    def _way(self, part: Part, keys: Path | None) -> Way:
+        """Return the way of a part to its coordinator."""
+        return Way(
+            self.connect,
+            lambda address, timeout_s: open_link(
+                address, keys=keys, role=part, timeout_s=timeout_s
+            ),
+        )
 
     def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
         """Open the worker of each part, while the coordinator hears how far its model is."""
@@ -231,7 +248,7 @@ class WorkerProcess:
         link: Link,
         worker: "Worker",
         part: Part,
-        again: Callable[..., Link],
+        again: Callable[[], Link],
         load_s: float,
     ) -> bool:
         """Serve in one role until the coordinator lets it go, True, or is lost for good, False."""
@@ -243,7 +260,7 @@ class WorkerProcess:
         watchdog = Watchdog(title, self.configuration.settings.coordinator.stuck_s)
         watchdog.start()
         reconnecting = Reconnecting(
-            partial(again, role=part), self.reconnect_s, lambda news: self.say(f"{title}: {news}")
+            again, self.reconnect_s, lambda news: self.say(f"{title}: {news}")
         )
         return serve(
             link,

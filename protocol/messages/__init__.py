@@ -18,6 +18,7 @@ from dovetail.protocol.messages.parts import *
 from dovetail.protocol.messages.reading import *
 from dovetail.protocol.messages.registration import *
 from dovetail.protocol.messages.rounds import *
+from dovetail.protocol.messages.standby import *
 from dovetail.protocol.messages.status import *
 from dovetail.protocol.messages.worker import *
 
@@ -54,7 +55,20 @@ Event = (
     | Failed
 )
 
-Request = Hello | Submit | Recall | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
+Request = (
+    Hello
+    | Submit
+    | Recall
+    | Cancel
+    | Status
+    | Describe
+    | Look
+    | Swap
+    | Dismiss
+    | Follow
+    | Confirmed
+    | Stop
+)
 
 Reply = (
     Welcome
@@ -69,5 +83,6 @@ Reply = (
     | Progressed
     | Swapped
     | Dismissed
+    | Copied
     | Failed
 )

@@ -13,10 +13,12 @@ from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.keys import OPERATOR, PeerKey
 from dovetail.protocol.messages import (
     Cancel,
+    Confirmed,
     Describe,
     Described,
     Dismiss,
     Failed,
+    Follow,
     Hello,
     Look,
     Observe,
@@ -103,6 +105,8 @@ class ClientRequests:
                 yield Tell(client, refusal(self._service.epoch, RequestError("role", text)))
             case Hello():
                 raise StaleError("a client sent Hello twice")
+            case Follow() | Confirmed():
+                raise StaleError("a client is no standby")
 
     def _look(self, client: ClientPeer, request: Look) -> Effects[None]:
         """Answer a Look: over ipc, and to an operator, with the tokens of all requests, else with

@@ -102,7 +102,8 @@ class Coordinator:
         self.epoch = secrets.randbits(62)
         if journal is not None:
             journal.begin(self.epoch)
-        self.service = Service(self.epoch, supervised_ns=clock_ns())
+        term = journal.term if journal is not None else 0
+        self.service = Service(self.epoch, term, supervised_ns=clock_ns())
         self.registry = Registry(self.epoch)
         self._ticked_ns = clock_ns()
         self._running: dict[int, RunningRequest] = {}
@@ -205,6 +206,10 @@ class Coordinator:
             self._receive(peer, frames, self.now_ns())
         self._record(lambda recorder: recorder.settle())
 
+    def hear(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        """Handle a message that arrived before this coordinator began."""
+        self._receive(peer, frames, self.now_ns())
+
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
         """Handle one message; whatever goes wrong with it concerns the session or the request that
         it is about, and nobody else."""
@@ -297,6 +302,7 @@ class Coordinator:
         """Do what is due: probes to workers that have answered the last one, drafts that are too
         late, sessions that have waited, replies that clients have not taken."""
         self._peers.handle(self._admission.let_revoked_go)
+        self._peers.handle(self._admission.tick, self.now_ns())
         aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
         for worker in list(self.registry.workers.values()):

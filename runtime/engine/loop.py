@@ -8,10 +8,10 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from dovetail.protocol.errors import RequestError
+from dovetail.protocol.errors import DovetailError, RequestError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Supervised
 from dovetail.protocol.settings import CoordinatorSettings
@@ -35,10 +35,13 @@ async def coordinate(
     ready: Callable[[], None] | None = None,
     progress: Callable[[], None] | None = None,
     supervised: int | None = None,
+    greetings: Sequence[tuple[bytes, list[bytes]]] = (),
 ) -> None:
     """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but
     what it opened. `recorder`: notes its sessions; `journal`: keeps its requests; `progress` hears
-    of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read."""
+    of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read;
+    `greetings`: what was received on the hub before. `DovetailError` if another coordinator has
+    taken over."""
     loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def elsewhere(
@@ -70,7 +73,7 @@ async def coordinate(
 
     def arrived() -> None:
         coordinator.pump()
-        if coordinator.ending:
+        if coordinator.ending or coordinator.service.deposed:
             ended.set()
 
     def left() -> None:
@@ -95,12 +98,16 @@ async def coordinate(
     if ready is not None:
         ready()
     try:
+        for peer, frames in greetings:
+            coordinator.hear(peer, frames)
         while not ended.is_set():
             coordinator.tick()
             left()
             if progress is not None:
                 progress()
             await _wait(ended, PROBE_EVERY_S)
+        if coordinator.service.deposed:
+            raise DovetailError(coordinator.service.deposed)
         coordinator.service.ending = True
         await _finish_what_runs(coordinator, hurried)
         coordinator.end()
@@ -112,7 +119,8 @@ async def coordinate(
             loop.remove_reader(supervised)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-        coordinator.end()
+        if not coordinator.service.deposed:  # else the workers are another one's
+            coordinator.end()
 
 
 def _listen(

@@ -95,6 +95,9 @@ class Status:
         if self._journal is not None and self._journal.failed:
             why = f"it has stopped: {self._journal.failed}"
             ours.append(Fault(part="journal", why=why[:MAX_WORDS], since_s=self._journal.stopped_s))
+        if (lost_ns := self._service.standby_lost_ns) is not None:
+            why, since_s = "it has disconnected", (now_ns - lost_ns) / 1e9
+            ours.append(Fault(part="standby", why=why, since_s=since_s))
         known = {fault.part for fault in told}
         return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
 

@@ -12,6 +12,12 @@ class Service:
     """The standing that holds for all sessions of one coordinator."""
 
     epoch: int
+    term: int = 0
+    """The number of times that a standby has taken over, this one included."""
+    deposed: str = ""
+    """Why this coordinator steps down for another; empty: it does not."""
+    standby_lost_ns: int | None = None
+    """When the standby was lost; None: it is there, or none was."""
     ending: bool = False
     """True if nothing begins any more."""
     given_up: str = ""

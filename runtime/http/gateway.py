@@ -61,8 +61,7 @@ nobody for so long is followed by the next at once, so that whoever comes is fou
 ANSWER_S = 10.0
 """Within so long the coordinator says what it is asked."""
 FRESH_S = 0.5
-"""For so long the target that was described last is taken to be there; then the coordinator, which
-may have another by now, is asked for its state."""
+"""For so long the target that was described last is taken to be there without asking."""
 BUSY_S = 0.005
 MAX_UNSENT = 4096
 
@@ -78,13 +77,12 @@ class Gateway:
     happens on that loop."""
 
     def __init__(self, connect: Callable[[], Link], first: Link | None = None) -> None:
-        """`connect` opens a link, blocking, or raises why there is none; `first` is one that is
-        open already."""
+        """`connect` opens a link, blocking, or raises why there is none; `first` is open."""
         self._connect = connect
         self._first = first
         self._link: Link | None = None
         self._epoch = secrets.randbits(62)
-        self._there = False
+        self._there, self._term = False, 0  # the highest that we were welcomed in
         self._why = "the coordinator has not answered yet"
         self._changed = asyncio.Event()
         """The coordinator has said Welcome, or has gone."""
@@ -248,6 +246,7 @@ class Gateway:
         self._send(
             Hello(
                 epoch=self._epoch,
+                term=self._term,
                 roles=("client",),
                 name=name,
                 host=socket.gethostname()[:512],
@@ -378,7 +377,10 @@ class Gateway:
         """Go on with the requests that another coordinator had."""
         if self._there:  # it only asks whether we are still here
             return
-        self._there, self.journal = True, welcome.journal
+        if welcome.term < self._term:
+            self._lose(f"the coordinator of term {welcome.term} was taken over from")
+            return
+        self._there, self.journal, self._term = True, welcome.journal, welcome.term
         self._changed.set()
         for asked in self._asked.values():
             self._send(asked.again)

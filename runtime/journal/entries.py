@@ -4,7 +4,7 @@ A record is MessagePack: its kind, then what it says. `apply` reads records one 
 what it makes of them is what the coordinator that wrote them had. Pure.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,12 @@ class Entry:
             yield _record("left", self.ticket, self.left_s)
 
 
+def reigned(term: int, *, copied: bool) -> bytes:
+    """Return the record of the term that a journal is of; `copied`: it is a standby's copy, and who
+    goes on with it does so in the next term."""
+    return _record("term", term, copied)
+
+
 def coordinated(epoch: int, sessions: int) -> bytes:
     """Return the record of a coordinator that has begun, with its epoch; `sessions`: the highest
     number that a session has had."""
@@ -132,6 +138,15 @@ class Entries:
     epochs: set[int] = field(default_factory=set)
     sessions: int = 0
     """The highest number that a session has had."""
+    term: int = 0
+    copied: bool = False
+    """True if this is the copy of a journal, and the term that of the coordinator that keeps it."""
+
+    def known(self) -> Iterator[bytes]:
+        """Yield records that say what is known of coordinators."""
+        yield reigned(self.term, copied=self.copied)
+        for epoch in self.epochs:
+            yield coordinated(epoch, self.sessions)
 
     def apply(self, record: bytes) -> str:
         """Take in a record; return the ticket that it is about, empty if it is about none.
@@ -142,6 +157,10 @@ class Entries:
                 epoch, sessions = what
                 self.epochs.add(int(epoch))
                 self.sessions = max(self.sessions, int(sessions))
+                return ""
+            if kind == "term":
+                term, copied = what
+                self.term, self.copied = int(term), bool(copied)
                 return ""
             if kind == "begun":
                 frame, key = what

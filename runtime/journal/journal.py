@@ -19,8 +19,8 @@ from dovetail.protocol.errors import DecodeError, ProtocolError
 from dovetail.protocol.files import refusal
 from dovetail.protocol.messages import NOTHING_TOLD, Finished, JournalState, Submit
 from dovetail.runtime.costs.averages import Average
-from dovetail.runtime.journal.entries import Entries, Entry, coordinated
-from dovetail.runtime.journal.segments import Segments, packed
+from dovetail.runtime.journal.entries import Entries, Entry
+from dovetail.runtime.journal.segments import Segments, packed, unpacked
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
@@ -55,7 +55,9 @@ class Journal:
     ) -> None:
         """`keep_s`: so long an ended reply stays; `aside`: where the disk is waited for."""
         self._segments, self._keep_s, self._now_s, self.aside = segments, keep_s, now_s, aside
-        self._entries, self._closed_s = Entries(), dict[int, float]()
+        self._entries = Entries()
+        self._closed_s = dict.fromkeys(segments.all, now_s())
+        """By segment: when it was the newest for the last time."""
         self._unwritten: list[bytes] = []
         self._dirty, self._syncing = False, False
         self._write_us, self._sync_ms = Average(), Average()
@@ -64,18 +66,26 @@ class Journal:
         self._failed_s = 0.0
         for number in segments.all:
             self._read(number)
-            self._closed_s[number] = now_s()
-        for entry in self._entries.of.values():
-            if entry.left_s is None:
-                entry.left(now_s())
+        self._nothing_runs()
+        self.copy_to: Callable[[bytes], None] | None = None
+        """Hears of packed records as they are written; None: nobody copies them."""
         self.found = sum(entry.finished is None for entry in self._entries.of.values())
         """Requests that an earlier coordinator has not ended."""
-        self._begun_s, self._epoch = now_s(), 0
+        self._begun_s = now_s()
 
     def begin(self, epoch: int) -> None:
-        """Write from now on, for the coordinator of this epoch."""
-        self._epoch = epoch
+        """Write from now on, for the coordinator of this epoch; behind a copy, in the next term."""
+        entries = self._entries
+        entries.epochs.add(epoch)
+        entries.term, entries.copied = entries.term + entries.copied, False
+        self._nothing_runs()
+        self._closed_s |= dict.fromkeys(self._segments.all[-1:], self._now_s())
         self._attempt(self._begin_segment)
+
+    def _nothing_runs(self) -> None:
+        for entry in self._entries.of.values():
+            if entry.left_s is None:
+                entry.left(self._now_s())
 
     def _read(self, number: int) -> None:
         try:
@@ -193,6 +203,39 @@ class Journal:
         if not self.failed:
             self._unwritten.append(packed(record))
 
+    # -- copies ------------------------------------------------------------------------------------
+
+    @property
+    def term(self) -> int:
+        """Return how often a standby has taken over; in a copy, before this one does."""
+        return self._entries.term
+
+    def whole(self) -> bytes:
+        """Return packed records of all that has been noted, none of which `copy_to` hears again."""
+        self.write()
+        return self._as_records(ended=True)
+
+    def copy_anew(self, records: bytes) -> None:
+        """Be the copy of a journal that says this, and nothing else. `DecodeError` if it is none;
+        then this is what it was."""
+        entries = Entries()
+        for record in unpacked(records):
+            entries.apply(record)
+        self._entries, entries.copied, self._unwritten = entries, True, []
+        before = self._segments.all
+        self._attempt(lambda: self._segments.begin(self._as_records(ended=True)))
+        for number in before if not self.failed else ():
+            self._attempt(lambda number=number: self._segments.remove(number))  # type: ignore[misc]
+        self._dirty = True
+
+    def copy(self, records: bytes) -> None:
+        """Take in what has been added to the journal that this is a copy of; `DecodeError` if it
+        cannot be read."""
+        for record in unpacked(records):
+            self._entries.apply(record)
+            self._note(record)
+        self.write()
+
     # -- the disk ----------------------------------------------------------------------------------
 
     def write(self) -> None:
@@ -201,6 +244,8 @@ class Journal:
             return
         noted, self._unwritten = b"".join(self._unwritten), []
         began_ns = time.perf_counter_ns()
+        if self.copy_to is not None:
+            self.copy_to(noted)
         self._attempt(lambda: self._segments.append(noted))
         self._write_us.add((time.perf_counter_ns() - began_ns) / 1e3)
         self._dirty = True
@@ -233,13 +278,14 @@ class Journal:
 
     def _begin_segment(self) -> None:
         """Begin a segment with all that is not in the ones before, once these are removed."""
-        entries = self._entries
-        entries.epochs.add(self._epoch)
-        kept = [entry for entry in entries.of.values() if entry.finished is None]
-        known = (coordinated(epoch, entries.sessions) for epoch in entries.epochs)
-        records = chain(known, *(entry.snapshot() for entry in kept))
-        self._segments.begin(b"".join(map(packed, records)))
+        self._segments.begin(self._as_records(ended=False))
         self._dirty = True
+
+    def _as_records(self, *, ended: bool) -> bytes:
+        """Return packed records of all that is known; `ended`: of replies that have ended, too."""
+        entries = self._entries
+        kept = [entry for entry in entries.of.values() if ended or entry.finished is None]
+        return b"".join(map(packed, chain(entries.known(), *(entry.snapshot() for entry in kept))))
 
     def _forget(self, now_s: float) -> None:
         old = [

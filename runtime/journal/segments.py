@@ -33,6 +33,18 @@ def packed(record: bytes) -> bytes:
     return HEAD.pack(len(record), zlib.crc32(record)) + record
 
 
+def unpacked(content: bytes, place: int = 0) -> Iterator[bytes]:
+    """Yield the records from this place on, up to the first that is not whole."""
+    while place + HEAD.size <= len(content):
+        size, check = HEAD.unpack_from(content, place)
+        place += HEAD.size
+        record = content[place : place + size]
+        if size > MAX_RECORD or len(record) < size or zlib.crc32(record) != check:
+            return
+        yield record
+        place += size
+
+
 class Segments:
     """The segments of one folder, open for appending to the newest."""
 
@@ -93,15 +105,7 @@ class Segments:
         content = self._path(number).read_bytes()
         if not content.startswith(MAGIC):
             return
-        place = len(MAGIC)
-        while place + HEAD.size <= len(content):
-            size, check = HEAD.unpack_from(content, place)
-            place += HEAD.size
-            record = content[place : place + size]
-            if size > MAX_RECORD or len(record) < size or zlib.crc32(record) != check:
-                return
-            yield record
-            place += size
+        yield from unpacked(content, len(MAGIC))
 
     def begin(self, content: bytes = b"") -> int:
         """Begin a segment with these packed records, which is the newest from now on, and return

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,26 @@ from typing import Any
 
 import httpx
 
+from support.stacks import PROMPTS
+
 PATIENCE_S = 180.0
 CHATS = "/v1/chat/completions"
+SLOWER = ("--target.inflate=64MiB",)
+"""Weights that take their time, so that there is something to kill."""
+
+
+def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
+    """Requests, every other one of which is sampled."""
+    return [
+        {
+            "messages": [{"role": "user", "content": PROMPTS[number % len(PROMPTS)][0]}],
+            "max_tokens": tokens,
+            "temperature": float(number % 2),
+            "seed": number,
+            "ignore_eos": True,
+        }
+        for number in range(count)
+    ]
 
 
 @dataclass
@@ -82,13 +100,21 @@ class ByHand:
     settings: tuple[str, ...]
     processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     url: str = ""
+    machines: dict[str, list[str]] = field(default_factory=dict)
+    """By process: what comes before its command, so that it runs on another machine."""
 
     @property
     def address(self) -> str:
         return f"ipc://{self.folder}/hub/coordinator"
 
+    @property
+    def meeting(self) -> list[str]:
+        """The flags of those who connect."""
+        return [f"--connect={self.address}"]
+
     def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments]
+        program = [sys.executable, "-P", "-m", "dovetail.launch.cli"]
+        command = [*self.machines.get(name, ()), *program, *arguments]
         with (self.folder / f"{name}.log").open("a") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self.processes[name] = process
@@ -113,12 +139,17 @@ class ByHand:
 
     def serve_http(self) -> None:
         """Start the HTTP API, and wait until it listens."""
-        process = self.start(
-            "http", "http", f"--connect={self.address}", "--http.port=0", "--http.model=demo"
-        )
+        process = self.start("http", "http", *self.meeting, "--http.port=0", "--http.model=demo")
         assert process.stdout is not None
         self.url = process.stdout.readline().strip()
         assert self.url.startswith("http://"), (self.folder / "http.log").read_text()
+
+    def work(self, workers: tuple[str, ...]) -> None:
+        """Start a target and a draft, with those flags that are about them."""
+        for role in ("target", "draft"):
+            cores = [f"--cores={sorted(os.sched_getaffinity(0))[-1]}"] if role == "draft" else []
+            own = [one for one in workers if one.startswith(f"--{role}.")]
+            self.start(role, "worker", f"--role={role}", *self.meeting, *cores, *own)
 
     def until_ready(self) -> None:
         end_s = time.monotonic() + PATIENCE_S
@@ -141,22 +172,77 @@ def by_hand(folder: Path, *settings: str, workers: tuple[str, ...] = ()) -> Iter
     """A coordinator with a journal, a target, a draft and the HTTP API. `settings`: of the
     coordinator; `workers`: flags of both workers."""
     service = ByHand(folder, settings)
-    try:
+    with ended(service):
         service.coordinate()
-        for role in ("target", "draft"):
-            cores = [f"--cores={sorted(os.sched_getaffinity(0))[-1]}"] if role == "draft" else []
-            own = [one for one in workers if one.startswith(f"--{role}.")]
-            service.start(
-                role, "worker", f"--role={role}", f"--connect={service.address}", *cores, *own
-            )
+        service.work(workers)
         service.serve_http()
         service.until_ready()
         yield service
+
+
+@contextmanager
+def ended(service: ByHand) -> Iterator[None]:
+    """Have all processes of a service end behind the block."""
+    try:
+        yield
     finally:
         for process in service.processes.values():
             process.kill()
         for process in service.processes.values():
             _end(process)
+
+
+@dataclass
+class Doubled(ByHand):
+    """A service of two coordinators over tcp, one of which is the other's standby."""
+
+    addresses: dict[str, str] = field(default_factory=dict)
+    """By coordinator, the one that leads first."""
+
+    @property
+    def meeting(self) -> list[str]:
+        return [f"--connect={','.join(self.addresses.values())}", f"--keys={self.folder}/keys"]
+
+    def lead(self, name: str) -> None:
+        """Start one of the coordinators, and wait until it listens."""
+        self._coordinate(name)
+
+    def stand_by(self, name: str, other: str) -> None:
+        """Start one of the coordinators as the standby of the other, and wait until it has a copy
+        of the journal."""
+        before = self.said(name)
+        self._coordinate(name, f"--standby-of={self.addresses[other]}")
+        self.until(lambda: "is copied" in self.said(name)[len(before) :], f"{name} copies nothing")
+
+    def _coordinate(self, name: str, *flags: str) -> None:
+        process = self.start(
+            name,
+            "coordinator",
+            f"--coordinator.listen={self.addresses[name]}",
+            f"--coordinator.journal={self.folder}/journal-{name}",
+            f"--keys={self.folder}/keys",
+            *flags,
+            *self.settings,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("tcp://"), self.said(name)
+
+    def said(self, name: str) -> str:
+        """What a process has written to stderr."""
+        return (self.folder / f"{name}.log").read_text() if name in self.processes else ""
+
+    def until(self, true: Callable[[], bool], what: str) -> None:
+        """Wait until something is true."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not true():
+            assert time.monotonic() < end_s, what
+            time.sleep(0.02)
+
+
+def elsewhere(host: str) -> list[str]:
+    """What comes before a command that is to run under another name of the machine."""
+    named = f'hostname {host} && exec "$@"'
+    return ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", named, "sh"]
 
 
 def together(service: ByHand, bodies: list[dict[str, Any]]) -> tuple[list[Stream], list[Thread]]:

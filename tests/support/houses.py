@@ -31,10 +31,11 @@ class House:
         settings: CoordinatorSettings = DEFAULTS,
         recorder: Recorder | None = None,
         journal: Journal | None = None,
+        hub: MemoryHub | None = None,
     ) -> None:
         """`reads`: the draft is a head of the target's, and reads these features. `limits`: of both
-        workers."""
-        self.hub: MemoryHub = memory_links()
+        workers. `hub`: one that is there already."""
+        self.hub: MemoryHub = hub or memory_links()
         self.later_ns = 0
         self.coordinator = Coordinator(
             self.hub,

@@ -1,7 +1,7 @@
 """The registration of a worker with its coordinator, and the search for one that has gone."""
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,10 @@ REGISTRATION_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait
 half a minute or longer (coordinator.recovery_s)."""
+
+
+LATER = ("capacity", "standby")
+"""Refusals of one who may be let in later, or by another coordinator."""
 
 
 class Worker(Protocol):
@@ -92,6 +96,9 @@ class Standing:
     served: int | None = None
     """The epoch of the coordinator that has gone, of whose sessions something is `kept`."""
     kept: KeptSessions[Any] | None = None
+    term: int = 0
+    """The highest term of a coordinator that has welcomed the worker; one of a lower term does not
+    command it."""
 
     def gets_on(self) -> None:
         """Tell that the worker does what it is there for."""
@@ -101,18 +108,24 @@ class Standing:
     def introduce(self, worker: Worker, epoch: int) -> Hello:
         own = {name: getattr(self, name) for name in ("binding", "standby", "load_s")}
         held = self.kept.held if self.kept is not None else ()
-        own |= {"held": held, "served": self.served if held else None}
+        own |= {"held": held, "served": self.served if held else None, "term": self.term}
         return worker.hello(epoch).model_copy(update=own)
 
     def suspend(self, worker: Worker, served: int) -> None:
         """Have the worker hold what it can of the sessions of a coordinator that has gone."""
         self.served, self.kept = served, worker.suspend()
 
-    def welcomed(self, keeps: Collection[int]) -> None:
-        """Tell that the worker is registered, and free what is held of all sessions but of these,
-        which the coordinator can go on from."""
+    def welcomed(self, welcomed: Welcome) -> None:
+        """Tell that the worker is registered, and free what is held of all sessions but of those
+        that the coordinator can go on from. `LinkClosed` if that one has been taken over from."""
+        if welcomed.term < self.term:
+            raise LinkClosed(
+                f"a coordinator of term {welcomed.term} was found, and this worker has served one "
+                f"of term {self.term}: it takes no commands from it"
+            )
+        self.term = welcomed.term
         if self.kept is not None:
-            self.kept.only(keeps)
+            self.kept.only(welcomed.keeps)
             self.kept = None
         if self.listener is not None:
             self.listener.ready()
@@ -131,9 +144,7 @@ def welcome(link: Link) -> Welcome:
             continue
         if isinstance(answer, Failed):
             text = f"the coordinator refused this worker: {printable(answer.text)}"
-            raise (
-                LinkClosed(text) if answer.code == "capacity" else UserError(text)
-            )  # there may be room later
+            raise (LinkClosed(text) if answer.code in LATER else UserError(text))
         if isinstance(answer, Welcome):
             if answer.version != VERSION:
                 raise UserError(

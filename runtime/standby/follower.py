@@ -1,0 +1,239 @@
+"""The standby's end: what it copies of a coordinator's journal, who waits at it, and when it takes
+over. Sends over a link and a hub that are handed in; `watching.py` runs it for real.
+
+Whoever says Hello waits, workers and clients alike, and is among the first that the next
+coordinator hears; or is sent to the present one, if that is there after all.
+"""
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dovetail.protocol.codec import INBOUND, REPLY, encode
+from dovetail.protocol.errors import DecodeError, LinkError, UserError, printable
+from dovetail.protocol.links import Hub, Link
+from dovetail.protocol.messages import (
+    MAX_VOTERS,
+    Confirmed,
+    Copied,
+    Failed,
+    Follow,
+    Hello,
+    Message,
+    Probe,
+    Reply,
+)
+from dovetail.runtime.journal.journal import Journal
+from dovetail.runtime.standby.succession import Watch, voter_of
+
+log = logging.getLogger("dovetail.coordinator")
+
+SILENCE_S = 3.0
+"""A coordinator that says nothing for so long, four times a second otherwise, is followed anew."""
+GRACE_S, HOLD_S = 2.0, 10.0
+"""Who has waited here so long is told to look for the coordinator: while that is there for us, who
+may be the last to find out that it has gone; and while it is lost."""
+MAX_CLIENTS = 960
+Arrived = tuple[bytes, list[bytes]]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A peer that said Hello."""
+
+    hello: Hello
+    frames: list[bytes]
+    since_s: float
+
+
+class Follower:
+    """A standby from its start until it takes over."""
+
+    def __init__(self, hub: Hub, journal: Journal, address: str) -> None:
+        """`address`: of the coordinator, in words."""
+        self._hub, self._journal, self._address = hub, journal, address
+        self._epoch = secrets.randbits(62)
+        self._link: Link | None = None
+        self._copied = False
+        """True if the journal is a whole copy of that of the coordinator on this link."""
+        self._parts: list[bytes] = []
+        self._heard_s = 0.0
+        self._waiting: dict[bytes, Waiting] = {}
+        self.watch = Watch()
+
+    # -- the coordinator ---------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    def follow(self, link: Link, now_s: float) -> None:
+        """Ask the coordinator at the other end of a link for its journal."""
+        self._link, self._copied, self._parts, self._heard_s = link, False, [], now_s
+        self._say(
+            Follow(
+                epoch=self._epoch,
+                host=socket.gethostname()[:512],
+                pid=os.getpid(),
+                term=self._journal.term,
+                address=self._hub.address,
+            )
+        )
+
+    def _say(self, message: Message) -> None:
+        if self._link is not None:
+            try:
+                self._link.offer(encode(message))
+            except LinkError as error:
+                log.debug("%s", error)  # the next read finds out
+
+    def listen(self, now_s: float) -> None:
+        """Take in what the coordinator has said; `UserError` if it refuses this standby for
+        good."""
+        try:
+            while self._link is not None and (frames := self._link.receive(0)) is not None:
+                self._heard_s = now_s
+                self._hear(REPLY.decode(frames), now_s)
+            if self._link is not None and now_s - self._heard_s > SILENCE_S:
+                self._lose(f"{self._address} has said nothing for {SILENCE_S:g} s", now_s)
+        except (LinkError, DecodeError) as error:
+            self._lose(str(error), now_s)
+
+    def _lose(self, why: str, now_s: float) -> None:
+        assert self._link is not None
+        self._link.close()
+        self._link = None
+        if self.watch.lost_s is None and self._copied:
+            self.watch.lost_s = now_s
+            log.warning("the coordinator is lost: %s", why)
+        self._copied = False
+
+    def _hear(self, reply: Reply, now_s: float) -> None:
+        match reply:
+            case Copied():
+                self._copy(reply)
+            case Failed(code="standby"):
+                self._lose(printable(reply.text), now_s)
+            case Failed():
+                raise UserError(f"the coordinator refused this standby: {printable(reply.text)}")
+
+    def _copy(self, copied: Copied) -> None:
+        if copied.records is not None:
+            self._parts.append(copied.records.data)
+        if not copied.whole:
+            return
+        records, self._parts = b"".join(self._parts), []
+        if self._copied:
+            self._journal.copy(records)
+        else:
+            self._journal.copy_anew(records)
+        voters = frozenset(copied.voters)
+        if not self._copied or voters != self.watch.voters:
+            log.info("%s", self._words(voters, anew=not self._copied))
+        self._copied, self.watch.voters, self.watch.lost_s = True, voters, None
+        self._say(Confirmed(epoch=self._epoch, number=copied.number))
+
+    def tick(self) -> None:
+        """Keep the copy as the coordinator keeps its journal."""
+        if self._copied:
+            self._journal.tick()
+
+    def _words(self, voters: frozenset[str], *, anew: bool) -> str:
+        """Return what this standby is there for, in words."""
+        copies = f"the journal of {self._address}, term {self._journal.term}, is copied: "
+        if not voters:
+            return (
+                f"{copies if anew else ''}no worker runs on another machine than the coordinator, "
+                "so that this standby does not take over by itself: start it again without "
+                "--standby-of to have it serve"
+            )
+        return (
+            f"{copies if anew else ''}this standby takes over if it loses the coordinator and more "
+            f"than half of these workers wait here: {', '.join(sorted(voters))}"
+        )
+
+    # -- who comes here ----------------------------------------------------------------------------
+
+    def receive(self, now_s: float) -> None:
+        """Take in who says Hello; all else is not for a standby."""
+        while (arrived := self._hub.receive()) is not None:
+            peer, frames = arrived
+            try:
+                message = INBOUND.decode(frames)
+            except DecodeError as error:
+                log.debug("a message was dropped: %s", error)
+                continue
+            if isinstance(message, Hello):
+                self._greet(peer, Waiting(message, frames, now_s))
+            elif isinstance(message, Follow):
+                self._turn_away([peer], "it follows one itself")
+        self._find_gone(now_s)
+
+    def _greet(self, peer: bytes, waiting: Waiting) -> None:
+        if len(self._waiting) < MAX_VOTERS + MAX_CLIENTS:
+            self._waiting[peer] = waiting
+        else:
+            self._turn_away([peer], "too many wait here")
+
+    def _find_gone(self, now_s: float) -> None:
+        """Forget who has gone, and send those on who have waited for long."""
+        if self._hub.disconnects():
+            for peer, one in [*self._waiting.items()]:
+                if "client" not in one.hello.roles and not self._reach(
+                    peer, Probe(epoch=self._epoch, sent_ns=0)
+                ):
+                    del self._waiting[peer]
+        lost = self.watch.lost_s is not None
+        most_s, why = (
+            (HOLD_S, "that one is lost, and too few workers have come here")
+            if lost
+            else (GRACE_S, "it takes over when that one is lost")
+        )
+        late = [peer for peer, one in self._waiting.items() if now_s - one.since_s > most_s]
+        self._turn_away(late, why)
+
+    def _turn_away(self, peers: list[bytes], why: str) -> None:
+        text = f"the standby of {self._address} serves nobody: {why}"
+        for peer in peers:
+            self._waiting.pop(peer, None)
+            self._reach(peer, Failed(epoch=self._epoch, code="standby", text=text))
+
+    def _reach(self, peer: bytes, message: Message) -> bool:
+        try:
+            self._hub.send(peer, encode(message))
+        except LinkError as error:
+            log.debug("%s", error)
+            return False
+        return True
+
+    # -- taking over -------------------------------------------------------------------------------
+
+    def take_over(self, now_s: float) -> list[Arrived] | None:
+        """Return the greetings of all who wait, if it is time to take over; None: it is not."""
+        waiting = {voter_of(one.hello) for one in self._waiting.values()}
+        if not self.watch.due(waiting, now_s):
+            return None
+        there = len(self.watch.voters & waiting)
+        log.warning(
+            "%s is lost for %.1f s, and %d of %d workers wait here: taking over in term %d",
+            self._address,
+            now_s - (self.watch.lost_s or now_s),
+            there,
+            len(self.watch.voters),
+            self._journal.term + 1,
+        )
+        return [*self._arrived()]
+
+    def _arrived(self) -> Iterator[Arrived]:
+        """Yield the greetings, workers first."""
+        order = sorted(self._waiting.items(), key=lambda one: "client" in one[1].hello.roles)
+        yield from ((peer, one.frames) for peer, one in order)
+
+    def close(self) -> None:
+        """Let the coordinator go."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
