@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
 TOOLS = ("unshare", "nsenter", "ip", "tc")
@@ -98,6 +99,14 @@ class Machine:
         """Before a command that is to run on this machine."""
         return ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net", "--"]
 
+    def run(self, *command: str) -> str:
+        """Run a command on this machine; what it says."""
+        return self._at(True, *command)
+
+    def route(self) -> None:
+        """Send all that is for other machines over the cable."""
+        self.run("ip", "route", "add", "default", "via", self.here)
+
     def limit(self, mbit: float | None) -> None:
         """Carry no more than so many 10^6 bits a second, in each direction."""
         packets = "1" if mbit is not None and mbit <= SLOW_MBIT else "16"
@@ -157,14 +166,19 @@ class Machine:
 
 
 @contextmanager
-def network(machines: int) -> Iterator[list[Machine]]:
-    """So many machines, in a program that was started by `isolated`."""
+def network(machines: int, *, routed: bool = False) -> Iterator[list[Machine]]:
+    """So many machines, in a program that was started by `isolated`; `routed`: they reach each
+    other, over this one."""
     _do("ip", "link", "set", "lo", "up")
+    if routed:
+        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
     with contextlib.ExitStack() as stack:
         made = []
         for number in range(1, machines + 1):
             made.append(machine := Machine(number))
             stack.callback(machine.close)
+            if routed:
+                machine.route()
         yield made
 
 
