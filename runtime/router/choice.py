@@ -32,6 +32,9 @@ ALIKE = 0.02
 """Predictions that differ by less are the same: then the replica with the fewest requests is
 chosen, and among these the one that was chosen longest ago."""
 NEVER = float("-inf")
+BESIDE_STREAMS = 2.0
+"""Times as long as by itself a prompt is read beside streams: a chunk has as many rows as keep the
+pass within twice its time."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,8 @@ def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replic
         ),
         key=lambda one: (one[0].running, one[0].chosen_s),
     )
-    best.unread_s = best.reads_on_s(now_s) + expected.reading_s / best.load.targets
+    slower = BESIDE_STREAMS if best.running else 1.0
+    best.unread_s = best.reads_on_s(now_s) + slower * expected.reading_s / best.load.targets
     best.chosen_s = now_s
     best.reads(request.blocks)
     return best
@@ -171,7 +175,7 @@ class Predicted(NamedTuple):
 
 
 def _predicted(replica: Replica, request: Wanted, usual_s: float, now_s: float) -> Predicted:
-    """Return what a replica takes for a request: for what is read before it, for a place, for
+    """Return what a replica takes for a request: for a place, for what is read before it, for
     reading what it has not read, and for writing at the rate that a session has when this one has
     come. `usual_s`: seconds a token, where the replica has not told."""
     load, queued = replica.load, replica.queued
@@ -183,7 +187,7 @@ def _predicted(replica: Replica, request: Wanted, usual_s: float, now_s: float) 
     place_s = queued and (queued + 1) * USUAL_TOKENS * token_s / max(1, load.sessions)
     unread = request.prompt_tokens - replica.has_read(request.blocks) * BLOCK / CHARACTERS
     reading_s = max(0.0, unread) * (load.reading_seconds_per_token or READING * alone_s)
-    before_s = replica.reads_on_s(now_s) + place_s
+    before_s = place_s + replica.reads_on_s(now_s)
     return Predicted(before_s + reading_s + request.reply_tokens * token_s, reading_s)
 
 

@@ -146,25 +146,33 @@ class Fleet:
     # -- placing -----------------------------------------------------------------------------------
 
     def _place(self, session: Session) -> None:
-        """Route a request to a coordinator, which begins it or has it wait."""
+        """Route a request to a coordinator, or to another one if that has no place in its queue."""
         router = self._routers[session.number % len(self._routers)]
         prompt, reply = self._plan.tokens
         wanted = Wanted((), session.prompt or prompt, min(reply, float(USUAL_TOKENS)))
-        replica = choose(router.replicas, wanted, self._now_s)
-        if replica is None:
+        left, tried = router.replicas, False
+        while (replica := choose(left, wanted, self._now_s)) is not None:
+            if self._take(router.groups[replica.url], session):
+                return
+            left, tried = [other for other in left if other is not replica], True
+        if tried:
+            self._refused += 1
+        else:
             self._missing.append(session)
-            return
-        group, key = router.groups[replica.url], str(session.key)
+
+    def _take(self, group: Group, session: Session) -> bool:
+        """Begin a request or have it wait; False: the queue is full."""
+        key = str(session.key)
         idle = not len(group.queue) or session.moves
         if idle and (server := self._best(group, session)) is not None:
             self._begin(group, server, session)
-            return
+            return True
         if group.queue.full(key) and not session.moves:
-            self._refused += 1
-            return
-        replica.in_flight += 1
+            return False
+        group.replica.in_flight += 1
         group.queue.add(key, session, self._now_ns)
         self._drain(group)
+        return True
 
     def _best(self, group: Group, session: Session) -> Server | None:
         """Return the server that would be done first; None: all are full."""
