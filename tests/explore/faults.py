@@ -45,6 +45,7 @@ def happen(world: "World", fault: Fault) -> bool:
             world.add(("target", "draft")[fault.who % 2])
         case "swap":
             newcomer = world.add(("target", "draft")[fault.who % 2], standby=True, load_ns=MS)
+            world.over_ns = max(world.over_ns, world.time.now_ns + 3 * MS)
             world.time.later(2 * MS, lambda: _swap(world, newcomer, fault.who))
         case "drain":
             worker = _process(world, fault).worker

@@ -308,8 +308,11 @@ class World:
         self.planted.clear()
 
     def ready(self) -> bool:
-        """Return whether everybody is there, and nothing is said to fail but what will show."""
-        if not all(process.registered and not process.sticks for process in self.processes):
+        """Return whether everybody is there, no change of workers tries what it brings, and nothing
+        is said to fail but what will show."""
+        if self.coordinator._changes.under_way or not all(
+            process.registered and not process.sticks for process in self.processes
+        ):
             return False
         if len(self.coordinator.registry.workers) != len(self.processes):
             return False
