@@ -132,7 +132,8 @@ def test_a_draft_that_fails_is_said_and_changes_no_token(
 @pytest.mark.slow
 def test_every_command_says_it(target: tuple[Stack, Client], run: Run) -> None:
     address, words = target[0].address, "the index is on another device than the states"
-    flags = ("--connect", address, "--max-tokens", "16", "--policy", "dynamic")
+    whole = ("--policy=dynamic", "--tree.insist=true")
+    flags = ("--connect", address, "--max-tokens", "16", *whole)
     with failing(target, "only_below_the_root"):
         told = run("generate", "Why is the sky blue?", *flags, "--json", "--seed", "1")
         assert told.returncode == 0

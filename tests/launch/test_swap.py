@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,7 +22,7 @@ from dovetail.launch.files.directory import runtime_directory
 from dovetail.launch.processes.changes import named
 from dovetail.launch.processes.stack import Stack, layout_of, worker_arguments
 from dovetail.protocol.errors import RequestError, UserError
-from dovetail.protocol.messages import Emitted, Failed, Finished, WorkerState
+from dovetail.protocol.messages import Emitted, Failed, Finished, SeenRound, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.losslessness import difference
@@ -116,6 +119,22 @@ def check_swapped(done: "subprocess.CompletedProcess[str]", case: str) -> dict[s
     return result
 
 
+def check_left_at_once(client: Client, moved: int, stayed: int) -> None:
+    """No session has another round with the old draft once the new one is in place: those that
+    stayed ended in the round that was under way."""
+    rounds, seen = list[SeenRound](), client.look()
+    while rounds.extend(seen.rounds) or seen.more:
+        seen = client.look(seen.next)
+    drafted = dropwhile(lambda found: found.draft != "draft", rounds)
+    after = dropwhile(lambda found: found.draft == "draft", drafted)
+    late = Counter(found.session for found in after if found.draft == "draft")
+    assert moved > 0
+    assert max(late.values(), default=0) <= 1
+    last = {found.session: found.number for found in rounds}
+    old = [found for found in rounds if found.draft == "draft"][-(moved + stayed) :]
+    assert stayed <= sum(last[found.session] == found.number for found in old)
+
+
 def names(client: Client) -> list[str]:
     return sorted(worker.name for worker in client.status().workers)
 
@@ -131,23 +150,21 @@ def wait_until_gone(pid: int) -> None:
     raise AssertionError(f"process {pid} is still there")
 
 
-DRAFTS = [
-    ("small", ["--draft=dovetail"]),
-    ("dovetail", ["--draft=small"]),
-    ("small", ["--draft=small"]),
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "flags"), DRAFTS, ids=["small-to-head", "head-to-small", "small-to-small"]
+    ("kind", "later"), [("small", "dovetail"), ("dovetail", "small"), ("small", "small")]
 )
-def test_a_draft_is_swapped_under_eight_streams(kind: str, flags: list[str]) -> None:
+def test_a_draft_is_swapped_under_eight_streams(
+    kind: str, later: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary))
     with under_streams({"draft.kind": kind}) as (stack, client, streams):
         result = check_swapped(
-            streams.run_beside(swap(stack, "draft", *flags)), f"draft {kind} -> {flags[0]}"
+            streams.run_beside(swap(stack, "draft", f"--draft={later}")),
+            f"draft {kind} -> {later}",
         )
-        assert (result["worker"], result["replaced"], result["stayed"]) == ("draft-2", "draft", 0)
+        assert (result["worker"], result["replaced"]) == ("draft-2", "draft")
+        check_left_at_once(client, result["moved"], result["stayed"])
         assert stack.workers[1].process.wait(GONE_S) is not None
         assert names(client) == ["draft-2", "target"]
         client.stop()
@@ -371,28 +388,11 @@ def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_th
 
 
 def state(name: str, pid: int) -> WorkerState:
-    nothing = {
-        "threads": 1,
-        "worker_epoch": pid,
-        "sessions": 0,
-        "busy_share": 0.0,
-        "rss_mb": 0.0,
-        "stale": 0,
-    }
+    words = dict.fromkeys(("model", "fingerprint"), "")
+    counts = dict.fromkeys(("threads", "sessions", "busy_share", "rss_mb", "stale"), 0)
     unknown = dict.fromkeys(("round_trip_us", "clock_offset_us", "clock_bound_us"))
-    return WorkerState.model_validate(
-        {
-            "name": name,
-            "roles": ("draft",),
-            "model": "",
-            "device": "cpu",
-            "fingerprint": "",
-            "host": "here",
-            "pid": pid,
-            **nothing,
-            **unknown,
-        }
-    )
+    known = {"name": name, "roles": ("draft",), "device": "cpu", "host": "here", "pid": pid}
+    return WorkerState.model_validate({**words, **counts, **unknown, **known, "worker_epoch": pid})
 
 
 def test_a_worker_is_named_by_its_name_or_its_pid() -> None:
