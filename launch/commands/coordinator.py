@@ -134,10 +134,10 @@ async def _follow(
     lead: Callable[..., Coroutine[Any, Any, None]],
 ) -> None:
     """Follow the coordinator at an address, and lead when it is time to."""
-    if not address.startswith("tcp://"):
+    if not address.startswith("tcp://") or not hub.address.startswith("tcp://"):
         raise UserError(
-            f"--standby-of {address}: a standby follows a coordinator on another machine, at "
-            "tcp://HOST:PORT"
+            f"the standby of {address} would listen at {hub.address}: both are on machines of "
+            "their own, at tcp://HOST:PORT; name one with --listen, the other with --standby-of"
         )
     if journal is None:
         raise UserError(

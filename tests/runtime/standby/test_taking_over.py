@@ -101,7 +101,7 @@ def test_the_standby_takes_over_at_any_moment_and_nothing_differs(tmp_path: Path
         assert (pair.tokens, pair.text) == (whole.tokens, whole.text), moment
         assert isinstance(pair.end, Finished)
         pair.journal.close()
-        moment, taken = moment + 9, taken + 1
+        moment, taken = moment + 4, taken + 1
     assert taken > 3
 
 

@@ -1,0 +1,32 @@
+"""What `dovetail coordinator --standby-of` refuses, each with one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dovetail.launch import cli
+from dovetail.protocol.keys import generate_keys
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--standby-of=ipc:///x/hub",), r"standby of ipc:///x/hub .*at tcp://HOST:PORT"),
+        (("--standby-of=tcp://127.0.0.1:1",), r"would listen at ipc://.*name one with --listen"),
+        (
+            ("--standby-of=tcp://127.0.0.1:1", "--listen=tcp://127.0.0.1:*", "--journal=off"),
+            r"keeps a copy of the journal: name a folder for it with coordinator\.journal",
+        ),
+    ],
+)
+def test_a_standby_that_could_not_take_over_is_refused(
+    flags: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate_keys(tmp_path / "keys")
+    journal = () if "--journal=off" in flags else (f"--coordinator.journal={tmp_path}/journal",)
+    flags = tuple(one.replace("--journal", "--coordinator.journal") for one in flags)
+    assert cli.run(("coordinator", f"--keys={tmp_path}/keys", *flags, *journal)) == 2
+    told = capsys.readouterr().err
+    assert re.search(said, told), told
+    assert "Traceback" not in told
