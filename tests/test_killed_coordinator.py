@@ -3,11 +3,14 @@ whatever was killed and when."""
 
 import random
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from support.by_hand import CHATS, SLOWER, ByHand, Stream, bodies, by_hand, together
@@ -54,6 +57,34 @@ def test_eight_streams_go_on_when_the_coordinator_is_killed_a_hundred_times_in_f
         found = kill_and_compare(service, bodies(8, 150), kills=25, seed=part)
     with capsys.disabled():
         print(f"\n{found}")
+
+
+@pytest.mark.slow
+def test_a_swap_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Path) -> None:
+    asked = bodies(2, 400)
+    with by_hand(tmp_path, workers=SLOWER) as service:
+        whole = [Stream(body).read(service.url).outcome for body in asked]
+        streams, threads = together(service, asked)
+        while not all(stream.heard_s for stream in streams):
+            time.sleep(0.01)
+        command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "swap", "--role=draft"]
+        swap = subprocess.Popen(
+            [*command, "--draft=dovetail", f"--connect={service.address}"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while not (newcomer := psutil.Process(swap.pid).children()):
+            time.sleep(0.01)
+        service.kill("coordinator")
+        service.coordinate()
+        said = swap.communicate(timeout=60.0)[1]
+        assert (swap.returncode, "swap, and draft-2 is stopped: swap again" in said) == (1, True)
+        assert not newcomer[0].is_running()
+        for thread in threads:
+            thread.join()
+        assert [stream.outcome for stream in streams] == whole
+        service.until_ready()
+        assert service.processes["draft"].poll() is None
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from dovetail.launch.processes.stack import SECTIONS, Played, layout_of, worker_
 from dovetail.launch.processes.worker_settings import settings_of
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.protocol.errors import UserError
+from dovetail.protocol.errors import DovetailError, LinkError, UserError
 from dovetail.protocol.messages import Role, WorkerState
 from dovetail.protocol.settings import TARGETS_OWN
 
@@ -213,12 +213,17 @@ def _start_here(
         "--own-log",
     ]
     with Newcomer(arguments, name) as process:
-        change.wait(process.child)
         try:
+            change.wait(process.child)
             done = change.make()
         except BaseException as error:
             if change.is_begun(interrupted=isinstance(error, KeyboardInterrupt | SystemExit)):
                 process.stays()
+            elif isinstance(error, LinkError):
+                raise DovetailError(
+                    f"{error} during the swap, and {name} is stopped: swap again once it is back; "
+                    "`dovetail status` shows which workers are there"
+                ) from None
             raise
         process.stays()
     return done

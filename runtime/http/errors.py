@@ -102,8 +102,8 @@ def of_failure(failed: Failed) -> ApiError:
             return unavailable(text, retry_after_s=RESTART_S)
         case "worker_lost":
             return unavailable(
-                "the target worker was lost while it decoded this: try again once another is "
-                "running; /readyz tells",
+                "the target worker was lost while it decoded this, and no other that computes the "
+                "same could go on: try again once one is running, or anew if /readyz says ready",
                 retry_after_s=RESTART_S,
             )
         case "ticket":
