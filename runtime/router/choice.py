@@ -171,7 +171,7 @@ class Predicted(NamedTuple):
     finish_s: float
     """Until it is done."""
     reading_s: float
-    """Of reading what it has not read."""
+    """Seconds of reading what it has not read."""
 
 
 def _predicted(replica: Replica, request: Wanted, usual_s: float, now_s: float) -> Predicted:

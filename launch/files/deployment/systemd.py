@@ -28,7 +28,7 @@ from dovetail.protocol.settings import Settings
 GROUP = "dovetail.target"
 SOCKET = "ipc:///run/dovetail/coordinator"
 STATE = "/var/lib/dovetail"
-"""What the coordinator keeps is here; systemd makes it for the unit's user."""
+"""A folder for what the coordinator keeps; systemd makes it for the unit's user."""
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Folders of which a hardened unit sees nothing."""
 WATCHDOG = 3
