@@ -214,13 +214,14 @@ class Follower:
     def take_over(self, now_s: float) -> list[Arrived] | None:
         """Return the greetings of all who wait, if it is time to take over; None: it is not."""
         waiting = {voter_of(one.hello) for one in self._waiting.values()}
-        if not self.watch.due(waiting, now_s):
+        lost_s = self.watch.lost_s
+        if lost_s is None or not self.watch.due(waiting, now_s):
             return None
         there = len(self.watch.voters & waiting)
         log.warning(
-            "%s is lost for %.1f s, and %d of %d workers wait here: taking over in term %d",
+            "%s has been lost for %.1f s, and %d of %d workers wait here: taking over in term %d",
             self._address,
-            now_s - (self.watch.lost_s or now_s),
+            now_s - lost_s,
             there,
             len(self.watch.voters),
             self._journal.term + 1,

@@ -71,7 +71,7 @@ class Pair(Lives):
         self.now_s += PATIENCE_S
         greetings = self.follower.take_over(self.now_s)
         assert greetings is not None
-        workers, self.journal = self.house.workers, self.copy
+        workers, self.house.workers, self.journal = self.house.workers, [], self.copy
         self.house = House(
             hub=self.hub, journal=self.copy, settings=self.settings, draft=False, target=False
         )
@@ -103,6 +103,46 @@ def test_the_standby_takes_over_at_any_moment_and_nothing_differs(tmp_path: Path
         pair.journal.close()
         moment, taken = moment + 4, taken + 1
     assert taken > 3
+
+
+@pytest.mark.parametrize("moment", range(4, 36, 8))
+def test_a_coordinator_that_lives_on_behind_a_cut_tells_nothing_more_and_steps_down(
+    tmp_path: Path, moment: int
+) -> None:
+    """It has everything that had arrived before the cut, and its client stays for a while."""
+    whole = undisturbed(tmp_path / "whole", tokens=LONG_PROMPT)
+    pair = Pair(tmp_path / "cut")
+    pair.ask(tokens=LONG_PROMPT)
+    pair.copies()
+    pair.steps(moment)
+    first, client = pair.house, pair.house.client
+    pair.follower._lose("the way is cut", pair.now_s)
+    for worker in first.workers:
+        worker.link.close()
+    pair.come()
+    for _ in range(3):
+        first.coordinator.look_around()
+        first.coordinator.tick()
+        first.coordinator.pump()
+    pair.drain()
+    before = len(pair.tokens)
+    pair.takes_over()
+    workers = pair.house.workers
+    assert len(workers) == 2
+    assert {worker.coordinator_epoch for worker in workers} == {pair.house.coordinator.epoch}
+    assert not first.coordinator.registry.workers
+    for _ in range(8):
+        first.later_ns += 10**8
+        first.coordinator.tick()
+        first.coordinator.pump()
+    assert client._link.take() is None, "it told something behind the cut"
+    pair.ask(again=True, tokens=LONG_PROMPT)
+    pair.run()
+    assert (pair.tokens, pair.text) == (whole.tokens, whole.text)
+    assert len(pair.tokens) > before
+    first.hub.connect(OWN_KEY).send(encode(FOLLOW.model_copy(update={"term": 1})))
+    first.coordinator.pump()
+    assert first.coordinator.service.deposed
 
 
 def test_a_copy_is_what_the_journal_says_and_a_stream_that_broke_off_is_followed_anew(
