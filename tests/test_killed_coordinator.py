@@ -88,6 +88,31 @@ def test_a_swap_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_drain_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Path) -> None:
+    asked = bodies(2, 400)
+    with by_hand(tmp_path, workers=SLOWER) as service:
+        whole = [Stream(body).read(service.url).outcome for body in asked]
+        streams, threads = together(service, asked)
+        while not all(stream.heard_s for stream in streams):
+            time.sleep(0.01)
+        command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "drain", "target", "--last"]
+        drain = subprocess.Popen(
+            [*command, f"--connect={service.address}"], stderr=subprocess.PIPE, text=True
+        )
+        assert drain.stderr is not None
+        assert drain.stderr.readline() == "sessions that end on target: 2\n"
+        service.kill("coordinator")
+        service.coordinate()
+        said = drain.communicate(timeout=60.0)[1]
+        assert (drain.returncode, "still shows target, drain it again" in said) == (1, True)
+        for thread in threads:
+            thread.join()
+        assert [stream.outcome for stream in streams] == whole
+        service.until_ready()
+        assert service.processes["target"].poll() is None
+
+
+@pytest.mark.slow
 def test_a_client_that_was_cut_off_goes_on_by_event_id_or_by_the_id_of_the_response(
     tmp_path: Path,
 ) -> None:

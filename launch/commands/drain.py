@@ -12,6 +12,7 @@ from dovetail.launch.processes.changes import figures, named, told, wait_for
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
+from dovetail.protocol.errors import DovetailError, LinkError
 
 
 @click.command(cls=HelpCommand)
@@ -44,7 +45,13 @@ def command(
     """
     with find_coordinator(configuration, connect, role="operator") as client:
         leaver = named(client.status().workers, worker)
-        done = wait_for(client, client.dismiss(leaver.worker_epoch, last=last))
+        try:
+            done = wait_for(client, client.dismiss(leaver.worker_epoch, last=last))
+        except LinkError as error:
+            raise DovetailError(
+                f"{error} during the drain: if `dovetail status` still shows {leaver.name}, "
+                "drain it again"
+            ) from None
         empty = [role for role in client.status().drained if role in leaver.roles]
     if as_json:
         click.echo(json.dumps({"worker": leaver.name, "pid": leaver.pid, **figures(done)}))
