@@ -43,13 +43,16 @@ def fault(error: BaseException) -> RequestError:
     )
 
 
-def aside(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
-    """Do what is about no session; what goes wrong is told, and the rest goes on."""
+def aside(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> bool:
+    """Do what is about no session; what goes wrong is told, and the rest goes on. Return whether it
+    went well."""
     try:
         action(*arguments, **named)
     except BaseException as error:
         reraise_exits(error)
         log.exception("%s failed", getattr(action, "__qualname__", "something"))
+        return False
+    return True
 
 
 def refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:

@@ -21,6 +21,8 @@ MADE_ROOM = HANDLED.index(("_moving", "make_room"))
 ASKED = HANDLED.index(("_dispatch", "ask"))
 CLOSED = HANDLED.index(("_dispatch", "_close"))
 SENT = HANDLED.index(("_post", "to_worker"))
+TOLD = HANDLED.index(("_post", "to_client"))
+STARTED = HANDLED.index(("_starting", "_start"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
         reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))
@@ -55,6 +57,14 @@ FOUND = {
     ),
     "the coordinator fails at asking a worker how it is, which is there all the time": Schedule(
         drafts=0, steps=((0, Fault("handler", for_ms=SENT)), (14, Wish(tokens=1)))
+    ),
+    "the coordinator fails at beginning a request, and at telling its client so": Schedule(
+        drafts=0,
+        steps=(
+            (0, Wish(tokens=1)),
+            (0, Fault("handler", for_ms=STARTED)),
+            (0, Fault("handler", for_ms=TOLD)),
+        ),
     ),
     "the coordinator fails at a message that cannot be read": Schedule(
         drafts=0, steps=((0, Fault("handler", for_ms=STRUCK)), (0, Fault("babble", for_ms=0)))
