@@ -1,11 +1,15 @@
 """The way to a coordinator that is at one of several addresses: itself, or the standby that has
 taken over from it."""
 
+import re
 from collections.abc import Callable
 
 from dovetail.protocol.errors import LinkClosed
 from dovetail.protocol.links import Link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
+
+BETWEEN = re.compile(r",(?=\s*(?:ipc|tcp)://)")
+"""The comma between two addresses; a path may have others."""
 
 
 class Way:
@@ -15,7 +19,7 @@ class Way:
     def __init__(self, addresses: str, connect: Callable[[str, float], Link]) -> None:
         """`addresses`: separated by commas; `connect` opens a link to one of them within so many
         seconds, or raises `LinkClosed`."""
-        self._addresses = [one.strip() for one in addresses.split(",")]
+        self._addresses = [one.strip() for one in BETWEEN.split(addresses)]
         self._connect = connect
         self._next = 0
 

@@ -26,22 +26,23 @@ class Anywhere:
         return address
 
 
-@pytest.mark.parametrize(("there", "found"), [("a", "a"), ("b", "b")])
+@pytest.mark.parametrize(("there", "found"), [("ipc:///x,y/hub", 0), ("tcp://b:1", 1)])
 def test_the_first_link_is_to_who_answers_and_the_next_to_the_other_address(
-    there: str, found: str
+    there: str, found: int
 ) -> None:
+    """A path may have a comma."""
     connect = Anywhere(there)
-    way = Way("a, b", connect)  # type: ignore[arg-type]
-    assert way.first() == found
-    connect.there = ("a", "b")
-    assert way.again(1.0) == ("b" if found == "a" else "a")
-    assert way.again(1.0) == found
+    way = Way("ipc:///x,y/hub, tcp://b:1", connect)  # type: ignore[arg-type]
+    assert way.first() == there
+    both = connect.there = ("ipc:///x,y/hub", "tcp://b:1")
+    assert way.again(1.0) == both[1 - found]
+    assert way.again(1.0) == there
     assert {timeout_s for _, timeout_s in connect.tried} == {CONNECT_TIMEOUT_S / 2, 1.0}
 
 
 def test_where_nobody_answers_the_last_address_is_named() -> None:
-    with pytest.raises(LinkClosed, match="nobody answers at b"):
-        Way("a,b", Anywhere()).first()  # type: ignore[arg-type]
+    with pytest.raises(LinkClosed, match="nobody answers at tcp://b:1"):
+        Way("tcp://a:1,tcp://b:1", Anywhere()).first()  # type: ignore[arg-type]
 
 
 def test_a_standby_shows_the_coordinators_own_key_and_whoever_lacks_it_cannot(
