@@ -213,8 +213,9 @@ def _start_here(
         "--own-log",
     ]
     with Newcomer(arguments, name) as process:
+        child = process.start()
         try:
-            change.wait(process.child)
+            change.wait(child)
             done = change.make()
         except BaseException as error:
             if change.is_begun(interrupted=isinstance(error, KeyboardInterrupt | SystemExit)):

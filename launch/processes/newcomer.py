@@ -7,27 +7,46 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.directory import remove_unused_logs, runtime_directory
-from dovetail.launch.processes.supervise import GRACE_S, Child
+from dovetail.launch.processes.supervise import ENDING_SIGNALS, GRACE_S, Child, unwind
 
 
 class Newcomer:
-    """A worker's process that ends with this block, unless it `stays`."""
+    """A worker's process that ends with this block, unless it `stays`. A signal that ends us is
+    heeded once the process is ours."""
 
     def __init__(self, arguments: Sequence[str], name: str) -> None:
         self._arguments, self._name, self._stays = arguments, name, False
+        self._path = runtime_directory() / f"worker-{name.replace(os.sep, '_')}-{os.getpid()}.log"
+        self._child: Child | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._busy = False
+        self._pending: signal.Signals | None = None
 
     def __enter__(self) -> "Newcomer":
+        """Unwind the stack for a signal that ends us. What is ignored, as under nohup, stays
+        ignored."""
+        for number in ENDING_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._signalled)
+        return self
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        if not self._busy:
+            unwind(signal.Signals(number))
+        self._pending = signal.Signals(number)
+
+    def start(self) -> Child:
         """Start the worker in a session of its own, which neither Ctrl-C nor the end of the
         terminal reaches."""
-        folder = runtime_directory()
-        remove_unused_logs(folder)
-        self._path = folder / f"worker-{self._name.replace(os.sep, '_')}-{os.getpid()}.log"
+        remove_unused_logs(self._path.parent)
         log = self._path.open("a+b")
         fcntl.flock(log, fcntl.LOCK_EX)  # held for as long as the worker has the file open
+        self._busy = True
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dovetail.launch.cli", *self._arguments],
             stdin=subprocess.DEVNULL,
@@ -35,26 +54,38 @@ class Newcomer:
             stderr=log,
             start_new_session=True,
         )
-        self.child = Child(f"{self._name} worker", process, log)
-        self._former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        return self
+        self._child = Child(f"{self._name} worker", process, log)
+        self._busy = False
+        if self._pending is not None:
+            unwind(self._pending)
+        return self._child
 
     def stays(self) -> None:
         self._stays = True
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._former)
-        self.child.log.close()
+        """End the worker if it does not stay. Nothing interrupts this: it takes `GRACE_S` at
+        most."""
+        self._busy = True
+        try:
+            if self._child is not None:
+                self._part_with(self._child)
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _part_with(self, child: Child) -> None:
+        child.log.close()
         if self._stays:
-            note(f"the output of {self._name} goes to {self._path}")
-            self.child.process.returncode = (
+            child.process.returncode = (
                 0  # it is nobody's child from here on: not waited for, and not complained of
             )
+            note(f"the output of {self._name} goes to {self._path}")
             return
-        self.child.process.terminate()
+        child.process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self.child.process.wait(GRACE_S)
-        if not self.child.ended:
-            self.child.process.kill()
-            self.child.process.wait()
-        Path(self._path).unlink(missing_ok=True)
+            child.process.wait(GRACE_S)
+        if not child.ended:
+            child.process.kill()
+            child.process.wait()
+        self._path.unlink(missing_ok=True)

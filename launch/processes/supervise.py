@@ -175,7 +175,7 @@ class Supervisor:
         if self._busy:
             self._pending = signal.Signals(number)
         else:
-            _unwind(signal.Signals(number))
+            unwind(signal.Signals(number))
 
     def start(
         self,
@@ -254,7 +254,7 @@ class Supervisor:
         self._have_minded(warden.CHILD, str(process.pid))
         self._busy = False
         if self._pending is not None:
-            _unwind(self._pending)
+            unwind(self._pending)
         return child
 
     def tell(self, child: Child, line: str) -> None:
@@ -391,7 +391,8 @@ class Supervisor:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def _unwind(number: signal.Signals) -> NoReturn:
+def unwind(number: signal.Signals) -> NoReturn:
+    """Raise what unwinds the stack for a signal that ends us."""
     if number is signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)

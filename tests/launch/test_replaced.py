@@ -1,13 +1,18 @@
 """What a newcomer has of the worker whose place it takes: what that was started with, by the
-kernel's account."""
+kernel's account; and that it is nobody's where its command is interrupted."""
 
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from dovetail.launch.commands.swap import as_before
+from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.processes.worker_settings import read_command, settings_of
 from dovetail.launch.settings.configure import configure
@@ -127,3 +132,31 @@ def test_whose_model_cannot_be_known_has_none_of_it() -> None:
     elsewhere = state("target", 1, "elsewhere")
     after, known = as_before(configure(), "target", elsewhere, [elsewhere], elsewhere=False)
     assert (known, after.settings.target.model) == (False, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_while_a_newcomer_starts_ends_it_too(
+    number: signal.Signals,
+    raised: type[BaseException],
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        """A process that is there, and not known to who started it, when the signal comes."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            begun.append(self)
+            signal.raise_signal(number)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary))
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    flags = ("worker", "--role=draft", f"--connect=ipc://{temporary}/nobody")
+    with pytest.raises(raised), Newcomer(flags, "draft") as newcomer:
+        newcomer.start()
+    assert begun[0].returncode == -signal.SIGTERM
+    assert not [*temporary.rglob("worker-*.log")]
