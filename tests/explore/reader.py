@@ -77,12 +77,15 @@ class Reader:
         self._say(self._hello)
 
     def come_back(self) -> None:
-        """Go on with another coordinator, which is asked for what has not ended."""
+        """Go on with another coordinator, which is asked for what has not ended and is still
+        wanted."""
         self._hub = self._world.hub
         self._hub.join(self.peer, self._hear)
         self._say(self._hello)
         for request, told in self.told.items():
-            if told.open and self._hub is self._world.hub:
+            if told.cancelled:
+                told.void = True
+            elif told.open and self._hub is self._world.hub:
                 told.again = True
                 self._ask(request, told, again=True)
 
