@@ -49,6 +49,7 @@ def begun(session: Session, began: datetime) -> dict[str, Any]:
         "tokens": tuple(session.tokens),
         "margins": tuple(session.margins),
         "logprobs": tuple(one.model_dump() for one in session.logprobs),
+        "scores_told": session.scores_told,
     }
 
 

@@ -104,6 +104,8 @@ class Begin(Frozen):
     """Tokens of an earlier coordinator, with their margins and log-probabilities."""
     margins: tuple[float, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    scores_told: Count = 0
+    """Tokens of the prompt whose scores the client had from an earlier coordinator."""
 
 
 class Deflated(Frozen):

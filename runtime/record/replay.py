@@ -312,7 +312,7 @@ def _session(recording: Recording) -> Session:
         name: getattr(wanted, name) for name in type(wanted).model_fields if name != "prompt"
     }
     tokens = memoryview(wanted.prompt[: len(wanted.prompt) // TOKEN_BYTES * TOKEN_BYTES]).cast("I")
-    return Session(
+    session = Session(
         number=begin.session,
         epoch=begin.epoch,
         request=Request(prompt=tuple(tokens), **fields),
@@ -327,6 +327,8 @@ def _session(recording: Recording) -> Session:
         margins=[*begin.margins],
         logprobs=[*begin.logprobs],
     )
+    session.told_scores(begin.scores_told)
+    return session
 
 
 def whole(action: Action) -> tuple[Any, ...]:

@@ -168,6 +168,11 @@ class SessionState:
         """Return whether a proposal is being verified, in which the target may find a fault."""
         return self.state is State.VERIFYING and len(self.tree) > 0
 
+    @property
+    def scores_told(self) -> int:
+        """Return how many tokens of the prompt the client has been told the scores of."""
+        return self._scores.told - 1
+
     def told_scores(self, tokens: int) -> None:
         """Note that the client has been told the scores of so many tokens of the prompt."""
         self._scores.told = 1 + tokens

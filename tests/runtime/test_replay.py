@@ -155,6 +155,12 @@ def test_sessions_under_faults_go_as_they_went(
     assert play_schedule(schedule, tmp_path, monkeypatch) >= 2
 
 
+def test_a_session_whose_client_had_scores_from_an_earlier_coordinator_goes_as_it_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert play_schedule(draw(0, 201), tmp_path, monkeypatch) >= 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_sessions_under_any_faults_go_as_they_went(
