@@ -129,7 +129,9 @@ class Reader:
             told = self.told[request]
             told.cancelled = True
             if told.most is None:
-                told.most = self._world.committed(self.peer, request)
+                committed = self._world.committed(self.peer, request)
+                # a request that waits to go on has what its client was told before
+                told.most = committed if committed is None else max(committed, len(told.tokens))
             self._say(Cancel(epoch=self._epoch, request=request))
         return bool(running)
 
