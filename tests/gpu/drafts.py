@@ -77,8 +77,8 @@ def variant(name: str) -> Variant:
 
 
 def run(report: Report, device: str, folder: Path, progress: Callable[[str], None]) -> None:
-    """Every kind and type of weights, greedily and sampled; and all requests together, whose
-    levels share passes on the device."""
+    """Every kind and type of weights, greedily and sampled; and, of those that have learned their
+    target, all requests together, whose levels share passes on the device."""
     prompts, tokens = (1, 16) if report.quick else (2, 64)
     beside = 1 if report.quick else BESIDE
     with running({"draft.kind": "none"}) as client:
@@ -96,14 +96,17 @@ def run(report: Report, device: str, folder: Path, progress: Callable[[str], Non
                     {**kind.flags, "draft.device": device, "draft.weights": weights}
                 ) as client:
                     found = replies_of(client, prompts, tokens, TREE)
-                    together = replies_of(client, beside, tokens, TREE, together=True)
+                    together: Replies = {}
+                    if kind.trained:
+                        together = replies_of(client, beside, tokens, TREE, together=True)
             except DovetailError as error:
                 report.check(called, False, str(error).splitlines()[0])
                 continue
             compare(report, called, found, alone, TIES["fp32"])
             _check_drafting(report, called, found, here)
-            compare(report, f"{called}, side by side", together, alone, TIES["fp32"])
-            _check_drafting(report, f"{called}, side by side", together, None)
+            if together:
+                compare(report, f"{called}, side by side", together, alone, TIES["fp32"])
+                _check_drafting(report, f"{called}, side by side", together, None)
 
 
 def _check_drafting(report: Report, name: str, found: Replies, here: Replies | None) -> None:

@@ -254,7 +254,8 @@ class HeadDrafter(Grower[HeadSession]):
         Its rows make place for the true ones of the log."""
         tree, cache = session.tree, session.cache
         session.contrasts.clear()
-        if root is None or not session.waiting_time.ahead:
+        session.survives = root is not None and session.waiting_time.ahead
+        if root is None or not session.survives:
             tree.clear()
             return
         way = tree.rows[[*path, root]].tolist()
@@ -336,7 +337,8 @@ class HeadDrafter(Grower[HeadSession]):
         """Add the best children of `nodes`. A node that has some, the root that has moved or one
         that was foretold, keeps those of them that are among the best."""
         tree, children = session.tree, session.children_of(logits, nodes, width)
-        if not (tree.children_of(nodes) > 0).any():
+        some = session.survives or session.waiting_time.ahead
+        if not some or not (tree.children_of(nodes) > 0).any():
             return tree.add_children(nodes, *children)
         added = tree.rank_again(nodes, *children)
         if nodes[0] == ROOT:

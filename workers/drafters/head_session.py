@@ -28,6 +28,8 @@ class HeadSession(GrowingSession):
 
     levels: Levels
     window: int
+    survives: bool = False
+    """True if what had grown ahead below the root stayed when the root moved."""
     contrasts: dict[int, Tensor] = field(default_factory=dict)
     """Pool node (-1: the root) -> logits [V] of what follows its children."""
     waiting: list[Tensor] = field(default_factory=list)
