@@ -123,9 +123,9 @@ class Starting:
             client, waiting.submit, target, request, self._tally, waiting.since_ns, waiting.begun
         )
         running.queued = waited
-        yield from self._deliver(running, waiting)
-        self._queue.given(request.owner, tokens_of(request), self._now_ns())
         try:
+            yield from self._deliver(running, waiting)
+            self._queue.given(request.owner, tokens_of(request), self._now_ns())
             yield from self._moving.make_room(request, target, running.session.target_base)
         except BaseException:
             give_back(running)

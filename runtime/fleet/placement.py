@@ -203,17 +203,16 @@ class Placement:
                 target_base = self._beginning(target, request)
                 draft = draft if target_base is None else None
         draft_sync = DraftSync(length, reads=reads, base=draft_base) if draft is not None else None
-        running = self._running_request(
-            client,
-            submit,
-            target,
-            draft,
-            request,
-            draft_sync,
-            Accounts(now_ns, tally),
-            now_ns,
-            begun,
-        )
+        accounts = Accounts(now_ns, tally)
+        try:
+            running = self._running_request(
+                client, submit, target, draft, request, draft_sync, accounts, now_ns, begun
+            )
+        except BaseException:
+            for worker, base in ((target, target_base), (draft, draft_base)):
+                if worker is not None and base is not None:
+                    worker.shelf.give_back(base)
+            raise
         running.session.target_base, running.drafts = target_base, drafts
         return running
 

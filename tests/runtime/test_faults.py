@@ -22,6 +22,7 @@ ASKED = HANDLED.index(("_dispatch", "ask"))
 CLOSED = HANDLED.index(("_dispatch", "_close"))
 SENT = HANDLED.index(("_post", "to_worker"))
 TOLD = HANDLED.index(("_post", "to_client"))
+PAIRED = HANDLED.index(("_placement", "pair"))
 STARTED = HANDLED.index(("_starting", "_start"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
@@ -57,6 +58,14 @@ FOUND = {
     ),
     "the coordinator fails at asking a worker how it is, which is there all the time": Schedule(
         drafts=0, steps=((0, Fault("handler", for_ms=SENT)), (14, Wish(tokens=1)))
+    ),
+    "the coordinator fails at beginning a request that goes on from a kept one": Schedule(
+        drafts=0,
+        steps=(
+            (0, Wish(prompt=LONG_PROMPT, tokens=1)),
+            (3, Fault("handler", for_ms=PAIRED)),
+            (2, Wish(prompt=LONG_PROMPT, tokens=1)),
+        ),
     ),
     "the coordinator fails at beginning a request, and at telling its client so": Schedule(
         drafts=0,
