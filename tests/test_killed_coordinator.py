@@ -5,6 +5,7 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,37 @@ def kill_and_compare(service: ByHand, asked: list[dict[str, Any]], kills: int, s
     draw, done, pauses = random.Random(seed), 0, []
     while done < kills:
         service.until_ready()
-        streams, threads = together(service, asked)
-        while not all(stream.heard_s for stream in streams):  # they have been accepted
-            time.sleep(0.01)
+        streams, threads = accepted(service, asked)
         while any(thread.is_alive() for thread in threads):
             time.sleep(draw.uniform(0.1, 1.5))
             if done < kills and any(thread.is_alive() for thread in threads):
                 service.kill("coordinator")
                 service.coordinate()
                 done += 1
-        for thread in threads:
-            thread.join()
-        assert [stream.outcome for stream in streams] == whole
+        assert outcomes(streams, threads) == whole
         pauses += [stream.longest_pause_s for stream in streams]
     return (
         f"{done} kills, {len(pauses)} streams, 0 texts differ; longest pause of a stream: median "
         f"{statistics.median(pauses):.2f} s, most {max(pauses):.2f} s"
     )
+
+
+def accepted(
+    service: ByHand, asked: list[dict[str, Any]]
+) -> tuple[list[Stream], list[threading.Thread]]:
+    """Return streams that run together, once the coordinator has accepted all of them, and the
+    threads that read them."""
+    streams, threads = together(service, asked)
+    while not all(stream.heard_s for stream in streams):
+        time.sleep(0.01)
+    return streams, threads
+
+
+def outcomes(streams: list[Stream], threads: list[threading.Thread]) -> list[object]:
+    """Return how streams have ended."""
+    for thread in threads:
+        thread.join()
+    return [stream.outcome for stream in streams]
 
 
 def test_streams_go_on_when_the_coordinator_is_killed(tmp_path: Path) -> None:
@@ -64,9 +79,7 @@ def test_a_swap_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Pa
     asked = bodies(2, 400)
     with by_hand(tmp_path, workers=SLOWER) as service:
         whole = [Stream(body).read(service.url).outcome for body in asked]
-        streams, threads = together(service, asked)
-        while not all(stream.heard_s for stream in streams):
-            time.sleep(0.01)
+        streams, threads = accepted(service, asked)
         command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "swap", "--role=draft"]
         swap = subprocess.Popen(
             [*command, "--draft=dovetail", f"--connect={service.address}"],
@@ -80,9 +93,7 @@ def test_a_swap_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Pa
         said = swap.communicate(timeout=60.0)[1]
         assert (swap.returncode, "swap, and draft-2 is stopped: swap again" in said) == (1, True)
         assert not newcomer[0].is_running()
-        for thread in threads:
-            thread.join()
-        assert [stream.outcome for stream in streams] == whole
+        assert outcomes(streams, threads) == whole
         service.until_ready()
         assert service.processes["draft"].poll() is None
 
@@ -92,9 +103,7 @@ def test_a_drain_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: P
     asked = bodies(2, 400)
     with by_hand(tmp_path, workers=SLOWER) as service:
         whole = [Stream(body).read(service.url).outcome for body in asked]
-        streams, threads = together(service, asked)
-        while not all(stream.heard_s for stream in streams):
-            time.sleep(0.01)
+        streams, threads = accepted(service, asked)
         command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "drain", "target", "--last"]
         drain = subprocess.Popen(
             [*command, f"--connect={service.address}"], stderr=subprocess.PIPE, text=True
@@ -105,9 +114,7 @@ def test_a_drain_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: P
         service.coordinate()
         said = drain.communicate(timeout=60.0)[1]
         assert (drain.returncode, "still shows target, drain it again" in said) == (1, True)
-        for thread in threads:
-            thread.join()
-        assert [stream.outcome for stream in streams] == whole
+        assert outcomes(streams, threads) == whole
         service.until_ready()
         assert service.processes["target"].poll() is None
 

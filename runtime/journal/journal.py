@@ -13,6 +13,7 @@ disk that takes nothing more ends the journal, which is said, and nothing else.
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 
 from dovetail.protocol.errors import DecodeError, ProtocolError
@@ -225,7 +226,7 @@ class Journal:
         before = self._segments.all
         self._attempt(lambda: self._segments.begin(self._as_records(ended=True)))
         for number in before if not self.failed else ():
-            self._attempt(lambda number=number: self._segments.remove(number))  # type: ignore[misc]
+            self._attempt(partial(self._segments.remove, number))
         self._dirty = True
 
     def copy(self, records: bytes) -> None:
@@ -307,7 +308,7 @@ class Journal:
         for number in self._segments.all[:-1]:
             if now_s - self._closed_s[number] <= self._keep_s and self._segments.size <= MOST_BYTES:
                 break
-            self._attempt(lambda number=number: self._segments.remove(number))  # type: ignore[misc]
+            self._attempt(partial(self._segments.remove, number))
 
     def _attempt(self, work: Callable[[], object]) -> None:
         """Do something with the disk; where that cannot be, the journal ends, and serving does

@@ -102,7 +102,7 @@ class Replica:
 
     def reads_on_s(self, now_s: float) -> float:
         """Return for how many seconds it still reads what it was chosen for."""
-        return max(0.0, self.unread_s - (now_s - self.chosen_s)) if self.unread_s else 0.0
+        return max(0.0, self.unread_s - (now_s - self.chosen_s))
 
     def has_read(self, blocks: Sequence[int]) -> int:
         """Return how many of these blocks, from the first on, it has read."""

@@ -228,7 +228,7 @@ class Doubled(ByHand):
         assert process.stdout.readline().startswith("tcp://"), self.said(name)
 
     def said(self, name: str) -> str:
-        """What a process has written to stderr."""
+        """Return what a process has written to stderr."""
         return (self.folder / f"{name}.log").read_text() if name in self.processes else ""
 
     def until(self, true: Callable[[], bool], what: str) -> None:
@@ -240,7 +240,7 @@ class Doubled(ByHand):
 
 
 def elsewhere(host: str) -> list[str]:
-    """What comes before a command that is to run under another name of the machine."""
+    """Return the words before a command that have it run on a machine of another name."""
     named = f'hostname {host} && exec "$@"'
     return ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", named, "sh"]
 

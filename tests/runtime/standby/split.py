@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import httpx
 
 from dovetail.protocol.keys import generate_keys
-from support.by_hand import SLOWER, Doubled, Stream, bodies, ended, together
+from support.by_hand import SLOWER, Doubled, Stream, bodies, elsewhere, ended, together
 from support.machines import Machine, network
 
 PORT = 5555
@@ -158,7 +158,7 @@ def split_service(folder: Path) -> Iterator[Split]:
             for name, machine in (("first", first), ("second", second))
         }
         places = {"first": first, "second": second, "target": third, "draft": third}
-        service.machines = {name: [*one.prefix, *named(name)] for name, one in places.items()}
+        service.machines = {name: [*one.prefix, *elsewhere(name)] for name, one in places.items()}
         with ended(service):
             service.lead("first")
             service.work(SLOWER)
@@ -166,11 +166,6 @@ def split_service(folder: Path) -> Iterator[Split]:
             service.until_ready()
             service.stand_by("second", "first")
             yield Split(service, first, second)
-
-
-def named(host: str) -> list[str]:
-    """What comes before a command that is to run under another name of the machine."""
-    return ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `dovetail coordinator --standby-of` refuses, each with one line."""
+"""`dovetail coordinator --standby-of` with what it cannot do: each is refused in one line."""
 
 import re
 from pathlib import Path

@@ -109,7 +109,8 @@ def test_the_standby_takes_over_at_any_moment_and_nothing_differs(tmp_path: Path
 def test_a_coordinator_that_lives_on_behind_a_cut_tells_nothing_more_and_steps_down(
     tmp_path: Path, moment: int
 ) -> None:
-    """It has everything that had arrived before the cut, and its client stays for a while."""
+    """The first coordinator is cut off: the standby has all that had arrived by then, and the
+    client stays for a while."""
     whole = undisturbed(tmp_path / "whole", tokens=LONG_PROMPT)
     pair = Pair(tmp_path / "cut")
     pair.ask(tokens=LONG_PROMPT)
