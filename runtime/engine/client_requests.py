@@ -32,14 +32,14 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.runtime.engine import effects
 from dovetail.runtime.engine.census import waits
-from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Tell
-from dovetail.runtime.engine.faults import refusal
+from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Tell, Unanswered
+from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.starting import TAKEN, Starting, given_up
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.journal.claims import Claims
+from dovetail.runtime.journal.claims import Claim, Claims
 from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.telemetry.event_log import EventLog
 
@@ -216,9 +216,20 @@ class ClientRequests:
         clients = self._registry.clients
         self._claims.withdraw(lambda claim: clients.get(claim.client.peer) is not claim.client)
         for claim, error in self._claims.late(self._service):
-            yield self._starting.turn_down(claim.client, claim.submit, error)
+            yield from self._read(claim, error)
         for claim, target in self._claims.met():
-            yield from self._submit(claim.client, claim.submit, target, claim.since_ns, claim.entry)
+            yield from self._read(claim, target)
+
+    def _read(self, claim: Claim, target: Worker | RequestError) -> Effects[None]:
+        """Read a request that has waited for a target; a fault of ours ends it, since it waits no
+        more."""
+        client, submit = claim.client, claim.submit
+        try:
+            yield from self._submit(client, submit, target, claim.since_ns, claim.entry)
+        except BaseException as error:
+            reraise_exits(error)
+            log.exception("request %d of client %s is not read", submit.request, client.hello.name)
+            yield Unanswered(client, submit.request, error)
 
     def _submit(
         self,

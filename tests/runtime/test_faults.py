@@ -24,6 +24,7 @@ SENT = HANDLED.index(("_post", "to_worker"))
 TOLD = HANDLED.index(("_post", "to_client"))
 PAIRED = HANDLED.index(("_placement", "pair"))
 STARTED = HANDLED.index(("_starting", "_start"))
+CLAIMED = HANDLED.index(("_intake", "_submit"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
         reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))
@@ -97,6 +98,15 @@ FOUND = {
     ),
     "the coordinator fails at telling workers that a session has ended": Schedule(
         drafts=0, steps=((0, Wish(tokens=1)), (0, Fault("handler", for_ms=CLOSED)))
+    ),
+    "the coordinator fails at reading a request that its client came back for": Schedule(
+        drafts=0,
+        journal=True,
+        steps=(
+            (0, Wish(tokens=1)),
+            (0, Fault("crash", for_ms=0)),
+            (3, Fault("handler", for_ms=CLAIMED)),
+        ),
     ),
     "the only draft refuses, and nobody asks for anything afterwards": Schedule(
         steps=((0, LONG), (20, Fault("refuse", who=1)))
