@@ -223,9 +223,11 @@ class Sessions:
         self._observing.traced(running.session.number)
 
     def cancel(self, running: RunningRequest) -> None:
-        """End a session as far as it has come."""
+        """End a session as far as it has come, unless it has ended."""
 
         def end() -> None:
+            if running.session.state is State.DONE:
+                return  # it began with a whole reply
             running.interrupted(self._now_ns())
             self.perform(running, running.give(running.session.cancel))
 

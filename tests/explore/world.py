@@ -34,6 +34,8 @@ PATIENCE_NS = 300 * S
 Kinds = Mapping[str, type[ScriptedWorker]]
 CAREFUL: Kinds = {"target": CarefulTarget, "draft": CarefulDraft}
 """The workers of each role."""
+NOBODY = "/"
+"""The owner of a request whose client has no key and names no user."""
 LAST = Wish(tokens=9)
 """After the last fault."""
 
@@ -333,14 +335,19 @@ class World:
         self.seen["exception", where] += 1
 
     def committed(self, client: bytes, request: int) -> int | None:
-        """Return how many tokens of a request are committed; None: it is over."""
+        """Return how many tokens of a request are committed, those that it will go on from too;
+        None: it is over."""
         peer = self.coordinator.registry.clients.get(client)
         if peer is None:
             return None
         if (number := peer.sessions.get(request)) is not None:
             return len(self.coordinator._running[number].session.tokens)
         waits = any(one.is_of(peer, request) for one in self.coordinator._shared.queue)
-        return 0 if waits or request in peer.reading else None
+        if not waits and request not in peer.reading:
+            return None
+        ticket, journal = f"{peer.hello.epoch}/{request}", self.coordinator._journal
+        entry = None if journal is None else journal.find(ticket, NOBODY)
+        return 0 if entry is None else len(entry.tokens)
 
     def note(self, what: object) -> None:
         """Remember what happened."""

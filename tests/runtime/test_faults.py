@@ -108,6 +108,15 @@ FOUND = {
             (3, Fault("handler", for_ms=CLAIMED)),
         ),
     ),
+    "a client cancels a reply that it has come back for and that is whole": Schedule(
+        targets=2,
+        journal=True,
+        steps=(
+            (0, Fault("crash", for_ms=26)),
+            (33, Wish(tokens=9, speculate=False)),
+            (46, Fault("cancel")),
+        ),
+    ),
     "the only draft refuses, and nobody asks for anything afterwards": Schedule(
         steps=((0, LONG), (20, Fault("refuse", who=1)))
     ),
