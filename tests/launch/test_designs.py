@@ -12,17 +12,22 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dovetail.launch.planning.designs import design_of, read_config
 from dovetail.runtime.planner import Link, Machine, Place, Planner
-from dovetail.workers.models.checkpoints.composite import VOCABULARIES
-from dovetail.workers.models.checkpoints.configured import full_config
+from dovetail.workers.models.checkpoints.composite import KINDS, VOCABULARIES
+from dovetail.workers.models.checkpoints.configured import decoder_layers, full_config
+from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.families.registry import FAMILIES
-from support.architectures import VARIED, tiny_config
+from support.architectures import VARIED, shrunk, tiny_config
+from support.cases import everyday
 
 NEARLY = (0.98, 1.07)
 """What is counted of a tiny model beside its matrices: norms, biases, what fills a cache line."""
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 88, "qk_nope_head_dim": 24, "v_head_dim": 40}
 WIDER = {"minicpm3": LATENT, "youtu": LATENT}
 """Sizes for models that are so small else that what is missing to whole vectors shows."""
-EVERYDAY = ("apertus", "gpt_bigcode", "gpt_neox", "gemma4_text small", "gpt_oss", "qwen3_moe")
+EVERYDAY = (
+    *("apertus", "gpt_bigcode", "gpt_neox", "gemma4_text small", "gpt_oss", "phi4_multimodal"),
+    "qwen3_moe",
+)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,39 @@ def test_the_weights_of_a_described_family_are_counted(kind: str, tmp_path: Path
     assert NEARLY[0] < design.parameters / true < NEARLY[1]
     mixture = design.mixture
     assert (design.active < design.parameters) == (mixture.count > mixture.chosen)
+
+
+@pytest.mark.parametrize("kind", everyday(sorted(FAMILIES), "phi4_multimodal"))
+def test_what_a_described_family_has_beside_its_layers_is_what_a_text_goes_through(
+    kind: str, tmp_path: Path
+) -> None:
+    config = tiny_config(kind, {})
+    config.save_pretrained(tmp_path)
+    served = random_skeleton(tmp_path, layers=None, stored=torch.float16).model
+    within = set(decoder_layers(served)[1].modules())
+    model, passed = AutoModelForCausalLM.from_config(config).eval(), set[str]()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: passed.add(name))
+    with torch.inference_mode():
+        model(torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+    weighed = {
+        name
+        for name, module in served.named_modules()
+        if module not in within and any(True for _ in module.parameters(recurse=False))
+    }
+    assert weighed <= passed
+
+
+@pytest.mark.parametrize("kind", everyday(KINDS, "gemma3"))
+def test_of_several_parts_the_language_model_alone_is_counted(kind: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[kind](**shrunk(CONFIG_MAPPING[kind]().to_dict()))
+    config.save_pretrained(tmp_path / "whole")
+    config.text_config.save_pretrained(tmp_path / "alone")
+    whole, alone = (
+        design_of(read_config(tmp_path / name, "target model"), tmp_path / name).sizes("half")
+        for name in ("whole", "alone")
+    )
+    assert whole == alone
 
 
 SPARSE: dict[str, dict[str, Any]] = {

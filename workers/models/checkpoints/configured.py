@@ -31,6 +31,8 @@ from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 from dovetail.workers.models.imports import lean
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
+BESIDE_TEXT = {"phi4_multimodal": "model.embed_tokens_extend"}
+"""The module of a language model that puts images and sound among its embeddings, by model type."""
 WIDELY_TAKEN = torch.bfloat16
 """The type in which torch tries every product of tensors without numbers: those of grouped experts
 in no other."""
@@ -104,7 +106,7 @@ def built(config: Any, file: Path) -> Any:
     """The model on no device at all; `CheckpointError` for one that cannot be built with our
     attention."""
     try:
-        model = empty(config, attention.IMPLEMENTATION)
+        model = for_text(empty(config, attention.IMPLEMENTATION))
     except Exception as error:
         raise CheckpointError(
             f"{file}: model type {config.model_type} cannot be {_why_not_built(config, error)}"
@@ -117,6 +119,22 @@ def built(config: Any, file: Path) -> Any:
         getattr(module, "is_causal", None) is False for module in model.modules()
     ):
         raise CheckpointError(bidirectional(config, "is_decoder", file))
+    return model
+
+
+class Unchanged(nn.Module):
+    """Embeddings of a text as they are, where a model of other parts would add images to them."""
+
+    def forward(self, _ids: Tensor, embeddings: Tensor, **_others: Any) -> Tensor:
+        """Return the embeddings [B, T, hidden] that it is given."""
+        return embeddings
+
+
+def for_text(model: Any) -> Any:
+    """Return a model without the parts that read images or sound: no text is computed by them, so
+    that they are neither counted nor loaded."""
+    if (name := BESIDE_TEXT.get(model.config.model_type)) is not None:
+        model.set_submodule(name, Unchanged())
     return model
 
 

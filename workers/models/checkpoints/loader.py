@@ -25,6 +25,7 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
 from dovetail.workers.models.checkpoints.configured import (
     configured,
+    for_text,
     quiet,
     said_by,
 )
@@ -279,7 +280,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         )
     _report_superfluous(checkpoint, info["unexpected_keys"])
     model.requires_grad_(False)
-    return model.eval()
+    return for_text(model).eval()
 
 
 def _filled(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
