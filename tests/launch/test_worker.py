@@ -16,9 +16,9 @@ from dovetail.launch.machine.binding import Place
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.worker import place_of, thread_count
 from dovetail.protocol.codec import EVENT, encode
-from dovetail.protocol.errors import UserError
+from dovetail.protocol.errors import PeerGone, UserError
 from dovetail.protocol.links import open_hub, open_link
-from dovetail.protocol.messages import Event, Hello, Opened, Welcome, WorkerState
+from dovetail.protocol.messages import Hello, Welcome, WorkerState
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.client import Client
 from support import stuck
@@ -182,35 +182,28 @@ def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(
 
 def test_a_worker_that_is_stuck_says_where_and_ends(start: Start, address: str) -> None:
     with contextlib.closing(open_hub(address)) as hub:
-
-        def next_event() -> tuple[bytes, Event]:
-            while (received := hub.receive()) is None:
-                assert select.select([hub.fileno()], [], [], BACK_S)[0], "nothing came"
-            event: Event = EVENT.decode(received[1])
-            return received[0], event
-
-        arguments = (
-            "worker",
-            "--role",
-            "draft",
-            "--draft",
-            "ngram",
-            "--connect",
-            address,
-            "--coordinator.stuck_s",
-            "0.5",
+        worker = start(
+            *("worker", "--role", "draft", "--draft", "ngram", "--connect", address),
+            *("--coordinator.stuck_s", "50"),
+            command=stuck.HASTENED,
         )
-        worker = start(*arguments, command=stuck.COMMAND)
-        peer, hello = next_event()
-        assert isinstance(hello, Hello)
-        for message in (Welcome(epoch=1), *stuck.opening()):
-            hub.send(peer, encode(message))
-        assert isinstance(next_event()[1], Opened)
+        assert worker.stdout is not None
+        ready: list[object] = []
+        while worker.stdout not in ready:
+            while (received := hub.receive()) is not None:
+                if isinstance(
+                    EVENT.decode(received[1]), Hello
+                ):  # one that was stopped says it again
+                    with contextlib.suppress(PeerGone):
+                        for message in (Welcome(epoch=1), *stuck.opening()):
+                            hub.send(received[0], encode(message))
+            ready = select.select([hub.fileno(), worker.stdout], [], [], BACK_S)[0]
+            assert ready, "nothing came"
         assert worker.wait(BACK_S) == 1
     assert worker.stderr is not None
     said = worker.stderr.read()
     assert (
-        "draft worker draft has made no progress for 0.5 s (coordinator.stuck_s) and exits; "
+        "draft worker draft has made no progress for 50 s (coordinator.stuck_s) and exits; "
         "its stack:" in said
     )
     assert "in propose_for_ever" in said

@@ -19,6 +19,20 @@ cli.main()
 """
 COMMAND = (sys.executable, "-P", "-c", SCRIPT)
 """A command line whose worker, a look-up, prints a line and then never proposes anything."""
+HASTE = """
+import builtins, threading, types
+from dovetail.workers import progress
+
+begun = threading.Event()
+
+def print(*arguments, **named):
+    builtins.print(*arguments, **named)
+    begun.set()
+
+progress.time = types.SimpleNamespace(sleep=lambda seconds: begun.wait())
+"""
+HASTENED = (sys.executable, "-P", "-c", HASTE + SCRIPT)
+"""The same, where the watchdog's time stands still until the worker is stuck, and then flies."""
 
 
 def opening() -> tuple[Command, Command]:
