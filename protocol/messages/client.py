@@ -36,6 +36,22 @@ class Told(Frozen):
     """Characters of the text."""
     scores: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Tokens of the prompt whose log-probabilities it was told."""
+    fingerprint: Name = ""
+    """The fingerprint of the target that computed these tokens; empty: it is not known, or several
+    targets of different fingerprints did."""
+
+    def after(self, reply: "Emitted | PromptScored") -> "Told":
+        """Return what a client has been told with this reply too."""
+        if isinstance(reply, PromptScored):
+            return self.model_copy(update={"scores": self.scores + len(reply.logprobs)})
+        told: dict[str, int | str] = {
+            "tokens": self.tokens + len(reply.tokens),
+            "characters": self.characters + len(reply.text),
+        }
+        if reply.fingerprint:
+            same = not self.tokens or reply.fingerprint == self.fingerprint
+            told["fingerprint"] = reply.fingerprint if same else ""
+        return self.model_copy(update=told)
 
 
 NOTHING_TOLD = Told()
@@ -192,6 +208,8 @@ class Emitted(Message):
         tuple[TokenLogprobs, ...], Field(max_length=MAX_TOKENS, fail_fast=True)
     ] = ()
     """The log-probabilities of each token, where they were asked for."""
+    fingerprint: Name = ""
+    """The fingerprint of the target that computed them; empty: it is that of the last ones."""
 
 
 class PromptScored(Message):

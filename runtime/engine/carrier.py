@@ -105,9 +105,7 @@ class Carrier:
             case Abandon():
                 self._sessions.drop(effect.running)
             case Forget():
-                self._sessions.attempt(
-                    effect.running, partial(self._sessions.close_on, effect.worker, effect.running)
-                )
+                self._sessions.forget_on(effect.worker, effect.running)
             case Lose():
                 self._peers.lose(effect.worker, effect.why)
             case LetGo():

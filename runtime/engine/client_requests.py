@@ -193,10 +193,20 @@ class ClientRequests:
             return
         if entry is not None:
             yield from self._claimed(client, submit, entry)
-        elif submit.again and self._placement.reader() is None and not self._service.ending:
-            self._claims.wait(client, submit, None)
-        else:
+        elif self._service.ending or not self._waits(submit):
             yield from self._submit(client, submit, self._target(), now_ns)
+        else:
+            yield from self._wait(client, submit, None)
+
+    def _waits(self, submit: Submit) -> bool:
+        """Return whether a request that the journal does not know waits for a target: for one that
+        computes what its client has to the same bytes, or for any if its client comes back."""
+        return bool(submit.told.tokens) or (submit.again and self._placement.reader() is None)
+
+    def _wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> Effects[None]:
+        """Have a reply wait for a target; earlier claims to it end."""
+        for claim in self._claims.wait(client, submit, entry):
+            yield Tell(claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request))
 
     def _claimed(self, client: ClientPeer, submit: Submit, entry: Entry) -> Effects[None]:
         """Give a client what it does not have of a reply, and the rest as it comes."""
@@ -208,8 +218,7 @@ class ClientRequests:
             return
         own = ("epoch", "request", "told", "trace", "again")
         again = {name: getattr(submit, name) for name in own}
-        for claim in self._claims.wait(client, entry.submit.model_copy(update=again), entry):
-            yield Tell(claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request))
+        yield from self._wait(client, entry.submit.model_copy(update=again), entry)
 
     def claim(self) -> Effects[None]:
         """Read the requests again that wait for a target, for which one is there."""

@@ -49,7 +49,9 @@ class Replies:
         running.told_ns = at_ns
         if (left := running.delivery.left_of(emit)) is None:
             return
-        emit = left
+        emit, fingerprint = left, running.session.fingerprint
+        new = fingerprint != running.delivery.fingerprint
+        running.delivery.fingerprint = fingerprint
         drafted = tuple(place < emit.drafted for place in range(len(emit.tokens)))
         self._post.to_client(
             running.client,
@@ -60,6 +62,7 @@ class Replies:
                 drafted=drafted,
                 text=emit.text,
                 logprobs=emit.logprobs,
+                fingerprint=fingerprint if new else "",
             ),
         )
 

@@ -233,6 +233,15 @@ class Sessions:
 
         self.attempt(running, end)
 
+    def forget_on(self, worker: Worker, running: RunningRequest) -> None:
+        """Have a worker forget a session. Where we fail at it the session ends, and the worker,
+        which may be none of its own any more, is told once more."""
+        try:
+            self.close_on(worker, running)
+        except BaseException as error:
+            self.broken(running, error)
+            aside(self.close_on, worker, running)
+
     def close_on(self, worker: Worker, running: RunningRequest) -> None:
         """Have a worker forget a session, if the worker is still there."""
         if worker.peer in self._registry.workers:

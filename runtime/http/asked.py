@@ -35,15 +35,7 @@ class Asked:
 
     def count(self, reply: Emitted | PromptScored) -> None:
         """Note what is told."""
-        told = self.told
-        if isinstance(reply, PromptScored):
-            self.told = told.model_copy(update={"scores": told.scores + len(reply.logprobs)})
-        else:
-            counts = {
-                "tokens": told.tokens + len(reply.tokens),
-                "characters": told.characters + len(reply.text),
-            }
-            self.told = told.model_copy(update=counts)
+        self.told = self.told.after(reply)
 
     @property
     def again(self) -> Submit:

@@ -105,6 +105,7 @@ class Claims:
         running.client, running.request = client, submit.request
         client.sessions[submit.request] = running.session.number
         running.delivery.ahead = self.ahead(submit, running.session)
+        running.delivery.fingerprint = ""
         running.told_ns = None
 
     def missed(self, submit: Submit, entry: Entry, session: Session | None) -> Iterator[Emitted]:
@@ -123,6 +124,7 @@ class Claims:
                 drafted=tuple(entry.drafted[piece]),
                 text=text,
                 logprobs=tuple(entry.logprobs[piece]),
+                fingerprint=entry.fingerprint if told.tokens else "",
             )
             begin, text = begin + MAX_JOINED, ""
 
@@ -137,7 +139,7 @@ class Claims:
 
     def wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> list[Claim]:
         """Have a reply wait for a target instead of earlier claims to it, and return those."""
-        before = self.withdraw(lambda claim: claim.submit.ticket == submit.ticket)
+        before = self.withdraw(lambda claim: claim.submit.ticket == submit.ticket != "")
         self._waiting.append(Claim(client, submit, entry, self._shared.now_ns()))
         return before
 
@@ -173,20 +175,26 @@ class Claims:
             if waited_s < most_s:
                 continue
             self._waiting.remove(claim)
-            wanted = "" if entry is None or not entry.tokens else f" of {entry.fingerprint}"
+            known = claim.submit.told.fingerprint if entry is None else entry.fingerprint
+            wanted = f" of {known}" if claim.submit.told.tokens or (entry and entry.tokens) else ""
             text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} was there"
             yield claim, RequestError("worker_lost", f"{text}: start one and ask again")
 
     def suits(self, entry: Entry | None, told: Told, target: Worker) -> bool:
         """Return whether a reply may be gone on with on this target: one that has begun, where the
-        same bytes are computed, or its tokens are tokens if `coordinator.move` is any."""
+        same bytes are computed, or its tokens are tokens if `coordinator.move` is any; one of
+        which the client has more than the journal, where that is decoded again to the same."""
+        fingerprint = str(target.hello.fingerprint)
+        journaled, served = (len(entry.tokens), entry.fingerprint) if entry else (0, "")
+        if told.tokens > journaled and fingerprint != (told.fingerprint or served):
+            return False
         if entry is None:
             return True
         if entry.submit.vocabulary != target.facts.digest:
             return False
         return (
             not (entry.tokens or told.tokens)
-            or str(target.hello.fingerprint) == entry.fingerprint
+            or fingerprint == entry.fingerprint
             or (self._settings.move == "any" and not entry.depends_on_draft)
         )
 

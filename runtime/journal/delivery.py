@@ -16,7 +16,8 @@ class Delivery:
     """Tokens that are yet to be committed, and that the client has already."""
     noted: int = 0
     """Actions, among those that the client is yet to be told of, that the journal has."""
-
+    fingerprint: str = ""
+    """The fingerprint that the client was told with the last tokens."""
     finished: bool = False
     """True if its client has been told its end."""
 

@@ -20,7 +20,6 @@ from dovetail.protocol.messages import (
     Swapped,
     Welcome,
 )
-from dovetail.protocol.messages import Told as Heard
 from dovetail.protocol.settings import Sampling, TreeSettings
 from explore import invariants
 from explore.clock import Time
@@ -99,7 +98,6 @@ class Reader:
 
     def _ask(self, request: int, told: Told, *, again: bool = False) -> None:
         wish = told.wish
-        has = Heard(tokens=len(told.tokens), characters=len(told.text), scores=len(told.scored))
         self._say(
             Submit(
                 epoch=self._epoch,
@@ -117,7 +115,7 @@ class Reader:
                 scored=wish.scored,
                 ticket=f"{self._epoch}/{request}" if self._tickets else "",
                 again=again,
-                told=has,
+                told=told.heard,
             )
         )
 
@@ -162,6 +160,7 @@ class Reader:
         match reply := REPLY.decode(frames):
             case Emitted():
                 told = self._running(reply.request)
+                told.heard = told.heard.after(reply)
                 told.tokens += reply.tokens
                 told.text += reply.text
                 told.logprobs += reply.logprobs
@@ -172,6 +171,7 @@ class Reader:
                 assert reply.start == 1 + len(told.scored), (
                     "log-probabilities of the prompt twice, or left out"
                 )
+                told.heard = told.heard.after(reply)
                 told.scored += reply.logprobs
                 self._check(told)
             case Finished():

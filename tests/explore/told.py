@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from dovetail.protocol.messages import Failed, Finished, Result, TokenLogprobs
+from dovetail.protocol.messages import NOTHING_TOLD, Failed, Finished, Result, TokenLogprobs
+from dovetail.protocol.messages import Told as Heard
 from explore.clock import MS
 from explore.schedules import Reply, Wish
 
@@ -29,6 +30,8 @@ class Told:
     """Targets that were lost before the request came."""
     late: bool = False
     """Its client did not read for some time, so that it heard of it later than it happened."""
+    heard: Heard = NOTHING_TOLD
+    """What it tells the next coordinator of what it was told."""
     again: bool = False
     """Its client has come back for it, to another coordinator."""
     void: bool = False

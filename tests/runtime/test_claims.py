@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.messages import Failed, Finished, Submit
+from dovetail.protocol.messages import NOTHING_TOLD, Emitted, Failed, Finished, Submit
 from dovetail.protocol.settings import CoordinatorSettings, Sampling
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import MAGIC, Segments
@@ -135,6 +135,49 @@ def test_tokens_that_only_the_client_has_are_decoded_on_the_same_kind_of_target(
     lives.run()
     assert isinstance(lives.end, Failed)
     assert lives.end.code == "worker_lost"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_reply_that_no_journal_knows_goes_on_only_where_its_tokens_were_computed(
+    tmp_path: Path, comes: bool
+) -> None:
+    """What its client has is decoded again, and not told twice: on another target it would be of
+    another text."""
+    whole = undisturbed(tmp_path / "whole")
+    lives = Lives(tmp_path / "lost", settings=CoordinatorSettings(recovery_s=5.0))
+    lives.ask()
+    lives.steps(20)
+    begun, old = len(lives.tokens), lives.house
+    assert begun
+    lives.killed()
+    lives.folder = tmp_path / "another"
+    lives.starts(workers=False)
+    other = hello("target", epoch=5).fingerprint
+    assert other is not None
+    other = other.model_copy(update={"weights": "int8"})
+    lives.house.add(ScriptedTarget, "target", fingerprint=other)
+    lives.ask(again=True)
+    lives.run()
+    assert lives.end is None
+    assert len(lives.tokens) == begun
+    if comes:
+        lives.join(old)
+        lives.run()
+        assert isinstance(lives.end, Finished)
+        assert (lives.tokens, lives.text) == (whole.tokens, whole.text)
+    else:
+        lives.house.later_ns += 5 * 10**9
+        lives.run()
+        assert isinstance(lives.end, Failed)
+        assert f"no target of {lives.fingerprint} was there" in str(lives.end.text)
+
+
+def test_tokens_of_several_targets_have_no_fingerprint() -> None:
+    told, one = NOTHING_TOLD, Emitted(epoch=1, request=1, tokens=(3,), drafted=(False,), text="")
+    for fingerprint, then in (("a", "a"), ("", "a"), ("a", "a"), ("b", ""), ("b", ""), ("", "")):
+        told = told.after(one.model_copy(update={"fingerprint": fingerprint}))
+        assert told.fingerprint == then
+    assert told.tokens == 6
 
 
 def test_who_asks_with_another_clients_ticket_changes_nothing(tmp_path: Path) -> None:

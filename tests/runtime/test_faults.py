@@ -24,6 +24,7 @@ SENT = HANDLED.index(("_post", "to_worker"))
 TOLD = HANDLED.index(("_post", "to_client"))
 PAIRED = HANDLED.index(("_placement", "pair"))
 STARTED = HANDLED.index(("_starting", "_start"))
+FORGOTTEN = HANDLED.index(("_sessions", "close_on"))
 CLAIMED = HANDLED.index(("_intake", "_submit"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
@@ -115,6 +116,15 @@ FOUND = {
             (0, Fault("crash", for_ms=26)),
             (33, Wish(tokens=9, speculate=False)),
             (46, Fault("cancel")),
+        ),
+    ),
+    "the coordinator fails at having a draft forget a session that it has refused": Schedule(
+        targets=2,
+        reads=True,
+        steps=(
+            (0, Fault("refuse", who=2)),
+            (0, Fault("handler", for_ms=FORGOTTEN)),
+            (0, Wish(tokens=3)),
         ),
     ),
     "the only draft refuses, and nobody asks for anything afterwards": Schedule(

@@ -35,7 +35,7 @@ class Lives:
         self.journal = Journal(Segments(folder))
         self.house = House(journal=self.journal, settings=self.settings, **self.options)
         self.tokens: list[int] = []
-        self.text = ""
+        self.text = self.fingerprint = ""
         self.logprobs: list[TokenLogprobs] = []
         self.scores: list[TokenLogprobs] = []
         self.end: Finished | Failed | None = None
@@ -43,7 +43,12 @@ class Lives:
     def ask(self, *, again: bool = False, **changes: Any) -> None:
         """Send the Submit, the first time or once more."""
         fields = {"tokens": PROMPT, "max_tokens": MOST, "seed": 1, "ticket": TICKET, **changes}
-        told = Told(tokens=len(self.tokens), characters=len(self.text), scores=len(self.scores))
+        told = Told(
+            tokens=len(self.tokens),
+            characters=len(self.text),
+            scores=len(self.scores),
+            fingerprint=self.fingerprint,
+        )
         client = self.house.client
         fields |= {"told": told, "again": again, "tree": DYNAMIC}
         fields.setdefault("sampling", Sampling())
@@ -53,6 +58,7 @@ class Lives:
         match reply:
             case Emitted():
                 assert self.end is None
+                self.fingerprint = reply.fingerprint or self.fingerprint
                 self.tokens += reply.tokens
                 self.text += reply.text
                 self.logprobs += reply.logprobs
