@@ -5,6 +5,9 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pydantic import TypeAdapter
 
 from dovetail.runtime.router.choice import Load, Replica
 from dovetail.runtime.router.upstream import Broken, Upstream
@@ -14,6 +17,8 @@ log = logging.getLogger("dovetail.router")
 LOOK_EVERY_S = 0.5
 ANSWER_S = 2.0
 """Seconds in which a replica has to answer how it is."""
+LOAD = TypeAdapter(Load)
+"""What a replica says of itself; what only a later version says is left out."""
 
 
 class Fleet:
@@ -62,12 +67,12 @@ class Fleet:
             async with asyncio.timeout(ANSWER_S):
                 status, content = await self._upstream.get(replica.url, b"/readyz")
             told = json.loads(content)
-            load = {**told["load"], "in_flight": replica.in_flight} if told["load"] else {}
+            load = LOAD.validate_python(told["load"]) if told["load"] else None
         except (Broken, TimeoutError, ValueError, KeyError, TypeError) as error:
             self.lost(replica, str(error) or "it does not answer")
             return
-        if load:
-            replica.told(Load(**load))
+        if load is not None:
+            replica.told(replace(load, in_flight=replica.in_flight))
         if status == 200 and not replica.ready:
             log.info("the replica %s gets requests", replica.url)
         elif status != 200 and replica.ready:

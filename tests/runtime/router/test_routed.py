@@ -26,6 +26,7 @@ class Scripted:
         self.asked: list[tuple[bytes, dict[bytes, bytes], bytes]] = []
         self.left = asyncio.Event()
         self.url = ""
+        self.state: Any = READY
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -36,7 +37,7 @@ class Scripted:
                     head[name.strip().lower()] = value.strip()
                 body = await reader.readexactly(int(head.get(b"content-length", b"0")))
                 if b"/readyz" in line:
-                    plain(writer, 200, json.dumps(READY).encode())
+                    plain(writer, 200, json.dumps(self.state).encode())
                     continue
                 self.asked.append((line.split()[1], head, body))
                 await self.behave(reader, writer, head)
@@ -291,5 +292,39 @@ def test_the_router_says_how_its_replicas_are() -> None:
             assert line in pieces[0].decode()
             assert (await there.ask(path="/"))[0] == 404
             assert (await there.ask(path="/health", host="evil.example"))[0] == 403
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"ready": True, "load": {"sessions": "many"}},
+        {"ready": True, "load": [1]},
+        {"ready": True},
+        [1, 2],
+    ],
+    ids=str,
+)
+def test_what_is_no_replica_gets_no_requests_and_the_others_get_them(state: Any) -> None:
+    async def test() -> None:
+        async with routed(streams, streams) as there:
+            other, replica = there.replicas
+            other.state = state
+            await there.fleet.look()
+            ready = {seen.url: seen.ready for seen in there.fleet.replicas}
+            assert ready == {other.url: False, replica.url: True}
+
+    run(test)
+
+
+def test_what_only_a_later_version_says_of_its_load_is_left_out() -> None:
+    async def test() -> None:
+        async with routed(streams) as there:
+            there.replicas[0].state = {"ready": True, "load": {"sessions": 3, "mood": "good"}}
+            await there.fleet.look()
+            (seen,) = there.fleet.replicas
+            assert seen.ready
+            assert seen.load.sessions == 3
 
     run(test)
