@@ -138,6 +138,8 @@ class Option:
     layers: int
     host_experts: bool
     """True if the CPU computes the experts of the layers on the device."""
+    nodes: int
+    """Memory nodes that the target is spread over."""
     tau: float
     draft_s: float
     """T_D of a round."""
@@ -188,7 +190,11 @@ class Planner:
     apart: "Planner | None" = None
     """Plans it with the experts of layers on the device on the CPU; None: there are
     none."""
+    spread: "Planner | None" = None
+    """Plans it spread over memory nodes; None: it cannot be."""
     host_experts: bool = False
+    nodes: int = 1
+    """Memory nodes that the target is spread over."""
     cpu_alone: bool = False
     """True if no layer of the target can be on a device; a draft can."""
 
@@ -285,6 +291,7 @@ class Planner:
             resident=resident,
             layers=self.target.layers,
             host_experts=self.host_experts,
+            nodes=self.nodes,
             tau=tokens,
             draft_s=draft_s,
             verify_s=self.pass_s(rows, computed, resident, draft_s),

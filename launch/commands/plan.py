@@ -244,6 +244,16 @@ def _elsewhere(
             f"{' or '.join(found.target.peak_gflop_s)}"
         )
     hardware = described(found, weights, current.memory.vram_bytes, current.memory.ram_bytes)
+    if (numa := current.target.numa) not in ("auto", "shard"):
+        raise UserError(
+            f"target.numa = {numa!r}: of the nodes of a machine that is only described no plan "
+            "chooses some; write shard, or leave it out"
+        )
+    if numa == "shard" and hardware.nodes is None:
+        raise UserError(
+            f"target.numa = 'shard': {found.title} has one memory node by its description: say "
+            "how many it has (nodes), or leave target.numa out"
+        )
     device = GPU if hardware.device is not None else None
     subject = Subject(configuration, design, hardware, device, device or "cpu", weights)
     subject.embedded, subject.unnamed = (

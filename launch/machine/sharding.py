@@ -13,6 +13,7 @@ from dovetail.launch.processes.preflight import estimated_bytes, why_not_sharded
 from dovetail.protocol.calibration import Calibration
 from dovetail.protocol.profile import NodeTimes, Profile, load_profile, machine_key
 from dovetail.protocol.settings import TargetSettings
+from dovetail.runtime.costs.nodes import Nodes, measured_meeting_s
 
 ROWS = 16
 """Rows of the pass by which it is decided, about those of a usual tree."""
@@ -110,3 +111,37 @@ def layout_for(target: TargetSettings, *, shares: bool = False) -> CoreLayout:
         threads=target.threads,
         target_bytes=estimated_bytes(target),
     )
+
+
+def layouts_for(target: TargetSettings) -> tuple[CoreLayout, CoreLayout | None]:
+    """Return the places of a target with these settings, its draft and its coordinator on this
+    machine if the target is not spread, and if it is; None: it cannot be."""
+    topology, size = read_topology(), estimated_bytes(target)
+    asked = target.numa == "shard"
+    if not asked and not may_be_sharded(target, topology):
+        return layout_for(target), None
+    threads = "auto" if asked else target.threads
+    alone = lay_out(topology, numa="auto", threads=threads, target_bytes=size)
+    return alone, lay_out(topology, numa="shard", threads=target.threads, target_bytes=size)
+
+
+def nodes_of_layouts(alone: CoreLayout, spread: CoreLayout, profile: Profile) -> Nodes:
+    """Return what is known of the nodes over which a target is spread: what a layer takes there
+    beside its share was measured of any target that `dovetail calibrate` has measured both ways
+    with as many threads, or is assumed."""
+    before, after = len(alone.target.cores), len(spread.target.cores)
+    nodes = Nodes(len(spread.target.shards), after / before)
+    there = {"shards": nodes.count, "threads": after}
+    for entry in reversed(profile.entries):
+        key = entry.key
+        if key.machine != machine_key() or (key.shards, key.threads) != (1, before):
+            continue
+        for over in profile.find(key.model_copy(update=there)).calibrations:
+            for one in entry.calibrations:
+                if one.backend == over.backend:
+                    meeting_s = measured_meeting_s(
+                        one.t_v, over.t_v, rows=ROWS, times=nodes.times, layers=one.layers
+                    )
+                    words = f"{meeting_s * 1e6:.3g} us a layer (measured with another model)"
+                    return Nodes(nodes.count, nodes.times, meeting_s, words)
+    return nodes

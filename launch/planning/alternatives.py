@@ -19,7 +19,7 @@ from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.runtime.planner import Draft, Option, Places, Planner, by_budget
 
 Step = Callable[[str], None]
-KINDS = 13
+KINDS = 15
 """The largest number of kinds of placements, for the bar."""
 
 
@@ -29,6 +29,9 @@ class Offered:
 
     candidate: Candidate
     draft: Draft
+    spread: bool = False
+    """True if it drafts for a target that is spread over memory nodes, and has the cores that this
+    one leaves."""
 
     @property
     def shared(self) -> bool:
@@ -91,14 +94,16 @@ def _without_draft(planner: Planner) -> Iterator[tuple[Planner, str, Places]]:
     yield planner, "all on the device", planner.whole()
     if (apart := planner.apart) is not None:
         yield apart, "experts on the CPU", [*apart.split(), *apart.whole()]
+    if (spread := planner.spread) is not None:
+        yield spread, "target alone, over memory nodes", spread.on_cpu()
 
 
 def _with_draft(
     planner: Planner, offered: Sequence[Offered]
 ) -> Iterator[tuple[Planner, str, Places, Sequence[Offered]]]:
-    apart, shared = (
-        [one for one in offered if not one.shared],
-        [one for one in offered if one.shared],
+    shared = [one for one in offered if one.shared]
+    apart, spread = (
+        [one for one in offered if not one.shared and one.spread is over] for over in (False, True)
     )
     yield planner, "Dovetail", planner.on_cpu(), apart
     yield planner, "Dovetail, split target", planner.split(), apart
@@ -114,6 +119,8 @@ def _with_draft(
     yield planner, "SubSpec", [*planner.streamed(), *planner.whole()], shared
     if (own := planner.apart) is not None:
         yield own, "Dovetail, experts on the CPU", [*own.split(), *own.whole()], apart
+    if (own := planner.spread) is not None:
+        yield own, "Dovetail, over memory nodes", own.on_cpu(), spread
 
 
 def _alone(planner: Planner, name: str, places: Places) -> Alternative | None:

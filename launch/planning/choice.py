@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dovetail.launch.machine.fit import check_memory, nodes_of
+from dovetail.launch.machine.sharding import choice_of
 from dovetail.launch.planning.candidates import Candidate, Reader
 from dovetail.launch.planning.designs import design_of, read_config
 from dovetail.launch.planning.subject import folder_of, subject_here
@@ -134,7 +135,9 @@ def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list
 def _best(
     configuration: Configuration, found: Sequence[Candidate], say: Say
 ) -> tuple[Configuration, list[str]]:
-    every = subject_here(configuration, say).search(found, lambda _: None)
+    spread = choice_of(configuration.settings.target).numa == "shard"
+    searched = subject_here(configuration, say).search(found, lambda _: None)
+    every = [one for one in searched if (one.option.nodes > 1) is spread]
     with_draft = [one for one in every if one.candidate is not None]
     if not with_draft:
         return _lookup(configuration, "there is no room for a draft of its own")

@@ -22,6 +22,7 @@ from dovetail.protocol.calibration import (
     StateTraffic,
 )
 from dovetail.protocol.experts import DENSE, Mixture
+from dovetail.runtime.costs.nodes import Nodes
 from dovetail.runtime.costs.rounds import Messages, Origin, Source
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
 from dovetail.workers.models.backends.sizes import INT4
@@ -124,6 +125,9 @@ class Hardware:
     proposal_s: float = PROPOSAL_S
     core: Engine | None = None
     """The core that drafts where the GPU cannot; None: `draft` stands for it."""
+    nodes: Nodes | None = None
+    """The memory nodes over which the host can spread a target, whose limits are those of one of
+    them; None: there is one."""
 
 
 def arithmetic(weights: str) -> str:
@@ -176,6 +180,7 @@ def described(machine: Described, weights: str, vram: int | None, ram: int | Non
         messages=machine.link.messages,
         level_s=0.0,
         proposal_s=0.0,
+        nodes=target.spread if not on_device else None,
     )
 
 
@@ -290,6 +295,27 @@ def _link(
     return Link(
         cache(lambda rows: max(0.0, parts.streamed.at(rows) - parts.layer.at(rows))), overlaps=False
     )
+
+
+def over_nodes(
+    prices: Prices, hardware: Hardware, target: Target, calibration: Calibration | None = None
+) -> Machine | None:
+    """Return the machine whose host spreads the target over its memory nodes, and note where that
+    price is from; None where it cannot. `calibration`: of the target when it is spread."""
+    host, nodes, origins = prices.machine.host, hardware.nodes, prices.origins
+    if host is None or nodes is None:
+        return None
+    name = f"passes over {nodes.count} memory nodes"
+    if calibration is not None:
+        origins[name] = Origin(Source.PROFILED, f"measured, {calibration.measured[:10]}")
+        place = _shared(calibration.t_v, target)
+    else:
+        origins[name] = nodes.origin_of(origins["passes of the CPU"])
+        place = Place(
+            cache(lambda rows: nodes.spread_s(host.layer_s(rows), 1.0)),
+            cache(lambda rows: nodes.spread_s(host.head_s(rows), 0.0)),
+        )
+    return replace(prices.machine, host=place, device=None, link=None)
 
 
 def with_host_experts(prices: Prices, mixture: Mixture) -> Machine | None:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dovetail.launch.machine.sharding import choice_of
+from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.planning.alternatives import Alternative, Offered, alternatives, names_of
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, read_config
@@ -13,6 +15,7 @@ from dovetail.launch.planning.prices import (
     Hardware,
     Prices,
     level,
+    over_nodes,
     price,
     with_host_experts,
 )
@@ -22,11 +25,12 @@ from dovetail.launch.planning.words import settings, told, tree_of, verdict
 from dovetail.launch.processes.preflight import is_path
 from dovetail.launch.profiling.bounds import Model
 from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin, Source
-from dovetail.runtime.planner import Option, Planner
+from dovetail.runtime.planner import Draft, Option, Planner
 from dovetail.workers.models.checkpoints.footprint import IN_BLOCKS
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
@@ -67,16 +71,28 @@ class Subject:
 
     @property
     def planner(self) -> Planner:
-        """Return what places the target, and places it with its experts on the CPU."""
-        alone = self._by_cpu_alone
-        whole = Planner(self.target, self.prices.machine, cpu_alone=alone)
+        """Return what places the target, and places it with its experts on the CPU, or spread over
+        memory nodes."""
+        alone, machine, spread = self._by_cpu_alone, self.prices.machine, self._over_nodes()
+        if self.configuration.settings.target.numa == "shard":
+            nowhere_else = replace(machine, host=None, device=None)
+            return Planner(self.target, nowhere_else, spread=spread)
+        whole = Planner(self.target, machine, cpu_alone=alone, spread=spread)
         if alone:
             return whole
-        machine = with_host_experts(self.prices, self.target.mixture)
-        if machine is None:
+        beside = with_host_experts(self.prices, self.target.mixture)
+        if beside is None:
             return whole
         target = self.design.target(self.weights, self.device or GPU, self.cache, host_experts=True)
-        return replace(whole, apart=Planner(target, machine, host_experts=True))
+        return replace(whole, apart=Planner(target, beside, host_experts=True))
+
+    def _over_nodes(self) -> Planner | None:
+        """Return what places the target over memory nodes; None: it cannot be."""
+        measured = self.here.spread_calibration if self.here is not None else None
+        machine = over_nodes(self.prices, self.hardware, self.target, measured)
+        if machine is None or self.hardware.nodes is None:
+            return None
+        return Planner(self.target, machine, nodes=self.hardware.nodes.count)
 
     def search(
         self, candidates: Sequence[Candidate], step: Callable[[str], None]
@@ -92,32 +108,34 @@ class Subject:
         return found
 
     def offered(self, candidate: Candidate) -> list[Offered]:
-        """A candidate as drafts: one of its own, and where it can one that shares with the target.
-        One that the GPU cannot have is priced on the CPU."""
-        hardware, measured = self.hardware, None
+        """A candidate as drafts: one of its own, one beside a target that is spread over memory
+        nodes, and where it can one that shares with the target. One that the GPU cannot have is
+        priced on the CPU."""
+        hardware, measured, spread = self.hardware, None, None
         if self.here is not None:
             if falls := self.here.fall(candidate):
                 self.falls[candidate.name] = falls
                 hardware = replace(hardware, draft=hardware.core or hardware.draft)
-            measured = self.here.level(candidate, self._place_of(candidate))
+            measured, spread = (
+                self.here.level(candidate, self._place_of(candidate), layout)
+                for layout in (self.here.layout, self.here.spread or self.here.layout)
+            )
         self.levels[candidate.name] = MEASURED if measured is not None else hardware.draft.origin
         on_device = self.device is not None and self._place_of(candidate) == self.device
         beside_s = self.hardware.proposal_s
-        found = [
-            candidate.draft(
-                level(hardware, candidate.size, measured), beside_s, on_device=on_device
-            )
-        ]
-        if candidate.kind == "substitute" and on_device and self.prices.machine.device is not None:
-            found.append(
-                candidate.shared(
-                    level(
-                        self.hardware, candidate.size, measured, self.prices.machine.device.layer_s
-                    ),
-                    beside_s,
-                )
-            )
-        return [Offered(candidate, draft) for draft in found]
+
+        def own(known: RowsSeconds | None) -> Draft:
+            level_s = level(hardware, candidate.size, known)
+            return candidate.draft(level_s, beside_s, on_device=on_device)
+
+        found = [Offered(candidate, own(measured))]
+        if self.hardware.nodes is not None:
+            found.append(Offered(candidate, own(spread), spread=True))
+        device = self.prices.machine.device
+        if candidate.kind == "substitute" and on_device and device is not None:
+            level_s = level(self.hardware, candidate.size, measured, device.layer_s)
+            found.append(Offered(candidate, candidate.shared(level_s, beside_s)))
+        return found
 
     def _place_of(self, candidate: Candidate) -> str:
         """Return the device on which a candidate drafts."""
@@ -132,7 +150,8 @@ class Subject:
             return False
         falls = option.draft.name in self.falls
         if (falls or self.draft_device == "cpu") and self.here is not None:
-            return not self._in_turns
+            layout = (self.here.spread if option.nodes > 1 else None) or self.here.layout
+            return not layout.shared
         return (
             self.device in (None, "cpu") or self.draft_device != self.device or not option.computed
         )
@@ -247,8 +266,17 @@ class Subject:
             one,
             self.device or "cpu",
             self.draft_device if one.candidate is None else self._place_of(one.candidate),
-            self.configuration.over("plan", {"target.weights": self.weights}),
+            self.configuration.over("plan", {"target.weights": self.weights, **self._node(one)}),
         )
+
+    def _node(self, one: Alternative) -> dict[str, Any]:
+        """Return the setting that keeps a target on the node of an alternative, where `auto` would
+        spread it by what was measured; nothing where it would not."""
+        if self.here is None or self.here.spread is None or one.option.nodes > 1:
+            return {}
+        target = self.configuration.settings.target.model_copy(update={"weights": self.weights})
+        nodes = format_numbers(self.here.layout.target.nodes)
+        return {"target.numa": nodes} if choice_of(target).numa == "shard" else {}
 
 
 def _giga(size: int | None) -> float | None:

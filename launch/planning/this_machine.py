@@ -3,12 +3,12 @@ kept, GPUs. torch comes in with the functions, on the target's cores in number."
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dovetail.launch.files.directory import profile_path
 from dovetail.launch.machine.cores import CoreLayout
-from dovetail.launch.machine.sharding import layout_for
+from dovetail.launch.machine.sharding import layouts_for, nodes_of_layouts
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, design_of
 from dovetail.launch.planning.prices import Engine, Hardware
@@ -54,6 +54,10 @@ class Here:
     calibration: Calibration | None
     parts: DeviceCosts | None
     layout: CoreLayout
+    """The places of the processes where the target is not spread over memory nodes."""
+    spread: CoreLayout | None
+    """The places where it is; None: it cannot be."""
+    spread_calibration: Calibration | None
     limits: tuple[MachineLimits, str]
     """The limits of the cores in use, and their origin."""
 
@@ -74,8 +78,9 @@ class Here:
         why = load_profile(profile_path()).fall_of(key)
         return f"as at its last start: {why}" if why else ""
 
-    def level(self, candidate: Candidate, device: str) -> RowsSeconds | None:
-        """Return t_D of a draft on a device as it was measured here; None: it was not."""
+    def level(self, candidate: Candidate, device: str, layout: CoreLayout) -> RowsSeconds | None:
+        """Return t_D of a draft on a device as it was measured here, with the cores that it has in
+        this layout; None: it was not."""
         settings = candidate.settings
         if candidate.lacks and candidate.kind != "substitute":
             return None
@@ -87,7 +92,7 @@ class Here:
             weight_paths(Path(target.model).expanduser())
         ):
             return None
-        threads = len(self.layout.draft.cores)
+        threads = len(layout.draft.cores)
         library = open_device(device, threads, for_head=True).library
         found = expected_levels(
             profile_path(),
@@ -110,10 +115,8 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     """Return what is known of the target of the settings on this machine; what is unknown is
     measured in a second, or estimated. `before`: of the same target in other weights."""
     settings = configuration.settings
-    layout = layout_for(settings.target)
-    threads = (
-        settings.target.threads if settings.target.threads != "auto" else len(layout.target.cores)
-    )
+    layout, spread = layouts_for(settings.target)
+    threads = len(layout.target.cores)
     os.environ.update(thread_environment(threads))
     say("looking at what is known of this machine")
     device = device_of(settings)
@@ -130,16 +133,25 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
             f"the config.json of a {config.get('model_type')} model does not say how large it "
             "is: no plan can be made for it"
         )
-    known = known_costs(
-        target, profile_path(), device=device or "cpu", shards=len(layout.target.shards) or 1
-    )
+    profile = profile_path()
+    known = known_costs(target, profile, device=device or "cpu")
+    spread_calibration = None
+    if spread is not None:
+        over = {"shards": len(spread.target.shards), "threads": len(spread.target.cores)}
+        spread_calibration = known_costs(target, profile, device="cpu", **over).calibration
     parts = known.parts if device is not None else None
     calibration, folder = known.calibration, Path(target.model).expanduser()
     limits = _limits(calibration, say) if before is None or calibration else before.limits
     products = None if calibration else product_seconds(target.weights, folder, target.activations)
     hardware = _hardware(settings, device, limits, products, threads)
+    if spread is not None:
+        nodes = nodes_of_layouts(layout, spread, load_profile(profile))
+        hardware = replace(hardware, nodes=nodes)
     design = design_of(config, folder)
-    return Here(configuration, device, design, hardware, calibration, parts, layout, limits)
+    return Here(
+        *(configuration, device, design, hardware, calibration, parts),
+        *(layout, spread, spread_calibration, limits),
+    )
 
 
 def _limits(calibration: Calibration | None, say: Say) -> tuple[MachineLimits, str]:

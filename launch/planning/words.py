@@ -14,6 +14,8 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE, spelled
 
 MS = 1e3
 GIGA = 1e9
+SHARD = "shard"
+"""The value of target.numa that spreads a target over memory nodes."""
 WORTH = 1.02
 """Times the target alone: less is within what two runs differ by."""
 
@@ -32,6 +34,8 @@ def placement(one: Alternative, device: str) -> str:
         parts.append(f"{device} {_span(option.on_cpu, option.layers - 1)} ({how}) and head")
         if option.host_experts:
             parts.append("experts on the cpu")
+    if option.nodes > 1:
+        parts.append(f"over {option.nodes} memory nodes")
     words = ", ".join(parts)
     return f"{words}; {one.option.draft.name}" if one.option.draft is not None else words
 
@@ -75,7 +79,7 @@ def settings(
 ) -> dict[str, Any]:
     """Dotted names and values of all that starts it, in the order of the settings."""
     option = one.option
-    about = ["target.model", "target.weights", "target.inflate", "target.threads"]
+    about = ["target.model", "target.weights", "target.inflate", "target.threads", "target.numa"]
     if base.settings.target.weights in (INT4, FILE):
         about.append("target.activations")
     found: dict[str, Any] = {
@@ -106,6 +110,8 @@ def settings(
 
 
 def _target(option: Option, device: str) -> dict[str, Any]:
+    if option.nodes > 1:
+        return {"target.numa": SHARD}
     if not option.computed:
         return {}
     if option.host_experts:
@@ -170,6 +176,8 @@ def verdict(
             else "no draft was looked at, or none fits beside the target"
         )
         said.append(f"speculation is not worth it here: {cause}")
+    if (over := _over_nodes(found)) is not None:
+        said.append(over)
     mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
     if mixed is not None and dense:
         offloading = _offloading(mixed, found, model, link, layer_bytes)
@@ -178,6 +186,20 @@ def verdict(
             f"equation 6): {offloading.in_words()}"
         )
     return said
+
+
+def _over_nodes(found: Sequence[Alternative]) -> str | None:
+    """Return in words what it brings to spread the target over memory nodes; None where it is not
+    looked at, or nothing else is."""
+    spread = next((one for one in found if one.option.nodes > 1), None)
+    other = next((one for one in found if one.option.nodes == 1), None)
+    if spread is None or other is None:
+        return None
+    return (
+        f"over {spread.option.nodes} memory nodes (target.numa = {SHARD!r}): "
+        f"{spread.tokens_per_s / other.tokens_per_s:.2f} times the best on one ({other.name}, "
+        f"{figure(other.tokens_per_s)} tokens/s)"
+    )
 
 
 def _offloading(
@@ -222,6 +244,7 @@ def told(
             "verify": option.verify_s * MS,
             "beside": option.beside_s * MS,
         },
+        "memory_nodes": option.nodes,
         "vram_gb": option.device_bytes / GIGA,
         "ram_gb": option.host_bytes / GIGA,
         "why": why(one),

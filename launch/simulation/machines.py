@@ -21,6 +21,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.settings import MAX_GAMMA, Frozen
 from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.nodes import Nodes
 from dovetail.runtime.costs.rounds import Messages, PlacedCosts
 
 FOLDER = DEMO_FOLDER / "machines"
@@ -82,12 +83,19 @@ class TargetPart(Frozen):
     """At which its weights are read: memory's, or the bus's where they stream."""
     peak_gflop_s: dict[Weights, Rate]
     layer_us: Micros
+    nodes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Memory nodes, each with this bandwidth and arithmetic, over which it can be spread."""
     kv_bytes: Annotated[float, Field(gt=0.0, le=8.0, strict=False)]
     """A number of a key or value."""
     resident_gb: Annotated[float, Field(ge=0.0, strict=False)] = 0.0
     """Weights that lie where they are computed."""
     resident_bandwidth_gb_s: Rate | None = None
     """At which those are read, and the cache."""
+
+    @property
+    def spread(self) -> Nodes | None:
+        """Return the nodes that the target can be spread over; None: there is one."""
+        return Nodes(self.nodes, float(self.nodes)) if self.nodes > 1 else None
 
 
 class DraftPart(Frozen):
@@ -151,17 +159,21 @@ class ProcessorPart(Frozen):
     cores: Annotated[int, Field(ge=1, le=65536)]
     ghz: Annotated[float, Field(gt=0.0, le=100.0, strict=False)]
     isa: Literal["sse", "avx", "avx2", "avx512"]
+    nodes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Memory nodes, each with as many of the channels and cores."""
 
     def parts(self) -> dict[str, Any]:
-        """Return the other parts of a description: a target on all cores, a draft on one."""
-        bandwidth = ATTAINED * self.channels * self.mt_s * 8 / 1000
+        """Return the other parts of a description: a target on all cores of a node, a draft on
+        one."""
+        bandwidth = ATTAINED * self.channels / self.nodes * self.mt_s * 8 / 1000
         core = ATTAINED * self.ghz * OPERATIONS[self.isa]
-        peak = self.cores * core
+        peak = self.cores / self.nodes * core
         return {
             "target": {
                 "bandwidth_gb_s": bandwidth,
                 "peak_gflop_s": {"fp32": peak, "half": peak, "int8": INT8_TIMES * peak},
                 "layer_us": LAYER_US,
+                "nodes": self.nodes,
                 "kv_bytes": 2,
             },
             "draft": {
@@ -190,8 +202,8 @@ class Machine(Frozen):
     """None: the target runs on it, or nothing is known of it."""
 
     def costs(self, size: Size, weights: Weights, blocks: int | None = None) -> PlacedCosts:
-        """Return what rounds cost with a target of that size; `blocks`: of the head. `UserError` if
-        the machine has no arithmetic for those weights."""
+        """Return what rounds cost with a target of that size, which is spread over all nodes;
+        `blocks`: of the head. `UserError` if the machine has no arithmetic for those weights."""
         if weights not in self.target.peak_gflop_s:
             raise UserError(
                 f"{self.title} says nothing of {weights} weights: choose "
@@ -213,7 +225,11 @@ class Machine(Frozen):
         )
         operations = 2 * size.weights + 4 * context * size.hidden * size.layers
         least = LeastTime(reading, operations / (part.peak_gflop_s[weights] * GIGA))
-        return _curve(least, size.layers * part.layer_us)
+        alone = _curve(least, size.layers * part.layer_us)
+        if (nodes := part.spread) is None:
+            return alone
+        spread = (nodes.spread_s(seconds, size.layers) for seconds in alone.seconds)
+        return RowsSeconds.rising(alone.rows, spread)
 
     def _t_d(self, size: Size, blocks: int | None) -> RowsSeconds:
         part = self.draft

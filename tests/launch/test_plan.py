@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 from dovetail.launch.processes.stack import layout_of
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.settings import DraftSettings, Settings
+from dovetail.runtime.costs.nodes import MEETING_S
 from dovetail.workers.devices import open_device
 from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped
 from dovetail.workers.drafters.trial import fall_key, remember_fall
@@ -204,15 +205,17 @@ def test_of_a_target_with_experts_a_pass_reads_those_that_its_rows_choose(
 def test_a_gguf_file_that_is_not_here_is_planned_by_its_size(
     plan: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Qwen3-30B-A3B as UD-Q4_K_XL: 16.49 GiB with its embedding."""
+    """Qwen3-30B-A3B as UD-Q4_K_XL: 16.49 GiB with its embedding, over two nodes."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN_MOE))
     asked = ("--machine", "two-xeons", "--target", str(tmp_path), "--draft", "none")
     found = plan(*asked, "--gguf-size", "16.49GiB")
     assert found["weights"] == "file"
-    alone = named(found, "target alone")
+    alone = named(found, "target alone, over memory nodes")
     share = 16.49 * 2**30 / (found["parameters"] + 2048 * 151936)
     read_s = share * found["active_parameters"] / 122.88e9
-    assert alone["tokens_per_s"] == pytest.approx(1 / (read_s + 48 * 30e-6), rel=0.05)
+    beside_s = 30e-6 / 2 + MEETING_S
+    assert alone["tokens_per_s"] == pytest.approx(1 / (read_s + 48 * beside_s), rel=0.05)
+    assert found["choice"] == alone
 
 
 def test_what_old_machines_publish_is_told_apart_and_all_of_it_was_predicted() -> None:
@@ -289,6 +292,14 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
         (
             ("--machine", "dovetail-server", "--target-size", "7B", "--target", "x"),
             "leave --target",
+        ),
+        (
+            ("--machine", "dovetail-server", "--target-size", "7B", "--target.numa", "shard"),
+            "has one memory node by its description",
+        ),
+        (
+            ("--machine", "two-xeons", "--target-size", "7B", "--target.numa", "1"),
+            "write shard, or leave it out",
         ),
         (("--target", "/nowhere"), "/nowhere"),
         (("--weights", "int8-per-tensor"), "cannot be split or streamed"),

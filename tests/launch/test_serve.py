@@ -29,7 +29,16 @@ from dovetail.protocol.messages import WorkerState
 from dovetail.runtime.client import Client
 from dovetail.runtime.http.listening import refusal
 from support.models import tiny_llama
-from support.served import BACK_S, GONE_S, QUESTION, ask, ready, streamed, told
+from support.served import (
+    BACK_S,
+    GONE_S,
+    QUESTION,
+    ask,
+    assert_nothing_is_left,
+    ready,
+    streamed,
+    told,
+)
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -46,15 +55,6 @@ PAIR = ("--http.port", "0", "--draft.device", "cpu", "--json")
 
 def open_coordinator(address: str) -> Client:
     return Client(open_link(address, role="client"))
-
-
-def assert_nothing_is_left(pids: list[int], tmp_path: Path) -> None:
-    _, alive = psutil.wait_procs(
-        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=GONE_S
-    )
-    assert not alive
-    assert [*(tmp_path / "run").rglob("*.json")] == []
-    assert [*(tmp_path / "tmp").glob("dovetail*")] == []
 
 
 def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(

@@ -4,8 +4,11 @@ import http.client
 import json
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import psutil
 
 GONE_S = 60.0
 BACK_S = 60.0
@@ -81,3 +84,14 @@ def streamed(url: str, begun: Callable[[], object] = lambda: None, *, seed: int 
     finally:
         connection.close()
     raise AssertionError(f"it ended without a word, behind {said!r}")
+
+
+def assert_nothing_is_left(pids: list[int], tmp_path: Path) -> None:
+    """Hold that these processes end, and that no file of a user's runtime and temporary directories
+    is theirs."""
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=GONE_S
+    )
+    assert not alive
+    assert [*(tmp_path / "run").rglob("*.json")] == []
+    assert [*(tmp_path / "tmp").glob("dovetail*")] == []

@@ -78,11 +78,18 @@ class Known:
     parts: DeviceCosts | None
 
 
-def known_costs(settings: TargetSettings, profile: Path, *, device: str, shards: int = 1) -> Known:
-    """Return what was measured of the settings' target, with the threads in use, spread over so
-    many `shards`. `ProfileError` if the file is damaged."""
+def known_costs(
+    settings: TargetSettings,
+    profile: Path,
+    *,
+    device: str,
+    shards: int = 1,
+    threads: int | None = None,
+) -> Known:
+    """Return what was measured of the settings' target, spread over so many `shards`. `threads`:
+    those in use unless told. `ProfileError` if the file is damaged."""
     known = load_profile(profile)
-    for key in keys_of(settings, shards):
+    for key in keys_of(settings, shards, threads):
         entry = known.find(key)
         if entry.calibrations or entry.devices:
             calibration = next(
@@ -92,7 +99,9 @@ def known_costs(settings: TargetSettings, profile: Path, *, device: str, shards:
     return Known(None, None)
 
 
-def keys_of(settings: TargetSettings, shards: int = 1) -> Iterator[ProfileKey]:
+def keys_of(
+    settings: TargetSettings, shards: int = 1, threads: int | None = None
+) -> Iterator[ProfileKey]:
     """Yield the keys under which its calibration may be: with the kernels, else with the
     library."""
     design = read_design(settings)
@@ -107,12 +116,12 @@ def keys_of(settings: TargetSettings, shards: int = 1) -> Iterator[ProfileKey]:
                 machine=machine_key(),
                 software=software,
                 weights=weights,
-                threads=torch.get_num_threads(),
+                threads=threads or torch.get_num_threads(),
                 shapes=design_key(design, weights),
                 cache=settings.cached,
                 shards=shards,
             )
-        if weights in CANDIDATES:
+        if weights in CANDIDATES and shards == 1:
             yield profile_key(list(design.shapes), weights=weights)
 
 

@@ -1,0 +1,48 @@
+"""Costs of a target that is spread over the memory nodes of a machine, from those of the same
+target on one node.
+
+Every node computes a share of the outputs from weights in its own memory, so that reading and
+computing are divided among the threads. Beside that the threads of all nodes meet several times in
+a layer, and read there what other nodes have computed. Pure; knows no machine.
+"""
+
+from dataclasses import dataclass
+
+from dovetail.protocol.calibration import RowsSeconds
+from dovetail.runtime.costs.rounds import Origin, Source
+
+MEETING_S = 50e-6
+"""Seconds that a layer spread over nodes takes beside its share: four meetings of a microsecond,
+and half of the activations of 16 rows (4096 wide, 11008 in an MLP: 0.75 MB) over a link of 16 GB/s.
+An estimate: no machine with several nodes has been measured."""
+ASSUMED = f"{MEETING_S * 1e6:.0f} us a layer for what crosses (assumed, not measured)"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Memory nodes over which a target can be spread."""
+
+    count: int
+    times: float
+    """Threads on all of them over those that the target has on one node."""
+    meeting_s: float = MEETING_S
+    """Seconds of a layer beside its share."""
+    meeting: str = ASSUMED
+    """The origin of that, in words."""
+
+    def spread_s(self, alone_s: float, layers: float) -> float:
+        """Return the seconds of so many layers over all nodes that take `alone_s` on one."""
+        return alone_s / self.times + layers * self.meeting_s
+
+    def origin_of(self, alone: Origin) -> Origin:
+        """Return the provenance of passes over all nodes, from that of passes on one."""
+        words = f"1/{self.times:.3g} of a pass on one node ({alone}), and {self.meeting}"
+        return Origin(Source.ESTIMATED, words)
+
+
+def measured_meeting_s(
+    alone: RowsSeconds, spread: RowsSeconds, *, rows: int, times: float, layers: int
+) -> float:
+    """Return the seconds of a layer beside its share, by passes of one target over so many rows on
+    one node and over several."""
+    return max(0.0, spread.at(rows) - alone.at(rows) / times) / layers
