@@ -1,6 +1,6 @@
 """The coordinator's life: one asyncio loop around its hub, from the first message to the last.
 
-Sends nothing itself; after everything that may have sent, `arrived` reads the hub until it is
+Sends nothing itself; after everything that may have sent, `_arrived` reads the hub until it is
 empty, since its descriptor fires on edges only.
 """
 
@@ -8,7 +8,8 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from dovetail.protocol.errors import DovetailError, RequestError
@@ -42,85 +43,137 @@ async def coordinate(
     of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read;
     `greetings`: what was received on the hub before. `DovetailError` if another coordinator has
     taken over."""
-    loop, ended, hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    life = _Life(hub, settings, recorder, journal)
+    with life.listening(supervised):
+        gc.freeze()
+        if ready is not None:
+            ready()
+        try:
+            for peer, frames in greetings:
+                life.coordinator.hear(peer, frames)
+            await life.serve(progress)
+            await life.finish()
+        finally:
+            if not life.coordinator.service.deposed:  # else the workers are another one's
+                life.coordinator.end()
 
-    def elsewhere(
-        work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]
+
+class _Life:
+    """A coordinator on the running event loop, which hears of what arrives at its hub."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        settings: CoordinatorSettings,
+        recorder: Recorder | None,
+        journal: Journal | None,
+    ) -> None:
+        self._hub, self._loop = hub, asyncio.get_running_loop()
+        self._ended, self._hurried = asyncio.Event(), asyncio.Event()
+        if journal is not None:
+            journal.aside = partial(self._loop.run_in_executor, None)  # type: ignore[assignment]
+        self.coordinator = Coordinator(
+            hub,
+            defer=self._elsewhere,
+            later=self._later,
+            settings=settings,
+            recorder=recorder,
+            journal=journal,
+        )
+
+    # -- what the loop calls -----------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self, supervised: int | None) -> Iterator[None]:
+        """Hear of messages, of peers that leave, of signals, and of a supervisor within the
+        block."""
+        loop, signals = self._loop, (signal.SIGINT, signal.SIGTERM)
+        readers = {self._hub.fileno(): self._arrived, self._hub.monitor_fileno(): self._left}
+        for number in signals:
+            loop.add_signal_handler(number, self._signalled)
+        for descriptor, called in readers.items():
+            loop.add_reader(descriptor, called)
+        if supervised is not None:
+            _listen(loop, supervised, self._heard)
+        try:
+            yield
+        finally:
+            for descriptor in (*readers, *(() if supervised is None else (supervised,))):
+                loop.remove_reader(descriptor)
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _arrived(self) -> None:
+        self.coordinator.pump()
+        if self.coordinator.ending or self.coordinator.service.deposed:
+            self._ended.set()
+
+    def _left(self) -> None:
+        self.coordinator.look_around()
+        self._arrived()
+
+    def _signalled(self) -> None:
+        self._ended.set()
+        self._hurried.set()
+
+    def _heard(self, words: Supervised) -> None:
+        self.coordinator.supervised(words)
+        self._arrived()
+
+    # -- what the coordinator asks of the loop -----------------------------------------------------
+
+    def _elsewhere(
+        self,
+        work: Callable[[], Request | RequestError],
+        done: Callable[[Request | RequestError], None],
     ) -> None:
         def hand_back(reading: asyncio.Future[Request | RequestError]) -> None:
             done(reading.result())
-            arrived()
+            self._arrived()
 
-        loop.run_in_executor(None, work).add_done_callback(hand_back)
+        self._loop.run_in_executor(None, work).add_done_callback(hand_back)
 
-    def later(seconds: float, action: Callable[[], None]) -> None:
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
         def act() -> None:
             action()
-            arrived()
+            self._arrived()
 
-        loop.call_later(seconds, act)
+        self._loop.call_later(seconds, act)
 
-    if journal is not None:
-        journal.aside = partial(loop.run_in_executor, None)  # type: ignore[assignment]
-    coordinator = Coordinator(
-        hub,
-        defer=elsewhere,
-        later=later,
-        settings=settings,
-        recorder=recorder,
-        journal=journal,
-    )
+    # -- from the first turn to the last -----------------------------------------------------------
 
-    def arrived() -> None:
-        coordinator.pump()
-        if coordinator.ending or coordinator.service.deposed:
-            ended.set()
-
-    def left() -> None:
-        coordinator.look_around()
-        arrived()
-
-    def signalled() -> None:
-        ended.set()
-        hurried.set()
-
-    def heard(words: Supervised) -> None:
-        coordinator.supervised(words)
-        arrived()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled)
-    loop.add_reader(hub.fileno(), arrived)
-    loop.add_reader(hub.monitor_fileno(), left)
-    if supervised is not None:
-        _listen(loop, supervised, heard)
-    gc.freeze()
-    if ready is not None:
-        ready()
-    try:
-        for peer, frames in greetings:
-            coordinator.hear(peer, frames)
-        while not ended.is_set():
-            coordinator.tick()
-            left()
+    async def serve(self, progress: Callable[[], None] | None) -> None:
+        """Do what is due again and again until the service ends; `DovetailError` if another
+        coordinator has taken over."""
+        while not self._ended.is_set():
+            self.coordinator.tick()
+            self._left()
             if progress is not None:
                 progress()
-            await _wait(ended, PROBE_EVERY_S)
-        if coordinator.service.deposed:
-            raise DovetailError(coordinator.service.deposed)
+            await _wait(self._ended, PROBE_EVERY_S)
+        if self.coordinator.service.deposed:
+            raise DovetailError(self.coordinator.service.deposed)
+
+    async def finish(self) -> None:
+        """Let the running sessions end; after a signal they have `STOP_GRACE_S` for it. Then wait
+        until the workers, which are told to leave, have heard that: what one of them has not read
+        when its connection ends never reaches it."""
+        coordinator, left_s = self.coordinator, STOP_GRACE_S
         coordinator.service.ending = True
-        await _finish_what_runs(coordinator, hurried)
+        while not coordinator.idle and left_s > 0:
+            coordinator.tick()
+            await self._drain()
+            left_s -= DRAIN_EVERY_S * self._hurried.is_set()
         coordinator.end()
-        await _see_off(coordinator)
-    finally:
-        loop.remove_reader(hub.fileno())
-        loop.remove_reader(hub.monitor_fileno())
-        if supervised is not None:
-            loop.remove_reader(supervised)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-        if not coordinator.service.deposed:  # else the workers are another one's
-            coordinator.end()
+        left_s = FAREWELL_S
+        while coordinator.registry.workers and left_s > 0:
+            await self._drain()
+            left_s -= DRAIN_EVERY_S
+
+    async def _drain(self) -> None:
+        self.coordinator.look_around()
+        self.coordinator.pump()
+        await asyncio.sleep(DRAIN_EVERY_S)
 
 
 def _listen(
@@ -139,28 +192,6 @@ def _listen(
             heard(Supervised.model_validate_json(line))
 
     loop.add_reader(pipe, read)
-
-
-async def _finish_what_runs(coordinator: Coordinator, hurried: asyncio.Event) -> None:
-    """Let the running sessions end; after a signal they have `STOP_GRACE_S` for it."""
-    left_s = STOP_GRACE_S
-    while not coordinator.idle and left_s > 0:
-        coordinator.tick()
-        coordinator.look_around()
-        coordinator.pump()
-        await asyncio.sleep(DRAIN_EVERY_S)
-        left_s -= DRAIN_EVERY_S * hurried.is_set()
-
-
-async def _see_off(coordinator: Coordinator) -> None:
-    """Wait for the workers, which were told to leave: what one of them has not read when its
-    connection ends never reaches it."""
-    left_s = FAREWELL_S
-    while coordinator.registry.workers and left_s > 0:
-        coordinator.look_around()
-        coordinator.pump()
-        await asyncio.sleep(DRAIN_EVERY_S)
-        left_s -= DRAIN_EVERY_S
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
