@@ -83,7 +83,7 @@ WEIGHTS = {
 @click.option(
     "--gguf-size",
     metavar="SIZE",
-    help="Of a GGUF file of the target that is not here, such as 4.6GiB; with --machine.",
+    help="Size of a GGUF file of the target that is not here, such as 4.6GiB; with --machine.",
 )
 @click.option(
     "--rounds",

@@ -49,7 +49,7 @@ grows ahead."""
     default=1.0,
     show_default=True,
     cls=Rare,
-    help="Of the scores that are recorded.",
+    help="Temperature of the scores that are recorded.",
 )
 @click.option(
     "--nodes",

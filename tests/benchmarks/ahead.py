@@ -76,7 +76,7 @@ class Ratios(click.ParamType):
 @option(
     "--weights",
     default="fp32",
-    help="Of the target; with int8 a pass is short, and larger ratios are within reach.",
+    help="Weights of the target; with int8 a pass is short, and larger ratios are within reach.",
 )
 @option("--ratios", type=Ratios(), default="0.1,0.5,0.75,1,2", help="T_D/T_V wanted.")
 @option(
@@ -84,7 +84,7 @@ class Ratios(click.ParamType):
     "policies",
     multiple=True,
     default=("dynamic", "goodput"),
-    help="Of the tree; can be repeated. Sizes are found with the first.",
+    help="Policy of the tree; can be repeated. Sizes are found with the first.",
 )
 @option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width.")
 @option(
@@ -100,8 +100,13 @@ class Ratios(click.ParamType):
     help="File of prompts, taken in turn.",
 )
 @option("--limit", type=click.IntRange(min=1), help="Prompts taken of it.  [default: all]")
-@option("--max-tokens", type=click.IntRange(min=2), default=128, help="Of a reply.")
-@option("--temperature", type=click.FloatRange(min=0.0), default=0.0, help="Of the sampling.")
+@option("--max-tokens", type=click.IntRange(min=2), default=128, help="Tokens of a reply.")
+@option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    help="Temperature of the sampling.",
+)
 @option(
     "--smallest", default="32MiB", help="Least inflation; below it the target is taken as it is."
 )

@@ -27,7 +27,9 @@ OWN = 8
 @option("--requests", type=click.IntRange(min=1), default=8, help="Requests at once.")
 @option("--pairs", type=click.IntRange(min=1), default=3, help="Runs of each, in turn.")
 @option("--inflate", default="256MiB", help="Size to which the target is inflated.")
-@option("--draft", default="dovetail", help="Of the embedded pair: small, dovetail, eagle, none.")
+@option(
+    "--draft", default="dovetail", help="Draft of the embedded pair: small, dovetail, eagle, none."
+)
 @options("json")
 def beginnings(
     tokens: int, requests: int, pairs: int, inflate: str, draft: str, as_json: bool

@@ -29,7 +29,7 @@ OPTIONS = {
 
 @click.command(cls=Command)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A folder for it.")
-@click.option("--version", default=VERSION, show_default=True, help="Of llama-cpp-python.")
+@click.option("--version", default=VERSION, show_default=True, help="Version of llama-cpp-python.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True)
 def build_llama(out: Path, version: str, jobs: int) -> None:
     """Download llama-cpp-python's sources by pip and build llama-server, llama-bench and

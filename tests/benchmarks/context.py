@@ -41,7 +41,9 @@ ROOM, LONGEST = 64, 131072
     help="Cached tokens, of 16 a multiple.",
 )
 @option("--rows", type=Numbers(), default="1,4,16", help="Rows of the passes.")
-@option("--type", "kind", type=click.Choice(("Q8_0", "Q4_0")), default="Q8_0", help="Of the file.")
+@option(
+    "--type", "kind", type=click.Choice(("Q8_0", "Q4_0")), default="Q8_0", help="Type of the file."
+)
 @options("llama_python", "shape", "layers", "pairs", "threads", "clock", "models", "json")
 def context(
     context: int,

@@ -52,7 +52,7 @@ PROMPTS = DEMO_FOLDER / "prompts.jsonl"
     help="File of prompts that no draft was trained on.",
 )
 @option("--limit", type=click.IntRange(min=1), default=16, help="Prompts taken.")
-@option("--max-tokens", type=click.IntRange(min=2), default=128, help="Of a reply.")
+@option("--max-tokens", type=click.IntRange(min=2), default=128, help="Tokens of a reply.")
 @option(
     "--keys",
     type=click.IntRange(min=1),

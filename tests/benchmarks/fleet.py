@@ -59,8 +59,10 @@ class Asked:
 @option("--inflate", default="128MiB", help="Size to which the targets are inflated.")
 @option("--replicas", type=Numbers(), default="1,2", help="Targets, one a core.")
 @option("--loads", default="0.3,0.5,0.7", help="Shares of what the profile can answer.")
-@option("--seconds", type=click.IntRange(min=5), default=20, help="Of requests at each load.")
-@option("--sessions", type=Numbers(), default="1,2,4,8", help="Of the profile.")
+@option(
+    "--seconds", type=click.IntRange(min=5), default=20, help="Seconds of requests at each load."
+)
+@option("--sessions", type=Numbers(), default="1,2,4,8", help="Sessions of the profile.")
 @option("--seed", type=int, default=1)
 @options("json")
 def fleet(

@@ -87,8 +87,8 @@ MOST = 3
     help="File of prompts.",
 )
 @option("--limit", type=click.IntRange(min=2), default=6, help="Prompts taken of it.")
-@option("--max-tokens", type=click.IntRange(min=2), default=96, help="Of a reply.")
-@option("--temperature", type=float, default=0.0, help="Of the sampling.")
+@option("--max-tokens", type=click.IntRange(min=2), default=96, help="Tokens of a reply.")
+@option("--temperature", type=float, default=0.0, help="Temperature of the sampling.")
 @options("json")
 def gains(names: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """What `dovetail profile` predicts of its advice beside what the advice brings."""
@@ -352,8 +352,8 @@ def _show_utilisation(rows: Sequence[Mapping[str, Any]]) -> None:
     help="Folder of a profile.  [default: one that is made now]",
 )
 @option("--inflate", default="512MiB", help="Size to which the target is inflated.")
-@option("--width", type=click.IntRange(min=320), default=PAGE[0], help="Of the window.")
-@option("--height", type=click.IntRange(min=320), default=PAGE[1], help="Of the window.")
+@option("--width", type=click.IntRange(min=320), default=PAGE[0], help="Width of the window.")
+@option("--height", type=click.IntRange(min=320), default=PAGE[1], help="Height of the window.")
 @option("--dark", is_flag=True, help="As somebody sees it who likes it dark.")
 def picture(
     out: Path | None, folder: Path | None, inflate: str, width: int, height: int, dark: bool

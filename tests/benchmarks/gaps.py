@@ -45,7 +45,9 @@ PATIENCE_S = 600.0
 @option("--streams", type=click.IntRange(min=1), default=1, help="Streams beside the prompts.")
 @option("--inflate", default="256MiB", help="Size to which the target is inflated.")
 @option("--weights", default="fp32", help="Type of its weights.")
-@option("--draft", default="small", help="Of the embedded pair: small, dovetail, eagle, none.")
+@option(
+    "--draft", default="small", help="Draft of the embedded pair: small, dovetail, eagle, none."
+)
 @option("--serve", "flags", multiple=True, help="A further option of `dovetail serve`.")
 @options("json")
 def gaps(

@@ -40,7 +40,7 @@ Shape = tuple[int, int, int]
     help="Folder of a draft or head, or a kind that comes with the program.",
 )
 @option("--target", default="", help="Folder of the target.  [default: the embedded one]")
-@option("--weights", default="fp32", help="Of the target.")
+@option("--weights", default="fp32", help="Weights of the target.")
 @option(
     "--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is."
 )
@@ -53,7 +53,7 @@ Shape = tuple[int, int, int]
     help="File of prompts; can be repeated.",
 )
 @option("--limit", type=click.IntRange(min=2), help="Prompts taken of each file.  [default: all]")
-@option("--max-tokens", type=click.IntRange(min=2), default=96, help="Of a reply.")
+@option("--max-tokens", type=click.IntRange(min=2), default=96, help="Tokens of a reply.")
 @option(
     "--temperature",
     "temperatures",
@@ -68,14 +68,14 @@ Shape = tuple[int, int, int]
     default=1,
     help="Times that every prompt is decoded with every method.",
 )
-@option("--gammas", type=Numbers(), default="2,4,8,15,31", help="Of the fixed trees.")
+@option("--gammas", type=Numbers(), default="2,4,8,15,31", help="Gammas of the fixed trees.")
 @option(
     "--depths",
     type=Numbers(),
     default="2,4,8",
-    help="Of the fixed trees; those above gamma are left out.",
+    help="Depths of the fixed trees; those above gamma are left out.",
 )
-@option("--widths", type=Numbers(), default="4,10", help="Of the fixed trees.")
+@option("--widths", type=Numbers(), default="4,10", help="Widths of the fixed trees.")
 @option(
     "--preset",
     type=Numbers(3),

@@ -79,7 +79,7 @@ TIMED_PROMPTS = 4
 )
 @option("--tree", type=Numbers(3), default="15,8,4", help="gamma, depth, width.")
 @option("--limit", type=click.IntRange(min=1), help="Prompts taken of each file.  [default: all]")
-@option("--max-tokens", type=click.IntRange(min=2), default=192, help="Of a reply.")
+@option("--max-tokens", type=click.IntRange(min=2), default=192, help="Tokens of a reply.")
 @option(
     "--temperature",
     "temperatures",
@@ -94,7 +94,7 @@ TIMED_PROMPTS = 4
     default=1,
     help="Times that every prompt is decoded with every method.",
 )
-@option("--seed", type=click.IntRange(min=0), default=0, help="Of every reply.")
+@option("--seed", type=click.IntRange(min=0), default=0, help="Seed of every reply.")
 @options("json")
 def heterospec(
     files: Sequence[Path],

@@ -45,7 +45,7 @@ CHATS = "/v1/chat/completions"
     "--tokens",
     type=click.IntRange(min=10),
     default=1000,
-    help="Of each of the streams whose cost is measured.",
+    help="Tokens of each of the streams whose cost is measured.",
 )
 @option("--streams", type=click.IntRange(min=1), default=4, help="At a time.")
 @option(

@@ -37,7 +37,7 @@ ROUND = (101, 2002, 303, 44)
 @click.command(cls=Command)
 @option("--pairs", type=click.IntRange(min=1), default=9, help="Turns of each service.")
 @option("--streams", type=click.IntRange(min=1), default=4, help="Streams of a turn.")
-@option("--max-tokens", "tokens", type=click.IntRange(min=1), default=200, help="Of each.")
+@option("--max-tokens", "tokens", type=click.IntRange(min=1), default=200, help="Tokens of each.")
 @option("--inflate", default="64MiB", help="Size to which the targets are inflated.")
 @options("json")
 def journal(pairs: int, streams: int, tokens: int, inflate: str, as_json: bool) -> None:

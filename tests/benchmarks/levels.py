@@ -51,8 +51,13 @@ REPEATS = 5
     help="File of prompts.",
 )
 @option("--limit", type=click.IntRange(min=2), default=8, help="Prompts taken.")
-@option("--max-tokens", type=click.IntRange(min=2), default=96, help="Of a reply.")
-@option("--temperature", type=click.FloatRange(min=0.0), default=0.0, help="Of the sampling.")
+@option("--max-tokens", type=click.IntRange(min=2), default=96, help="Tokens of a reply.")
+@option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    help="Temperature of the sampling.",
+)
 @option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width.")
 @options("json")
 def levels(

@@ -98,9 +98,11 @@ def _rate(sums: Sequence[tuple[float, float]]) -> float | None:
 
 
 @click.command(cls=Command)
-@option("--draft", default="small", help="Of the embedded pair: small, dovetail, eagle or ngram.")
+@option(
+    "--draft", default="small", help="Draft of the embedded pair: small, dovetail, eagle or ngram."
+)
 @option("--inflate", default="256MiB", help="Size to which the target is inflated.")
-@option("--policy", default="goodput", help="Of the tree.")
+@option("--policy", default="goodput", help="Policy of the tree.")
 @option(
     "--remote",
     "remotes",
@@ -117,8 +119,13 @@ def _rate(sums: Sequence[tuple[float, float]]) -> float | None:
 @option(
     "--pairs", type=click.IntRange(min=2), default=12, help="Replies of each set that are counted."
 )
-@option("--max-tokens", type=click.IntRange(min=8), default=96, help="Of a reply.")
-@option("--temperature", type=click.FloatRange(min=0.0), default=0.0, help="Of the sampling.")
+@option("--max-tokens", type=click.IntRange(min=8), default=96, help="Tokens of a reply.")
+@option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    help="Temperature of the sampling.",
+)
 @option(
     "--prompts",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -111,7 +111,7 @@ class Streams:
 
 
 @click.command(cls=Command)
-@option("--weights", default="fp32,half,int8", help="Of the target, one stack each.")
+@option("--weights", default="fp32,half,int8", help="Weights of the target, one stack each.")
 @option("--drafts", default="small,dovetail", help="Kinds or folders of drafts, one stack each.")
 @option("--streams", type=Numbers(), default="1,2,4,8", help="Loads.")
 @option("--methods", default=",".join(TREES), help=f"Beside {PLAIN}: {', '.join(TREES)}.")
@@ -125,7 +125,7 @@ class Streams:
     default=PROMPTS,
     help="File of prompts.",
 )
-@option("--max-tokens", type=click.IntRange(min=8), default=64, help="Of every reply.")
+@option("--max-tokens", type=click.IntRange(min=8), default=64, help="Tokens of every reply.")
 @option(
     "--repeat",
     type=click.IntRange(min=1),

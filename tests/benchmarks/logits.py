@@ -31,7 +31,7 @@ LEAST = 0.99
 
 
 @click.command(cls=Command)
-@option("--type", "kinds", multiple=True, default=TYPES, help="Of the file; can be repeated.")
+@option("--type", "kinds", multiple=True, default=TYPES, help="Type of the file; can be repeated.")
 @option("--prompts", type=click.IntRange(min=1), default=48, help="Shipped prompts.")
 @option(
     "--reply",

@@ -43,7 +43,9 @@ PROMPT = "Could you tell me a story about a young hedgehog who lost his red ball
 
 
 @click.command(cls=Command)
-@option("--draft", default="small", help="Of the embedded pair: small, dovetail, eagle or ngram.")
+@option(
+    "--draft", default="small", help="Draft of the embedded pair: small, dovetail, eagle or ngram."
+)
 @option("--inflate", default="256MiB", help="Size to which the target is inflated.")
 @option("--times", type=click.IntRange(min=1), default=10, help="Losses of each kind.")
 @options("json")

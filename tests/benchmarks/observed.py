@@ -166,7 +166,7 @@ def _cpu_ns(do: Callable[[], object]) -> float:
     default="small",
     help="Folder of a draft or head, or a kind that comes with the program.",
 )
-@option("--weights", default="fp32", help="Of the target.")
+@option("--weights", default="fp32", help="Weights of the target.")
 @option(
     "--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is."
 )
@@ -178,7 +178,7 @@ def _cpu_ns(do: Callable[[], object]) -> float:
     help="File of prompts.",
 )
 @option("--limit", type=click.IntRange(min=1), default=8, help="Prompts taken.")
-@option("--max-tokens", type=click.IntRange(min=8), default=96, help="Of a reply.")
+@option("--max-tokens", type=click.IntRange(min=8), default=96, help="Tokens of a reply.")
 @options("json")
 def observed(
     draft: str,

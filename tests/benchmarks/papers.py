@@ -107,7 +107,7 @@ for the last level, above 1 else."""
     help="File of prompts; can be repeated.",
 )
 @option("--limit", type=click.IntRange(min=1), help="Prompts taken of each file.  [default: all]")
-@option("--max-tokens", type=click.IntRange(min=2), default=192, help="Of a reply.")
+@option("--max-tokens", type=click.IntRange(min=2), default=192, help="Tokens of a reply.")
 @option(
     "--temperature",
     "temperatures",
@@ -123,7 +123,7 @@ for the last level, above 1 else."""
     default=1,
     help="Times that every prompt is decoded with every method.",
 )
-@option("--seed", type=click.IntRange(min=0), default=0, help="Of every reply.")
+@option("--seed", type=click.IntRange(min=0), default=0, help="Seed of every reply.")
 @option(
     "--only", multiple=True, help="Rows to take, by the beginning of their names; can be repeated."
 )

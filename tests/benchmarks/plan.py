@@ -86,8 +86,10 @@ CASES: Mapping[str, Case] = {
     "--weights", type=click.Choice(("fp32", "half", "int8")), default="fp32", help="The target's."
 )
 @option("--limit", type=click.IntRange(min=1), default=4, help="Prompts that are decoded.")
-@option("--max-tokens", type=click.IntRange(min=2), default=64, help="Of a reply.")
-@option("--seconds", type=float, default=8.0, help="Of the calibration before each placement.")
+@option("--max-tokens", type=click.IntRange(min=2), default=64, help="Tokens of a reply.")
+@option(
+    "--seconds", type=float, default=8.0, help="Seconds of the calibration before each placement."
+)
 @option(
     "--work",
     type=click.Path(file_okay=False, path_type=Path),

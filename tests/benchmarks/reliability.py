@@ -202,7 +202,7 @@ class Comparison:
     help="File of prompts; can be repeated.",
 )
 @option("--limit", type=click.IntRange(min=2), default=16, help="Prompts taken of each file.")
-@option("--max-tokens", type=click.IntRange(min=2), default=128, help="Of a reply.")
+@option("--max-tokens", type=click.IntRange(min=2), default=128, help="Tokens of a reply.")
 @option(
     "--keys",
     type=click.IntRange(min=1),
@@ -230,7 +230,7 @@ class Comparison:
     default=1.0,
     help="The fixed one.",
 )
-@option("--bins", type=click.IntRange(min=2), default=10, help="Of equal width.")
+@option("--bins", type=click.IntRange(min=2), default=10, help="Bins of equal width.")
 @option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

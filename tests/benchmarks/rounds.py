@@ -36,7 +36,7 @@ NEEDED = ("draft_ns", "verify_ns", "transport_ns")
     help="Folder of a draft or head, or a kind that comes with the program.",
 )
 @option("--target", default="", help="Folder of the target.  [default: the embedded one]")
-@option("--weights", default="fp32", help="Of the target.")
+@option("--weights", default="fp32", help="Weights of the target.")
 @option(
     "--inflate", default="512MiB", help="Size to which the target is inflated; empty: as it is."
 )
@@ -45,7 +45,7 @@ NEEDED = ("draft_ns", "verify_ns", "transport_ns")
     "policies",
     multiple=True,
     default=("dynamic", "goodput"),
-    help="Of the tree; can be repeated.",
+    help="Policy of the tree; can be repeated.",
 )
 @option("--tree", type=Numbers(3), default="15,8,10", help="gamma, depth, width.")
 @option(
@@ -55,8 +55,13 @@ NEEDED = ("draft_ns", "verify_ns", "transport_ns")
     help="File of prompts.",
 )
 @option("--limit", type=click.IntRange(min=1), default=20, help="Prompts taken.")
-@option("--max-tokens", type=click.IntRange(min=8), default=128, help="Of a reply.")
-@option("--temperature", type=click.FloatRange(min=0.0), default=0.0, help="Of the sampling.")
+@option("--max-tokens", type=click.IntRange(min=8), default=128, help="Tokens of a reply.")
+@option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    help="Temperature of the sampling.",
+)
 @options("json")
 def rounds(
     policies: Sequence[str],

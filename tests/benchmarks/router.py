@@ -29,8 +29,8 @@ SIZES = {"chat of 1 kB": 1_000, "chat of 16 kB": 16_000}
 @click.command(cls=Command)
 @option("--replicas", type=click.IntRange(min=1), default=4)
 @option("--decisions", type=click.IntRange(min=100), default=20_000)
-@option("--requests", type=click.IntRange(min=10), default=4000, help="Of each kind.")
-@option("--chunks", type=click.IntRange(min=1), default=200, help="Of a stream.")
+@option("--requests", type=click.IntRange(min=10), default=4000, help="Number of each kind.")
+@option("--chunks", type=click.IntRange(min=1), default=200, help="Chunks of a stream.")
 @option("--together", type=click.IntRange(min=1), default=16, help="Requests in flight.")
 @options("json")
 def router(

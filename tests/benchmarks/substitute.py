@@ -90,7 +90,10 @@ STEPS = (
 @option("--depth", type=int, default=24)
 @option("--width", type=int, default=4)
 @option(
-    "--bits", type=click.Choice(tuple(BITS)), default="int4", help="Of the ablation's substitute."
+    "--bits",
+    type=click.Choice(tuple(BITS)),
+    default="int4",
+    help="Bits of the ablation's substitute.",
 )
 @option("--limit", type=click.IntRange(min=1), default=4, help="Shipped prompts.")
 @option("--max-tokens", type=click.IntRange(min=8), default=96)

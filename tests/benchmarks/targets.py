@@ -39,7 +39,7 @@ ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s"
 
 
 @click.command(cls=Command)
-@option("--weights", default="fp32", help="Of the targets.")
+@option("--weights", default="fp32", help="Weights of the targets.")
 @option("--draft", default="small", help="Kind or folder of the draft.")
 @option("--streams", type=Numbers(), default="8,16,32", help="Loads.")
 @option(
@@ -55,7 +55,7 @@ ACCOUNTS = ("prefill_s", "draft_exposed_s", "verify_s", "transport_s", "queue_s"
     default=PROMPTS,
     help="File of prompts.",
 )
-@option("--max-tokens", type=click.IntRange(min=8), default=96, help="Of every reply.")
+@option("--max-tokens", type=click.IntRange(min=8), default=96, help="Tokens of every reply.")
 @option("--repeat", type=click.IntRange(min=1), default=5, help="Pairs at a load.")
 @options("json")
 def targets(

@@ -47,7 +47,9 @@ TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=4)
     help="A random target and draft of 4,096 tokens instead of the embedded pair, of 512.",
 )
 @option(
-    "--draft", default="small", help="Of the embedded pair: small, dovetail, eagle, ngram or none."
+    "--draft",
+    default="small",
+    help="Draft of the embedded pair: small, dovetail, eagle, ngram or none.",
 )
 @option("--inflate", default="", help="Size to which the target is inflated.")
 @option("--pairs", type=click.IntRange(min=2), default=21, help="Conversations.")

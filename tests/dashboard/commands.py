@@ -144,7 +144,7 @@ class _Nowhere:
     type=click.FloatRange(min=2.0),
     default=12.0,
     show_default=True,
-    help="Of each measurement.",
+    help="Seconds of each measurement.",
 )
 @click.option(
     "--turns",

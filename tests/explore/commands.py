@@ -28,7 +28,7 @@ STATES = ("idle", "waiting", "opening", "ready", "drafting", "verifying", "betwe
     show_default=True,
     help="Schedules to play.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the schedules.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the schedules.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),

@@ -44,7 +44,7 @@ Step = Callable[[int], None]
     type=click.IntRange(min=1000),
     help="At the codec, a coordinator, and each kind of worker.",
 )
-@click.option("--seed", default=1, show_default=True, help="Of the messages.")
+@click.option("--seed", default=1, show_default=True, help="Seed of the messages.")
 @click.option(
     "--only",
     multiple=True,

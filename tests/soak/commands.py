@@ -70,7 +70,11 @@ BACK_S = 90.0
     help="Size to which targets are inflated, so that replies take their time.",
 )
 @click.option(
-    "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Of a reply."
+    "--max-tokens",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Tokens of a reply.",
 )
 @click.option(
     "--every",
@@ -86,9 +90,9 @@ BACK_S = 90.0
     multiple=True,
     type=click.Choice(KINDS),
     default=KINDS,
-    help="Of faults; can be repeated.  [default: all]",
+    help="Kind of faults; can be repeated.  [default: all]",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the faults.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the faults.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),

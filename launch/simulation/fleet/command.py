@@ -63,7 +63,7 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
     show_default=True,
     help=f"Kinds of servers: {', '.join(fleet_names())}, or a file like theirs (.toml).",
 )
-@click.option("--servers", type=COUNT, default=1000, show_default=True, help="In all.")
+@click.option("--servers", type=COUNT, default=1000, show_default=True, help="Servers in all.")
 @click.option(
     "--rounds",
     type=click.Path(path_type=Path),
@@ -82,12 +82,22 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
     type=click.Choice(["poisson", "diurnal", "bursts"]),
     default="poisson",
     show_default=True,
-    help="How requests come.",
+    help="Process by which requests arrive.",
 )
 @click.option("--trace", type=FILE, help="Play the requests of this file of JSON lines instead.")
-@click.option("--seconds", type=POSITIVE, default=600.0, show_default=True, help="Of requests.")
 @click.option(
-    "--prompt-tokens", type=POSITIVE, default=400.0, show_default=True, help="Of a prompt, mean."
+    "--seconds",
+    type=POSITIVE,
+    default=600.0,
+    show_default=True,
+    help="Time in which requests arrive.",
+)
+@click.option(
+    "--prompt-tokens",
+    type=POSITIVE,
+    default=400.0,
+    show_default=True,
+    help="Mean length of a prompt.",
 )
 @click.option(
     "--prompts",
@@ -97,7 +107,11 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
     help="Prompts are as long as those of this file instead.",
 )
 @click.option(
-    "--reply-tokens", type=POSITIVE, default=200.0, show_default=True, help="Of a reply, mean."
+    "--reply-tokens",
+    type=POSITIVE,
+    default=200.0,
+    show_default=True,
+    help="Mean length of a reply.",
 )
 @click.option(
     "--sigma",
@@ -105,7 +119,7 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
     default=0.8,
     show_default=True,
     cls=Rare,
-    help="Of the logarithm of lengths; 0: all are the mean.",
+    help="Standard deviation of the logarithm of lengths; 0: all are the mean.",
 )
 @click.option(
     "--targets",
