@@ -49,7 +49,7 @@ grows ahead."""
     default=1.0,
     show_default=True,
     cls=Rare,
-    help="Temperature of the scores that are recorded.",
+    help="Sharpening of the scores that are recorded (tree.sharpening).",
 )
 @click.option(
     "--nodes",
