@@ -79,8 +79,8 @@ hypothesis.settings.load_profile("dovetail")
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_garbage() -> None:
-    """What has been imported is no garbage: whoever looks for garbage, as each load of a model
-    does, need not look through that again (a quarter second)."""
+    """Freeze what has been imported, which is no garbage: a collection, such as each load of a
+    model makes, need not look through it again (a quarter second)."""
     gc.collect()
     gc.freeze()
 

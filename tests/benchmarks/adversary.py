@@ -17,8 +17,8 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 SPREAD = 0.25
-"""Of the weights: a dozen times the usual one, so that logits lie far apart and the tokens, which
-are as good as drawn at random, look certain."""
+"""The spread of the weights, a dozen times the usual one, so that logits lie far apart and the
+tokens, which are as good as drawn at random, look certain."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

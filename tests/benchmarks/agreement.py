@@ -1,5 +1,5 @@
-"""How often a target's choice is among the children that a draft names, context by context of the
-same text, at temperature 0 and at temperature 1.
+"""The share of contexts of one text in which the target's choice is among the children that a draft
+names, at temperature 0 and at temperature 1.
 
 At temperature 1 both add the same noise, the draft as much of it as it does when it drafts; what
 the other rules would accept there stands beside it (`nodes.py`). Rows of a head are the true ones,
@@ -69,7 +69,7 @@ class Guesser(Protocol):
 
     @property
     def noise_share(self) -> float:
-        """How much of the noise it adds when it drafts."""
+        """The share of the noise that it adds when it drafts."""
 
     def __call__(self, tokens: Tensor, states: Sequence[Tensor]) -> Tensor:
         """tokens [T], states [T, hidden] of the wanted places -> logits [T - 1, V] of what follows
@@ -166,8 +166,8 @@ def _shares(
 
 @torch.inference_mode()
 def _logits(model: LanguageModel, guesser: Guesser, text: Text) -> tuple[Tensor, Tensor]:
-    """What the target and the draft say [N, V] before every token of the reply but the first, which
-    is never drafted."""
+    """Return the logits [N, V] of target and draft for every token of the reply but the first,
+    which is never drafted."""
     tokens = torch.tensor([*text.prompt, *text.reply])
     first, last = len(text.prompt), len(tokens) - 1
     segment = Segment(model.new_cache(len(tokens)), 0, len(tokens))
@@ -179,7 +179,7 @@ def _logits(model: LanguageModel, guesser: Guesser, text: Text) -> tuple[Tensor,
 
 
 def greedy(choices: Tensor, guesses: Tensor, children: int) -> Tensor:
-    """Of N contexts [N], whether the largest of choices [N, V] is among the largest `children` of
-    guesses [N, V]."""
+    """Return [N]: 1 where the largest of choices [N, V] is among the largest `children` of guesses
+    [N, V], else 0."""
     named = guesses.topk(children, dim=-1).indices
     return (named == choices.argmax(dim=-1, keepdim=True)).any(dim=-1).double()

@@ -198,7 +198,7 @@ class Pair:
         self._prompts = read_prompt_set(settings["prompts"], settings["limit"])
 
     def rows(self, wanted: float) -> list[dict[str, Any]]:
-        """What was found at the size whose ratio comes nearest to the one wanted, for each
+        """Return the findings at the size whose ratio comes nearest to the one wanted, one for each
         policy."""
         probe = self._nearest(wanted)
         if abs(probe.ratio / wanted - 1) > 2 * CLOSE:
@@ -337,7 +337,7 @@ def judged(bouts: Sequence[Bout], policy: str) -> dict[str, Any]:
 
 
 def holds(drafting: float, rate: Estimate, tau: Estimate, exposed: Estimate) -> bool:
-    """Whether the figure for this T_D/T_V is reached."""
+    """Return whether the figure for this T_D/T_V is reached."""
     figure = ahead_figure(drafting)
     reached = rate.reaches(figure.rate) and (figure.tau is None or tau.reaches(figure.tau))
     return reached and (figure.exposed is None or exposed.holds(figure.exposed))

@@ -31,7 +31,8 @@ from dovetail.runtime.text.tokenizer import TextCodec
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
 REJECTED = Sampling(temperature=1.0, acceptance="rejection")
 MATCHING_FIGURE, REJECTION_FIGURE = 1.5, 1.05
-"""Of tau: against top-k matching, and against rejection on the same static tree."""
+"""The ratios of tau to reach: against top-k matching, and against rejection on the same static
+tree."""
 PLAIN = TreeSettings(policy="dynamic", insist=True, gamma=0)
 PROMPTS = DEMO_FOLDER / "prompts.jsonl"
 
@@ -155,7 +156,8 @@ class Task:
         drafting: Sampling | None,
         step: Callable[[str], None],
     ) -> Reply:
-        """The same reply, or with rejection another one of at most the same length, speculated."""
+        """Decode the reply again with speculation; with rejection it is another one, of at most the
+        same length."""
         step("speculated")
         return duet.decode(
             self.prompt,

@@ -1,5 +1,5 @@
-"""What the commands about drafting ahead and tree sizes share: methods of one pair of models on one
-stack of processes, in turns, reply by reply.
+"""The parts that the commands about drafting ahead and tree sizes share: methods of one pair of
+models on one stack of processes, in turns, reply by reply.
 
 All methods decode on the same processes - a tree and the wish for drafting ahead travel with a
 request -, so that no memory page nor core is luckier than another. A finding is a `Bout`: what each
@@ -26,7 +26,7 @@ STACK = "the pair"
 
 @dataclass(frozen=True)
 class Share:
-    """What one reply took. Nodes and rounds as in `messages.Result`."""
+    """The cost of one reply; nodes and rounds are counted as in `messages.Result`."""
 
     seconds: float
     tokens: int
@@ -151,5 +151,5 @@ class Fights:
 
 
 def rate_ratio(bouts: Sequence[Bout], method: str, rival: str) -> Estimate:
-    """How many times as fast a method is as another: the median over the bouts."""
+    """Return how many times as fast a method is as another: the median over the bouts."""
     return ratio([bout[method].rate for bout in bouts], [bout[rival].rate for bout in bouts])

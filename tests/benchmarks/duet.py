@@ -38,17 +38,17 @@ SpanField = tuple[str, int, int]
 
 @dataclass
 class Reply:
-    """What was decoded, and how: the target's own first token is in no round."""
+    """A decoded reply and the rounds that it took. The target's own first token is in no round."""
 
     tokens: list[int]
     rounds: int = 0
     reached: list[int] = field(default_factory=list)
-    """How many rounds accepted at least so many nodes: 1, 2, ..."""
+    """The number of rounds that accepted at least 1, 2, ... nodes."""
     spans: list[SpanField] = field(default_factory=list)
-    """Of the draft worker, in every round."""
+    """Spans of the draft worker, of every round."""
     guesses: list[tuple[float, bool]] = field(default_factory=list)
-    """Of every node that was offered below one that the target reached: its log-probability given
-    that, and whether it was the target's choice."""
+    """For every node that was offered below one that the target reached: its log-probability given
+    that one, and whether it was the target's choice."""
 
     @property
     def decoded(self) -> int:
@@ -241,7 +241,7 @@ def open_draft(folder: str, target: str, *, weights: str = "auto") -> DraftWorke
 
 
 def done(events: Iterable[Event]) -> list[Event]:
-    """What a worker answered; `RequestError` where it says that it failed."""
+    """Return the answers of a worker; raise `RequestError` if one of them says that it failed."""
     answered = list(events)
     for event in answered:
         if isinstance(event, Failed):

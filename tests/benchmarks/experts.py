@@ -106,7 +106,7 @@ class Measured:
 
 
 class Found:
-    """What passes over so many rows took, and what reading took, round by round."""
+    """The seconds of passes over so many rows, and of reading their weights, round by round."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -11,7 +11,7 @@ OVER_ONE_NODE, OVER_UNDIVIDED = 1.8, 0.95
 """A pass over two shards: how many times as fast it should at least be as over the first shard
 alone, and as over the same cores undivided."""
 REST = 0.15
-"""What is no linear, as a share of T_V at up to 16 rows."""
+"""The share of T_V at up to 16 rows that is spent outside linears; at most."""
 LIMIT = {1: 1.15, 2: 1.15, 4: 1.25, 8: 1.5, 16: 1.35, 32: 1.2, 64: 1.15}
 """Linears on the kernels against the limit of the hardware."""
 
@@ -36,17 +36,17 @@ def eager_bound(weights: str, do: str, rows: int) -> float | None:
 
 @dataclass(frozen=True)
 class AheadFigure:
-    """What drafting ahead is to bring where drafting takes `least` to `most` of the time of a
-    pass."""
+    """The figures for drafting ahead where drafting takes `least` to `most` of the time of a pass,
+    each a ratio to drafting that waits."""
 
     least: float
     most: float
     rate: float
-    """Of tokens per second, over those of drafting that waits; at least."""
+    """Tokens per second; at least."""
     tau: float | None = None
-    """Of the committed tokens a round; at least."""
+    """Committed tokens a round; at least."""
     exposed: float | None = None
-    """Of the drafting that is waited for; at most."""
+    """Drafting that is waited for; at most."""
 
 
 AHEAD = (

@@ -32,10 +32,10 @@ from support.browser import chromium, find_chromium
 
 PICTURE = Path(__file__).resolve().parent.parent.parent / "launch" / "pictures" / "profile.png"
 PAGE = (900, 1150)
-"""Of the picture."""
+"""Width and height of the page in the picture."""
 AS_IT_WAS = "as it was"
 POINTS = 0.05
-"""How far busy shares from spans and from the sampler may be apart."""
+"""The largest difference between busy shares from spans and from the sampler."""
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     "too many nodes": {
         "tree.policy": "dynamic",
@@ -91,7 +91,7 @@ MOST = 3
 @option("--temperature", type=float, default=0.0, help="Temperature of the sampling.")
 @options("json")
 def gains(names: tuple[str, ...], as_json: bool, **settings: Any) -> None:
-    """What `dovetail profile` predicts of its advice beside what the advice brings."""
+    """Compare what `dovetail profile` predicts of its advice with what the advice brings."""
     rows = [row for name in names or SITUATIONS for row in situation(name, settings)]
     report(
         {"settings": {**settings, "prompts": str(settings["prompts"])}, "rows": rows},
@@ -143,7 +143,7 @@ def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def profile(base: Configuration, prompts: Path, limit: int) -> dict[str, Any]:
-    """What `dovetail profile` finds with these settings."""
+    """Return what `dovetail profile` finds with these settings."""
     flags = [
         flag
         for section in ("target", "draft", "tree", "sampling")

@@ -137,7 +137,7 @@ def goodput(
 
 
 def configuration(settings: Mapping[str, Any]) -> Configuration:
-    """What all methods share."""
+    """Return the settings that all methods share."""
     target = {
         "target.model": settings["target"],
         "target.weights": settings["weights"],

@@ -50,7 +50,7 @@ STEPS: Mapping[str, tuple[str, ...]] = {
 }
 """Row -> tree.adapt."""
 OVERHEAD_FIGURE = 0.01
-"""Of a round, at most."""
+"""The share of a round that the policy's own work may take."""
 TIMED_PROMPTS = 4
 
 

@@ -31,9 +31,10 @@ TOKEN_US, FIRST_TOKEN = 100.0, 1.2
 client's time to its first token among many others."""
 CONTEXT = 8192
 TOKEN_S = 0.004
-"""What a pass over the sessions that wait takes, at least."""
+"""The least time of a pass over the sessions that wait."""
 OTHER_CHUNKS = 3
-"""Of a stream: the one that begins it, the one that ends it, and [DONE]."""
+"""Chunks of a stream that tell no token: the one that begins it, the one that ends it, and
+[DONE]."""
 DRIP_S = 1.0
 AT_ONCE = 32
 PATIENCE_S = 60.0
@@ -64,8 +65,8 @@ CHATS = "/v1/chat/completions"
 def http(
     tokens: int, streams: int, connections: int, requests: int, pairs: int, as_json: bool
 ) -> None:
-    """What the HTTP process costs a token, what others cost a healthy client, and what is left of
-    requests that come and go."""
+    """Measure what the HTTP process costs a token, what others cost a healthy client, and what is
+    left of requests that come and go."""
     with (
         progress_bar(2 * pairs + requests, "steps") as step,
         backend(target=False, draft=False) as house,
@@ -283,7 +284,8 @@ def churn(server: Api, house: Backend, requests: int, step: Callable[[str], None
 async def _churn(
     server: Api, requests: int, chance: random.Random, step: Callable[[str], None]
 ) -> int:
-    """How many of them left before they had their answer."""
+    """Have so many requests come and go; return how many of them left before they had their
+    answer."""
     free = asyncio.Semaphore(AT_ONCE)
 
     async def one(tokens: int, leave: int | None, stream: bool) -> int:

@@ -1,5 +1,5 @@
-"""What a long measurement has found so far, in a file, so that one that was interrupted goes on: a
-line a finding, each under its name.
+"""The findings of a long measurement so far, in a file, so that one that was interrupted goes on.
+Each line is a finding under its name.
 
 The first line says what is measured; a file of another measurement is refused. A torn last line is
 dropped.

@@ -153,7 +153,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a draft costs; estimates are over replies."""
+    """The cost of a draft; estimates are over replies."""
 
     draft: str
     parameters: int

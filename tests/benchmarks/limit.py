@@ -129,7 +129,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the probes read over all rounds: bytes and operations a second."""
+    """The readings of the probes over all rounds: bytes and operations a second."""
 
     bandwidth: Estimate
     peak: Estimate
@@ -201,7 +201,8 @@ def _product(matrix: PackedMatrix, rows: int) -> Callable[[], None]:
 
 
 def _peak(kind: Kind) -> float:
-    """Of the instruction that the kernels use: 16-bit weights are widened, so fp32 for them too."""
+    """Return the peak of the instruction that the kernels use: that of fp32 for 16-bit weights too,
+    since they are widened."""
     found = peak_gflop_s(
         Arithmetic.INT8 if kind is Kind.INT8 else Arithmetic.FP32, budget_s=PROBE_S
     )

@@ -30,8 +30,8 @@ class LimitedLink:
         return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """What is computed on a CPU is done when it has been asked for, so that there is nothing to
-        wait for."""
+        """Copy without waiting for `after`: what a CPU computes is done when it has been asked
+        for."""
         if self.waits:
             self._copy(source, target)
             return None

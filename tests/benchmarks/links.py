@@ -190,7 +190,7 @@ def links(
 
 @dataclass(frozen=True)
 class Asked:
-    """What is decoded on both sides."""
+    """The requests that both sides decode."""
 
     prompts: Sequence[Sequence[str]]
     sampling: Sampling

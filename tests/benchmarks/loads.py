@@ -32,7 +32,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 
 LEAST = 0.97
-"""Of plain decoding of the same streams, at any load."""
+"""The rate over that of plain decoding of the same streams, at any load; at least."""
 PLAIN = "plain"
 TREES = {
     "goodput": TreeSettings(policy="goodput", gamma=15, depth=8, width=4),
@@ -280,7 +280,7 @@ def led_by(streams: Streams, count: int, turn: int, method: str) -> None:
 def in_turns(
     streams: Streams, methods: Sequence[str], turn: int, lead: Callable[[str], object], count: int
 ) -> dict[str, Burst]:
-    """The same prompts with each method, the first of them another in every turn; `lead` goes
+    """Run the same prompts with each method, beginning with another one in every turn; `lead` goes
     before each."""
     found = {}
     for place in range(len(methods)):
@@ -291,7 +291,7 @@ def in_turns(
 
 
 def row(load: str, method: str, pairs: Sequence[tuple[Burst, Burst]]) -> dict[str, Any]:
-    """What came of a method at a load."""
+    """Return the row of a method at a load."""
     found = ratio([ours.rate for _, ours in pairs], [plain.rate for plain, _ in pairs])
     middle = sorted(pairs, key=lambda pair: pair[1].rate)[len(pairs) // 2]
     return {

@@ -1,4 +1,4 @@
-"""How a figure is judged: pairs in which both sides take turns, the median of their ratios with a
+"""The judging of a figure: pairs in which both sides take turns, the median of their ratios with a
 bootstrap interval, the limit of the hardware.
 
 Pure but for the measuring function that is passed in; knows neither models nor engines.
@@ -31,11 +31,11 @@ class Estimate:
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
 
     def holds(self, most: float) -> bool:
-        """Whether this is at most `most`."""
+        """Return whether this is at most `most`."""
         return self.low <= most and self.median <= most + LEEWAY
 
     def reaches(self, least: float) -> bool:
-        """Whether this is at least `least`."""
+        """Return whether this is at least `least`."""
         return self.high >= least and self.median >= least - LEEWAY
 
     def as_json(self) -> dict[str, float]:
@@ -51,15 +51,15 @@ def estimate(samples: Sequence[float], *, seed: int = 0) -> Estimate:
 
 
 def ratio(left: Sequence[float], right: Sequence[float]) -> Estimate:
-    """How many times the left side takes of the right one's, pair by pair."""
+    """Return the ratio of the left side to the right one, pair by pair."""
     return estimate([a / b for a, b in zip(left, right, strict=True)])
 
 
 def ratio_of_sums(
     left: Sequence[tuple[float, float]], right: Sequence[tuple[float, float]], *, seed: int = 0
 ) -> Estimate:
-    """How many times the left side's rate is the right one's, where a rate is the sum of first
-    numbers over the sum of second ones; pairs of prompts."""
+    """Return the ratio of the left side's rate to the right one's, over pairs of prompts; a rate is
+    the sum of first numbers over the sum of second ones."""
     sides = np.asarray([left, right], dtype=float)
     drawn = np.random.default_rng(seed).integers(0, sides.shape[1], (RESAMPLES, sides.shape[1]))
     low, high = np.quantile(_ratios(sides[:, drawn].sum(axis=2)), INTERVAL)
@@ -75,8 +75,8 @@ def _ratios(sums: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def take_turns(sides: Sequence[Callable[[], float]], number: int) -> tuple[float, ...]:
-    """What each side measures in round `number`; who is first changes from round to round, so that
-    what drifts meets all of them alike."""
+    """Return what each side measures in round `number`. Who is first changes from round to round,
+    so that drift meets all of them alike."""
     order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
     measured = {side: sides[side]() for side in order}
     return tuple(measured[side] for side in range(len(sides)))

@@ -24,8 +24,8 @@ LIMITS: Sequence[Mapping[str, Any]] = (
     {"layers": None, "resident": 0},
     {"layers": 2, "resident": 1},
 )
-"""How much the device computes and keeps: all, the last layer, nothing kept, one of two; then as
-much as each --vram holds."""
+"""The limits to try: all layers, the last one, none kept, one of two kept; those of --vram
+follow."""
 
 
 @click.command("memory", cls=Command)
@@ -63,7 +63,7 @@ def measured(
     limit: Mapping[str, Any],
     inflate: str = "",
 ) -> dict[str, Any]:
-    """What one target takes, and what was counted."""
+    """Return what one target takes, beside what its placement counted."""
     with Side(
         "placed",
         (

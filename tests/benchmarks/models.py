@@ -100,8 +100,8 @@ def _draw(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 
 @contextmanager
 def model_folder(given: Path | None) -> Iterator[Path]:
-    """Where models are written: the folder given, kept for the next run, or one that goes with this
-    run."""
+    """Yield the folder that models are written to: the one given, kept for the next run, or one
+    that goes with this run."""
     if given is not None:
         given.mkdir(parents=True, exist_ok=True)
         yield given
@@ -130,5 +130,5 @@ def tree_mask(tree: TokenTree) -> torch.Tensor:
 
 
 def token_row(count: int, vocabulary: int = VOCABULARY) -> list[int]:
-    """The same text for every engine."""
+    """Return the tokens of a text, the same for every engine."""
     return [(7 * i + 3) % vocabulary for i in range(count)]

@@ -1,8 +1,8 @@
-"""How often one of a node's children is accepted, by the rule: of the same contexts, with the code
-that decodes.
+"""The share of nodes of which a child is accepted, under each rule: over the same contexts, with
+the code that decodes.
 
-`target`, `draft`: processed logits [N, V] of N contexts. Each gives [N]: 0 or 1, or the probability
-where it can be had.
+`target`, `draft`: processed logits [N, V] of N contexts. Each function returns [N]: 0 or 1, or the
+probability where it can be had.
 """
 
 import numpy as np
@@ -16,8 +16,8 @@ from dovetail.workers.speculation.sampling import choose
 
 
 def coupled(target: Tensor, draft: Tensor, children: int, key: bytes, share: float = 1.0) -> Tensor:
-    """Whether the target's choice is among the draft's best, both with the noise of the context's
-    number as its position; the draft adds a share of it."""
+    """Return 1 where the target's choice is among the draft's best, else 0, both with the noise of
+    the context's number as its position; the draft adds a share of it."""
     noise = torch.stack(
         [gumbel_noise(key, position, target.shape[1]) for position in range(len(target))]
     )

@@ -36,7 +36,7 @@ from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.event_log import OURS, EventLog
 
 BETWEEN = ("handle", "queue", "link", "lost")
-"""What a round has beside the work that it waits for."""
+"""The parts of a round beside the work that it waits for."""
 WORK = {"draft": ("draft",), "target": ("verify", "commit")}
 """The spans of a worker that a round waits for, by the role in which it does them; others lie
 within them or beside them."""
@@ -52,9 +52,10 @@ class Sum:
     wall_ns: int
     parts: Mapping[str, int]
     covered_ns: int
-    """Of the round, what these spans cover, as far as the clocks of all processes are one."""
+    """Nanoseconds of the round that these spans cover, as far as the clocks of all processes are
+    one."""
     spans: int
-    """How many spans were recorded of it, of whatever kind."""
+    """The number of spans of any kind that were recorded of the round."""
 
     @property
     def explained(self) -> float:
@@ -145,7 +146,7 @@ def cost_of_a_workers_span() -> float:
 
 
 def cost_of_our_span() -> float:
-    """The same of a span of the coordinator, which is only kept."""
+    """Return the nanoseconds that a span of the coordinator takes, which is only kept."""
     observing = EventLog()
     return _cpu_ns(lambda: observing.add_ours((("handle", 1, 2),), 3, 4))
 
@@ -227,7 +228,8 @@ def observed(
 
 
 def told(found: Sequence[Sequence[Sum]], *, ours: float, theirs: float) -> dict[str, Any]:
-    """Of replies' rounds; `ours`, `theirs`: spans a round of the coordinator and of workers."""
+    """Return the findings over all rounds. `ours`, `theirs`: spans a round of the coordinator and
+    of workers."""
     rounds = [one for its in found for one in its]
     explained = estimate(
         [

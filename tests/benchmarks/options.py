@@ -1,4 +1,5 @@
-"""What the commands share: options, cores, the model that is measured, and how a result is told."""
+"""The parts that the commands share: options, cores, the model that is measured, and the report of
+a result."""
 
 import dataclasses
 import json
@@ -155,7 +156,7 @@ def compared(
 
 
 def holds(found: Estimate, most: float | None) -> bool | None:
-    """Whether a figure holds; None where there is none."""
+    """Return whether a figure holds; None if there is none."""
     return None if most is None else found.holds(most)
 
 

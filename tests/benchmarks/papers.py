@@ -42,10 +42,10 @@ class Head:
     family: str
     """Rows of a family are a curve of the plot."""
     training: str
-    """Of `dovetail train`."""
+    """The arguments of `dovetail train` that train it."""
     settings: Mapping[str, Any]
     foretells: bool = False
-    """Whether the last level of a tree needs no pass."""
+    """True if the last level of a tree needs no pass."""
 
 
 HEADS = (
@@ -265,7 +265,8 @@ class Row:
     parameters: int
     trained: Mapping[str, Any]
     draft_ms: float
-    """Of a round, from the verdict's arrival at the draft worker to the proposal's departure."""
+    """Milliseconds of a round from the verdict's arrival at the draft worker to the proposal's
+    departure."""
 
     @classmethod
     def of(
@@ -329,8 +330,7 @@ def parameters(folder: Path) -> int:
 
 
 def training_of(folder: Path) -> dict[str, Any]:
-    """What the head's own folder says of its training (steps, tokens, minutes), if it says
-    anything."""
+    """Return what the head's folder says of its training (steps, tokens, minutes), or nothing."""
     file = folder / "training.json"
     return dict(json.loads(file.read_text(encoding="utf-8"))["outcome"]) if file.is_file() else {}
 

@@ -45,7 +45,7 @@ M_MMAP_THRESHOLD, LARGE = -3, 1 << 16
 STATUS = Path("/proc/self/status")
 LOOK_S = 0.002
 NODES = 288
-"""Of SubSpec's beam."""
+"""The size of SubSpec's beam."""
 ROUNDS = 3
 BRANCHES = 6
 

@@ -97,8 +97,8 @@ CASES: Mapping[str, Case] = {
 )
 @options("json")
 def plan(names: tuple[str, ...], work: Path | None, as_json: bool, **how: Any) -> None:
-    """What `dovetail plan` predicts of placements beside what they come to, in tokens/s and in
-    memory."""
+    """Compare what `dovetail plan` predicts of placements with what they come to, in tokens/s and
+    in memory."""
     chosen = {name: CASES[name] for name in names or CASES}
     if find_spec("hqq") is None and (
         left := [name for name, case in chosen.items() if case.draft == "substitute"]
@@ -245,7 +245,8 @@ def _predicted(subject: Subject, name: str, case: Case, library: Library) -> Alt
 
 
 def _measured(subject: Subject, predicted: Alternative, library: Library) -> tuple[Figures, int]:
-    """What the recorded replies come to, and the peak of the target's process in bytes."""
+    """Decode the recorded requests; return the figures, and the peak memory of the target's process
+    in bytes."""
     found = settings(predicted, DEVICE, DEVICE, subject.configuration)
     configuration = _without_split(subject.configuration).over("plan", found)
     ahead = False if predicted.offered is not None and predicted.offered.shared else None
@@ -278,8 +279,8 @@ def peak_bytes(process: int) -> int:
 
 
 def _base_bytes(how: Mapping[str, Any]) -> int:
-    """What a target's process has beside weights: Python, torch, transformers. That of the embedded
-    target as it is, less its 29 MB of weights."""
+    """Return the bytes that a target's process has beside weights (Python, torch, transformers):
+    those of the embedded target as it is, less its 29 MB of weights."""
     configuration = settings_of({"draft.kind": "none", "target.weights": how["weights"]})
     with Supervisor() as supervisor:
         state = wait_until_ready(

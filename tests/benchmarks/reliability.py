@@ -252,8 +252,8 @@ def reliability(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Whether nodes are accepted as often as their scores say: fitted scales against a fixed
-    sharpening, on prompts outside the fit."""
+    """Compare how often nodes are accepted with what their scores say: fitted scales against a
+    fixed sharpening, on prompts outside the fit."""
     if out is not None:
         check_charts("the plot of --out")
     pin(1)

@@ -68,7 +68,7 @@ class Share:
 
     @property
     def rest(self) -> Estimate:
-        """What of a pass is no linear."""
+        """The share of a pass that is not spent in linears."""
         return estimate([1 - linears / whole for whole, linears in self.seconds])
 
     def as_json(self) -> dict[str, Any]:

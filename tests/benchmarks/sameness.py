@@ -67,12 +67,13 @@ def bytes_command(
     as_json: bool,
     **model: Any,
 ) -> None:
-    """Whether keys, values, features (hidden states) and logits of a token are the same bytes
+    """Check that keys, values, features (hidden states) and logits of a token are the same bytes
     everywhere.
 
-    Alone, in chunks of a prompt, and in trees whose nodes lie in any slots beside any neighbours
-    and another session; under every instruction set and with --threads; all against one token at a
-    time under the first instruction set with one thread. Exit code 1 where anything differs.
+    Tokens are computed alone, in chunks of a prompt, and in trees whose nodes lie in any slots
+    beside any neighbours and another session, under every instruction set and with --threads. All
+    are compared with one token at a time under the first instruction set with one thread. The exit
+    code is 1 if anything differs.
     """
     pin(threads)
     caps = (
@@ -141,7 +142,7 @@ class Watched:
 
 @dataclass
 class Record:
-    """What was computed for T tokens, token by token along the first dimension."""
+    """The results for T tokens, token by token along the first dimension."""
 
     keys: Tensor
     values: Tensor
@@ -268,7 +269,7 @@ def compare(
 
 
 def steps(isas: Sequence[kernels.Isa], chunks: Sequence[int]) -> int:
-    """How often `compare` calls `step`."""
+    """Return the number of times that `compare` calls `step`."""
     return len(isas) * (2 + len(chunks))
 
 

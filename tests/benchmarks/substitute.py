@@ -58,7 +58,7 @@ DRAFTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=4)
-"""Of the comparison of drafts."""
+"""The tree with which drafts are compared."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def substitute(
 
 
 def quantised(weights: str) -> dict[str, Any]:
-    """What it takes to make the codes of the embedded target."""
+    """Return the time that the codes of the embedded target take to make."""
     _, made = load_substitute(str(TARGET), weights=weights, device="cpu")
     return {
         "weights": weights,

@@ -29,7 +29,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "jakiro 2 experts": {"experts": 2},
     "jakiro 4 experts": {"experts": 4},
 }
-"""What is trained: the kind is the first word."""
+"""The heads to train, with their options; the kind is the first word of the name."""
 UNTIMED = 2
 """The first and the last step of a run, after which the head is measured."""
 

@@ -51,7 +51,7 @@ ACCEPTED = 2
 """Nodes that the echo target accepts of every tree: the tau of a fair draft, 3."""
 FIRST_TOKEN = 300
 NO_SPANS: SpanFields = (("echo", 0, 0),)
-"""As long as the ones that a worker of the real coordinator sends."""
+"""Spans as long as the ones that a worker of the real coordinator sends."""
 RELAY_POLL_S = 1.0
 
 
@@ -153,7 +153,7 @@ class _Echo:
         """(arrival, departure) in nanoseconds of every round."""
 
     def serve(self) -> None:
-        """As a worker of a real coordinator, until it says Drain."""
+        """Work for a real coordinator until it says Drain."""
         self._link.send(encode(self._hello()))
         while True:
             frames = self._link.receive(None)

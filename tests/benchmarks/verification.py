@@ -13,8 +13,8 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Pass:
-    """What is asked of both sides: `verify` so many rows behind a filled cache, or `prefill` so
-    many."""
+    """The pass that both sides compute: `verify` so many rows behind a filled cache, or `prefill`
+    so many."""
 
     do: str
     rows: int

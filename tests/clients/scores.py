@@ -7,8 +7,8 @@ from pathlib import Path
 def largest_difference(
     folder: Path, scores: Sequence[tuple[Sequence[int], Sequence[int], float]]
 ) -> float:
-    """Of (context, continuation, log-likelihood) in nats, how far the worst is from what
-    transformers says."""
+    """Return how far, in nats, the worst log-likelihood of (context, continuation, log-likelihood)
+    is from that of transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 

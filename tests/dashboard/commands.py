@@ -1,4 +1,5 @@
-"""What is done with the dashboard by hand: the documentation's pictures, and what looking costs.
+"""The commands about the dashboard: taking the documentation's pictures, and measuring what looking
+costs.
 
 A real coordinator with the embedded pair decodes all the while. For the pictures its target is
 inflated, so that the page shows what a real one would; for the costs requests go to the coordinator
@@ -32,7 +33,7 @@ from support.web import Api, api
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WARM_S = 25.0
-"""How long it has decoded before its picture is taken."""
+"""Seconds of decoding before the picture is taken."""
 SIZES = {
     "dashboard-light": (1000, 1330, False),
     "dashboard-dark": (1000, 1330, True),
@@ -158,8 +159,8 @@ class _Nowhere:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def cost(seconds: float, turns: int, pages: int, as_json: bool) -> None:
-    """What open pages cost the HTTP process and the coordinator while two sessions decode, and what
-    is paid when nobody looks."""
+    """Measure what open pages cost the HTTP process and the coordinator while two sessions decode,
+    and what is paid when nobody looks."""
     with (
         progress_bar(2 * turns, "measurements") as step,
         started({"draft.device": "cpu"}) as (stack, client),

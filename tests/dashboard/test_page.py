@@ -27,7 +27,7 @@ EVIL = '<img src=x onerror="window.evil=1"><script>window.evil=1</script>'
 
 
 def check(page: Page, name: str) -> Any:
-    """What one of the checks finds."""
+    """Return what one of the page's checks finds."""
     return page.value(f"{CHECKS}.{name}()")
 
 

@@ -1,2 +1,2 @@
-"""How the text was made that the embedded models were trained on: a grammar of our own, and the
+"""The recipe of the text that the embedded models were trained on: a grammar of our own, and the
 simple parts of a corpus."""

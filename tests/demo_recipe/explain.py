@@ -464,7 +464,7 @@ def tips(rng: random.Random) -> tuple[str, str]:
 
 
 def steps(rng: random.Random) -> tuple[str, str]:
-    """How something is done, step by step."""
+    """Return a question about how something is done, and an answer step by step."""
     task, line = rng.choice(list(STEPS.items()))
     stock = line.split("|")
     s = {"t": task}
