@@ -17,7 +17,7 @@ from explore.schedules import KINDS, as_code
 from explore.search import BLOCK, Failure, Played, in_parallel, shortest
 
 STATES = ("idle", "waiting", "opening", "ready", "drafting", "verifying", "between")
-"""What a session may be doing when a fault happens; idle: there is none."""
+"""The states that a session may be in when a fault happens; idle: there is none."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -82,7 +82,7 @@ class Disk:
         self.content[newest] += content
 
     def sync(self) -> None:
-        """What was appended is there."""
+        """Do nothing: what was appended is there already."""
 
     def remove(self, number: int) -> None:
         if not self._hub.closed:

@@ -27,9 +27,9 @@ COMING: tuple[Kind, ...] = ("kill", "kill", "join", "drain", "swap", "cut", "sto
 PAUSES = (0, 0, 1, 2, 3, 5, 8, 12, 18, 25, 40)
 """Between two steps: other events."""
 FOR_MS = (1, 40, 300, 1400, 1600, 4000, 9000)
-"""How long a fault lasts: on both sides of what heartbeats bear."""
+"""Durations of a fault in milliseconds, on both sides of what heartbeats bear."""
 FORMS: dict[Kind, int] = {"fault": 2 * len(SABOTAGED), "handler": 2 * len(HANDLED), "crash": 64}
-"""How many forms faults have that do not last."""
+"""The number of forms of each fault that does not last."""
 PROMPTS = ((5, 6, 7), (5, 6, 7), (9,), tuple(range(3, 25)), tuple(range(3, 40)))
 """Two of them so long, and so much alike, that one goes on from what is kept of the other."""
 
@@ -178,7 +178,7 @@ assert all(ring % STRIDE for ring in RINGS)
 
 @dataclass(frozen=True)
 class Reached:
-    """How far an enumeration has come: schedules with so many deviations, and of how many."""
+    """The progress of an enumeration: schedules played with so many deviations, and of how many."""
 
     deviations: int
     played: int

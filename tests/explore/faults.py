@@ -1,4 +1,4 @@
-"""What a fault of a schedule does to a world."""
+"""The effects of a schedule's faults on a world."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What must be true of every schedule, each promise a function that raises `Broken`.
+"""The promises that every schedule must keep, each a function that raises `Broken`.
 
 Knows no faults and no scheduler: what it looks at is handed in.
 """
@@ -30,7 +30,7 @@ class Broken(AssertionError):
 
 
 def committed_prefix_only_grows(before: Sequence[int], now: Sequence[int]) -> None:
-    """What a session has committed begins with all that it had committed before."""
+    """Check that a session's committed tokens begin with all that it had committed before."""
     if tuple(now[: len(before)]) != tuple(before):
         _broken(
             committed_prefix_only_grows, f"committed are {[*now]}, and before it was {[*before]}"
@@ -200,7 +200,7 @@ def _kept_otherwise(coordinator: Coordinator, processes: Sequence[Process]) -> l
 
 OF_REQUESTS = RunningRequest, Session, WaitingRequest
 STRANGERS = Time, FaultyHub, Process, ModuleType, type
-"""What is not the coordinator's own."""
+"""Types that are not the coordinator's own."""
 
 
 def _left_in_memory(coordinator: Coordinator) -> list[str]:

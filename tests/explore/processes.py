@@ -57,14 +57,14 @@ class Process:
     make: Callable[[int], ScriptedWorker]
     costs: Costs = field(default_factory=Costs)
     about: dict[str, object] = field(default_factory=dict)
-    """What its Hello says differently."""
+    """Fields of its Hello that differ from the usual ones."""
     stuck_ns: int = 10 * S
     """Its own watchdog ends it when a command has taken so long."""
     load_ns: int = LOAD_NS
     restart_ns: int = 2 * S
     """Whoever looks after it starts it again so long after it has ended."""
     hub: Callable[[], FaultyHub | None] = lambda: None
-    """Where the coordinator listens, if one does."""
+    """Returns the hub at which the coordinator listens, if one does."""
 
     wire: Wire | None = None
     worker: ScriptedWorker | None = None
@@ -89,7 +89,7 @@ class Process:
     _epochs: int = 0
     _inbox: deque[Command] = field(default_factory=deque)
     _delayed: list[Callable[[], None]] = field(default_factory=list)
-    """What happens when a stopped process goes on."""
+    """Actions that wait for a stopped process to go on."""
     _said: deque[Message] = field(default_factory=lambda: deque(maxlen=MOST_SAID))
 
     @property
@@ -98,7 +98,7 @@ class Process:
 
     @property
     def registered(self) -> bool:
-        """Whether the coordinator has welcomed it on the connection that it has."""
+        """Return whether the coordinator has welcomed it on the connection that it has."""
         return (
             self.alive
             and self.wire is not None

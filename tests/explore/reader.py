@@ -32,7 +32,7 @@ CHANGES = 1_000_000
 
 
 class Surroundings(Protocol):
-    """What a reader knows of the world."""
+    """The world as far as a reader knows it."""
 
     time: Time
     hub: FaultyHub

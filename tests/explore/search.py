@@ -21,7 +21,7 @@ from explore.world import play
 BLOCK = 64
 """Schedules that a process plays at a time."""
 HANGS_S = 30.0
-"""Of a core: a schedule that takes so long never ends."""
+"""Seconds of a core after which a schedule counts as one that never ends."""
 
 
 class Hung(SystemExit):
@@ -40,7 +40,7 @@ class Failure:
 
 @dataclass
 class Played:
-    """What came of many schedules."""
+    """The outcome of many schedules."""
 
     schedules: int = 0
     seen: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -31,7 +31,7 @@ class Told:
     late: bool = False
     """Its client did not read for some time, so that it heard of it later than it happened."""
     heard: Heard = NOTHING_TOLD
-    """What it tells the next coordinator of what it was told."""
+    """The client's account of what it was told, for the next coordinator."""
     again: bool = False
     """Its client has come back for it, to another coordinator."""
     void: bool = False

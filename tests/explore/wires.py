@@ -53,8 +53,8 @@ class Way:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing arrives; what was sent meanwhile does when that is over, if somebody
-        still listens."""
+        """True while nothing arrives. What was sent meanwhile arrives when that is over, if
+        somebody still listens."""
         return self._silent
 
     @silent.setter
@@ -153,14 +153,14 @@ class FaultyHub:
         self.deaf: dict[bytes, int] = {}
         """Clients that take no messages off their queues, which are full, until these times."""
         self.timers = 0
-        """What the coordinator has planned, or has done elsewhere, and has not come to yet."""
+        """The number of actions that the coordinator has planned, or has done elsewhere, and has
+        not come to yet."""
         self.found: Exception | None = None
-        """What a client has found wrong first."""
+        """The first thing that a client has found wrong."""
         self.fuse: Fuse | None = None
-        """Where the coordinator dies; None: nowhere."""
+        """The message at which the coordinator dies; None: at none."""
         self.pump: Callable[[], None] = lambda: None
-        """What the coordinator does when something has arrived; `look_around`: when somebody has
-        gone."""
+        """Called when something has arrived; `look_around`: when somebody has gone."""
         self.look_around: Callable[[], None] = lambda: None
         self._time = time
         self._inbox: deque[tuple[bytes, list[bytes]]] = deque()

@@ -77,11 +77,11 @@ class CarefulDraft(ScriptedDraft):
 
 @dataclass(frozen=True)
 class Costs:
-    """What the work of a process takes, in milliseconds."""
+    """The time that the work of a process takes, in milliseconds."""
 
     open_ms: float = 3.0
     token_ms: float = 0.2
-    """Of a prompt that is read."""
+    """The time of one token of a prompt that is read."""
     pass_ms: float = 4.0
     row_ms: float = 0.2
     draft_ms: float = 2.0

@@ -66,12 +66,12 @@ class World:
         self._begun: list[weakref.ref[RunningRequest]] = []
         """The requests that have run."""
         self.planted: list[Callable[[], object]] = []
-        """What takes faults out of the coordinator again that wait in it."""
+        """Functions that remove faults which still wait in the coordinator."""
         self.sabotages = 0
         """Faults of the coordinator's rooms that have happened."""
         self.past, self.processes = list[Reader](), list[Process]()
         self.disk: Disk | None = None
-        """What its journal has; None: it keeps none."""
+        """The disk under its journal; None: it keeps none."""
         self.hub = FaultyHub(self.time)
         self._start_coordinator()
         for role, count in (("target", schedule.targets), ("draft", schedule.drafts)):
@@ -297,7 +297,7 @@ class World:
             invariants.every_request_ends(reader.told)
 
     def _call_off(self) -> None:
-        """What was planned for the next command, or message, and never came to it does not come."""
+        """Call off what was planned for the next command, or message, and never came to it."""
         self.hub.fuse = None
         if self.disk is not None:
             self.disk.fuse = None

@@ -1,4 +1,4 @@
-"""What the device is, and how fast bytes move: in its own memory, and between it and pinned memory
+"""The device, and the rate at which bytes move in its own memory and between it and pinned memory
 of the host. The CPU may stand for it."""
 
 import platform
@@ -72,7 +72,8 @@ def _rate(device: torch.device, size: int, target: Tensor, source: Tensor) -> fl
 
 
 def memory_gb_s(device: torch.device, size: int) -> float:
-    """Of the device's memory: every byte of a copy is read and written."""
+    """Return the rate of the device's memory in 10^9 bytes a second: every byte of a copy is read
+    and written."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds_of(device, lambda: target.copy_(source)) / 1e9

@@ -51,7 +51,7 @@ TESTS = Path(__file__).resolve().parent.parent
 
 @dataclass
 class Step:
-    """What became of one."""
+    """The outcome of one step."""
 
     name: str
     seconds: float

@@ -20,7 +20,7 @@ from support.stacks import running
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TAU = 0.9
-"""Of the CPU's draft: rounding and narrower weights cost little."""
+"""The least share of the CPU's tau: rounding and narrower weights cost little."""
 BESIDE = 4
 """Prompts of the requests that run together, two each."""
 SIZES = {
@@ -33,7 +33,7 @@ SIZES = {
     "intermediate": 512,
     "gain": 1.0,
 }
-"""Of a head for the demonstration's target."""
+"""The sizes of a head for the demonstration's target."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def run(report: Report, device: str, folder: Path, progress: Callable[[str], Non
 
 
 def _check_drafting(report: Report, name: str, found: Replies, here: Replies | None) -> None:
-    """Whether every reply was drafted for to its end, and how well."""
+    """Check that every reply was drafted for to its end, and report how well."""
     failures = [
         reply.result.draft_failure
         for reply in found.values()

@@ -29,7 +29,7 @@ CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """What the model is grown to."""
+    """The sizes that the model is grown to."""
 
     hidden: int
     units: int
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of its decoder layers in 16 bits."""
+        """The size of its decoder layers in 16 bits."""
         return 2 * self.layers * (3 * self.hidden * self.hidden + 3 * self.hidden * self.units)
 
 
@@ -131,7 +131,7 @@ def _layer(
 
 
 def _names(part: str) -> tuple[str, str]:
-    """What the rows and the inputs of a matrix are."""
+    """Return what the rows and the inputs of a matrix are."""
     return {
         "gate_proj": ("units", "hidden"),
         "up_proj": ("units", "hidden"),

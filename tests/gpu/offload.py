@@ -67,7 +67,8 @@ ROWS = (1, 16, 64, 289)
 CONTEXT_ROWS = 256
 PROMPT_ROWS = 2048
 PCIE4_GB_S = 25.0
-"""Of 16 lanes, as measured from pinned memory on such machines; the link of the papers' tables."""
+"""The rate of 16 lanes, as measured from pinned memory on such machines; the link of the papers'
+tables."""
 BEAM = TreeSettings(
     policy="beam", insist=True, gamma=288, depth=48, width=6, sharpening=SUBSTITUTE_SHARPENING
 )
@@ -105,7 +106,7 @@ class InOrder(PinnedOnce):
 
 
 class HostInOrder(HostTransfer):
-    """The same where the CPU stands for the device."""
+    """`InOrder` with the CPU in place of the device."""
 
     def copy(self, source: Tensor, target: Tensor, after: Any) -> Any:
         done = super().copy(source, target, after)
@@ -211,7 +212,7 @@ class Bench:
 
     @property
     def streamed_bytes(self) -> int:
-        """Of a pass."""
+        """The bytes that a pass streams."""
         return sum(blob.numel() for blob in self.staged._stages[0]._blobs)
 
     def passes(self, model: LanguageModel, rows: Sequence[int], times: int = 5) -> dict[int, float]:
@@ -324,8 +325,8 @@ def nearest(weight: Tensor, bits: int, device: torch.device) -> Codes:
 
 
 def _loops(tokens: Sequence[int]) -> bool:
-    """Whether the last tokens were said before: a tiny model goes round in circles where it is
-    greedy, and what comes then is too easily guessed."""
+    """Return whether the last tokens were said before: a tiny model goes round in circles when it
+    is greedy, and what comes then is too easily guessed."""
     last = tuple(tokens[-LOOP:])
     return len(tokens) > LOOP and any(
         tuple(tokens[at : at + LOOP]) == last for at in range(len(tokens) - LOOP)
@@ -431,7 +432,8 @@ def _under(bench: Bench, cap: float) -> None:
 
 
 def _step_bytes(bench: Bench, resident: int, head: int) -> int:
-    """What a draft step reads: codes, the target's own layers, the head, and keys and values."""
+    """Return the bytes that a draft step reads: codes, the target's own layers, the head, and keys
+    and values."""
     shape, layers = bench.shape, len(bench.layers)
     weights = shape.bytes // 2 // layers
     coded = weights // GROUP * (GROUP // 2 + 4)
@@ -490,8 +492,8 @@ def _rounds(
 
 
 def _compared(alone: Played, drafted: Played) -> tuple[bool, str]:
-    """Whether two runs are the same as far as the shorter goes, up to a near-tie; and how that
-    reads."""
+    """Return whether two runs are the same as far as the shorter goes, up to a near-tie, and how
+    that reads."""
     pairs = zip(alone.tokens, drafted.tokens, alone.margins, drafted.margins, strict=False)
     parted = next(
         (

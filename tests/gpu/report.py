@@ -1,5 +1,5 @@
-"""What a step finds, one line of JSON each, written as soon as it is known: what a step that is
-ended leaves behind still counts."""
+"""The findings of a step, one line of JSON each, written as soon as they are known: what a step
+that is ended leaves behind still counts."""
 
 import json
 from collections.abc import Iterator

@@ -1,2 +1,2 @@
-"""What a peer, a checkpoint or a client that means harm might send, thrown at what has to bear it:
+"""Messages, checkpoints and requests that mean harm, thrown at the processes that bear them:
 `python tests/hostile --help`."""

@@ -24,7 +24,7 @@ from support.heads import write_head
 from support.models import VOCABULARY, tiny_llama
 
 MARKER = "EXECUTED"
-"""What a payload writes into the folder above its own."""
+"""The file that a payload writes into the folder above its own."""
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 HUGE = 10**9
@@ -40,7 +40,7 @@ class Bad:
     words: tuple[str, ...]
     """All of them stand in the complaint."""
     role: str = "target"
-    """Of the worker that is to load it; a draft's good folder is a head."""
+    """The role of the worker that is to load it; a draft's good folder is a head."""
     flags: tuple[str, ...] = ()
 
 
@@ -102,7 +102,7 @@ def tensor(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]
 
 
 def spoilt(value: float, old: torch.Tensor) -> torch.Tensor:
-    """The same but for one number."""
+    """Return a copy of a tensor that differs in one number."""
     new = old.clone()
     new.view(-1)[3] = value
     return new
@@ -570,5 +570,5 @@ HARMLESS = (
         (),
     ),
 )
-"""What is served all the same: nothing of it is used, or a request that comes across it is
-refused."""
+"""Folders that are served all the same: nothing of what is bad is used, or a request that comes
+across it is refused."""

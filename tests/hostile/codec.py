@@ -24,7 +24,7 @@ AT_A_TIME = 1000
 
 @dataclass
 class KindFound:
-    """What the codec made of the messages of one kind."""
+    """The codec's handling of the messages of one kind."""
 
     messages: int = 0
     refused: int = 0

@@ -26,7 +26,7 @@ from hostile.workers import siege_worker
 from support.web import api, backend
 
 STEPS = 100
-"""Of the progress bar, for each victim."""
+"""Steps of the progress bar, for each victim."""
 OF_A_LYING_TARGET, OVER_IPC, OVER_TCP = 100, 100, 1000
 """One message in so many: a lie takes sessions that come to it, and a socket a process beside this
 one."""

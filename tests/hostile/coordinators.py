@@ -35,7 +35,7 @@ from support.memory_links import MemoryLink
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
 
 EPOCH = 4242
-"""Of whoever attacks: what it says is not old."""
+"""The epoch of whoever attacks: what it says is not old."""
 AT_A_TIME = 50
 """Messages that are there when the coordinator looks: fewer than a link may hold."""
 RUNNING = 3
@@ -80,7 +80,7 @@ class _Scene:
             decodable(rng, messages.INBOUND, self._known, INBOUND),
         )
         self._prompts: dict[int | None, tuple[int, ...]] = {}
-        """Of the healthy client's requests that run."""
+        """Prompts of the healthy client's requests that run."""
         self._draft = self._new_draft()
         self._stranger, self._client = self._house.hub.connect(ANYBODY), self._new_client()
 
@@ -125,8 +125,8 @@ class _Scene:
             faults.append(f"{state.sessions} sessions are left")
 
     def _hear(self) -> int:
-        """How many of the healthy client's requests have ended; each should be as the target alone
-        would write it."""
+        """Return how many of the healthy client's requests have ended; each should be as the target
+        alone would write it."""
         self._house.run()
         for worker in self._house.workers:
             tidy(worker)
@@ -283,7 +283,7 @@ def slip(link: MemoryLink, frames: list[bytes]) -> None:
 
 
 def is_struck(link: MemoryLink) -> bool:
-    """Whether the coordinator has said that it has enough; reads what it said."""
+    """Return whether the coordinator has said that it has enough; reads what it said."""
     struck = False
     while (frames := link.receive(0)) is not None:
         reply = REPLY.decode(frames)

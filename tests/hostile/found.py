@@ -1,4 +1,4 @@
-"""What became of a victim: how many messages it got, what it did with them, whether who was healthy
+"""The record of a victim: how many messages it got, what it did with them, whether the healthy one
 beside it noticed, and its memory."""
 
 import logging
@@ -11,13 +11,13 @@ import psutil
 SETTLED = 0.2
 """After this share of the messages, caches are warm and memory is as it will be."""
 DEBRIS_MIB = 64
-"""What a message of the largest size may leave behind in Python's own heaps."""
+"""The memory that a message of the largest size may leave behind in Python's own heaps."""
 HERE = psutil.Process()
 
 
 @dataclass
 class Found:
-    """What became of the messages that one victim got."""
+    """The outcome of the messages that one victim got."""
 
     victim: str
     messages: int = 0

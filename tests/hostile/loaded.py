@@ -19,14 +19,14 @@ MOST_MIB = 512
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a bad input."""
+    """The outcome of a bad input."""
 
     kind: str
     name: str
     got: str
-    """In one line."""
+    """The answer in one line."""
     seconds: float
-    """Of processor time, which a busy machine hardly lengthens; imports left out."""
+    """Processor time, which a busy machine hardly lengthens, without the imports."""
     grown_mib: float
     passed: bool
 

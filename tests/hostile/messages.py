@@ -63,12 +63,12 @@ RARE = 1 / 4000
 
 @dataclass
 class Knowledge:
-    """What an attacker knows of its victim at present."""
+    """The knowledge that an attacker has of its victim at present."""
 
     epochs: Sequence[int] = (1,)
-    """That the victim believes."""
+    """Epochs that the victim believes."""
     sessions: Sequence[int] = (1, 2, 3)
-    """That it might speak of."""
+    """Sessions that the victim might speak of."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def hostile(rng: Random, sent: Direction, known: Knowledge) -> Iterator[tuple[st
 def decodable(
     rng: Random, sent: Direction, known: Knowledge, dialect: Dialect[Any]
 ) -> Iterator[tuple[str, list[bytes]]]:
-    """The same of those that are messages: who sends nothing else is not found out by its form, and
-    gets further."""
+    """Yield those hostile messages that can be decoded: an attacker who sends nothing else is not
+    found out by form, and gets further."""
     while True:
         for kind in DEEPER:
             frames = KINDS[kind](rng, sent, known)
@@ -313,7 +313,7 @@ def wrong_content(rng: Random, sent: Direction, known: Knowledge) -> list[bytes]
 
 
 def falsified(rng: Random, frames: Sequence[bytes]) -> list[bytes]:
-    """The same message about the same session and round, with other values in some fields."""
+    """Return a message about the same session and round with other values in some fields."""
     body = _body(frames)
     for fields in (body, *(item for item in body.get("items", ()) if isinstance(item, dict))):
         names = sorted(fields.keys() - {"type", "epoch", "session", "round", "items"})

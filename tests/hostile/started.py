@@ -26,17 +26,17 @@ SETTLED_S = 0.5
 """Within so long after it has said that it is loaded a coordinator that does not want a worker has
 turned it away."""
 SERVES = " is loaded, "
-"""What a worker says that serves; then it has seen enough, and is told to end."""
+"""The words of a worker that serves; then it has seen enough, and is told to end."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The way in which a command ended."""
 
     code: int
     """Its exit code; negative: the signal that ended it."""
     said: str
-    """On stderr."""
+    """Its stderr."""
     cpu_s: float
     """Processor time without the imports, which are made once for all."""
     grown_mib: float

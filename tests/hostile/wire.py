@@ -34,8 +34,8 @@ PATIENCE_S = 60.0
 MOST_FRAMES = 200_000
 TOKENS = 40
 MAY_GROW_MIB = 4 * (MAX_MESSAGE_BYTES >> 20)
-"""What the largest message may take while it is read: libzmq's buffers, the copy that is ours, and
-those of the next one."""
+"""The memory that the largest message may take while it is read: libzmq's buffers, the copy that is
+ours, and those of the next one."""
 
 
 class Healthy:
@@ -58,7 +58,7 @@ class Healthy:
             worker.step()
 
     def check(self) -> bool:
-        """Whether a request is answered as the target alone would."""
+        """Return whether a request is answered as the target alone would."""
         self._prompt = 1 + self._prompt % 90
         prompt = (self._prompt, 9)
         request = self._client.submit(

@@ -245,7 +245,7 @@ def _features(dtype: str, rows: int, row: int) -> Array:
 
 
 def _essence(event: Event) -> Any:
-    """What an answer says, without when and how fast."""
+    """Return the content of an answer, without when and how fast."""
     match event:
         case Drafted():
             return event.tokens, event.parents
