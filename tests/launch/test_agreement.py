@@ -24,7 +24,8 @@ needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kern
 
 
 def scores_of(model: LanguageModel, tokens: Sequence[int]) -> list[TokenLogprobs]:
-    """What a model says of each token of a text but the first, and of the three likeliest there."""
+    """Return what a model says of each token of a text but the first, and of the three likeliest
+    there."""
     segment = Segment(model.new_cache(len(tokens)), 0, len(tokens))
     laws: Tensor = model.forward(
         torch.tensor(tokens), torch.arange(len(tokens)), [segment]

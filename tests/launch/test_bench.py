@@ -96,7 +96,7 @@ def cell(seconds: list[float], tokens: list[int], *others: dict[str, Any]) -> Ce
 
 
 def report_of(folder: Path, methods: Sequence[str]) -> Mapping[str, Any]:
-    """What a run of some methods says with --json, and writes to --out."""
+    """Return what a run of some methods prints with --json, and writes to --out."""
     long = "word " * 2000
     (folder / "few.jsonl").write_text(
         "".join(
@@ -368,7 +368,7 @@ def test_without_a_decoded_token_there_is_no_speedup() -> None:
 
 
 class Nobody:
-    """What decodes nothing any more, and was never large."""
+    """A contender that decodes nothing any more, and was never large."""
 
     method = Method("none", base())
 

@@ -1,4 +1,4 @@
-"""What `bench --out` keeps: a run goes on where it stopped, and no other run does."""
+"""The journal that `bench --out` keeps: a run goes on where it stopped, and no other run does."""
 
 import json
 import os

@@ -134,8 +134,7 @@ def test_binding_here_leaves_this_test_where_it_was() -> None:
     platform.machine() != "x86_64", reason="the filter below is written with the numbers of x86-64"
 )
 def test_in_a_container_that_forbids_memory_policies_the_cores_are_bound() -> None:
-    """As Docker's default profile does it: a seccomp filter that answers set_mempolicy with
-    EPERM."""
+    """A seccomp filter answers set_mempolicy with EPERM here, as Docker's default profile does."""
     code = """
 import ctypes, struct
 from dovetail.launch.machine.binding import SET_MEMPOLICY, Place, bind, memory_refusal

@@ -33,7 +33,7 @@ QUESTIONS = ("Tell me a story about a small owl.", "And what did it eat?")
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 COLOUR = re.compile(r"\x1b\[36m|\x1b\[0m")
 MODES = re.compile(r"\x1b\[\?2004[hl]\r?")
-"""What readline says to the terminal."""
+"""Codes that readline sends to the terminal."""
 SPECULATED = ("--policy", "dynamic", "--tree.insist", "true")
 """The embedded target is so cheap that no tree pays."""
 TALK_S = 60.0
@@ -42,7 +42,7 @@ TALK_S = 60.0
 def texts(
     client: Client, questions: tuple[str, ...], tokens: int, *, seed: int | None = None
 ) -> list[str]:
-    """What the target alone says to each of these questions, as a conversation."""
+    """Return what the target alone says to each of these questions, as a conversation."""
     turns: list[str] = []
     for question in questions:
         turns.append(question)
@@ -315,7 +315,7 @@ class Terminal:
         self.pid, self.seen, self._read = pid, "", 0
 
     def wait_for(self, pattern: str) -> str:
-        """What came up to this, since the last call."""
+        """Return what came up to this pattern since the last call."""
         end_s = time.monotonic() + TALK_S
         while (found := re.compile(pattern).search(self.seen, self._read)) is None:
             ready, _, _ = select.select([self._screen], [], [], max(0.0, end_s - time.monotonic()))

@@ -40,7 +40,8 @@ for name in COMMANDS:
     told[name] = [said.getvalue().split()[0], code, "torch" in sys.modules]
 print(json.dumps(told))
 """
-"""Of each command: how its help begins, its exit code, and whether torch is there afterwards."""
+"""Prints for each command how its help begins, its exit code, and whether torch is there
+afterwards."""
 WRONG = [
     ("decode",),
     ("config", "show", "--tree.gama", "6"),

@@ -1,4 +1,5 @@
-"""What was said, which lines are commands, and which text the draft proposed."""
+"""The conversation of a chat: the turns that were said, the lines that are commands, and the text
+that the draft proposed."""
 
 import json
 from dataclasses import replace

@@ -51,7 +51,8 @@ def values(unit: str, name: str) -> list[str]:
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
-    """What the command line makes of a command; it is refused here if it would be then."""
+    """Return the parameters that the command line makes of a command, which is refused here if it
+    would be then."""
     commands: dict[str, click.Command] = {
         "coordinator": coordinator.command,
         "http": http.command,

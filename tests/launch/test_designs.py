@@ -20,7 +20,8 @@ from support.architectures import VARIED, shrunk, tiny_config
 from support.cases import everyday
 
 NEARLY = (0.98, 1.07)
-"""What is counted of a tiny model beside its matrices: norms, biases, what fills a cache line."""
+"""The bounds of the count over the true one: a tiny model has norms, biases and filled cache lines
+beside its matrices."""
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 88, "qk_nope_head_dim": 24, "v_head_dim": 40}
 WIDER = {"minicpm3": LATENT, "youtu": LATENT}
 """Sizes for models that are so small else that what is missing to whole vectors shows."""

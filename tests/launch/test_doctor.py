@@ -1,4 +1,4 @@
-"""What the doctor finds on machines of all kinds, and on this one."""
+"""The findings of the doctor on machines of all kinds, and on this one."""
 
 import dataclasses
 import json

@@ -33,7 +33,7 @@ WAYS = {
     "no_numbers": "FloatingPointError: the draft's logits are not numbers",
     "dies": "it disconnected",
 }
-"""How a draft fails, and what is said of it."""
+"""Ways in which a draft fails, each with what is said of it."""
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ Start = Callable[..., subprocess.Popen[str]]
 Refused = Callable[..., str]
 RECIPE = Path(__file__).resolve().parents[1] / "demo_recipe"
 LOOK_S = 0.02
-"""How often it is looked whether answers are there: seldom enough to leave the processor to who
-writes them."""
+"""Seconds between two looks for answers: seldom enough to leave the processor to who writes
+them."""
 
 
 @pytest.fixture

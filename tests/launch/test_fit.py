@@ -235,7 +235,7 @@ LARGE = ("generate", "hello", "--draft=none", "--target.inflate=800MiB", "--max-
 
 
 def within(group: Path) -> tuple[str, ...]:
-    """What a command line is put behind to be run in a control group."""
+    """Return the prefix with which a command line runs in a control group."""
     return ("bash", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "bash")
 
 
@@ -314,8 +314,8 @@ print(size["VmHWM"] - size["RssFile"])
 
 
 def check_estimate(folder: Path, weights: str, backend: str, inflate: str = "") -> None:
-    """What a worker holds at most of its own, libraries apart, is below the estimate and not far
-    below."""
+    """Check that what a worker holds at most of its own, libraries apart, is below the estimate and
+    not far below."""
     command = [sys.executable, "-P", "-c", LOADING, str(folder), weights, backend, inflate]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     inflate_bytes = int(inflate.removesuffix("MiB") or 0) << 20

@@ -20,7 +20,7 @@ from dovetail.protocol.errors import UserError
 Run = Callable[..., Any]
 PLAN = Plan(4, 8, 1 << 16, 1 << 16, 0.0, 0.0, (10.0, 100.0))
 FLAT = Profile((0.0, *[100.0] * 8), (0.0, *[100.0] * 8), 0.0, 0.001)
-"""As fast for each of eight sessions as for one."""
+"""A machine that is as fast for each of eight sessions as for one."""
 ONE = Profile((0.0, 100.0), (0.0, 100.0), 0.0, 0.001)
 
 

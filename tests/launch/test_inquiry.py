@@ -12,7 +12,7 @@ EVERY_S = 1.0
 
 
 class Place:
-    """Where a coordinator may be."""
+    """A place at which a coordinator may be."""
 
     def __init__(self) -> None:
         self.hub: MemoryHub | None = memory_links()
@@ -26,7 +26,7 @@ class Place:
         return self.hub.connect()
 
     def arrived(self) -> list[Message]:
-        """What was asked since the last call."""
+        """Return what was asked since the last call."""
         messages = []
         assert self.hub is not None
         while (received := self.hub.receive()) is not None:

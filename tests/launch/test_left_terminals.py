@@ -1,5 +1,5 @@
-"""What `top` and `chat` leave of a terminal when something ends them: its modes, its screen, its
-cursor, and nothing that runs."""
+"""The state in which `top` and `chat` leave a terminal when something ends them: its modes, its
+screen, its cursor, and nothing that runs."""
 
 import fcntl
 import itertools
@@ -119,7 +119,7 @@ def terminal(environment: dict[str, str], *command: str) -> Iterator[Terminal]:
 
 
 def is_as_before(shown: Terminal) -> bool:
-    """Whether the modes are as they were, and neither another screen nor a hidden cursor is
+    """Return whether the modes are as they were, and neither another screen nor a hidden cursor is
     left."""
     pairs = ((ENTER_SCREEN, LEAVE_SCREEN), (HIDE_CURSOR, SHOW_CURSOR))
     left = all(shown.said.rfind(begin) <= shown.said.rfind(end) for begin, end in pairs)

@@ -1,4 +1,5 @@
-"""What peers call themselves reaches logs and terminals as words, never as lines or commands."""
+"""Names that peers give themselves reach logs and terminals as words, never as lines or
+commands."""
 
 import contextlib
 import logging

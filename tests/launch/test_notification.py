@@ -1,5 +1,5 @@
-"""What real processes tell a service manager: that they are ready, and that they get on - and
-nothing while they are stuck."""
+"""Real processes tell a service manager that they are ready and that they get on, and nothing while
+they are stuck."""
 
 import contextlib
 import select

@@ -53,7 +53,7 @@ QWEN = {
     "max_position_embeddings": 32768,
     "torch_dtype": "bfloat16",
 }
-"""Of Qwen2.5-7B-Instruct."""
+"""Fields of config.json of Qwen2.5-7B-Instruct."""
 QWEN_MOE = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -75,7 +75,8 @@ QWEN_MOE = {
 
 @pytest.fixture
 def plan(invoke: Any, tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
-    """What the command says with --json, with a cache directory of its own."""
+    """Return a function that runs the command with --json and a cache directory of its own, and
+    returns what it prints."""
 
     def plan(*arguments: str) -> dict[str, Any]:
         result = invoke(

@@ -1,4 +1,4 @@
-"""What is refused before anything is started."""
+"""Mistakes are refused before anything is started."""
 
 import json
 import os

@@ -691,7 +691,7 @@ def nvmlDeviceGetTotalEnergyConsumption(handle): {energy}
 def nvmlDeviceGetMaxPcieLinkGeneration(handle): return 4
 def nvmlDeviceGetMaxPcieLinkWidth(handle): return 16
 """
-"""What is asked of NVIDIA's library, under its names (nvidia-ml-py)."""
+"""A stand-in for NVIDIA's library (nvidia-ml-py) with the functions that are called."""
 
 
 @pytest.fixture
@@ -1045,7 +1045,7 @@ def test_the_report_is_one_page_that_asks_nothing_of_the_world() -> None:
 
 
 class Looks:
-    """What a coordinator says, look by look: the workers that are there, by name and epoch."""
+    """A coordinator's answers, look by look: the workers that are there, by name and epoch."""
 
     def __init__(self, *looks: dict[str, int]) -> None:
         self._looks = iter(looks)

@@ -1,4 +1,4 @@
-"""How long a run still takes."""
+"""The time that a run still takes."""
 
 import pytest
 

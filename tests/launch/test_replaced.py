@@ -1,5 +1,5 @@
-"""What a newcomer has of the worker whose place it takes: what that was started with, by the
-kernel's account; and that it is nobody's where its command is interrupted."""
+"""A newcomer has the settings that the worker whose place it takes was started with, by the
+kernel's account, and is ended if its command is interrupted."""
 
 import os
 import signal

@@ -320,7 +320,7 @@ def test_a_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
 def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(
     run: Run, tmp_path: Path
 ) -> None:
-    """What only the numbers of the weights tell is found once its worker loads them."""
+    """A fault that only the values of the weights show is found when the worker loads them."""
     broken = tiny_llama(tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")

@@ -165,7 +165,7 @@ def plan(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., dict[str, Any]]:
-    """What `dovetail plan` says of the target alone."""
+    """Return a function that returns what `dovetail plan` says of the target alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def plan(*arguments: str) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def test_a_service_over_memory_nodes_writes_what_it_would_undivided_whatever_hap
             return client.status()
 
     def worker(role: Role) -> WorkerState:
-        """What is said of the only worker of a role, once there is one."""
+        """Return the state of the only worker of a role, once there is one."""
         end_s = time.monotonic() + GONE_S
         while len(workers := [one for one in status().workers if role in one.roles]) != 1:
             assert time.monotonic() < end_s, workers

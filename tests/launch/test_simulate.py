@@ -635,7 +635,7 @@ def recorded(folder: Path, kind: str, temperature: float, tokens: int) -> Librar
 
 
 def rounds_of(records: Sequence[RoundRecord]) -> list[object]:
-    """What was offered and accepted, round by round."""
+    """Return what was offered and accepted, round by round."""
     return [(record.tokens, record.parents, record.accepted, record.bonus) for record in records]
 
 
@@ -645,8 +645,8 @@ def rounds_of(records: Sequence[RoundRecord]) -> list[object]:
 def test_rounds_are_those_of_the_workers_themselves(
     tmp_path: Path, kind: str, temperature: float
 ) -> None:
-    """The same trees are offered and the same paths accepted as where the models compute them, on
-    the same stage."""
+    """A recording offers the same trees, and the same paths are accepted, as when the models
+    compute them on the same stage."""
     library = recorded(tmp_path / "r", kind, temperature, 32)
     real = Stage(library.about, COSTS, *(Actor(worker, Clock()) for worker in opened(kind)))
     for text in TEXTS:

@@ -104,7 +104,7 @@ GONE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def _left(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the processes of this test leave, they leave there."""
+    """Have the processes of these tests leave their files in `temporary`."""
     monkeypatch.setenv("TMPDIR", str(temporary))
 
 

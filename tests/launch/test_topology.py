@@ -1,4 +1,4 @@
-"""What the kernel says of a machine, read from trees of files like its own."""
+"""The kernel's account of a machine, read from trees of files like its own."""
 
 import os
 from pathlib import Path

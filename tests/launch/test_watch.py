@@ -65,8 +65,8 @@ def look(
     known: Collection[str] | None = WORKERS,
     filled: Collection[str] = (),
 ) -> list[tuple[float, Action]]:
-    """What is done, and when, as the watch looks once a second; the root answers each time that it
-    knows these, None: it does not answer."""
+    """Return what is done, and when, as the watch looks once a second. Each time the root answers
+    that it knows `known`; None: it does not answer."""
     actions = []
     for second in range(math.ceil(first_s), math.floor(last_s) + 1):
         answers = [] if known is None else watch.answered(known, second, filled)
@@ -329,7 +329,7 @@ def test_a_root_that_does_not_answer_is_replaced_and_its_workers_are_not() -> No
 
 
 def test_the_time_in_which_nobody_looked_is_no_silence() -> None:
-    """As when the machine was suspended, or this process was."""
+    """Nobody looks while the machine is suspended, or this process is."""
     watch = serving()
     assert look(watch, 1.0, 5.0) == []
     assert look(watch, 1000.0, 1000.0, None) == []

@@ -1,5 +1,5 @@
-"""What is checked on machines that are namespaces: a story for each, told to the end with the texts
-that it would have had on one machine.
+"""Checks on machines that are namespaces, each a story that is told to the end with the texts that
+it would have had on one machine.
 
 The coordinator and the clients are on this machine; the target, the draft and a second target on
 one each. Which process runs where, and what happens to the cables, is here; that a text is what it
@@ -83,7 +83,7 @@ class House:
         )
 
     def again(self) -> list[Finished]:
-        """The same replies with nothing happening."""
+        """Ask for the same replies with nothing happening."""
         told = complete_all(self.client, self.ask())
         self.check(told)
         return told
@@ -141,8 +141,8 @@ def slow_cable(house: House) -> str:
 
 
 def lost_from_draft(house: House) -> str:
-    """What the draft says is lost, and what it is told is not: the target goes on alone, and the
-    draft comes back."""
+    """Lose what the draft says, and not what it is told: the target goes on alone, and the draft
+    comes back."""
     house.tell(lambda: house.draft.lose(back=True))
     house.mend()
     told = house.again()
@@ -163,7 +163,7 @@ def lost_to_draft(house: House) -> str:
 
 
 def lost_from_targets(house: House) -> str:
-    """What one target says is lost: what it had goes on on the other."""
+    """Lose what one target says: its sessions go on at the other one."""
     told = house.tell(lambda: house.target.lose(back=True))
     told += house.tell(
         lambda: (

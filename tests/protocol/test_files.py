@@ -1,4 +1,5 @@
-"""What the system refuses to read or write is told with the file, the place in it and a remedy."""
+"""A file that the system refuses to read or write is told with its name, the place in it and a
+remedy."""
 
 import os
 import resource

@@ -196,7 +196,7 @@ def test_a_link_closed_here_says_so(wire: Wire) -> None:
 
 
 def fill(wire: Wire, peer: bytes) -> int:
-    """How many numbered messages it took until the peer was busy."""
+    """Return how many numbered messages it took until the peer was busy."""
     for number in range(100 * QUEUE_MESSAGES):
         try:
             wire.hub.send(peer, [b"%d" % number, bytes(8192)])
@@ -391,7 +391,7 @@ def test_a_process_that_holds_the_interpreter_for_long_is_not_taken_for_a_stoppe
 def test_a_client_that_was_stopped_goes_on_over_ipc(
     ipc_wire: Wire, stack: contextlib.ExitStack
 ) -> None:
-    """As one does that its user stopped with Ctrl-Z."""
+    """Ctrl-Z stops a client so."""
     child = spawn(stack, LINK, ipc_wire.hub.address, "", "client")
     peer, _ = ipc_wire.arrived()
     os.kill(child.pid, signal.SIGSTOP)

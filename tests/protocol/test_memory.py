@@ -1,5 +1,5 @@
-"""What memory is there, and what was killed for want of it: by files as the kernel shows them, and
-by a real control group where one can be made."""
+"""The memory that is there, and the processes that were killed for want of it: by files as the
+kernel shows them, and by a real control group where one can be made."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""What was measured is found again, whoever else writes, and a damaged file is told in one line."""
+"""Measurements are found again, whoever else writes, and a damaged file is told in one line."""
 
 import json
 import multiprocessing

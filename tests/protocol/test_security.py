@@ -149,7 +149,7 @@ class Deployment:
         return Client(link)
 
     def answer(self, link: Link) -> object:
-        """What a peer is answered."""
+        """Return the answer that a peer gets."""
         answers: list[object] = []
 
         def heard() -> bool:
@@ -243,7 +243,7 @@ def test_a_worker_whose_key_is_revoked_in_the_middle_costs_its_session_no_token(
 
 
 def changed(house: Deployment, client: Client) -> object:
-    """What a client is answered that has asked for a change of workers."""
+    """Return the answer to a client that has asked for a change of workers."""
     answers: list[object] = []
 
     def answered() -> bool:

@@ -141,8 +141,8 @@ def test_tokens_that_only_the_client_has_are_decoded_on_the_same_kind_of_target(
 def test_a_reply_that_no_journal_knows_goes_on_only_where_its_tokens_were_computed(
     tmp_path: Path, comes: bool
 ) -> None:
-    """What its client has is decoded again, and not told twice: on another target it would be of
-    another text."""
+    """The tokens that the client has are decoded again, and not told twice; on another target they
+    would be of another text."""
     whole = undisturbed(tmp_path / "whole")
     lives = Lives(tmp_path / "lost", settings=CoordinatorSettings(recovery_s=5.0))
     lives.ask()

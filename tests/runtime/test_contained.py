@@ -55,7 +55,7 @@ S = 1_000_000_000
 
 
 class Panic(BaseException):
-    """As a library's panic it is no `Exception`."""
+    """An error that is no `Exception`, as a library's panic is."""
 
 
 class Unspeakable(Exception):

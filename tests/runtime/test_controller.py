@@ -1,4 +1,4 @@
-"""What a session makes of its rounds, which are made up."""
+"""The conclusions that a session draws from its rounds, which are made up."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -113,8 +113,8 @@ def controller_of(
 def test_the_first_round_waits_for_a_draft_that_has_nearly_read_the_prompt(
     tokens: int, lag_s: float | None, waits: bool
 ) -> None:
-    """Where a drafted round brings 4 tokens in 15 ms, the 10 ms of a round without are worth 2.7
-    and bring 1."""
+    """A drafted round brings 4 tokens in 15 ms here; the 10 ms of a round without a draft are worth
+    2.7 and bring 1."""
     pair = pair_of(tokens=tokens)
     if lag_s is not None:
         controller_of(pair).draft_read(100, lag_s)

@@ -1,4 +1,4 @@
-"""What passes are thought to cost after what has been seen of them."""
+"""The estimated costs of passes after what has been seen of them."""
 
 import random
 from collections.abc import Callable

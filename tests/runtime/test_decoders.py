@@ -151,7 +151,7 @@ def streamed(made: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def whole(made: Tokenizer, tokens: Sequence[int]) -> str | None:
-    """What the library decodes; None where it panics."""
+    """Return what the library decodes; None if it panics."""
     try:
         return str(made.decode(tokens, skip_special_tokens=True))
     except (KeyboardInterrupt, SystemExit):

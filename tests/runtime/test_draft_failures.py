@@ -1,5 +1,5 @@
-"""What is said of a draft that fails: in the result of its request, in the coordinator's report and
-its counters, until it drafts a whole request again."""
+"""The failure of a draft is said in the result of its request, in the coordinator's report and its
+counters, until it drafts a whole request again."""
 
 from collections.abc import Callable
 

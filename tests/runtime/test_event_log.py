@@ -1,5 +1,5 @@
-"""What has happened lately: rounds and spans in one numbering, asked for again and again; fine
-spans while somebody looks."""
+"""The latest events: rounds and spans in one numbering, asked for again and again; fine spans while
+somebody looks."""
 
 import itertools
 import time
@@ -35,7 +35,7 @@ from support.scripted import ScriptedDraft, hello
 
 EPOCH = 7
 PARTS = ("handle", "queue", "link", "lost")
-"""What the coordinator puts a round's time down to, beside what a worker did in it."""
+"""Spans that the coordinator puts a round's time down to, beside what a worker did in it."""
 
 
 def record(round: int) -> RoundRecord:
@@ -295,7 +295,7 @@ def test_a_round_seen_is_the_round_recorded() -> None:
 
 
 def test_a_rounds_spans_add_up_to_its_time() -> None:
-    """Of one session: handling, the way to a worker, its work and the way back follow each other
+    """In one session, handling, the way to a worker, its work and the way back follow each other
     without a gap."""
     house = House()
     house.client.look(spans=True)
@@ -409,7 +409,7 @@ def test_trials_are_in_no_round() -> None:
 
 
 def test_looking_takes_the_coordinator_little() -> None:
-    """What stands in an answer is made when it is asked for, some microseconds a span."""
+    """An answer is made when it is asked for, in some microseconds a span."""
     observing, target = EventLog(time.monotonic_ns), worker()
     item = VerifiedItem(session=1, round=1, accepted=(), bonus=1, margins=(1.0,))
     event = Verified(epoch=1, items=(item,), spans=(("verify", 10, 20), ("commit", 30, 2)))

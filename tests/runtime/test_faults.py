@@ -263,7 +263,7 @@ def test_a_stream_whose_only_target_dies_goes_on_when_it_is_back() -> None:
 
 
 def moves(world: World) -> int:
-    """Of the first request."""
+    """Return how often the first request has moved."""
     end = world.reader.told[1].end
     assert end is not None
     assert end.type == "finished"

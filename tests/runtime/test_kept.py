@@ -1,5 +1,5 @@
-"""What is kept of ended sessions, as values: packed logs in, sessions to go on from and sessions to
-let go out."""
+"""The prefix cache of ended sessions, as values: packed logs in, sessions to go on from and
+sessions to let go out."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""What is shown of what happens: right by the slow way of counting, bounded, and no more of it than
-somebody may see."""
+"""The statistics that are shown live: right by the slow way of counting, bounded, and no more of
+them than somebody may see."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,5 @@
-"""What is to be done when workers go, as values: nothing is done until somebody carries it out."""
+"""The effects to carry out when workers go, as values: nothing is done until somebody carries them
+out."""
 
 import pytest
 

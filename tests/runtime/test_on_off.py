@@ -1,4 +1,4 @@
-"""Whether drafting pays, from rounds that were made up."""
+"""The decision whether drafting pays, from rounds that were made up."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What waits for a client, and in what order it leaves."""
+"""The messages that wait for a client, and the order in which they leave."""
 
 from dovetail.protocol.errors import PeerBusy
 from dovetail.protocol.messages import (

@@ -1,5 +1,5 @@
-"""What a coordinator records of its sessions: everything, in order, for its owner alone, within
-bounds, and in nobody's way."""
+"""The recordings that a coordinator makes of its sessions: everything, in order, for its owner
+alone, within bounds, and in nobody's way."""
 
 import inspect
 import stat

@@ -70,8 +70,8 @@ def small_steps(house: House, count: int) -> None:
 def told(
     house: House, request: int
 ) -> tuple[list[int], str, list[object], list[tuple[int, object]], Finished]:
-    """What a client is told of a request: tokens, text, their log-probabilities, those of the
-    prompt, and the end."""
+    """Return what a client is told of a request: tokens, text, their log-probabilities, those of
+    the prompt, and the end."""
     tokens: list[int] = []
     text, said, scored = "", list[object](), list[tuple[int, object]]()
     while True:
@@ -511,7 +511,7 @@ def test_targets_that_went_unnoticed_are_no_reason_to_give_a_session_up() -> Non
 
 
 def has_been_asked(house: House, worker: ScriptedWorker) -> bool:
-    """Whether a worker owes an answer."""
+    """Return whether a worker owes an answer."""
     return any(
         known.turns.owed
         for known in house.coordinator.registry.workers.values()

@@ -36,8 +36,8 @@ def play(path: Path) -> Replay:
 
 
 def altered(recording: Recording, out: Path, change: Callable[[Any], Any]) -> Difference | None:
-    """What a recording comes to in which each entry is what `change` makes of it; None of it: left
-    out."""
+    """Play a recording with each entry changed, or left out where `change` returns None; return the
+    first difference."""
     entries = tuple(new for entry in recording.entries if (new := change(entry)) is not None)
     return Replay(Recording(out, recording.begin, entries)).play()
 
@@ -108,7 +108,8 @@ def test_a_session_that_moved_goes_as_it_went(tmp_path: Path) -> None:
 
 
 MEANT = tuple(f"{fault.__name__}: " for fault in (Sabotage, Panic))
-"""How an event ended in which the coordinator was to fail: the session logic alone does not."""
+"""Beginnings of what is recorded of an event in which the coordinator is meant to fail; the session
+logic alone does not fail."""
 
 
 def play_schedule(schedule: Schedule, folder: Path, patch: pytest.MonkeyPatch) -> int:

@@ -1,5 +1,5 @@
-"""What a client may ask for beside a reply: what the target is, replies of their own, other ends,
-log-probabilities; and what the requests come to in all."""
+"""Requests beside those for a plain reply: for the target's facts, for samples of a prompt, for
+other ends, for log-probabilities; and the totals over all requests."""
 
 from collections import Counter
 

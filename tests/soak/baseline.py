@@ -1,4 +1,4 @@
-"""What processes hold: memory, open files, threads, sessions; and whether it is as much as
+"""The memory, open files, threads and sessions that processes hold, and whether it is as much as
 before."""
 
 import os

@@ -210,8 +210,8 @@ class Soak:
         return f"{happened.kind} {happened.who}"
 
     def settle(self) -> tuple[dict[str, Held], float]:
-        """What everybody holds when all is over, and how many seconds after the last fault
-        everybody was back."""
+        """Wait until all is over; return what everybody holds then, and how many seconds after the
+        last fault everybody was back."""
         self.faults.end_due(all_of_them=True)
         began = time.monotonic()
         while self.streams.running:
@@ -243,7 +243,7 @@ class Soak:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of it."""
+    """The outcome of a soak."""
 
     happened: Sequence[Happened]
     equal: int

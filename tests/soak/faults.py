@@ -17,9 +17,9 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STOP_S, SILENCE_S, DELAY_S = (0.2, 4.0), (0.3, 4.0), (0.5, 3.0)
-"""How long these last: on both sides of what heartbeats bear."""
+"""Ranges of seconds that these last, on both sides of what heartbeats bear."""
 LATER_S = (0.001, 0.2)
-"""What a message takes longer."""
+"""The range of seconds by which a message is delayed."""
 
 
 @dataclass(frozen=True)

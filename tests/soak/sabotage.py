@@ -6,7 +6,7 @@ go unanswered, and says that it is idle while it owes that.
 """
 
 NAME = "Sabotage"
-"""Of the exception; the error that its request ends with has it."""
+"""The name of the exception; the error that its request ends with has it."""
 
 _BEGIN = """
 import signal, sys

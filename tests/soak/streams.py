@@ -97,7 +97,7 @@ class Streams:
 
     @property
     def silent_s(self) -> float:
-        """How long nothing has come of the request of which nothing has come for longest."""
+        """Seconds since something was heard of the request that has been silent for longest."""
         return max(
             (time.monotonic() - running.heard_s for running in self._running.values()), default=0.0
         )

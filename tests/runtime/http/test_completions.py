@@ -1,5 +1,5 @@
-"""What /v1/chat/completions and /v1/completions say, through a real server and a scripted target,
-whose own continuation is the oracle."""
+"""The replies of /v1/chat/completions and /v1/completions, through a real server and a scripted
+target, whose own continuation is the oracle."""
 
 import json
 import re

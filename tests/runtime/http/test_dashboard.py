@@ -17,7 +17,7 @@ from support.web import Api, Backend, api, backend
 
 KEY = "0123456789abcdef"
 WORDS = re.compile(r"␣?w\d+")
-"""What the scripted language's tokens look like."""
+"""The spelling of the scripted language's tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def state(server: Api, **options: Any) -> dict[str, Any]:
 
 
 def told_of_a_tree(server: Api, client: Api, **options: Any) -> dict[str, Any]:
-    """What a server tells once there is a tree to show; requests go to `client`."""
+    """Return what a server tells once there is a tree to show; requests go to `client`."""
     for attempt in range(20):
         client.complete(prompt=[5, 6, 7 + attempt], max_tokens=30)
         time.sleep(FRESH_S)  # what was told before is told again for so long

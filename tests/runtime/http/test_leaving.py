@@ -1,5 +1,5 @@
-"""What becomes of a request when its client, its deadline, the coordinator, the target or the
-server itself goes."""
+"""The fate of a request when its client, its deadline, the coordinator, the target or the server
+itself goes."""
 
 import contextlib
 import json

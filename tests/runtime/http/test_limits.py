@@ -48,7 +48,7 @@ def dial(server: Api) -> contextlib.AbstractContextManager[socket.socket]:
 
 
 def closed(connection: socket.socket) -> bytes:
-    """What is said until the other end closes."""
+    """Return what is said until the other end closes."""
     said = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(1 << 16):

@@ -1,5 +1,4 @@
-"""How far a worker has got with its model is told while it loads, where people and programs
-look."""
+"""A worker's progress in loading its model is told where people and programs look."""
 
 from collections.abc import Iterator
 
