@@ -1,1 +1,1 @@
-"""What tests share: tiny models, slow reference versions, verified fakes."""
+"""The helpers that tests share: tiny models, slow reference versions, verified fakes."""

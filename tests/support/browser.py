@@ -73,7 +73,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """What DevTools answers to a command."""
+        """Return what DevTools answers to a command."""
         return self._browser.call(method, parameters, self._session)
 
     def close(self) -> None:
@@ -163,14 +163,14 @@ class Page:
         path.write_bytes(base64.b64decode(self._captured(whole)))
 
     def small_picture(self, path: Path, *, whole: bool = True) -> None:
-        """The same in few colours, as small as a picture of the documentation has to be."""
+        """Write a picture in few colours, as small as one of the documentation has to be."""
         taken = self._captured(whole)
         other = self._browser.page()  # the page itself may forbid what is needed to read a picture
         path.write_bytes(small_png(other.pixels(taken)))
         other.close()
 
     def pixels(self, png: str) -> NDArray[np.uint8]:
-        """What a PNG in base64 shows: (rows, columns, 3)."""
+        """Return the pixels of a PNG in base64 (rows, columns, 3)."""
         told = self.value(f"({PIXELS})({json.dumps(png)})")
         shown = np.frombuffer(base64.b64decode(told["data"]), np.uint8)
         return shown.reshape(told["height"], told["width"], 4)[:, :, :3]

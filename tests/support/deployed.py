@@ -84,7 +84,7 @@ COMPOSE = of(
         "secrets": {"type": "object", "additionalProperties": of({"file": TEXT})},
     }
 )
-"""What https://github.com/compose-spec/compose-spec says of these fields."""
+"""The schema of these fields according to https://github.com/compose-spec/compose-spec."""
 
 
 # -- Kubernetes ------------------------------------------------------------------------------------
@@ -193,7 +193,8 @@ LEADER_WORKER_SET = of(
         ),
     }
 )
-"""What the types of sigs.k8s.io/lws, api/leaderworkerset/v1, and of k8s.io/api/core/v1 say."""
+"""The schema according to the types of sigs.k8s.io/lws, api/leaderworkerset/v1, and of
+k8s.io/api/core/v1."""
 SERVICE = of(
     {
         "apiVersion": one_of("v1"),

@@ -31,7 +31,7 @@ def runs_out(*_arguments: Any, **_named: Any) -> Any:
 
 
 def only_below_the_root() -> None:
-    """As where an index is on another device: the root is expanded, the first level fails."""
+    """Fail as with an index on another device: the root is expanded, the first level fails."""
     HeadDrafter._compute = fails  # type: ignore[method-assign]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_BYTES = 60_000
-"""Of a picture of the documentation."""
+"""The largest size of a picture of the documentation."""
 PALETTES = (128, 96, 64, 48, 32, 24, 16)
 """Numbers of colours that are tried, until a picture is small enough."""
 BUCKET = 16

@@ -178,7 +178,7 @@ class Fleet:
         return self.wait_until(client, self.ready, "not everybody is registered", within_s=within_s)
 
     def ready(self, state: Reported) -> bool:
-        """Whether each worker is registered, once, with the process that it has."""
+        """Return whether each worker is registered, once, with the process that it has."""
         return (
             sorted(worker.pid for worker in state.workers)
             == sorted(member.pid for member in self.members.values())
@@ -203,7 +203,7 @@ class Fleet:
 
 
 def of(state: Reported, member: Member) -> WorkerState | None:
-    """What the coordinator knows of a worker's process."""
+    """Return what the coordinator knows of a worker's process."""
     return next((worker for worker in state.workers if worker.pid == member.pid), None)
 
 

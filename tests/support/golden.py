@@ -51,7 +51,7 @@ def representative() -> dict[str, Any]:
 
 
 def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
-    """What several messages are made of."""
+    """Return the values that several messages are made of."""
     sampling = settings.Sampling(
         temperature=0.7,
         top_k=50,

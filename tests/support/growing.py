@@ -17,8 +17,8 @@ VOCABULARY = 5
 
 @dataclass
 class Table:
-    """What a draft would say: for every path the children, best first, with their gains. Coarse
-    gains give ties and children that do not exist."""
+    """A made-up draft: for every path the children, best first, with their gains. Coarse gains give
+    ties and children that do not exist."""
 
     seed: int
     coarse: bool
@@ -81,5 +81,5 @@ def expand(tree: GrowingTree, nodes: Nodes, children: Children, above: Path, kep
 
 
 def proposal(tree: GrowingTree, policy: Policy, shape: Shape) -> list[tuple[Path, np.float32]]:
-    """What is offered, as paths with their scores."""
+    """Return the nodes that are offered, as paths with their scores."""
     return [(path_of(tree, node), tree.scores[node]) for node in policy.select(tree, shape)]

@@ -43,10 +43,10 @@ class Variant:
     fc_norm: bool = False
     dtype: torch.dtype = torch.float32
     gain: float = 1.5
-    """What a matrix multiplies lengths by. From 1.2 on the states that a head goes on from grow at
-    every level, and so does what rounding has left."""
+    """The factor by which a matrix multiplies lengths. From 1.2 on the states that a head goes on
+    from grow at every level, and so does what rounding has left."""
     config: dict[str, Any] = field(default_factory=dict)
-    """What config.json says besides or otherwise."""
+    """Fields of config.json that are added or changed."""
 
     @property
     def feature_width(self) -> int:
@@ -158,7 +158,7 @@ def head_tensors(variant: Variant, *, seed: int = 0) -> dict[str, Tensor]:
 
 
 def head_config(variant: Variant) -> dict[str, Any]:
-    """What stands in config.json."""
+    """Return the content of config.json."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -7,7 +7,7 @@ from dovetail.runtime.record.comparison import NEAR_TIE
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Where two token sequences part; None if they are equal."""
+    """Return where two token sequences part; None if they are equal."""
     parted = next(
         (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
         min(len(left), len(right)),

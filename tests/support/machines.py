@@ -36,7 +36,7 @@ os.environ["PATH"] = os.pathsep.join(
 
 
 def why_not() -> str | None:
-    """What keeps machines of this kind from being made here; None: nothing does."""
+    """Return what keeps machines of this kind from being made here; None: nothing does."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(missing)} missing: install iproute2 and util-linux"
     tried = subprocess.run(
@@ -183,7 +183,8 @@ def network(machines: int, *, routed: bool = False) -> Iterator[list[Machine]]:
 
 
 def _do(*command: str) -> str:
-    """What a command says; `CalledProcessError` if it fails, and then it says why."""
+    """Run a command and return its output; if it fails, print what it said and raise
+    `CalledProcessError`."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.stderr.write(done.stderr)

@@ -233,8 +233,8 @@ def reference_tokens(
     sampling: Sampling,
     end: Sequence[int] = (),
 ) -> list[int]:
-    """What the target alone emits: one token at a time, the whole sequence computed anew for each,
-    chosen in plain numbers. It does not stop at an `end`."""
+    """Return what the target alone emits: one token at a time, the whole sequence computed anew for
+    each, chosen in plain numbers. It does not stop at an `end`."""
     reply: list[int] = []
     for _ in range(count):
         logits = reference_logits(folder, [*prompt, *reply])[-1].tolist()

@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Weather:
-    """How one direction of a connection is."""
+    """The state of one direction of a connection."""
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
@@ -55,7 +55,7 @@ class Proxy:
         self.up, self.down = FAIR, FAIR
         """Towards `behind`, and back from it."""
         self.refusing = False
-        """Whether nobody can connect."""
+        """True if nobody can connect."""
         self.made = 0
         """Connections so far; `bytes_up`, `bytes_down`: carried."""
         self.bytes_up = self.bytes_down = 0

@@ -69,11 +69,11 @@ READS = Reads(
     vocabulary_size=VOCABULARY,
     trained_for=STATES.checkpoint,
 )
-"""What a scripted draft may read of the scripted target."""
+"""The features that a scripted draft may read of the scripted target."""
 PART = 2
 """Tokens of a prompt that the scripted target reads at a time."""
 ROOMY = Limits(context=512, kept=1 << 16, together=64)
-"""Of a worker that keeps whatever has ended."""
+"""The limits of a worker that keeps whatever has ended."""
 
 
 def tokenizer_bytes(words: int = VOCABULARY, prefix: str = "w") -> bytes:
@@ -143,7 +143,7 @@ def choice(log: Sequence[int]) -> int:
 
 
 def continuation(prompt: Sequence[int], most: int) -> list[int]:
-    """What the target alone writes."""
+    """Return what the target alone writes."""
     log = list(prompt)
     while len(log) - len(prompt) < most:
         log.append(choice(log))
@@ -153,8 +153,8 @@ def continuation(prompt: Sequence[int], most: int) -> list[int]:
 
 
 def logprobs(log: Sequence[int], place: int, top: int) -> TokenLogprobs:
-    """What the scripted target thinks of a token of a log: numbers made of all that is before
-    it."""
+    """Return what the scripted target thinks of a token of a log: numbers made of all that is
+    before it."""
     seed = mix(
         sum((token + 1) << (at % 40) for at, token in enumerate(log[:place])) + (place << 42)
     )
@@ -193,11 +193,11 @@ class ScriptedWorker:
     seen: list[Command] = field(default_factory=list)
     failures: list[Failed] = field(default_factory=list)
     repeat: int = 1
-    """How often each answer is sent: a faulty network is played by 2."""
+    """The number of times that each answer is sent; 2 plays a faulty network."""
     drained: bool = False
     standby: bool = False
     fine: bool = False
-    """Whether it was last asked for fine spans."""
+    """True if it was last asked for fine spans."""
 
     def register(self, **changes: object) -> None:
         introduction = hello(self.role, epoch=self.epoch, **changes)  # type: ignore[arg-type]
@@ -438,7 +438,7 @@ class ScriptedTarget(ScriptedWorker):
         ]
 
     def say(self, command: Open, log: Sequence[int], tokens: int) -> tuple[TokenLogprobs, ...]:
-        """What it thinks of the last so many tokens, where it is asked."""
+        """Return what it thinks of the last so many tokens, if it is asked."""
         if command.logprobs is None:
             return ()
         return tuple(
@@ -546,8 +546,8 @@ class ScriptedDraft(ScriptedWorker):
         return Opened(epoch=self.epoch, session=command.session, round=command.round)
 
     def rows_of(self, session: int, log: Sequence[int]) -> int:
-        """Where it reads its target it has those that features have come for, of tokens with one
-        behind them; else it computes those that are missing."""
+        """Return how many rows it has. If it reads its target, these are the ones that features
+        have come for, of tokens with one behind them; else it computes those that are missing."""
         return len(log) if self.reads is None else min(self.fed[session], len(log) - 1)
 
     def read_features(self, session: int, start: int, rows: Array) -> None:

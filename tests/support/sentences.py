@@ -1,4 +1,4 @@
-"""What an error has to be for who reads it: one sentence in plain words with a remedy."""
+"""The form of an error for its reader: one sentence in plain words with a remedy."""
 
 import re
 

@@ -16,7 +16,7 @@ QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8
 
 
 def ready(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a server says when it is ready."""
+    """Return what a server says when it is ready."""
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.communicate()[1]
@@ -56,8 +56,8 @@ def ask(
 
 
 def streamed(url: str, begun: Callable[[], object] = lambda: None, *, seed: int = 5) -> str:
-    """What a reply that is streamed says, and that it ended as it should; `begun` happens when it
-    has begun."""
+    """Return the text of a reply that is streamed, and check that it ends as it should; `begun` is
+    called when it has begun."""
     asked = {
         **QUESTION,
         "max_tokens": 160,

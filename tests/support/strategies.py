@@ -27,7 +27,7 @@ WORDS = {
 """Fields whose values a validator restricts."""
 
 WIDTHS = st.integers(1, messages.MAX_ROW // messages.MAX_TAPS)
-"""Of hidden states, such that a row of any number of taps is not too long."""
+"""Widths of hidden states, such that a row of any number of taps is not too long."""
 
 CURVES = st.dictionaries(
     st.integers(1, 1 << 40), st.floats(0.0, 1e9), min_size=1, max_size=MOST

@@ -32,7 +32,7 @@ def print(*arguments, **named):
 progress.time = types.SimpleNamespace(sleep=lambda seconds: begun.wait())
 """
 HASTENED = (sys.executable, "-P", "-c", HASTE + SCRIPT)
-"""The same, where the watchdog's time stands still until the worker is stuck, and then flies."""
+"""The command with a watchdog whose time stands still until the worker is stuck, and then flies."""
 
 
 def opening() -> tuple[Command, Command]:

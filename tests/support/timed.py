@@ -36,7 +36,7 @@ from support.memory_links import MemoryHub, MemoryLink, memory_links
 from support.scripted import VOCABULARY, ScriptedWorker
 
 HOST_S = 1e-4
-"""What the coordinator takes for every look at its messages."""
+"""Seconds that the coordinator takes for every look at its messages."""
 
 
 def choice(log: Sequence[int]) -> int:
@@ -249,7 +249,7 @@ class TimedHouse:
         return self.complete(tokens, **options).result.tokens_per_s  # type: ignore[arg-type]
 
     def records(self, tokens: int, **options: object) -> tuple[list[RoundRecord], Finished]:
-        """Of every round of a reply."""
+        """Return the record of every round of a reply, and its end."""
         tree = TreeSettings(policy="goodput")
         self.client.submit(
             tokens=[3] * 8, max_tokens=tokens, seed=1, record=True, **{"tree": tree, **options}

@@ -66,7 +66,7 @@ class Backend:
         self.held = False
         """The workers rest: what they are asked stays undone."""
         self.token_s = 0.0
-        """How long the target thinks about a command."""
+        """Seconds that the target thinks about a command."""
         self._lock = threading.Lock()
         self._ended = False
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -65,7 +65,7 @@ class Source:
 
 
 def _text_of(node: ast.AST | None) -> str:
-    """What a string on a line of its own says; empty: it is none."""
+    """Return what a string on a line of its own says; empty: it is none."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return str(node.value.value)
     return ""

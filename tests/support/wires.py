@@ -14,7 +14,7 @@ from dovetail.protocol.links import Hub, Link
 from support.memory_links import memory_links
 
 PATIENCE_S = 60.0
-"""How long a test waits for what should come at once."""
+"""Seconds that a test waits for what should come at once."""
 
 
 class Wire:
@@ -52,7 +52,7 @@ class Wire:
         return peer
 
     def departed(self) -> int:
-        """How many peers disconnected, at least one, awaited by the monitor's descriptor."""
+        """Return how many peers disconnected, at least one, awaited by the monitor's descriptor."""
         while not (gone := self.hub.disconnects()):
             assert readable(self.hub.monitor_fileno()), "nobody disconnected"
         return gone

@@ -30,7 +30,7 @@ def llama(llama_folder: Path) -> LanguageModel:
 
 @pytest.fixture(scope="session")
 def halved_llama(llama_folder: Path) -> LanguageModel:
-    """The same with keys and values in 16 bits."""
+    """The random Llama with keys and values in 16 bits."""
     return load_language_model(
         str(llama_folder), weights="fp32", device="cpu", backend="kernels", cache="half"
     )

@@ -103,7 +103,7 @@ def check_refusal(text: str, folder: Path) -> None:
 
 
 def check_truth(text: str, folder: Path) -> None:
-    """What a sentence says of a model is so."""
+    """Check that what a sentence says of a model is so."""
     content = json.loads((folder / "config.json").read_text())
     config_class = configurations().get(content["model_type"])
     model_class = None if config_class is None else MODEL_FOR_CAUSAL_LM_MAPPING[config_class]

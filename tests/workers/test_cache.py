@@ -28,7 +28,7 @@ def filled(length: int, capacity: int = 12) -> KVCache:
 
 
 def slots(cache: KVCache) -> list[int]:
-    """What each slot holds, if all layers, keys and values and heads agree."""
+    """Return what each slot holds, if all layers, keys and values and heads agree."""
     first = cache.rows[0, 0, 0, :, 0]
     assert torch.equal(cache.rows, first[:, None].expand_as(cache.rows))
     return [int(v) for v in first]
@@ -146,8 +146,8 @@ def address(cache: KVCache | BlockedCache) -> int:
 def test_a_cache_that_is_resized_has_its_committed_rows_and_moves_only_where_it_is_too_small_or_much_too_large(  # noqa: E501
     capacity: int, plain_moves: bool, blocked_moves: bool
 ) -> None:
-    """Of 32 rows: a plain cache has memory for them, one in blocks for half as many again; up to
-    twice what is asked for is kept."""
+    """The caches are opened for 32 rows: a plain one has memory for them, one in blocks for half as
+    many again; up to twice what is asked for is kept."""
     for cache in both_layouts(11, 32):
         before, was = [cache_row(cache, slot).clone() for slot in range(11)], address(cache)
         cache.resize(capacity)

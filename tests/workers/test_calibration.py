@@ -1,4 +1,4 @@
-"""What a pass costs, beside what it could: measured on small models."""
+"""The cost of a pass beside what it could be, measured on small models."""
 
 import json
 from pathlib import Path

@@ -239,7 +239,7 @@ def test_sharded_weights_load(folder: Path, llama_folder: Path) -> None:
 
 
 def test_the_file_that_is_checked_is_the_one_that_is_loaded(folder: Path) -> None:
-    """Where model.safetensors lies beside an index, transformers loads the former."""
+    """If model.safetensors lies beside an index, transformers loads the former."""
     tensors = load_file(folder / "model.safetensors")
     write_index(folder, {})
     tensors["model.norm.weight"][0] = float("nan")

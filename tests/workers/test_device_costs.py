@@ -1,4 +1,4 @@
-"""What layers take on a device: measured with a few of them, kept, and found again for the same
+"""The costs of layers on a device: measured with a few of them, kept, and found again for the same
 target alone."""
 
 from pathlib import Path

@@ -36,7 +36,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def bytes_read() -> int:
-    """What this process has asked the system to read, whether a disk or the page cache gave it."""
+    """Return the bytes that this process has asked the system to read, whether a disk or the page
+    cache gave them."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith("rchar:")).split()[1])
 

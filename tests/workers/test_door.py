@@ -38,7 +38,7 @@ VALUES = (
     True,
     False,
 )
-"""What may stand in a JSON file in place of anything."""
+"""Values that may stand in a JSON file in place of anything."""
 TRIED = ("llama", "gpt2", "gemma2", "phi3")
 EVERYDAY = 24
 

@@ -1,5 +1,5 @@
-"""What a level of a draft costs: measured of small models and heads, kept, and told by the worker
-that starts later."""
+"""The cost of a level of a draft: measured with small models and heads, kept, and told by the
+worker that starts later."""
 
 from collections.abc import Callable
 from pathlib import Path

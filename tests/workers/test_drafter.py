@@ -177,7 +177,7 @@ def test_every_node_is_what_a_plain_pass_over_its_path_gives_wherever_the_root_m
 
 
 def choice(folder: Path, log: list[int], sampling: Sampling) -> int:
-    """What a target would choose after `log`."""
+    """Return the token that a target would choose after `log`."""
     return reference_choice(processed(folder, log, sampling), sampling, KEY, len(log))
 
 
@@ -555,7 +555,7 @@ def test_no_pass_ahead_begins_that_would_keep_the_next_order_waiting_unless_it_i
 def test_a_tree_that_survived_is_offered_without_the_passes_that_hardly_matter(
     llama: LanguageModel,
 ) -> None:
-    """Where all that is left unexpanded is unlikely, the policy's passes over it are left out; the
+    """If all that is left unexpanded is unlikely, the policy's passes over it are left out; the
     same tree without growth ahead gets them."""
     passes = []
     for ahead in (True, False):

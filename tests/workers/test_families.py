@@ -209,8 +209,8 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 class Bytes:
-    """What a model computed for a sequence: logits and last hidden states by token, keys and values
-    by slot."""
+    """The results of a model for a sequence: logits and last hidden states by token, keys and
+    values by slot."""
 
     def __init__(self, model: LanguageModel, tokens: list[int], chunks: list[int]) -> None:
         self.cache = model.new_cache(len(tokens))
@@ -235,7 +235,7 @@ class Bytes:
         self.logits, self.states = torch.cat(logits), torch.cat(self._states)
 
     def equals(self, other: "Bytes", count: int) -> bool:
-        """Whether the first `count` tokens have the same bytes."""
+        """Return whether the first `count` tokens have the same bytes."""
         mine, theirs = (
             (of.logits[:count], of.states[:count], *of.rows(count)) for of in (self, other)
         )

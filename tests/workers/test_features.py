@@ -34,7 +34,7 @@ TALKS = [
     ["Say a word.", "Word."],
 ]
 SMALL_SHARD = 4 * 256 * 2 * 60
-"""Of about sixty tokens."""
+"""The bytes of about sixty tokens."""
 
 
 @pytest.fixture(scope="module")

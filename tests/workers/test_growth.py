@@ -110,7 +110,7 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 
 
 def slow_scores(tree: GrowingTree) -> list[np.float32]:
-    """Of every node the sum of the gains from the root down, as float32 adds them."""
+    """Return for every node the sum of the gains from the root down, as float32 adds them."""
     scores: list[np.float32] = []
     for node in range(len(tree)):
         parent = int(tree.parents[node])

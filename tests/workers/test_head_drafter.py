@@ -741,8 +741,8 @@ def test_in_fixed_shapes_too_what_survived_is_what_the_head_gives(
 
 
 class Followed:
-    """What is known of the nodes of a session by their paths from the beginning, so that it can be
-    looked for when the root has moved."""
+    """The known rows and children of a session's nodes, by their paths from the beginning, so that
+    they can be found when the root has moved."""
 
     def __init__(self, story: Story) -> None:
         self.story, self.moved = story, 0

@@ -221,7 +221,7 @@ def true_row(feature: Tensor) -> Tensor:
 
 
 def law(logits: Tensor) -> Tensor:
-    """What logits say, whichever constant they are up to."""
+    """Return the log-probabilities of logits, which no constant added to the logits changes."""
     return logits.double().log_softmax(-1)
 
 

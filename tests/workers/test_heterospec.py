@@ -39,7 +39,7 @@ def tree_settings(gamma: int, depth: int, width: int, **otherwise: object) -> Tr
 
 
 def largest(tree: TreeSettings) -> Shape:
-    """What the coordinator asks for."""
+    """Return the shape that the coordinator asks for."""
     return Shape(tree.most_nodes, tree.most_levels, tree.width)
 
 
@@ -62,8 +62,8 @@ def expand_and_rerank(children: Children, width: int, levels: int) -> Offered:
 
 
 def surest(tree: GrowingTree, depth: int) -> Path:
-    """Of the paths to the deepest level there is, the one whose last token is the likeliest after
-    its parent; the first that was drafted."""
+    """Return, of the paths to the deepest level there is, the one whose last token is the likeliest
+    after its parent, and of equals the first that was drafted."""
     paths = [path_of(tree, node) for node in range(len(tree)) if tree.levels[node] <= depth]
     deepest = [path for path in paths if len(path) == max(map(len, paths))]
     gains = {path_of(tree, node): float(tree.gains[node]) for node in range(len(tree))}

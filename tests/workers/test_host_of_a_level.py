@@ -1,5 +1,5 @@
-"""What the host does for a level of a draft that a device computes stays within a budget: the calls
-of functions are counted, since times differ from run to run (`tests/measures/host_level.py`)."""
+"""The host's work for a level of a draft that a device computes stays within a budget: the calls of
+functions are counted, since times differ from run to run (`tests/measures/host_level.py`)."""
 
 import sys
 from functools import partial

@@ -73,7 +73,7 @@ KEPT = 4000
 
 @dataclass(frozen=True)
 class OnlyLog:
-    """What is left of a session without rows."""
+    """A kept session that has its log and no rows."""
 
     log: Sequence[int]
 
@@ -140,13 +140,13 @@ def test_a_share_of_the_free_memory_is_promised() -> None:
 
 @dataclass
 class Turn:
-    """What a session of a target has said."""
+    """The results of a session of a target."""
 
     log: list[int]
     numbers: list[Any]
     """Tokens, margins and log-probabilities, in the order of rounds."""
     features: torch.Tensor
-    """Of the positions from the first that was read on."""
+    """Features of the positions from the first that was read on."""
 
 
 def turn(

@@ -720,7 +720,7 @@ def test_a_matrix_of_another_shape_is_refused() -> None:
 
 
 def _on_all_isas(function: Any) -> Tensor:
-    """What the function gives, which must be the same bytes everywhere."""
+    """Return what the function returns, which must be the same bytes on every instruction set."""
     results = []
     for isa in kernels.isas():
         kernels.use_isa(isa)

@@ -32,7 +32,7 @@ needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kern
 
 @pytest.fixture
 def without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if nobody had built them."""
+    """Hide the kernels, as if nobody had built them."""
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "LIBRARY", tmp_path / "none.so")
         kernels.load.cache_clear()

@@ -75,7 +75,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loads(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What loading `large` takes, by way."""
+    """Return the memory that loading `large` takes, by way."""
     small = tiny_llama(tmp_path_factory.mktemp("small"), dtype=torch.float16)
     run = subprocess.run(
         [sys.executable, "-c", LOAD, str(small), str(large), *WAYS],

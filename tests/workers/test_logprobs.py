@@ -163,7 +163,7 @@ def decode(
 def scored(
     model: LanguageModel, prompt: Sequence[int], *, top: int | None = TOP
 ) -> list[TokenLogprobs]:
-    """What is said of a whole prompt, position by position from the second on."""
+    """Return what is said of a whole prompt, position by position from the second on."""
     found: list[TokenLogprobs] = []
     for step in open_session(Verifier(model, Spans()), 1, prompt, Sampling(), scored=True, top=top):
         if isinstance(step, ScoredPart):

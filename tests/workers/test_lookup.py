@@ -63,7 +63,7 @@ def proposed(log: list[int], shape: Shape = SHAPE, **options: Any) -> Proposal:
 
 
 def same_before(log: list[int], position: int) -> int:
-    """How many tokens before `position` are the last ones of the log."""
+    """Return how many tokens before `position` are the last ones of the log."""
     return next(
         (n for n in range(min(position, LONGEST)) if log[position - 1 - n] != log[-1 - n]),
         min(position, LONGEST),
@@ -71,8 +71,8 @@ def same_before(log: list[int], position: int) -> int:
 
 
 def searched(log: list[int]) -> list[tuple[int, int]]:
-    """What the index should find, by looking everywhere: those with the longest n-gram first, then
-    the newest."""
+    """Return what the index should find, by looking everywhere: those with the longest n-gram
+    first, then the newest."""
     matches = {position: same_before(log, position) for position in range(1, len(log))}
     found: list[int] = []
     for size in SIZES:

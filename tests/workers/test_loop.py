@@ -527,7 +527,7 @@ def test_a_session_whose_commit_fails_is_forgotten_and_the_others_go_on(
 
 
 def says_that_it_failed(event: Event) -> bool:
-    """Whether a worker tells of work that nobody had asked of it."""
+    """Return whether a worker tells of work that nobody had asked of it."""
     return isinstance(event, Failed) and (event.session, event.text) == (None, "RuntimeError: boom")
 
 
@@ -684,7 +684,7 @@ class Coordinators:
         return hello
 
     def end(self) -> object:
-        """How the worker has ended."""
+        """Wait for the worker to end, and return how it did."""
         self._thread.join(60.0)
         assert not self._thread.is_alive()
         self.hub.close()

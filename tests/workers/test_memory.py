@@ -1,5 +1,5 @@
-"""What a target takes of memory that is placed under limits: no more than its placement counted,
-and not far less."""
+"""The memory of a target that is placed under limits: no more than its placement counted, and not
+far less."""
 
 from pathlib import Path
 

@@ -74,7 +74,7 @@ SAMPLINGS = {
 
 @dataclass
 class Told:
-    """What the targets of a session have said, by positions."""
+    """The results of a session from all its targets, by positions."""
 
     log: list[int]
     margins: dict[int, float | None] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Life:
 
 
 def alone(verifier: Verifier, life: Life, tokens: int) -> Told:
-    """What one target says of it, token by token."""
+    """Decode a session on one target, token by token."""
     life.goes_on(verifier, 1)
     while len(life.told.log) < len(life.prompt) + tokens:
         life.verifies(verifier, 1, TokenTree())
@@ -185,8 +185,8 @@ def rows_of(verifier: Verifier, number: int) -> torch.Tensor:
 def moved(
     verifiers: Sequence[Verifier], life: Life, expected: Told, tokens: int, rng: random.Random
 ) -> int:
-    """The same session with trees, and now and then on another target; the number of the target
-    that has it in the end."""
+    """Decode a session with trees, and now and then on another target; return the number of the
+    target that has it in the end."""
     place = 0
     life.goes_on(verifiers[place], 1)
     while len(life.told.log) < len(life.prompt) + tokens:
@@ -571,7 +571,7 @@ def test_what_belongs_to_an_opening_or_to_features_anew_carries_its_round(
 def test_a_head_that_is_fed_anew_drafts_for_a_session_that_began_without_it(
     kind: str, targets: list[TargetWorker], llama_folder: Path, tmp_path: Path
 ) -> None:
-    """The same features as it would have had, over the same messages."""
+    """The head gets the features that it would have had, in the same messages."""
     settings, target = DRAFTS[kind](llama_folder, tmp_path / "draft"), targets[0]
     late, early = (
         open_draft_worker(settings, name="d", threads=1, target=str(llama_folder)) for _ in range(2)

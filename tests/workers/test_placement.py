@@ -1,4 +1,4 @@
-"""Where layers are placed: a function of sizes alone, within its limits, and of the sizes that the
+"""The placement of layers: a function of sizes alone, within its limits, and of the sizes that the
 loader really makes."""
 
 import json

@@ -1,5 +1,5 @@
-"""What only a GPU can show: copies beside computation that wait for it, layers and prompts that
-torch computes there, and what stands in a fingerprint."""
+"""Tests that need a GPU: copies beside computation that wait for it, layers and prompts that torch
+computes there, and what stands in a fingerprint."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -52,8 +52,8 @@ class Hasty(CudaTransfer):
 
 
 def sums_of_slow_layers(transfer: CudaTransfer) -> tuple[list[int], list[int]]:
-    """What two passes of layers read of their weights, each held back before it reads; and what
-    they ought to."""
+    """Return what two passes of layers read of their weights, each held back before it reads, and
+    what they ought to."""
     blobs = [torch.full((BLOB_BYTES,), number + 1, dtype=torch.uint8) for number in range(5)]
     for blob in blobs:
         transfer.pin(blob)

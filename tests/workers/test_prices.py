@@ -1,4 +1,4 @@
-"""What a pass is worth, against the sums written out."""
+"""The worth of a pass, against the sums written out."""
 
 import math
 

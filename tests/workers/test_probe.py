@@ -1,4 +1,4 @@
-"""What the machine can do at best, by the kernels' own instructions."""
+"""The best that the machine can do, by the kernels' own instructions."""
 
 import pytest
 

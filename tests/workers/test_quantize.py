@@ -1,4 +1,5 @@
-"""What HQQ makes of a matrix: against hqq's own arithmetic, and back from the bytes of a file."""
+"""The codes that HQQ makes of a matrix: against hqq's own arithmetic, and back from the bytes of a
+file."""
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from dovetail.workers.models.substitutes.quantize import (
 )
 
 ERRORS = {8: 0.01, 4: 0.1, 3: 0.2, 2: 0.45}
-"""Of normal random weights, relative: what hqq reaches (0.005, 0.087, 0.185, 0.43), and a
-little."""
+"""The largest relative errors of normal random weights: a little above what hqq reaches (0.005,
+0.087, 0.185, 0.43)."""
 
 
 def weight(rows: int = 48, inputs: int = 192) -> torch.Tensor:

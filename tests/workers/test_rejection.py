@@ -239,7 +239,8 @@ def logits_of(seed: int, size: int, sampling: Sampling) -> Callable[[Path], Tens
 
 
 def p_value(counts: dict[Path, int], distribution: dict[Path, float]) -> float:
-    """Of the counts under the distribution; cells with few expected are put together."""
+    """Return the p-value of the counts under the distribution; cells with few expected are put
+    together."""
     samples = sum(counts.values())
     assert all(distribution.get(cell, 0.0) > 0.0 for cell in counts)
     large = [cell for cell in distribution if distribution[cell] * samples >= 5]

@@ -108,7 +108,7 @@ def decode(
 def test_every_token_of_many_replies_has_the_law_of_the_target_given_those_before_it(
     llama: LanguageModel, llama_folder: Path, relative: LanguageModel, sampling: Sampling
 ) -> None:
-    """Where each token lies in its own distribution is uniform and independent of the others
+    """The place of each token in its own distribution is uniform and independent of the others
     (Rosenblatt, 1952), whatever the distributions are."""
     random, places, drafted = np.random.default_rng(1), [], 0
     for sample in range(80):

@@ -116,7 +116,7 @@ class Pair:
 
 
 def alone(model: LanguageModel, sampling: Sampling) -> list[int]:
-    """What the target writes without a draft."""
+    """Return what the target writes without a draft."""
     pair = Pair(model, sampling)
     while len(pair.log) < CAPACITY - 14:
         pair.verify(TokenTree())

@@ -1,4 +1,5 @@
-"""What the settings of a target say of where it runs, and what of it stands in its fingerprint."""
+"""The settings of a target say where it runs, and its fingerprint tells that only where it changes
+bytes."""
 
 import json
 from pathlib import Path

@@ -112,7 +112,7 @@ def decode(model: LanguageModel) -> Tensor:
 
 @pytest.fixture(scope="module")
 def whole(folders: dict[str, Path]) -> dict[str, Tensor]:
-    """What the whole model computes, for each type of weights."""
+    """Return what the whole model computes, for each type of weights."""
     return {weights: decode(load(folders[weights], weights)) for weights in TYPES}
 
 
@@ -190,7 +190,7 @@ def test_a_packed_matrix_is_laid_out_as_it_was(
 
 
 def test_integer_products_are_the_kernels_own() -> None:
-    """Of inputs that need no rounding, so that nothing is left but the products."""
+    """The inputs need no rounding, so that nothing is left but the products."""
     generator = torch.Generator().manual_seed(4)
     weight, x = (
         torch.randn(64, 2048, generator=generator),
@@ -235,7 +235,7 @@ def test_what_is_not_a_number_stays_none_in_int8() -> None:
 def test_a_long_prompt_goes_through_layer_after_layer(
     folders: dict[str, Path], places: list[Place], length: int
 ) -> None:
-    """The same bytes as some rows at a time, and its weights are copied once."""
+    """The bytes are the same as with some rows at a time, and the weights are copied once."""
     tokens, positions = torch.arange(length) % 40, torch.arange(length)
     whole, found = load(folders["fp32"], "fp32"), load(folders["fp32"], "fp32", places)
     expected = whole.forward(

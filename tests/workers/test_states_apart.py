@@ -371,7 +371,8 @@ TIMES = 70
 
 
 def _same(found: Tensor, expected: Tensor) -> None:
-    """The same up to how torch rounds exponentials at the ends of tensors on a CPU."""
+    """Check that two tensors agree up to how torch rounds exponentials at the ends of tensors on a
+    CPU."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -23,7 +23,7 @@ NODES = 15
 
 
 def spread(ranks: Sequence[float]) -> float:
-    """What a split is to make small: the summed squared distance from the mean."""
+    """Return what a split is to make small: the summed squared distance from the mean."""
     return sum((rank - sum(ranks) / len(ranks)) ** 2 for rank in ranks)
 
 

@@ -78,8 +78,8 @@ def test_there_are_at_least_one_buffer_and_at_most_as_many_as_blobs(buffers: int
 
 
 class Queued(HostTransfer):
-    """As on a GPU, what is computed is asked for ahead of time and done later, in order: by a
-    thread."""
+    """A host that computes as a GPU does: what is asked for ahead of time is done later, in order,
+    by a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ class Hasty(Queued):
 
 
 def sums_of_a_slow_layer(transfer: Queued, given: Sequence[Tensor], slow: int) -> list[int]:
-    """What the layers of two passes read of their weights, where one of them is held back until all
-    else has been asked for, and copied if nothing stops it."""
+    """Return what the layers of two passes read of their weights, where one of them is held back
+    until all else has been asked for, and copied if nothing stops it."""
     ring = Ring(transfer, given, 2)
     read: list[int] = []
     held, let_go, begun = threading.Event(), threading.Event(), threading.Event()

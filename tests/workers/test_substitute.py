@@ -25,8 +25,8 @@ from support.models import tiny_llama, transformers_model
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 ROUNDED = 0.08
-"""How far rows of 8 bits (bf16 on torch's products) may move the logits of these models, whose
-weights are ten times the usual ones: 0.03 to 0.065 measured."""
+"""The largest change of the logits of these models by rows of 8 bits (bf16 on torch's products);
+their weights are ten times the usual ones, and 0.03 to 0.065 were measured."""
 TOKENS = torch.tensor([3, 14, 15, 9, 26, 5, 35, 8])
 
 

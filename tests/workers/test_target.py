@@ -1,5 +1,5 @@
-"""What a target worker is made of: settings in, a fingerprint out; and the features that it sends
-to those who ask for them."""
+"""The parts of a target worker: settings in, a fingerprint out, and the features that it sends to
+those who ask for them."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -116,7 +116,7 @@ LAST = Reads(width=64, dtype="float16", vocabulary_size=VOCABULARY)
 TAPS = Reads(taps=(2, 0), width=64, dtype="bfloat16", vocabulary_size=VOCABULARY)
 PROMPT = (0, 3, 17, 9, 30)
 KINDS: Mapping[int, Reads | None] = {1: None, 2: LAST, 3: TAPS, 4: None, 5: TAPS}
-"""What sessions read."""
+"""The features that each session reads."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""What a target worker says of its costs when it introduces itself: what was measured of this
-model, as it is computed here."""
+"""The costs that a target worker tells when it introduces itself: what was measured of this model,
+as it is computed here."""
 
 import os
 from collections.abc import Callable

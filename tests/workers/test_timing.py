@@ -1,4 +1,4 @@
-"""What of a pass goes into matrices, attention and head."""
+"""The shares of a pass that go into matrices, attention and head."""
 
 import time
 from itertools import pairwise

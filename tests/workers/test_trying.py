@@ -80,7 +80,7 @@ def test_a_trial_that_fails_leaves_torchs_product_and_a_process_does_not_wait_fo
 
 
 def test_torch_without_memory_for_its_product_is_no_answer() -> None:
-    """What is measured is remembered, and the next start may have the memory."""
+    """A measurement would be remembered, while the next start may have the memory."""
 
     def refused() -> Product:
         raise torch.OutOfMemoryError("no memory")
