@@ -62,7 +62,7 @@ are pickled, and the user has to ask for it."""
 SORTED = ("launch", "workers", "runtime")
 """The folders that have few entries at the top, since they have rooms."""
 MOST_ENTRIES, MOST_LINES = 20, 400
-FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where)\b")
+FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where|As)\b")
 """A docstring that begins so is a part of a sentence, and the reader has to find the rest."""
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
@@ -228,7 +228,7 @@ def test_a_file_has_at_most_four_hundred_lines() -> None:
 def test_a_docstring_is_a_sentence_that_stands_alone() -> None:
     said = [
         (name(path), node.value.value)
-        for path in sources()
+        for path in (*sources(), *sorted((ROOT / "tests").rglob("*.py")))
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

@@ -29,7 +29,7 @@ TREES = {
         for g, d, w in ((1, 1, 1), (2, 2, 1), (6, 5, 10), (15, 8, 10), (64, 12, 8))
     )
 }
-"""Of a policy that drafts whether that pays or not."""
+"""Trees of a policy that drafts whether that pays or not."""
 REPEATING = [
     "Repeat after me: one two three four five, one two three four five, one two three four "
     "five, one two"
@@ -389,11 +389,11 @@ def check_combination(
     same_function: bool = True,
     prompts: Sequence[Sequence[str]] = (PROMPTS[0], REPEATING),
 ) -> list[Finished]:
-    """What drafts in these processes changes nothing, one request at a time and several at once;
-    the drafted replies to single requests.
+    """Check that the draft of these processes changes nothing, one request at a time and several at
+    once; return the drafted replies to single requests.
 
     `same_function`: this target computes what that of `client` does; else it is compared with
-    itself alone.
+    itself without a draft.
     """
     replies = []
     with running(flags) as drafted:

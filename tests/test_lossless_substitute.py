@@ -40,7 +40,7 @@ TOKENS = 48
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is quantised once serves all tests here, and nothing of it stays."""
+    """Quantise once for all tests here, and leave nothing of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -27,7 +27,7 @@ SETTINGS = {"draft.device": "cpu", "target.inflate": "64MiB", "coordinator.recov
 
 @dataclass
 class Heard:
-    """What a client was told of a reply."""
+    """The messages that a client got of a reply."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -123,7 +123,7 @@ MOMENTS: Sequence[Moment] = (at_once, while_it_owes_a_verdict, while_it_reads_th
 
 
 def check_goes_on(client: Client, heard: dict[int, Heard], whole: Sequence[Finished]) -> int:
-    """What is told is what was told when no target died; how often a reply moved."""
+    """Check that the replies are what they are when no target dies; return how often they moved."""
     while not all(one.end for one in heard.values()):
         assert listen(client, heard, SILENCE_S), "nothing more was said"
     moves = 0

@@ -1,5 +1,5 @@
-"""What real processes say of their time: a round's spans add up to it, and to what the workers say
-that they were busy."""
+"""The account that real processes give of their time: a round's spans add up to it, and to what the
+workers say that they were busy."""
 
 from statistics import median
 
@@ -22,7 +22,7 @@ def busy(seen: Seen) -> dict[str, tuple[int, int]]:
 
 
 def probed_again(client: Client, before: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """What the workers say once each has been asked anew."""
+    """Return what the workers say once each has been asked anew."""
     while any(now[0] <= before[name][0] for name, now in busy(client.look(spans=False)).items()):
         pass
     return busy(client.look())

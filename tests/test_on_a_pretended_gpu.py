@@ -58,7 +58,8 @@ def pretended(kind: str) -> Iterator[Client]:
 
 
 def check(there: list[Finished], alone: list[Finished]) -> None:
-    """What was drafted for there is what the target says alone, and much of it was drafted."""
+    """Check that the replies that were drafted there are the target's own, and that much was
+    drafted."""
     for one, reference in zip(there, alone, strict=True):
         assert difference(one, reference.result.token_ids) is None
         assert one.result.draft_failure is None

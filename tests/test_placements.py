@@ -1,4 +1,4 @@
-"""The same tokens wherever the target's layers are: split, resident, streamed, and with prompts
+"""Tokens are the same wherever the target's layers are: split, resident, streamed, and with prompts
 that a device reads; over real processes and the embedded pair.
 
 The CPU stands for the device here, and computes the same bytes: fingerprints are equal, and so is
@@ -21,7 +21,7 @@ from support.stacks import PROMPTS, complete_all, running, started, submit
 pytestmark = needs_kernels
 
 LAYERS = 8
-"""Of the embedded target."""
+"""The number of the embedded target's layers."""
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=10)
 TOKENS = 40
 CPU = {"draft.device": "cpu"}
@@ -84,7 +84,7 @@ def told_by(client: Client, tree: TreeSettings | None, prompts: int = 2) -> Told
 
 @pytest.fixture(scope="module")
 def whole(request: pytest.FixtureRequest) -> Iterator[tuple[str, Told]]:
-    """What the target says as a whole and alone, by type of weights."""
+    """Yield what the target says as a whole and alone, by type of weights."""
     with running({**CPU, "target.weights": request.param}) as client:
         yield request.param, told_by(client, None)
 

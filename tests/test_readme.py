@@ -1,4 +1,5 @@
-"""What the README files say is there: links, paths, commands, options, settings, tables."""
+"""The links, paths, commands, options, settings and tables of the README files exist and are
+right."""
 
 import importlib
 import re
@@ -40,7 +41,7 @@ OTHERS = (
     "apt",
     "--cap-",
 )
-"""How code that is about other programs begins."""
+"""Beginnings of code that is about other programs."""
 TOP = ("launch", "protocol", "runtime", "tests", "workers")
 
 
@@ -93,7 +94,8 @@ def shell_lines(text: str) -> Iterator[str]:
 
 
 def inline(text: str) -> list[str]:
-    """What is written in code within sentences and tables, but for the tables of migrants."""
+    """Return what is written as code within sentences and tables, but for the tables of
+    migrants."""
     prose = re.sub(
         r"^\| (`-.*\| (llama-server|vLLM|ollama)).*$", "", FENCE.sub("", text), flags=re.M
     )

@@ -47,7 +47,7 @@ def ask(
 
 @pytest.fixture(scope="module")
 def alone(client: Client) -> dict[tuple[float, int], tuple[int, ...]]:
-    """What the target alone says at each temperature to the first prompts."""
+    """Return what the target alone says at each temperature to the first prompts."""
     places = itertools.product((0.0, 1.0), range(2))
     return {
         (t, prompt): ask(
@@ -100,7 +100,7 @@ def test_output_is_the_same_with_goodput_where_drafting_pays(
 def places(
     tokens: tuple[int, ...], logits: torch.Tensor, random: np.random.Generator
 ) -> Iterator[float]:
-    """Where each token lies in its own distribution: uniform if it was drawn from it."""
+    """Yield the place of each token in its own distribution: uniform if it was drawn from it."""
     for token, distribution in zip(tokens, logits.double().softmax(-1).numpy(), strict=True):
         yield float(distribution[:token].sum() + random.random() * distribution[token])
 

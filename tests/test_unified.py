@@ -38,7 +38,7 @@ GONE_S = 60.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is quantised once serves all tests here."""
+    """Quantise once for all tests here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -148,7 +148,8 @@ def test_a_process_with_both_roles_is_killed_at_work_and_replaced(stopped: bool)
 
 
 def _unheard(client: Client, strike: Callable[[], object]) -> list[Finished]:
-    """The same where what is said while it strikes is not listened to."""
+    """Strike once all replies have begun, without listening meanwhile to what is said; return the
+    replies."""
     requests = ask(client)
     begun = set[int]()
     while len(begun) < len(requests):

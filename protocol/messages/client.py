@@ -119,7 +119,7 @@ class Recall(Message):
     request: Count
     ticket: Name
     owner: Name = ""
-    """As in the Submit."""
+    """The owner that the Submit named."""
 
 
 class Recalled(Message):

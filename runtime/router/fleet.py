@@ -18,7 +18,7 @@ LOOK_EVERY_S = 0.5
 ANSWER_S = 2.0
 """Seconds in which a replica has to answer how it is."""
 LOAD = TypeAdapter(Load)
-"""What a replica says of itself; what only a later version says is left out."""
+"""Reads what a replica says of itself, and leaves out what only a later version says."""
 
 
 class Fleet:
