@@ -109,7 +109,7 @@ def test_what_is_of_no_effect_is_served_and_not_executed(loader: Loader, bad: Ba
 def test_a_payload_does_harm_where_it_is_unpickled(
     name: str, good: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    """Else nothing would show that it was not."""
+    """Otherwise nothing would show that it was not."""
     bad = next(bad for _, bad in FOLDERS if bad.name == name)
     file = damaged(bad, good, tmp_path) / "pytorch_model.bin"
     subprocess.run(

@@ -356,7 +356,8 @@ def check_head(
     trees: Sequence[str] = ("6/5/10",),
     tokens: int = 32,
 ) -> Finished:
-    """With this draft every prompt gives what the target alone gives; the last reply."""
+    """Check that with this draft every prompt gives what the target alone gives; return the last
+    reply."""
     with running({"draft.device": "cpu", **flags}) as drafted:
         for options in ({}, {"temperature": 1.0}, {"temperature": 1.0, **PENALTIES["all"]}):
             for turns in prompts:

@@ -23,7 +23,7 @@ from support.stacks import PROMPTS, complete_all, running, submit
 CASES, SEED = int(os.environ.get("LOSSLESS_CASES", "24")), int(os.environ.get("LOSSLESS_SEED", "0"))
 DRAFTS = ("small", "ngram", *(kind for kind in HEAD_KINDS if head_folder(kind).is_dir()))
 TOGETHER = 4
-"""So many requests, a group, run at a time: their rows share the passes of the target."""
+"""The requests of a group, which run at a time: their rows share the passes of the target."""
 
 
 @dataclass(frozen=True)

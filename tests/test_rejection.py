@@ -60,8 +60,8 @@ def alone(client: Client) -> dict[tuple[float, int], tuple[int, ...]]:
 def check_policy(
     client: Client, policy: str, alone: dict[tuple[float, int], tuple[int, ...]], accepts: int
 ) -> None:
-    """With trees of this policy the target says what it says alone, and accepts more nodes than
-    that."""
+    """Check that with trees of this policy the target says what it says alone, and that more than
+    `accepts` nodes are accepted."""
     drafted = accepted = 0
     for (temperature, prompt), tokens in alone.items():
         for gamma, depth, width in ((25, 5, 10), (24, 8, 3)):
@@ -92,7 +92,7 @@ def test_output_is_the_same_with_every_policy_that_is_told_to_draft(
 def test_output_is_the_same_with_goodput_where_drafting_pays(
     alone: dict[tuple[float, int], tuple[int, ...]],
 ) -> None:
-    """For a target that is inflated, which says the same."""
+    """The target is inflated, and says the same."""
     with running({"draft.device": "cpu", "target.inflate": "96MiB"}) as inflated:
         check_policy(inflated, "goodput", alone, 0)
 

@@ -120,7 +120,7 @@ def show(found: Mapping[str, Sequence["Accuracy"]]) -> None:
 
 
 def spread(prompts: Sequence[str], count: int) -> list[str]:
-    """So many of the prompts, evenly from all of them."""
+    """Return so many of the prompts, evenly from all of them."""
     return list(prompts[:: max(1, len(prompts) // count)][:count])
 
 

@@ -121,8 +121,8 @@ def open_guesser(draft: str, target: str) -> Guesser:
 def agreements(
     target: str, draft: str, texts: Sequence[Text], children: Sequence[int]
 ) -> tuple[list[Agreement], float]:
-    """For each number of children, over the contexts of all texts; and the mean entropy of the
-    target's choices there at temperature 1, in nats."""
+    """Return the agreement for each number of children, over the contexts of all texts, and the
+    mean entropy of the target's choices there at temperature 1, in nats."""
     model, guesser = (
         load_language_model(target, weights="fp32", device="cpu"),
         open_guesser(draft, target),

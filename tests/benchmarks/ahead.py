@@ -253,8 +253,8 @@ class Pair:
         return [bout_of(bout) for bout in self._ledger.found[name]]
 
     def _take(self, fights: Fights, count: int) -> list[Bout]:
-        """So many bouts, the prompts in turn, each time round with another seed; prompts that are
-        answered by one token are passed over."""
+        """Take so many bouts, the prompts in turn, each time round with another seed; prompts that
+        are answered by one token are passed over."""
         prompts, bouts = self._prompts, list[Bout]()
         for number in range(2 * count):
             turn, place = divmod(number, len(prompts.prompts))

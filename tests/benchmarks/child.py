@@ -20,7 +20,7 @@ from typing import Any, Self
 from dovetail.launch.bench.llama.start import command_of
 
 PATIENCE_S = 10
-"""For a side to end by itself once nothing more is asked of it."""
+"""Seconds in which a side ends by itself once nothing more is asked of it."""
 TESTS = Path(__file__).resolve().parent.parent
 
 

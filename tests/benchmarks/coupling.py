@@ -195,7 +195,7 @@ def tasks(
 
 
 def list_keys(name: str, count: int) -> list[bytes]:
-    """So many keys of the noise for a prompt, the same each time."""
+    """Return so many keys of the noise for a prompt, the same each time."""
     return [hashlib.sha256(f"{name} {index}".encode()).digest()[:16] for index in range(count)]
 
 

@@ -354,7 +354,7 @@ def _show_utilisation(rows: Sequence[Mapping[str, Any]]) -> None:
 @option("--inflate", default="512MiB", help="Size to which the target is inflated.")
 @option("--width", type=click.IntRange(min=320), default=PAGE[0], help="Width of the window.")
 @option("--height", type=click.IntRange(min=320), default=PAGE[1], help="Height of the window.")
-@option("--dark", is_flag=True, help="As somebody sees it who likes it dark.")
+@option("--dark", is_flag=True, help="Show the dark page.")
 def picture(
     out: Path | None, folder: Path | None, inflate: str, width: int, height: int, dark: bool
 ) -> None:

@@ -48,18 +48,18 @@ CHATS = "/v1/chat/completions"
     default=1000,
     help="Tokens of each of the streams whose cost is measured.",
 )
-@option("--streams", type=click.IntRange(min=1), default=4, help="At a time.")
+@option("--streams", type=click.IntRange(min=1), default=4, help="Streams at a time.")
 @option(
     "--connections",
     type=click.IntRange(min=2),
     default=1000,
-    help="Half of them idle, half sending a byte a second.",
+    help="Connections, half of them idle, half sending a byte a second.",
 )
 @option(
     "--requests",
     type=click.IntRange(min=1),
     default=10_000,
-    help="That come and, by chance, leave.",
+    help="Requests that come and, by chance, leave.",
 )
 @options("pairs", "json")
 def http(
@@ -132,7 +132,7 @@ class Churned:
     left: int
     files: tuple[int, int]
     rss_mb: tuple[float, float, float]
-    """At first, after a tenth of the requests, at last."""
+    """Memory at first, after a tenth of the requests, and at last."""
     sessions: int
     seconds: float
 

@@ -33,7 +33,7 @@ KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.I
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 WARM_UP = 2
 PROBE_S = 0.05
-"""For each probe of a round; they take the best of what they see in it."""
+"""Seconds of each probe of a round, which takes the best of what it sees in them."""
 STORED = {
     Kind.FP32: torch.float32,
     Kind.FP16: torch.float16,

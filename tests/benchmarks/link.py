@@ -15,7 +15,7 @@ from dovetail.workers.devices.base import Mark
 
 
 class LimitedLink:
-    """So many bytes a second; `waits`: copies are made while nothing is computed."""
+    """A link of so many bytes a second; `waits`: copies are made while nothing is computed."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.device = torch.device("cpu")

@@ -40,7 +40,7 @@ REMOTES = ("target", "draft")
 
 @dataclass(frozen=True)
 class Line:
-    """Between the coordinator and the worker of one role: a delay each way, or a rate."""
+    """The line between the coordinator and the worker of one role: a delay each way, or a rate."""
 
     remote: str
     delay_ms: float = 0.0

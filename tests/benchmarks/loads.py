@@ -75,7 +75,7 @@ class Streams:
         self._sampling = Sampling(temperature=temperature)
 
     def run(self, method: str, count: int, turn: int) -> Burst:
-        """So many streams; which prompts, the turn says."""
+        """Run so many streams; the turn says with which prompts."""
         asked = [self._submit(method, count * turn + number) for number in range(count)]
         began_s, found = None, dict[int, Result]()
         told: dict[int, list[int]] = {request: [] for request in asked}

@@ -121,7 +121,7 @@ class House:
         self.supervisor.end([child])
 
     def until(self, condition: Callable[[], bool]) -> float:
-        """When it came true."""
+        """Wait until a condition is true, and return when that was."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:

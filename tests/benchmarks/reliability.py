@@ -337,7 +337,7 @@ class Trial:
     keys: int
 
     def replies(self, half: int, tree: TreeSettings, *, learn: bool = False) -> list[Reply]:
-        """To every second prompt of each file."""
+        """Decode a reply to every second prompt of each file."""
         codec, duet = TextCodec(self.duet.tokenizer, self.duet.vocabulary), self.duet
         prompts = [
             prompt for path in self.files for prompt in read_prompts(path)[: self.limit][half::2]

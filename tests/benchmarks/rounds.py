@@ -112,8 +112,8 @@ class Waterfall:
 
     @classmethod
     def of(cls, arrivals_ns: Sequence[int], records: Sequence[RoundRecord]) -> "Waterfall":
-        """From the records of a reply, two at least, and when each of them arrived: the first one's
-        arrival begins the second round."""
+        """Return the waterfall of a reply from its records, two at least, and when each of them
+        arrived: the first one's arrival begins the second round."""
         later = records[1:]
         parts = {part: sum(getattr(record, part) for record in later) / 1e9 for part in PARTS}
         return cls(

@@ -293,7 +293,7 @@ def _grow(
 
 
 def _ancestors(parents: Sequence[int], node: int) -> list[int]:
-    """By depth, the node itself last."""
+    """Return the node and its ancestors by depth, the node itself last."""
     return [] if node < 0 else [*_ancestors(parents, parents[node]), node]
 
 

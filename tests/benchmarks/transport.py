@@ -64,7 +64,8 @@ class Overhead:
 
     @property
     def coordinator_p99_us(self) -> float:
-        """From above: the slowest rounds of the whole against the median of the hops."""
+        """The coordinator's share estimated from above: the slowest rounds of the whole against the
+        median of the hops."""
         return self.outside_p99_us - self.transport_us
 
     def as_json(self) -> dict[str, float | int | bool]:

@@ -1,4 +1,4 @@
-"""Which clients are tried, what each needs, and which script drives it."""
+"""The clients that are tried, what each needs, and the script that drives it."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -155,7 +155,7 @@ class _Nowhere:
     help="With so many pages and without any, in turns.",
 )
 @click.option(
-    "--pages", type=click.IntRange(min=1), default=1, show_default=True, help="That are open."
+    "--pages", type=click.IntRange(min=1), default=1, show_default=True, help="Pages that are open."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def cost(seconds: float, turns: int, pages: int, as_json: bool) -> None:
@@ -250,7 +250,7 @@ def _busy(processes: dict[str, psutil.Process], seconds: float) -> dict[str, flo
 
 @contextmanager
 def _pages(server: Api, number: int) -> Iterator[None]:
-    """So many pages that ask as a browser does, each over a connection of its own."""
+    """Have so many pages ask as a browser does, each over a connection of its own."""
     with ExitStack() as opened:
         for _ in range(number):
             opened.enter_context(_beside(lambda ended: _ask(server.url, ended)))

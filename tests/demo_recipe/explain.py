@@ -1,5 +1,5 @@
-"""Why things are as they are, how things are done, and tips: short explanations and lists of
-advice, every sentence with alternatives."""
+"""Reasons, instructions and tips: short explanations and lists of advice, every sentence with
+alternatives."""
 
 import random
 

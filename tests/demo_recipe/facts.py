@@ -758,7 +758,8 @@ def items(rng: random.Random) -> tuple[str, str]:
 
 
 def odd_one(rng: random.Random) -> tuple[str, str]:
-    """Which word does not belong, and what kind of thing something is."""
+    """Return a question about which word does not belong, and its answer with the kind of the
+    others."""
     (topic, line), (other, line2) = rng.sample(
         [(t, v) for t, v in LISTS.items() if " " not in t], 2
     )

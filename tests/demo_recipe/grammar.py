@@ -41,7 +41,7 @@ def say(template: str, slots: Mapping[str, str], rng: random.Random) -> str:
 
 
 def in_order(stock: Sequence[str], count: int, rng: random.Random) -> list[str]:
-    """That many of the stock, in its order: what follows the order never repeats itself."""
+    """Return that many of the stock, in its order: what follows the order never repeats itself."""
     return [stock[i] for i in sorted(rng.sample(range(len(stock)), count))]
 
 

@@ -20,7 +20,7 @@ from demo_recipe.text import documents
 
 Question = dict[str, object]
 SHORTEST, LONGEST = 10, 900
-"""In characters: a question and its answer have to fit into 512 tokens."""
+"""Characters: a question and its answer have to fit into 512 tokens."""
 
 
 def generated(count: int, seed: int) -> Iterator[Question]:
@@ -31,7 +31,7 @@ def generated(count: int, seed: int) -> Iterator[Question]:
 
 
 def from_corpus(folder: Path, count: int, rng: random.Random) -> list[Question]:
-    """So many prompts of a corpus, its sources taking turns until they are used up."""
+    """Return so many prompts of a corpus, its sources taking turns until they are used up."""
     waiting: dict[str, list[Question]] = defaultdict(list)
     for file in sorted(folder.glob("*.jsonl.zst")):
         if file.name != "val.jsonl.zst":

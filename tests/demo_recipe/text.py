@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[float, Callable[[random.Random], Document]]] = {
 
 
 def documents(count: int, seed: int) -> Iterator[Document]:
-    """That many documents, the same for the same seed."""
+    """Yield that many documents, the same for the same seed."""
     rng = random.Random(seed)
     shares, makers = zip(*KINDS.values(), strict=True)
     for make in rng.choices(makers, shares, k=count):

@@ -18,7 +18,7 @@ TIES = {"fp32": NEAR_TIE, "half": NEAR_TIE, "int8": 0.3}
 """Margins that rounding decides. In int8 an input that is rounded the other way moves a logit by up
 to 3 % of the largest, which is about 10."""
 FEWER = ("split", "streamed", "unified")
-"""With weights of other types than fp32."""
+"""The placements that are tried with weights of other types than fp32."""
 SEED = 11
 
 

@@ -121,7 +121,7 @@ class Played:
     tokens: tuple[int, ...]
     margins: tuple[float, ...]
     seconds: float
-    """Without the prompt's."""
+    """Seconds without those of the prompt."""
     rounds: int
     draft_s: float
     verify_s: float
@@ -190,7 +190,7 @@ class Bench:
         ]
 
     def place(self, resident: int, transfer: HostTransfer | PinnedOnce | None = None) -> None:
-        """So many layers stay on the device, spread evenly; the others pass through."""
+        """Keep so many layers on the device, spread evenly; the others pass through."""
         count = len(self.layers)
         stage = Stage(0, 0, self.staged.engine, transfer or self.transfer)
         self.own._coded[:] = self._coded

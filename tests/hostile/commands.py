@@ -42,7 +42,7 @@ Step = Callable[[int], None]
     default=1_000_000,
     show_default=True,
     type=click.IntRange(min=1000),
-    help="At the codec, a coordinator, and each kind of worker.",
+    help="Messages at the codec, a coordinator, and each kind of worker.",
 )
 @click.option("--seed", default=1, show_default=True, help="Seed of the messages.")
 @click.option(

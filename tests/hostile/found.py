@@ -39,7 +39,7 @@ class Found:
 
     @property
     def grown_mib(self) -> float:
-        """By how much memory grew after the beginning."""
+        """The growth of memory after the beginning."""
         return max(0.0, self.peak_mib - self.settled_mib)
 
     @property

@@ -14,7 +14,8 @@ from hostile.started import Ended, Starter, starting
 USER_ERROR = 2
 MOST_S = 5.0
 MOST_MIB = 512
-"""Beyond what an empty worker has; a tokenizer of the largest size is read several times over."""
+"""The memory beyond what an empty worker has; a tokenizer of the largest size is read several times
+over."""
 
 
 @dataclass(frozen=True)

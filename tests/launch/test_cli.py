@@ -60,7 +60,7 @@ def one_line(process: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_help_takes_less_than_four_tenths_of_a_second(run: Run) -> None:
-    """In processor time, which a busy machine does not lengthen."""
+    """The time is that of the processor, which a busy machine does not lengthen."""
 
     def cost() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

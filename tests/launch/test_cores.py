@@ -1,4 +1,4 @@
-"""Which process gets which cores, and whose memory."""
+"""The cores that each process gets, and whose memory."""
 
 import os
 from collections.abc import Mapping

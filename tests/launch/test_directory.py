@@ -1,4 +1,4 @@
-"""Which coordinators are alive."""
+"""The coordinators that are announced and alive."""
 
 import fcntl
 import os

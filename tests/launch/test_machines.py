@@ -34,7 +34,8 @@ def machine(keys: Path, name: str) -> str:
 
 
 def wait_until_loaded(*workers: subprocess.Popen[str]) -> None:
-    """Until each has said so on stderr; to be registered, it has only to say hello then."""
+    """Wait until each has said on stderr that it is loaded; to be registered, it has only to say
+    hello then."""
     for worker in workers:
         assert worker.stderr is not None
         assert any("is loaded" in line for line in worker.stderr)

@@ -442,7 +442,7 @@ def test_a_draft_that_the_gpu_cannot_have_is_priced_on_the_cpu(
     remembered: str,
     why: str,
 ) -> None:
-    """For want of memory, or as the profile file remembers it."""
+    """The draft falls back for want of memory, or as the profile file remembers it."""
     draft, target = str(DEMO_FOLDER / "draft"), str(DEMO_FOLDER / "target")
     key = fall_key(DraftSettings(model=draft), target, open_device("pretended", 1))
     remember_fall(tmp_path / "cache" / "dovetail" / "profile.json", key, remembered)

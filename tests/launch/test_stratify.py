@@ -245,8 +245,8 @@ def stratified(run: Run, folder: Path, *arguments: str) -> subprocess.CompletedP
 def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_the_first(
     run: Run, tmp_path: Path
 ) -> None:
-    """With a small tree, for many rounds, and a sharpening that is given: what is fitted online
-    begins anew with every process."""
+    """The tree is small, for many rounds, and the sharpening is given: what is fitted online begins
+    anew with every process."""
     prompts, rounds = tmp_path / "prompts.jsonl", tmp_path / "rounds.jsonl"
     small = (
         "--tree.gamma",

@@ -109,7 +109,7 @@ def _left(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Ended, and not a zombie of ours."""
+    """Check that processes have ended, and are no zombies of ours."""
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(processes, timeout=GONE_S)
     assert not alive

@@ -1,4 +1,4 @@
-"""When processes of a service are started again: events and times in, actions out."""
+"""The times at which processes of a service are started again: events and times in, actions out."""
 
 import math
 from collections.abc import Collection
@@ -83,7 +83,7 @@ def without_words(actions: list[Action]) -> list[Action]:
 
 
 def wait_s(watch: Watch, name: str, ended_s: float) -> float:
-    """After how long the part is started again, to a tenth of a second."""
+    """Return the pause after which the part is started again, to a tenth of a second."""
     for tenths in range(math.ceil(LONGEST_SPARED_PAUSE_S * 10) + 1):
         if Start(name) in watch.due(ended_s + tenths / 10):
             return tenths / 10

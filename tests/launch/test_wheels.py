@@ -1,4 +1,4 @@
-"""Which build of torch fits which card."""
+"""The build of torch that fits a card."""
 
 import pytest
 

@@ -24,7 +24,7 @@ TOKENS = 192
 TEMPERATURES = (0.0, 1.0)
 ANYWHERE = "0.0.0.0"
 INFLATE = "--target.inflate=64MiB"
-"""So that a reply takes long enough for something to happen meanwhile."""
+"""Makes a reply take long enough for something to happen meanwhile."""
 FLAP_S, FLAPS = 0.6, 6
 """Shorter than a heartbeat's patience."""
 SLOW_MBIT = 1.0

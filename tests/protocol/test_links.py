@@ -366,7 +366,7 @@ def test_a_killed_process_is_noticed_without_waiting_for_a_heartbeat(
 def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(
     socket_wire: Wire, stack: contextlib.ExitStack, busy: str
 ) -> None:
-    """Also one that was in the middle of saying much."""
+    """One that was in the middle of saying much is noticed too."""
     wire = socket_wire
     child = spawn(stack, LINK, wire.hub.address, str(wire.keys or ""), "target", busy)
     peer, _ = wire.arrived()

@@ -69,7 +69,7 @@ def test_the_tag_of_a_message_is_its_name() -> None:
 
 
 def test_tuples_stop_at_their_first_wrong_item() -> None:
-    """Else a hostile message of a million wrong items costs a million complaints."""
+    """Otherwise a hostile message of a million wrong items costs a million complaints."""
     with pytest.raises(ValidationError) as caught:
         Submit.model_validate({**REPRESENTATIVE["submit"].model_dump(), "tokens": ("x",) * 1000})
     assert caught.value.error_count() == 1

@@ -1,5 +1,5 @@
-"""Who speaks: an identity cannot be stolen, a role is a key's, and no way of listening does without
-the judge."""
+"""The speaker is known: an identity cannot be stolen, a role is a key's, and no way of listening
+does without the judge."""
 
 import ast
 import contextlib
@@ -88,7 +88,7 @@ def say(peer: socket.socket, message: bytes) -> None:
 
 
 def test_a_peer_that_speaks_by_hand_is_heard(ipc_wire: Wire) -> None:
-    """Else the next test would show nothing."""
+    """Otherwise the next test would show nothing."""
     with speak(ipc_wire.hub.address.removeprefix("ipc://"), b"anybody") as peer:
         say(peer, b"me")
         assert ipc_wire.arrived() == (b"anybody", [b"me"])

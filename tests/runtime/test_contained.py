@@ -589,7 +589,7 @@ def again(house: House, worker: ScriptedWorker) -> None:
 
 
 def beats(house: House, seconds: float) -> None:
-    """So much time passes, a quarter of a second after the other."""
+    """Let so much time pass, a quarter of a second after the other."""
     for _ in range(int(4 * seconds)):
         house.later_ns += S // 4
         house.coordinator.tick()

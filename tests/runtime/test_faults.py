@@ -223,7 +223,7 @@ class Full(CarefulTarget):
 
 @pytest.mark.parametrize("kept", [1 << 16, 0])
 def test_a_session_that_finds_no_memory_where_it_moves_goes_on_where_it_was(kept: int) -> None:
-    """And nobody else is moved there for some time."""
+    """Nobody else is moved there for some time either."""
     steps = (*CROWD, (60, Fault("kill", who=0, for_ms=300)))
     schedule = Schedule(targets=2, part=3, row_ms=12.0, kept=kept, steps=steps)
     assert rebalanced(play(schedule, {**CAREFUL, "target": Full})) == 1

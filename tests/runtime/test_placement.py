@@ -1,4 +1,4 @@
-"""Which worker a session gets."""
+"""The choice of the worker that gets a session."""
 
 from collections.abc import Sequence
 

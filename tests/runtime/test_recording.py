@@ -320,7 +320,7 @@ def test_no_key_of_the_http_api_is_in_a_recording(tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_anywhere_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    """So is that of a coordinator that was killed."""
+    """A coordinator that was killed leaves such a file."""
     content, whole = SKY.read_bytes(), read_recording(SKY)
     torn = tmp_path / SKY.name
     for size in range(1, len(content), 997):

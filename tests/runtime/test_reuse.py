@@ -47,7 +47,7 @@ def opens(worker: ScriptedWorker | None) -> list[Open]:
 
 
 def held(house: House) -> list[int]:
-    """Ended sessions that each worker holds."""
+    """Return the number of ended sessions that each worker holds."""
     return [len(worker.kept) for worker in house.workers]
 
 

@@ -20,7 +20,7 @@ them."""
 
 @dataclass(frozen=True)
 class Held:
-    """By a process."""
+    """The memory, files, threads and sessions that a process holds."""
 
     rss_mb: float
     files: int
@@ -64,7 +64,7 @@ class Compared:
 
 
 def held(fleet: Fleet, state: Reported) -> dict[str, Held]:
-    """By each process of a fleet, of which nobody asks anything at present."""
+    """Return what each process of a fleet holds, of which nobody asks anything at present."""
     found = {"coordinator": Held.by(fleet.coordinator.pid, state.sessions)}
     for member in fleet.members.values():
         worker = of(state, member)

@@ -61,7 +61,7 @@ BACK_S = 90.0
     "kind",
     default="small",
     show_default=True,
-    help="What drafts: small, dovetail, eagle or ngram.",
+    help="Kind of draft: small, dovetail, eagle or ngram.",
 )
 @click.option(
     "--inflate",
@@ -196,7 +196,7 @@ class Soak:
         self.fleet, self.streams, self.faults = fleet, streams, faults
         self.restarts = 0
         self.coordinator_mb: list[float] = []
-        """After each fault."""
+        """The coordinator's memory after each fault."""
         self._process = psutil.Process(fleet.coordinator.pid)
         self._cases = cycle(streams.cases)
 

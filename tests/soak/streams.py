@@ -51,7 +51,7 @@ class _Running:
 
 @dataclass
 class Streams:
-    """So many requests at a time, from cases in turn; `expected` holds what each replies
+    """Requests, so many at a time, from cases in turn; `expected` holds what each replies
     undisturbed."""
 
     client: Client
@@ -64,7 +64,7 @@ class Streams:
     alone: int = 0
     """Replies of which no token was drafted."""
     longest_pause_s: float = 0.0
-    """Between two times that tokens came of one reply."""
+    """The longest time between two that tokens came of one reply."""
     failed: list[Wrong] = field(default_factory=list)
     wrong: list[Wrong] = field(default_factory=list)
     _running: dict[int, _Running] = field(default_factory=dict)

@@ -101,7 +101,7 @@ class ByHand:
     processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     url: str = ""
     machines: dict[str, list[str]] = field(default_factory=dict)
-    """By process: what comes before its command, so that it runs on another machine."""
+    """The words before the command of each process that is to run on another machine."""
 
     @property
     def address(self) -> str:
@@ -197,7 +197,7 @@ class Doubled(ByHand):
     """A service of two coordinators over tcp, one of which is the other's standby."""
 
     addresses: dict[str, str] = field(default_factory=dict)
-    """By coordinator, the one that leads first."""
+    """The addresses of the coordinators, the one that leads first."""
 
     @property
     def meeting(self) -> list[str]:

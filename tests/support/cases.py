@@ -1,4 +1,4 @@
-"""Which cases of a test belong to the everyday run."""
+"""The cases of a test that belong to the everyday run."""
 
 from collections.abc import Iterable
 from typing import Any

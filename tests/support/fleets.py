@@ -25,7 +25,7 @@ from support.proxy import Proxy
 
 LOOPBACK = "127.0.0.1"
 READY_S = 90.0
-"""Until workers have loaded their models on a machine that has other things to do."""
+"""Seconds until workers have loaded their models on a machine that has other things to do."""
 POLL_S = 0.05
 GRACE_S = 5.0
 LAST_BYTES = 2000
@@ -213,7 +213,8 @@ def _dovetail(*arguments: str, script: str = "") -> list[str]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """By SIGTERM, and by SIGKILL if that does not suffice; a stopped one hears no SIGTERM."""
+    """End a process by SIGTERM, and by SIGKILL if that does not suffice; a stopped one hears no
+    SIGTERM."""
     if process.poll() is None:
         process.terminate()
         try:

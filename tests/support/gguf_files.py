@@ -208,8 +208,8 @@ def coded(numbers: np.ndarray, kind: Type, seeds: np.random.Generator) -> tuple[
 def named(
     config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], whole_latents: bool = False
 ) -> dict[str, tuple[Sequence[str], Callable[[torch.Tensor], torch.Tensor]]]:
-    """By the name of a tensor of the file, the checkpoint's tensors that it is made of, and how it
-    is made of their numbers behind each other."""
+    """Return by the name of each tensor of the file the checkpoint's tensors that it is made of,
+    and how it is made of their numbers behind each other."""
     architecture = architecture_of(config)
     layers = layers_of(config)
     arch = next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)

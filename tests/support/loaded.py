@@ -95,7 +95,7 @@ class Scripted:
         self.passes: list[Verify] = []
         self.orders: list[Draft] = []
         self.late_s = 0.0
-        """By how much later than its pace it answers orders."""
+        """Seconds by which it answers orders later than its pace."""
 
     @property
     def sessions(self) -> int:
@@ -276,7 +276,7 @@ class Chain:
         return not (self.over or late or full or self.score < command.floor)
 
     def grow(self, taken: tuple[int, int]) -> None:
-        """By a token."""
+        """Grow by a token."""
         token, path = choice(self.path), self.path
         if mix(path[-1] + (len(path) << 32) + 12345) % 10_000 >= 10_000 * self.right:
             token = 1 + token % (VOCABULARY - 1)
@@ -293,7 +293,7 @@ class Stream:
 
     result: Result
     began_ns: int
-    """When its first token came; `ended_ns`: its last one."""
+    """The time of its first token; `ended_ns`: of its last one."""
     ended_ns: int
 
 
@@ -385,8 +385,8 @@ class Crowded:
         prompt: int = 8,
         temperature: float = 0.0,
     ) -> list[Stream]:
-        """So many streams, each with a prompt of its own length, that come at once or one after the
-        other; those of the numbers in `plain` without a draft.
+        """Run so many streams, each with a prompt of its own length, that come at once or one after
+        the other; those of the numbers in `plain` without a draft.
 
         `tokens`: of each reply, or of all of them.
         """

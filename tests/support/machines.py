@@ -96,7 +96,7 @@ class Machine:
 
     @property
     def prefix(self) -> list[str]:
-        """Before a command that is to run on this machine."""
+        """The words before a command that is to run on this machine."""
         return ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net", "--"]
 
     def run(self, *command: str) -> str:
@@ -127,7 +127,7 @@ class Machine:
         self._limited = mbit is not None
 
     def lose(self, *, to: bool = False, back: bool = False) -> None:
-        """From now on lose all that goes to this machine, or comes back from it; or, with False, no
+        """Lose from now on all that goes to this machine, or comes back from it; or, with False, no
         more."""
         for inside, loses, address, device in (
             (False, to, self.there, self._cable),
@@ -167,8 +167,8 @@ class Machine:
 
 @contextmanager
 def network(machines: int, *, routed: bool = False) -> Iterator[list[Machine]]:
-    """So many machines, in a program that was started by `isolated`; `routed`: they reach each
-    other, over this one."""
+    """Yield so many machines, in a program that was started by `isolated`; `routed`: they reach
+    each other, over this one."""
     _do("ip", "link", "set", "lo", "up")
     if routed:
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 CHUNK_BYTES = 1 << 16
 MOST_HELD_BYTES = 4 << 20
-"""On their way in one direction; beyond that nothing more is read, as where a network's buffers are
-full."""
+"""Bytes on their way in one direction; beyond that nothing more is read, as where a network's
+buffers are full."""
 R = TypeVar("R")
 
 
@@ -32,7 +32,7 @@ class Weather:
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
-    """At most so much more, drawn anew for each chunk; the order stays."""
+    """The most that is added to the delay, drawn anew for each chunk; the order stays."""
     rate: float | None = None
     """Bytes a second, if there is a limit."""
     silent: bool = False
@@ -53,7 +53,7 @@ class Proxy:
         self.address = listen
         self.behind = behind
         self.up, self.down = FAIR, FAIR
-        """Towards `behind`, and back from it."""
+        """The weather towards `behind`, and back from it."""
         self.refusing = False
         """True if nobody can connect."""
         self.made = 0
@@ -239,7 +239,7 @@ class _Pair:
         return self._ways[up]
 
     async def carry(self) -> None:
-        """Until one end closes; then the other is told, unless it is to know nothing."""
+        """Carry until one end closes; then the other is told, unless it is to know nothing."""
         readers, writers = (
             [asyncio.ensure_future(job(way)) for way in self._ways.values()]
             for job in (self._read, self._write)

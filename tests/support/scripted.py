@@ -326,7 +326,7 @@ class ScriptedWorker:
         return self.read_on(item.session, item.rows)
 
     def read_on(self, session: int, rows: int | None) -> list[Event]:
-        """So many rows more, or all."""
+        """Read so many rows more, or all."""
         command, start = self.begun[session], self.done[session]
         total = len(command.prompt) if isinstance(command, Open) else command.prefix - 1
         stop = total if rows is None else min(total, start + rows)

@@ -56,7 +56,7 @@ class Costs:
     target_hop_s: float = 2e-4
     draft_hop_s: float = 2e-4
     noise: float = 0.0
-    """By what share passes vary."""
+    """The share by which passes vary."""
     ahead_slows: float = 1.0
     """The target's passes, where the last order was to go on drafting."""
 

@@ -83,7 +83,7 @@ def test_codes_of_any_width_are_multiplied_by_products_of_four_bits(
 
 @pytest.fixture
 def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Capture:
-    """On the CPU torch computes layers as on a GPU, and passes are "captured" as they are."""
+    """Have torch compute layers on the CPU as on a GPU, with passes "captured" as they are."""
     monkeypatch.setattr(staged, "engine_of", lambda transfer: TorchEngine(transfer.device))
     return lambda function: function
 

@@ -147,7 +147,7 @@ def depth(parents: tuple[int, ...]) -> int:
 
 
 def rounds(pair: PairOfWorkers, *runs: Run, tokens: int = TOKENS) -> None:
-    """In turn, until each has so many tokens."""
+    """Play rounds in turn until each has so many tokens."""
     while left := [run for run in runs if len(run.reply) + TREE.most_levels < tokens]:
         for run in left:
             pair.round(run)
@@ -340,7 +340,8 @@ def test_a_graph_reads_and_writes_the_memory_that_it_was_captured_with(place: to
 
 
 def test_what_cuda_refuses_is_refused_there(place: torch.device) -> None:
-    """By the `device_check` of torch's native_functions.yaml, and the checks of its indexing."""
+    """The refusals are those of the `device_check` of torch's native_functions.yaml, and of the
+    checks of its indexing."""
     there, here = torch.arange(6.0, device=place), torch.arange(6.0)
     index = torch.tensor([1, 2])
     refused: list[Callable[[], object]] = [

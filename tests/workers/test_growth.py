@@ -178,7 +178,8 @@ def test_a_pruned_tree_has_the_best_children_of_every_node_and_their_rows(
 
 
 def check_what_is_seen(tree: GrowingTree, width: int) -> None:
-    """By its definition: a node whose way from the root has the best `width` children only."""
+    """Check by its definition what is seen: a node whose way from the root has the best `width`
+    children only."""
     seen = []
     for node in range(len(tree)):
         ranks, above = [], node

@@ -55,7 +55,7 @@ SAMPLINGS = {
 END = (1, 30)
 CAPACITY = 60
 GAIN_ERROR = 1e-4
-"""In the logarithm of a probability, ten times what fp32 brings about."""
+"""The error of the logarithm of a probability, ten times what fp32 brings about."""
 ROW_ERROR = {"rtol": 1e-4, "atol": 1e-4}
 
 KINDS = ("eagle", "eagle3", "dovetail-3", "jakiro", "jakiro-star")

@@ -50,8 +50,8 @@ class Oracle:
     def __call__(
         self, tokens: Tensor, features: Sequence[Tensor], *, positions: Sequence[int], sees: Tensor
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """For each row recurrent state [H], probabilities or logits as log-law [V] and contrast
-        logits [V] or None.
+        """Return for each row the recurrent state [H], probabilities or logits as log-law [V] and
+        contrast logits [V] or None.
 
         features: [W] of the target, or recurrent [H]; sees: bool [T, T].
         """

@@ -140,7 +140,7 @@ def test_a_matrix_of_several_formats_is_its_parts_one_below_the_other(how: Kind)
 
 
 def test_rows_that_are_read_as_they_are_packed_are_packed_like_those_that_are_there() -> None:
-    """By several threads, and each row once."""
+    """Several threads read them, and each row once."""
     count, asked = 3000, list[tuple[int, int]]()
     data = blocks_of(Type.Q4_K, count)[0]
     whole, matrix = (BlockMatrix(Kind.BLOCKS, [Part(Type.Q4_K, count)], K) for _ in range(2))

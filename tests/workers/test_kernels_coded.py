@@ -49,8 +49,8 @@ def rows_of(count: int, k: int) -> Tensor:
 
 
 def expected(bits: int, n: int, k: int, x: Tensor, bias: Tensor | None) -> Tensor:
-    """In double precision, with every group of a row rounded to 127 steps of its largest
-    magnitude."""
+    """Return the product in double precision, with every group of a row rounded to 127 steps of its
+    largest magnitude."""
     codes, scales, offsets = draw(bits, n, k)
     weight = (
         (codes.double() - (1 << bits - 1)).view(n, -1, GROUP) * scales.double()[..., None]

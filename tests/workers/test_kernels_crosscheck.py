@@ -42,7 +42,7 @@ def printed(*command: str) -> list[str]:
 
 
 def digests(*program: str) -> dict[str, list[str]]:
-    """By the number of the instruction set."""
+    """Return what the program prints by the number of the instruction set."""
     return {isa: printed(*program, isa) for isa in printed(*program)}
 
 

@@ -148,7 +148,7 @@ def test_it_is_there_again_after_an_import_that_failed() -> None:
 
 
 def test_a_thread_waits_until_another_has_imported() -> None:
-    """Else it would take for torch's own word what is said for the other one."""
+    """Otherwise it would take for torch's own word what is said for the other one."""
     inside, is_available = Event(), torch.distributed.is_available
 
     def enter() -> None:

@@ -65,7 +65,7 @@ def test_a_row_does_not_depend_on_its_neighbours(weights: str) -> None:
 
 
 def test_one_scale_for_all_rows_makes_a_row_depend_on_its_neighbours() -> None:
-    """Why int8-per-tensor is not lossless."""
+    """This is why int8-per-tensor is not lossless."""
     torch.manual_seed(0)
     packed = PackedLinear(
         torch.randn(64, 96), None, [(EVERY_ROW, CANDIDATES["int8-per-tensor"][0])]

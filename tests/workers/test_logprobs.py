@@ -103,8 +103,8 @@ def decode(
     *,
     drafts: bool,
 ) -> dict[int, tuple[list[int], list[TokenLogprobs]]]:
-    """For each session, all verified together, its log and what was said of the tokens of its
-    reply, `tokens` at least."""
+    """Return for each session, all verified together, its log and what was said of the tokens of
+    its reply, `tokens` at least."""
     verifier, drafter = Verifier(model, Spans()), Drafter(model, Spans())
     logs, said, sessions = {}, {}, {}
     accepted: dict[int, tuple[int, ...]] = dict.fromkeys(prompts, ())

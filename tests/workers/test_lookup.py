@@ -58,7 +58,7 @@ def opened(
 
 
 def proposed(log: list[int], shape: Shape = SHAPE, **options: Any) -> Proposal:
-    """For a log whose last token is the bonus of round 1."""
+    """Return the proposal for a log whose last token is the bonus of round 1."""
     return Lookup().draft(opened(log[:-1], **options), (), log[-1], shape)
 
 

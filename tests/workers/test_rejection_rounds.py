@@ -64,7 +64,7 @@ def drawn_of(proposal: Proposal) -> ProposalProbabilities | None:
 def decode(
     target: LanguageModel, draft: LanguageModel, key: bytes, tokens: int, sampling: Sampling
 ) -> tuple[list[int], int]:
-    """At least so many tokens of a reply, and how many of them had been drafted."""
+    """Return at least so many tokens of a reply, and how many of them had been drafted."""
     verifier, drafter = Verifier(target, Spans()), Drafter(draft, Spans())
     (first,) = verifier.open(
         opening(1, PROMPT, key=key, capacity=80, sampling=sampling, tree=TREE, end=END)

@@ -49,7 +49,7 @@ def test_processors_give_the_law_of_transformers(
 
 @pytest.mark.parametrize("scale", everyday([0.0, 0.5, 4.0], 0.5))
 def test_a_nucleus_larger_than_the_first_guess_is_found_whole(scale: float) -> None:
-    """With a flat law nearly all of the vocabulary belongs to it; one row of the batch has a narrow
+    """Nearly all of the vocabulary belongs to that of a flat law; one row of the batch has a narrow
     one."""
     logits = (
         scale

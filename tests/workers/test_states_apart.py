@@ -354,7 +354,7 @@ def test_a_row_that_waits_takes_few_operations_in_every_pass(name: str, a_row: i
 
 @pytest.mark.parametrize("name", ["delta", "mamba", "convolution"])
 def test_a_prompt_has_the_same_bytes_in_any_parts(name: str) -> None:
-    """In parts of which torch rounds all exponentials alike on any CPU."""
+    """The parts are such that torch rounds all their exponentials alike on any CPU."""
     plan, cuts = mixers()[name], ([64], [16, 48], [48, 16], [16, 16, 32], [32, 32])
     given, found = torch.randn(64, plan.widths[0]), list[Tensor]()
     for parts in cuts:

@@ -170,7 +170,7 @@ def test_without_trees_it_decodes_plainly(
 def test_every_processor_that_looks_back_changes_the_reply_of_the_test(
     llama_folder: Path, expected: dict[Sampling, list[int]]
 ) -> None:
-    """Else the tests above would say nothing of it."""
+    """Otherwise the tests above would say nothing of it."""
     for field in (
         "repetition_penalty",
         "presence_penalty",

@@ -1,4 +1,5 @@
-"""Who may ask, and how much: keys, host names, bodies, heads, slow clients and too many of them."""
+"""The limits on who may ask, and how much: keys, host names, bodies, heads, slow clients and too
+many of them."""
 
 import contextlib
 import json

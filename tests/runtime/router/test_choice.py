@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""The choice of the replica that gets a request."""
 
 from dataclasses import replace
 from typing import Any
