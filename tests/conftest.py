@@ -78,11 +78,13 @@ hypothesis.settings.load_profile("dovetail")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nothing_is_garbage() -> None:
+def _nothing_is_garbage() -> Iterator[None]:
     """Freeze what has been imported, which is no garbage: a collection, such as each load of a
-    model makes, need not look through it again (a quarter second)."""
-    gc.collect()
+    model makes, need not look through it again (a quarter second). At the end of a module collect,
+    so that what it leaves open is told of its own last test."""
     gc.freeze()
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
