@@ -55,6 +55,9 @@ ELSEWHERE = (
 )
 """A command line on the machine whose files lie in the folder that is its first argument."""
 SERVE = ("--http.port=0", "--json", "--draft.device=cpu", "--target.inflate=64MiB")
+LONG_S = 600.0
+"""For what may take long on a machine that has other things to do."""
+PATIENT = f"--coordinator.recovery_s={LONG_S:.0f}"
 TREE = ("--policy=dynamic", "--tree.insist=true", "--gamma=7")
 
 
@@ -263,6 +266,7 @@ class Users:
         *streams, left = streams
         assert self.whole[0].text.startswith(left.text)
         assert left.text
+        assert [stream.error for stream in streams if stream.error] == []
         for found, expected in zip(streams, self.whole, strict=True):
             assert found.outcome == expected.outcome
 
@@ -270,7 +274,7 @@ class Users:
 @pytest.mark.skipif(len(CORES) < 2, reason="two nodes need a core each")
 @needs_kernels
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_service_over_memory_nodes_writes_what_it_would_undivided_whatever_happens_to_it(
     start: Start, tmp_path: Path
 ) -> None:
@@ -286,13 +290,15 @@ def test_a_service_over_memory_nodes_writes_what_it_would_undivided_whatever_hap
     assert [stream.finish_reason for stream in whole] == ["length"] * 8 + ["stop"] * 2
 
     journal = f"--coordinator.journal={tmp_path}/journal"
-    service = start("serve", *SERVE, *TREE, "--target.numa=shard", journal, command=command)
+    service = start(
+        "serve", *SERVE, *TREE, "--target.numa=shard", journal, PATIENT, command=command
+    )
     found = ready(service)
     users = Users(found["url"], asked, whole)
 
     def run(*arguments: str) -> None:
         process = start(*arguments, command=command)
-        assert process.wait(GONE_S) == 0, process.communicate()
+        assert process.wait(LONG_S) == 0, process.communicate()
 
     def status() -> Reported:
         with Client(open_link(found["address"], role="client")) as client:
@@ -300,7 +306,7 @@ def test_a_service_over_memory_nodes_writes_what_it_would_undivided_whatever_hap
 
     def worker(role: Role) -> WorkerState:
         """Return the state of the only worker of a role, once there is one."""
-        end_s = time.monotonic() + GONE_S
+        end_s = time.monotonic() + LONG_S
         while len(workers := [one for one in status().workers if role in one.roles]) != 1:
             assert time.monotonic() < end_s, workers
             time.sleep(0.01)
