@@ -56,7 +56,7 @@ ELSEWHERE = (
 """A command line on the machine whose files lie in the folder that is its first argument."""
 SERVE = ("--http.port=0", "--json", "--draft.device=cpu", "--target.inflate=64MiB")
 LONG_S = 600.0
-"""For what may take long on a machine that has other things to do."""
+"""The limit, in seconds, of what takes long on a machine that has other things to do."""
 PATIENT = f"--coordinator.recovery_s={LONG_S:.0f}"
 TREE = ("--policy=dynamic", "--tree.insist=true", "--gamma=7")
 
