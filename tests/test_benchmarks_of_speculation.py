@@ -41,6 +41,15 @@ REPLY = Share(
 )
 
 
+def measured(*arguments: str) -> Any:
+    """What a benchmark found, as it says it in JSON."""
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS, *arguments, "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def reply(**figures: Any) -> Share:
     return replace(REPLY, **figures)
 
@@ -291,7 +300,7 @@ def test_a_slip_of_the_pen_is_told_with_what_would_be_right(
 
 @pytest.mark.slow
 def test_the_commands_run_from_beginning_to_end(tmp_path: Path) -> None:
-    few = ("--max-tokens", "24", "--json")
+    few = ("--max-tokens", "24")
     at = str(tmp_path / "ledger")
     done = {
         "rounds": ("rounds", "--inflate", "", "--limit", "2"),
@@ -313,14 +322,7 @@ def test_the_commands_run_from_beginning_to_end(tmp_path: Path) -> None:
         ),
         "ahead": ("ahead", "--ratios", "1", "--pairs", "2", "--largest", "128MiB"),
     }
-    found = {
-        name: json.loads(
-            subprocess.run(
-                [sys.executable, BENCHMARKS, *a, *few], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for name, a in done.items()
-    }
+    found = {name: measured(*command, *few) for name, command in done.items()}
     assert [row["policy"] for row in found["rounds"]["rows"]] == ["dynamic", "goodput"]
     assert {"4/2/4", "4/4/4", "preset", "goodput", "none"} == {
         *found["goodput"]["rows"][0]["tokens_per_s"]
@@ -333,11 +335,8 @@ def test_the_commands_run_from_beginning_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_streams_on_two_targets_are_compared_with_the_same_on_one() -> None:
-    few = ("--streams", "2", "--repeat", "1", "--max-tokens", "8", "--inflate", "32MiB", "--json")
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS, "targets", *few], capture_output=True, text=True, check=True
-    )
-    rows = json.loads(done.stdout)["rows"]
+    few = ("--streams", "2", "--repeat", "1", "--max-tokens", "8", "--inflate", "32MiB")
+    rows = measured("targets", *few)["rows"]
     assert [(row["method"], row["streams"]) for row in rows] == [("plain", 2), ("goodput", 2)]
     assert all(row["one"]["pass_ms"] > 0 and row["two"]["pass_ms"] > 0 for row in rows)
     assert rows[0]["one"]["drafted"] == 0.0
