@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from benchmarks import ahead, goodput
 from benchmarks.adversary import write_adversary
-from benchmarks.ahead import MIB, Probe, size_for
+from benchmarks.ahead import MIB, Probe, first_sizes, size_for
 from benchmarks.duels import Bout, Share, as_json, bout_of, draft_of
 from benchmarks.figures import AHEAD, ahead_figure
 from benchmarks.ledger import Ledger
@@ -61,6 +61,13 @@ def test_the_size_for_a_ratio_lies_on_the_line_through_two_measured_ones() -> No
     probes = [Probe(64 * MIB, 2.0, 2.0), Probe(256 * MIB, 2.0, 8.0)]
     assert size_for(0.5, probes, 32 * MIB, 1024 * MIB) == 128 * MIB
     assert size_for(0.125, probes, 32 * MIB, 1024 * MIB) == 512 * MIB
+
+
+@pytest.mark.parametrize(
+    ("largest", "probed"), [(1024, (32, 256)), (128, (32, 128)), (32, (32,))], ids=str
+)
+def test_the_sizes_that_are_probed_first_differ(largest: int, probed: tuple[int, ...]) -> None:
+    assert first_sizes(32, largest) == probed
 
 
 def test_beyond_the_sizes_that_there_are_the_nearest_is_taken() -> None:

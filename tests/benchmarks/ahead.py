@@ -187,6 +187,12 @@ def size_for(wanted: float, probes: Sequence[Probe], smallest: int, largest: int
     return 0 if size < smallest else min(largest, round(size / MIB) * MIB)
 
 
+def first_sizes(smallest: int, largest: int) -> tuple[int, ...]:
+    """Return the sizes that are probed first: the smallest and a larger one, if there is any."""
+    larger = largest // 4 if largest // 4 > smallest else largest
+    return tuple(dict.fromkeys((smallest, larger)))
+
+
 class Pair:
     """A draft and a target whose size can be chosen."""
 
@@ -213,8 +219,8 @@ class Pair:
         ]
 
     def _nearest(self, wanted: float) -> Probe:
-        probes = [self._probe(self._smallest), self._probe(self._largest // 4)]
-        for _ in range(TRIES):
+        probes = [self._probe(size) for size in first_sizes(self._smallest, self._largest)]
+        for _ in range(TRIES if len(probes) > 1 else 0):
             if min(abs(probe.ratio / wanted - 1) for probe in probes) <= CLOSE:
                 break
             size = size_for(wanted, probes, self._smallest, self._largest)
