@@ -4,11 +4,10 @@ Never imports torch."""
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -21,7 +20,7 @@ from dovetail.launch.machine.cores import parse_cores
 from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.protocol.errors import LinkClosed, LinkRefused, UserError
+from dovetail.protocol.errors import DovetailError, LinkClosed, LinkRefused, UserError
 from dovetail.protocol.keys import STANDBY
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
@@ -30,6 +29,8 @@ from dovetail.runtime.engine.loop import coordinate
 from dovetail.runtime.journal.journal import KEEP_S, Journal
 from dovetail.runtime.journal.segments import Segments
 from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.standby.follower import Arrived
+from dovetail.runtime.standby.succession import Deposed, reached_at
 from dovetail.runtime.standby.watching import call_on, stand_by
 
 log = logging.getLogger("dovetail.coordinator")
@@ -79,7 +80,8 @@ def command(
     without --connect.
 
     A standby on another machine has the same keys as the coordinator that it follows, and serves
-    nobody until it takes over. Started again without --standby-of it does so at once.
+    nobody until it takes over. Started again without --standby-of it does so at once, unless the
+    other one leads. A coordinator that was taken over from becomes the standby of the one that has.
     """
     if parent is not None:
         end_with(parent)
@@ -93,76 +95,147 @@ def command(
         recorder = Recorder(Path(settings.record).expanduser()) if settings.record else None
         if recorder is not None:
             opened.callback(recorder.close)
-        hub = open_hub(
-            settings.listen,
-            keys=Path(settings.keys) if settings.keys else None,
-            own_folder=own_folder,
-        )
-        opened.callback(hub.close)
-        journal = _journal(settings, hub.address)
-        if journal is not None:
-            alone = own_folder or settings.listen == "ipc"  # nobody else will have this address
-            opened.callback(journal.close, remove=alone and settings.journal == "auto")
-        if parent is None:
-            opened.enter_context(announced(hub.address, keys=settings.keys))
+        process = Process(settings, notifier, recorder, own_folder, parent, supervised)
+        try:
+            process.run(standby_of)
+        except Deposed as deposed:
+            if parent is not None or settings.journal == "off":
+                raise DovetailError(
+                    f"{deposed}; start it again with a journal and --standby-of {deposed.successor}"
+                ) from None
+            log.warning("%s: from now on it is the standby of %s", deposed, deposed.successor)
+            process.stand_by_of(deposed.successor)
 
-        def ready() -> None:
-            _introduce(hub.address, by_hand=parent is None)
-            notifier.ready()
 
-        lead = partial(
-            coordinate,
+@dataclass
+class Process:
+    """The process of a coordinator: what it was started with."""
+
+    settings: CoordinatorSettings
+    notifier: Notifier
+    recorder: Recorder | None
+    own_folder: bool
+    parent: int | None
+    supervised: bool
+    _said: bool = False
+
+    def run(self, standby_of: str | None) -> None:
+        """Lead, or follow the coordinator at an address until it is time to. One whose journal says
+        that it led last, in a term above 0, or that it was another one's standby, leads unless the
+        other one does. `Deposed` if another one has taken over."""
+        with self._opened() as (hub, journal):
+            followed = "" if journal is None or not _over_tcp(hub.address) else journal.followed
+            if address := standby_of or followed:
+                leads_on = journal is not None and (journal.led or not standby_of)
+                asyncio.run(self._follow(hub, journal, address, leads_on=leads_on))
+            else:
+                asyncio.run(self._lead(hub, journal, lambda: None))
+
+    def stand_by_of(self, address: str) -> None:
+        """Follow the coordinator at an address that has taken over from this one, until this one
+        takes over; and so on."""
+        while True:
+            end_when_told()
+            try:
+                with self._opened() as (hub, journal):
+                    asyncio.run(self._follow(hub, journal, address, leads_on=False))
+                return
+            except Deposed as deposed:
+                address = deposed.successor
+                log.warning("%s: from now on it is the standby of %s", deposed, address)
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[Hub, Journal | None]]:
+        """The hub and the journal of this process, at one address for as long as it lives."""
+        settings = self.settings
+        with ExitStack() as opened:
+            hub = open_hub(
+                settings.listen,
+                keys=Path(settings.keys) if settings.keys else None,
+                own_folder=self.own_folder,
+            )
+            opened.callback(hub.close)
+            journal = _journal(settings, hub.address)
+            if journal is not None:
+                alone = self.own_folder or settings.listen == "ipc"  # nobody else has this address
+                opened.callback(journal.close, remove=alone and settings.journal == "auto")
+            if self.parent is None:
+                opened.enter_context(announced(hub.address, keys=settings.keys))
+            if _over_tcp(hub.address):
+                self.settings = settings.model_copy(update={"listen": hub.address})
+            yield hub, journal
+
+    def _say(self, say: Callable[[], None]) -> None:
+        """Say where this process is, once."""
+        if not self._said:
+            say()
+        self._said = True
+        self.notifier.ready()
+
+    async def _lead(
+        self,
+        hub: Hub,
+        journal: Journal | None,
+        ready: Callable[[], None],
+        greetings: Sequence[Arrived] = (),
+    ) -> None:
+        def begun() -> None:
+            self._say(lambda: _introduce(hub.address, by_hand=self.parent is None))
+            ready()
+
+        await coordinate(
             hub,
-            settings=settings,
-            recorder=recorder,
+            settings=self.settings,
+            recorder=self.recorder,
             journal=journal,
-            progress=notifier.progress,
-            supervised=STDIN if supervised else None,
+            ready=begun,
+            progress=self.notifier.progress,
+            supervised=STDIN if self.supervised else None,
+            greetings=greetings,
         )
-        if standby_of is None:
-            asyncio.run(lead(ready=ready))
-        else:
-            asyncio.run(_follow(hub, journal, standby_of, settings.keys, notifier, lead))
 
+    async def _follow(
+        self, hub: Hub, journal: Journal | None, address: str, *, leads_on: bool
+    ) -> None:
+        """Follow the coordinator at an address, and lead when it is time to."""
+        if not _over_tcp(address) or not _over_tcp(hub.address):
+            raise UserError(
+                f"the standby of {address} would listen at {hub.address}: both are on machines of "
+                "their own, at tcp://HOST:PORT; name one with --listen, the other with --standby-of"
+            )
+        if journal is None:
+            raise UserError(
+                "a standby keeps a copy of the journal: name a folder for it with "
+                "coordinator.journal"
+            )
+        folder = Path(self.settings.keys) if self.settings.keys else None
 
-async def _follow(
-    hub: Hub,
-    journal: Journal | None,
-    address: str,
-    keys: str,
-    notifier: Notifier,
-    lead: Callable[..., Coroutine[Any, Any, None]],
-) -> None:
-    """Follow the coordinator at an address, and lead when it is time to."""
-    if not address.startswith("tcp://") or not hub.address.startswith("tcp://"):
-        raise UserError(
-            f"the standby of {address} would listen at {hub.address}: both are on machines of "
-            "their own, at tcp://HOST:PORT; name one with --listen, the other with --standby-of"
+        def connect(timeout_s: float) -> Link:
+            return open_link(address, keys=folder, role=STANDBY, timeout_s=timeout_s)
+
+        if not self._said and not leads_on:
+            try:
+                connect(CONNECT_TIMEOUT_S).close()  # a wrong address or key is told at once
+            except LinkRefused:
+                raise
+            except LinkClosed as absent:
+                log.warning("%s: it is waited for", absent)
+        greetings = await stand_by(
+            hub,
+            journal,
+            address,
+            connect,
+            leads_on=leads_on,
+            ready=lambda: self._say(lambda: click.echo(hub.address)),
+            progress=self.notifier.progress,
         )
-    if journal is None:
-        raise UserError(
-            "a standby keeps a copy of the journal: name a folder for it with coordinator.journal"
+        await self._lead(
+            hub, journal, lambda: call_on(connect, hub, journal.term), greetings=greetings
         )
-    folder = Path(keys) if keys else None
 
-    def connect(timeout_s: float) -> Link:
-        return open_link(address, keys=folder, role=STANDBY, timeout_s=timeout_s)
 
-    try:
-        connect(CONNECT_TIMEOUT_S).close()  # a wrong address or key is told at once
-    except LinkRefused:
-        raise
-    except LinkClosed as absent:
-        log.warning("%s: it is waited for", absent)
-
-    def ready() -> None:
-        click.echo(hub.address)
-        notifier.ready()
-
-    greetings = await stand_by(
-        hub, journal, address, connect, ready=ready, progress=notifier.progress
-    )
-    await lead(ready=lambda: call_on(connect, hub, journal.term), greetings=greetings)
+def _over_tcp(address: str) -> bool:
+    return address.startswith("tcp://")
 
 
 def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
@@ -188,9 +261,7 @@ def _introduce(address: str, *, by_hand: bool) -> None:
     click.echo(address)
     if not by_hand:
         return
-    for anywhere in ("//0.0.0.0:", "//[::]:"):
-        address = address.replace(anywhere, f"//{socket.gethostname()}:")
-    over_tcp = address.startswith("tcp://")
+    address, over_tcp = reached_at(address, socket.gethostname()), _over_tcp(address)
     keys = " --keys FOLDER" if over_tcp else ""
     for role in ("target", "draft"):
         click.echo(

@@ -14,7 +14,7 @@ from dovetail.launch.processes.connection import find_coordinator, shorten_model
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import RowsSeconds
-from dovetail.protocol.messages import JournalState, PairState, Reported, WorkerState
+from dovetail.protocol.messages import JournalState, PairState, Reported, StandbyState, WorkerState
 
 SHOWN_DECISIONS = 8
 """The number of decisions shown, the latest ones; `--json` has them all."""
@@ -53,7 +53,12 @@ def _show(state: Reported) -> None:
         f"{state.sessions} running, {state.finished} finished, {state.failed} failed, "
         f"{state.cancelled} cancelled, {state.totals.refused_requests} refused"
     )
-    click.echo(f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s")
+    about = f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s"
+    if state.term or state.standby is not None:
+        click.echo(f"{about}, leads in term {state.term}")
+        click.echo(f"standby     {_standby(state.standby)}")
+    else:
+        click.echo(about)
     click.echo(f"sessions    {counts}")
     click.echo(
         f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; messages dropped: "
@@ -94,6 +99,16 @@ def _show(state: Reported) -> None:
         click.echo("last decisions")
     for decision in state.decisions[-SHOWN_DECISIONS:]:
         click.echo(f"  {decision}")
+
+
+def _standby(standby: StandbyState | None) -> str:
+    """Return who takes over, and what of the journal is not there yet."""
+    if standby is None:
+        return "none follows: if this coordinator is lost nobody takes over"
+    return (
+        f"{standby.address} on {standby.host} copies the journal, {standby.behind_bytes} bytes and "
+        f"{standby.behind_s:.2f} s behind"
+    )
 
 
 def _journal(journal: JournalState) -> str:

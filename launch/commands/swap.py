@@ -29,6 +29,7 @@ from dovetail.launch.processes.worker_settings import settings_of
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, LinkError, UserError
+from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.messages import Role, WorkerState
 from dovetail.protocol.settings import TARGETS_OWN
 
@@ -121,6 +122,8 @@ def command(
     parts: tuple[Role, ...] = ("target", "draft") if role == "unified" else (role,)
     with find_coordinator(configuration, connect, role="operator") as client:
         state = client.status()
+        several = connect is not None and len(split_addresses(connect)) > 1
+        way = connect if connect is not None and several else state.address
         old = {part: None if beside else leaver(state.workers, part, replaced) for part in parts}
         name = (
             _free(state.workers, name, old[parts[0]])
@@ -132,12 +135,12 @@ def command(
         )
         change = Change(client, role, name, old, known, beside=beside)
         if elsewhere:
-            line = _command_for_another_machine(configuration, role, name, state.address)
+            line = _command_for_another_machine(configuration, role, name, way)
             done = _wait_for_another_machine(change, name, line, to_stderr=as_json)
         else:
             _check_models(configuration, role)
             keys = configuration.settings.coordinator.keys or announced_keys(state.address)
-            done = _start_here(change, configuration, role, name, state.address, keys)
+            done = _start_here(change, configuration, role, name, way, keys)
     if as_json:
         click.echo(
             json.dumps(

@@ -17,8 +17,10 @@ from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.protocol.errors import DovetailError, RequestError, UserError
+from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.links import open_link
+from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
+from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.messages import (
     Failed,
     Finished,
@@ -123,7 +125,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         address, keys = found.address, keys or found.keys
         note(f"using the coordinator at {address} ({found.process})")
     if address is not None:
-        with Client(open_link(address, keys=Path(keys) if keys else None, role="client")) as client:
+        with open_client(address, keys, "client") as client:
             state = client.status()
             _tell_of_losses(state.workers)
             yield Connection(client, state, address=address)
@@ -270,7 +272,27 @@ def find_coordinator(
                 "serve`, or name one with --connect ADDRESS"
             )
         address, keys = found.address, keys or found.keys
-    return Client(open_link(address, keys=Path(keys) if keys else None, role=role))
+    return open_client(address, keys, role)
+
+
+def open_client(addresses: str, keys: str, role: Literal["client", "operator"]) -> Client:
+    """A client of the coordinator that leads, of those at one or several addresses; `DovetailError`
+    if none does."""
+    folder, reasons = Path(keys) if keys else None, list[str]()
+    each = split_addresses(addresses)
+    timeout_s = CONNECT_TIMEOUT_S / len(each)
+    for address in each:
+        link = None
+        try:
+            link = open_link(address, keys=folder, role=role, timeout_s=timeout_s)
+            return Client(link)
+        except (LinkClosed, RequestError) as error:
+            if link is not None:
+                link.close()
+            if len(each) == 1 or (isinstance(error, RequestError) and error.code != "standby"):
+                raise
+            reasons.append(str(error))
+    raise DovetailError(f"no coordinator leads at {' or '.join(each)}: {'; '.join(reasons)}")
 
 
 def names_models(configuration: Configuration) -> str:

@@ -12,6 +12,11 @@ BETWEEN = re.compile(r",(?=\s*(?:ipc|tcp)://)")
 """The comma between two addresses; a path may have others."""
 
 
+def split_addresses(addresses: str) -> list[str]:
+    """Return the addresses that are separated by commas."""
+    return [one.strip() for one in BETWEEN.split(addresses)]
+
+
 class Way:
     """The addresses of a coordinator and its standby, each of which is tried after the other. One
     thread uses it."""
@@ -19,7 +24,7 @@ class Way:
     def __init__(self, addresses: str, connect: Callable[[str, float], Link]) -> None:
         """`addresses`: separated by commas; `connect` opens a link to one of them within so many
         seconds, or raises `LinkClosed`."""
-        self._addresses = [one.strip() for one in BETWEEN.split(addresses)]
+        self._addresses = split_addresses(addresses)
         self._connect = connect
         self._next = 0
 

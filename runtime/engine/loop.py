@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from dovetail.protocol.errors import DovetailError, RequestError
+from dovetail.protocol.errors import RequestError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Supervised
 from dovetail.protocol.settings import CoordinatorSettings
@@ -41,8 +41,8 @@ async def coordinate(
     """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but
     what it opened. `recorder`: notes its sessions; `journal`: keeps its requests; `progress` hears
     of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read;
-    `greetings`: what was received on the hub before. `DovetailError` if another coordinator has
-    taken over."""
+    `greetings`: what was received on the hub before. `Deposed` if another coordinator has taken
+    over."""
     life = _Life(hub, settings, recorder, journal)
     with life.listening(supervised):
         gc.freeze()
@@ -143,7 +143,7 @@ class _Life:
     # -- from the first turn to the last -----------------------------------------------------------
 
     async def serve(self, progress: Callable[[], None] | None) -> None:
-        """Do what is due again and again until the service ends; `DovetailError` if another
+        """Do what is due again and again until the service ends; `Deposed` if another
         coordinator has taken over."""
         while not self._ended.is_set():
             self.coordinator.tick()
@@ -152,7 +152,7 @@ class _Life:
                 progress()
             await _wait(self._ended, PROBE_EVERY_S)
         if self.coordinator.service.deposed:
-            raise DovetailError(self.coordinator.service.deposed)
+            raise self.coordinator.service.deposed
 
     async def finish(self) -> None:
         """Let the running sessions end; after a signal they have `STOP_GRACE_S` for it. Then wait

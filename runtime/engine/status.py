@@ -161,6 +161,8 @@ class Status:
             totals=self._totals(),
             drained=drained,
             journal=self._journal.state() if self._journal is not None else None,
+            term=self._service.term,
+            standby=standby.state(now_ns) if (standby := self._service.standby) else None,
         )
 
     def _totals(self) -> Totals:

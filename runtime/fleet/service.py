@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Role, Supervised
+from dovetail.runtime.standby.succession import Copying, Deposed
 
 
 @dataclass
@@ -14,8 +15,10 @@ class Service:
     epoch: int
     term: int = 0
     """The number of times that a standby has taken over, this one included."""
-    deposed: str = ""
-    """Why this coordinator steps down for another; empty: it does not."""
+    deposed: Deposed | None = None
+    """Why this coordinator steps down for another; None: it does not."""
+    standby: Copying | None = None
+    """The standby that is here."""
     standby_lost_ns: int | None = None
     """When the standby was lost; None: it is there, or none was."""
     ending: bool = False

@@ -118,10 +118,10 @@ class Entry:
             yield _record("left", self.ticket, self.left_s)
 
 
-def reigned(term: int, *, copied: bool) -> bytes:
+def reigned(term: int, followed: str, *, copied: bool) -> bytes:
     """Return the record of the term that a journal is of; `copied`: it is a standby's copy, and who
-    goes on with it does so in the next term."""
-    return _record("term", term, copied)
+    goes on with it does so in the next term; `followed`: the address of whom it was copied of."""
+    return _record("term", term, copied, followed)
 
 
 def coordinated(epoch: int, sessions: int) -> bytes:
@@ -141,10 +141,12 @@ class Entries:
     term: int = 0
     copied: bool = False
     """True if this is the copy of a journal, and the term that of the coordinator that keeps it."""
+    followed: str = ""
+    """The address of the coordinator whose journal was copied last; empty: none was."""
 
     def known(self) -> Iterator[bytes]:
         """Yield records that say what is known of coordinators."""
-        yield reigned(self.term, copied=self.copied)
+        yield reigned(self.term, self.followed, copied=self.copied)
         for epoch in self.epochs:
             yield coordinated(epoch, self.sessions)
 
@@ -159,8 +161,9 @@ class Entries:
                 self.sessions = max(self.sessions, int(sessions))
                 return ""
             if kind == "term":
-                term, copied = what
+                term, copied, *followed = what  # older ones do not say whose copy it is
                 self.term, self.copied = int(term), bool(copied)
+                self.followed = "".join(followed)
                 return ""
             if kind == "begun":
                 frame, key = what

@@ -211,18 +211,30 @@ class Journal:
         """Return how often a standby has taken over; in a copy, before this one does."""
         return self._entries.term
 
+    @property
+    def led(self) -> bool:
+        """Return whether whoever wrote this had taken over, and led when it ended."""
+        return self._entries.term > 0 and not self._entries.copied
+
+    @property
+    def followed(self) -> str:
+        """Return the address of the coordinator whose journal was copied here last; empty: none
+        was."""
+        return self._entries.followed
+
     def whole(self) -> bytes:
         """Return packed records of all that has been noted, none of which `copy_to` hears again."""
         self.write()
         return self._as_records(ended=True)
 
-    def copy_anew(self, records: bytes) -> None:
-        """Be the copy of a journal that says this, and nothing else. `DecodeError` if it is none;
-        then this is what it was."""
+    def copy_anew(self, records: bytes, address: str) -> None:
+        """Be the copy of a journal that says this, and nothing else; `address`: whose it is.
+        `DecodeError` if it is none; then this is what it was."""
         entries = Entries()
         for record in unpacked(records):
             entries.apply(record)
-        self._entries, entries.copied, self._unwritten = entries, True, []
+        self._entries, self._unwritten = entries, []
+        entries.copied, entries.followed = True, address
         before = self._segments.all
         self._attempt(lambda: self._segments.begin(self._as_records(ended=True)))
         for number in before if not self.failed else ():

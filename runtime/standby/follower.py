@@ -6,10 +6,11 @@ coordinator hears; or is sent to the present one, if that is there after all.
 """
 
 import logging
+import math
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dovetail.protocol.codec import INBOUND, REPLY, encode
@@ -33,9 +34,12 @@ log = logging.getLogger("dovetail.coordinator")
 
 SILENCE_S = 3.0
 """A coordinator that says nothing for so long, four times a second otherwise, is followed anew."""
+ANSWER_S = 2.0
+"""Whoever leads unless somebody else does waits so long for that one to say so."""
 GRACE_S, HOLD_S = 2.0, 10.0
 """Who has waited here so long is told to look for the coordinator: while that is there for us, who
 may be the last to find out that it has gone; and while it is lost."""
+TICK_S = 0.25
 MAX_CLIENTS = 960
 Arrived = tuple[bytes, list[bytes]]
 
@@ -52,23 +56,36 @@ class Waiting:
 class Follower:
     """A standby from its start until it takes over."""
 
-    def __init__(self, hub: Hub, journal: Journal, address: str) -> None:
-        """`address`: of the coordinator, in words."""
+    def __init__(
+        self, hub: Hub, journal: Journal, address: str, *, leads_on: bool, now_s: float
+    ) -> None:
+        """`address`: of the coordinator, in words. `leads_on`: this one leads itself unless the
+        other one leads, in a term that is not below."""
         self._hub, self._journal, self._address = hub, journal, address
         self._epoch = secrets.randbits(62)
         self._link: Link | None = None
         self._copied = False
         """True if the journal is a whole copy of that of the coordinator on this link."""
         self._parts: list[bytes] = []
-        self._heard_s = 0.0
+        self._heard_s = self._ticked_s = 0.0
+        self._leads_s = now_s + ANSWER_S if leads_on else math.inf
         self._waiting: dict[bytes, Waiting] = {}
         self.watch = Watch()
 
-    # -- the coordinator ---------------------------------------------------------------------------
+    def step(self, now_s: float, open_link: Callable[[], Link | None]) -> list[Arrived] | None:
+        """Do what is due, some times a second; return the greetings of all who wait if it is time
+        to take over, None if it is not. `open_link` returns a link to the coordinator, if one could
+        be opened."""
+        self.listen(now_s)
+        self.receive(now_s)
+        if self._link is None and (link := open_link()) is not None:
+            self.follow(link, now_s)
+        if self._copied and now_s - self._ticked_s > TICK_S:
+            self._ticked_s = now_s
+            self._journal.tick()
+        return self.take_over(now_s)
 
-    @property
-    def connected(self) -> bool:
-        return self._link is not None
+    # -- the coordinator ---------------------------------------------------------------------------
 
     def follow(self, link: Link, now_s: float) -> None:
         """Ask the coordinator at the other end of a link for its journal."""
@@ -114,11 +131,20 @@ class Follower:
     def _hear(self, reply: Reply, now_s: float) -> None:
         match reply:
             case Copied():
+                self._put_off(now_s)
                 self._copy(reply)
-            case Failed(code="standby"):
-                self._lose(printable(reply.text), now_s)
-            case Failed():
+            case Failed(code="role" | "version" | "settings"):
                 raise UserError(f"the coordinator refused this standby: {printable(reply.text)}")
+            case Failed():
+                if reply.code == "capacity":  # it has a standby, so that it leads
+                    self._put_off(now_s)
+                self._lose(printable(reply.text), now_s)
+
+    def _put_off(self, now_s: float) -> None:
+        """Note that the other one leads: this one does only if it says nothing more for some
+        time."""
+        if self._leads_s < math.inf:
+            self._leads_s = now_s + HOLD_S
 
     def _copy(self, copied: Copied) -> None:
         if copied.records is not None:
@@ -129,17 +155,13 @@ class Follower:
         if self._copied:
             self._journal.copy(records)
         else:
-            self._journal.copy_anew(records)
+            self._journal.copy_anew(records, self._address)
         voters = frozenset(copied.voters)
         if not self._copied or voters != self.watch.voters:
             log.info("%s", self._words(voters, anew=not self._copied))
         self._copied, self.watch.voters, self.watch.lost_s = True, voters, None
+        self._leads_s = math.inf
         self._say(Confirmed(epoch=self._epoch, number=copied.number))
-
-    def tick(self) -> None:
-        """Keep the copy as the coordinator keeps its journal."""
-        if self._copied:
-            self._journal.tick()
 
     def _words(self, voters: frozenset[str], *, anew: bool) -> str:
         """Return what this standby is there for, in words."""
@@ -213,6 +235,9 @@ class Follower:
 
     def take_over(self, now_s: float) -> list[Arrived] | None:
         """Return the greetings of all who wait, if it is time to take over; None: it is not."""
+        if now_s >= self._leads_s:
+            log.warning("%s does not lead: this coordinator does", self._address)
+            return [*self._arrived()]
         waiting = {voter_of(one.hello) for one in self._waiting.values()}
         lost_s = self.watch.lost_s
         if lost_s is None or not self.watch.due(waiting, now_s):

@@ -26,7 +26,7 @@ from dovetail.runtime.engine.effects import Effects, Lose, Say
 from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.shared import Shared
-from dovetail.runtime.standby.succession import Tenure, voter_of
+from dovetail.runtime.standby.succession import Copying, Deposed, Tenure, reached_at, voter_of
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -66,6 +66,8 @@ class Lead:
             if peer != self._follower:
                 raise StaleError("what is no standby confirmed something")
             self._tenure.confirmed(message.number)
+            if self._service.standby is not None:
+                self._service.standby.confirmed(message.number)
             return
         key = self._hub.user(peer)
         if key is None or not key.may_be((STANDBY,)):
@@ -79,10 +81,11 @@ class Lead:
                 "release of dovetail on both",
             )
         elif message.term > self._service.term:
-            self._service.deposed = (
+            self._service.deposed = Deposed(
                 f"the coordinator at {message.address} on {message.host} is of term "
                 f"{message.term}, and this one of term {self._service.term}: it has been taken "
-                "over from, and steps down; start it again with --standby-of that one's address"
+                "over from, and steps down",
+                reached_at(message.address, message.host),
             )
         elif self._journal is None or self._journal.failed:
             self._refuse(
@@ -92,7 +95,7 @@ class Lead:
                 "coordinator.journal",
             )
         elif self._follower is not None:
-            self._refuse(peer, "standby", "this coordinator has a standby already")
+            self._refuse(peer, "capacity", "this coordinator has a standby already")
         else:
             yield from self._followed(peer, message)
 
@@ -106,6 +109,7 @@ class Lead:
         records = self._journal.whole()
         self._follower, self._tenure.followed = peer, True
         self._service.standby_lost_ns = None
+        self._service.standby = Copying(follow.address, follow.host)
         self._journal.copy_to = self._copy
         self._copy(records)
         yield Say(f"the standby at {follow.address} on {follow.host} copies the journal")
@@ -126,6 +130,8 @@ class Lead:
         self._number += 1
         if whole:
             self._tenure.told(self._number, voters)
+        if self._service.standby is not None:
+            self._service.standby.told(self._number, len(records), self._now_ns())
         message = Copied(
             epoch=self._service.epoch,
             number=self._number,
@@ -134,7 +140,7 @@ class Lead:
             voters=voters,
         )
         if not self._post.to_peer(self._follower, message):
-            self._follower, self._tenure.followed = None, False
+            self._follower, self._tenure.followed, self._service.standby = None, False, None
             self._service.standby_lost_ns = self._now_ns()
             if self._journal is not None:
                 self._journal.copy_to = None

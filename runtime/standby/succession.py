@@ -10,7 +10,8 @@ changed goes by all lists that its standby may have.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from dovetail.protocol.messages import Hello
+from dovetail.protocol.errors import DovetailError
+from dovetail.protocol.messages import Hello, StandbyState
 
 PATIENCE_S = 0.5
 """A standby that has lost its coordinator waits so long for it, as after a flaw in the line; that
@@ -18,9 +19,53 @@ comes on top of the 1.2 to 1.7 s that a link needs to find out about a cut."""
 MAX_NAME = 512
 
 
+class Deposed(DovetailError):
+    """A coordinator steps down, since one in a higher term leads, at an address."""
+
+    def __init__(self, why: str, successor: str) -> None:
+        super().__init__(why)
+        self.successor = successor
+
+
+def reached_at(address: str, host: str) -> str:
+    """Return where others find a coordinator that listens at an address, perhaps at all of its
+    machine."""
+    for anywhere in ("//0.0.0.0:", "//[::]:"):
+        address = address.replace(anywhere, f"//{host}:")
+    return address
+
+
 def voter_of(hello: Hello) -> str:
     """Return how a worker is called as a voter: the same process has the same name everywhere."""
     return f"{hello.host}/{hello.pid}/{hello.name}"[:MAX_NAME]
+
+
+@dataclass
+class Copying:
+    """The standby that copies a coordinator's journal, and what it has not confirmed."""
+
+    address: str
+    host: str
+    _unconfirmed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By the number of a message: its bytes of the journal, and when it was sent."""
+
+    def told(self, number: int, size: int, now_ns: int) -> None:
+        """Note a message of so many bytes of the journal."""
+        self._unconfirmed[number] = size, now_ns
+
+    def confirmed(self, number: int) -> None:
+        """Note that it has all up to this message."""
+        self._unconfirmed = {n: sent for n, sent in self._unconfirmed.items() if n > number}
+
+    def state(self, now_ns: int) -> StandbyState:
+        """Return how far it is behind, for `status`."""
+        sent = [*self._unconfirmed.values()]
+        return StandbyState(
+            address=self.address,
+            host=self.host,
+            behind_bytes=sum(size for size, _ in sent),
+            behind_s=(now_ns - min(at_ns for _, at_ns in sent)) / 1e9 if sent else 0.0,
+        )
 
 
 @dataclass

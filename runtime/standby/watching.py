@@ -21,7 +21,6 @@ from dovetail.runtime.standby.follower import Arrived, Follower
 log = logging.getLogger("dovetail.coordinator")
 
 LOOK_EVERY_S = 0.05
-TICK_S = 0.25
 CALL_EVERY_S = 1.0
 """So often the coordinator that was is called, to hear that it has been taken over from."""
 
@@ -36,25 +35,20 @@ async def stand_by(
     address: str,
     connect: Connect,
     *,
+    leads_on: bool,
     ready: Callable[[], None],
     progress: Callable[[], None],
 ) -> list[Arrived]:
     """Copy the journal of the coordinator at an address until it is time to take over; return what
-    those said who wait to be let in. `ready` hears that this has begun, `progress` that it goes on.
-    `UserError` if the coordinator refuses this standby."""
-    follower, opening, ticked_s = Follower(hub, journal, address), Opening(connect), 0.0
+    those said who wait to be let in. `leads_on`: it is time as soon as the other one is known not
+    to lead; `ready` hears that this has begun, `progress` that it goes on. `UserError` if the
+    coordinator refuses this standby."""
+    follower = Follower(hub, journal, address, leads_on=leads_on, now_s=time.monotonic())
+    opening = Opening(connect)
     ready()
     try:
-        while (arrived := follower.take_over(time.monotonic())) is None:
-            now_s = time.monotonic()
-            follower.listen(now_s)
-            follower.receive(now_s)
-            if not follower.connected and (link := opening.link()) is not None:
-                follower.follow(link, now_s)
-            if now_s - ticked_s > TICK_S:
-                ticked_s = now_s
-                follower.tick()
-                progress()
+        while (arrived := follower.step(time.monotonic(), opening.link)) is None:
+            progress()
             await asyncio.sleep(LOOK_EVERY_S)
         return arrived
     finally:

@@ -4,20 +4,28 @@ Knows no faults and no scheduler: what it looks at is handed in.
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dovetail.protocol.messages import Failed
 from dovetail.runtime.engine.coordinator import Coordinator
 from dovetail.runtime.engine.running import MOST_LOSSES, RunningRequest
 from dovetail.runtime.engine.shared import WaitingRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.session.session import Session
-from explore.clock import Time
+from explore.clock import S, Time
 from explore.processes import Process
 from explore.told import Told
 from explore.wires import FaultyHub
+
+if TYPE_CHECKING:
+    from explore.coordinators import Machine
+
+SILENT_NS = 4 * S
+"""Within so long a coordinator that was taken over from has found out that it may command nobody:
+its workers' heartbeats, its standby's, and its own clock."""
 
 
 class Broken(AssertionError):
@@ -124,6 +132,64 @@ def an_error_has_a_reason(
             )
 
 
+def a_worker_obeys_no_lower_term(process: Process, term: int) -> None:
+    """A worker carries out no command of a coordinator that has been taken over from, once it has
+    carried out one of the next."""
+    if term < process.obeyed:
+        _broken(
+            a_worker_obeys_no_lower_term,
+            f"{process.about['name']} obeys term {term} behind term {process.obeyed}",
+        )
+
+
+def no_quorum_hears_another(
+    voters: Collection[str],
+    taker: "Machine",
+    machines: Sequence["Machine"],
+    processes: Sequence[Process],
+) -> None:
+    """While a standby takes over, no more than half of the workers that decide serve another
+    coordinator."""
+    theirs = [one.hub for one in machines if one is not taker and one.leads]
+    heard = sum(
+        process.registered and process.wire is not None and process.wire.hub in theirs
+        for process in processes
+        if process.voter in voters
+    )
+    if voters and 2 * heard >= len(voters):
+        _broken(
+            no_quorum_hears_another,
+            f"{taker.words} takes over, and {heard} of {len(voters)} voters serve another one",
+        )
+
+
+def who_was_taken_over_from_falls_silent(
+    machine: "Machine", processes: Sequence[Process], since_ns: int
+) -> None:
+    """Some time behind a take-over a coordinator that had the standby commands nobody, unless half
+    of the workers that decide have come to it; one that was started again behind the take-over
+    knows of none, until it hears of it."""
+    coordinator = machine.coordinator
+    assert coordinator is not None
+    tenure = coordinator._admission._lead._tenure
+    here = {one.voter for one in processes if one.wire is not None and one.wire.hub is machine.hub}
+    few = any(2 * len(voters & here) < len(voters) for voters in tenure._lists.values())
+    if since_ns > SILENT_NS and few and (workers := coordinator.registry.workers):
+        _broken(
+            who_was_taken_over_from_falls_silent,
+            f"{since_ns / S:g} s behind the take-over it commands {len(workers)} workers",
+        )
+
+
+def a_copy_has_all_that_was_confirmed(confirmed: Mapping[str, int], journal: Journal) -> None:
+    """The journal that a standby takes over with has all that it has confirmed. `confirmed`: the
+    tokens by ticket."""
+    has = {ticket: len(entry.tokens) for ticket, entry in journal._entries.of.items()}
+    lacks = {ticket: one for ticket, one in confirmed.items() if has.get(ticket, -1) < one}
+    if lacks:
+        _broken(a_copy_has_all_that_was_confirmed, f"confirmed were {lacks}, and there is {has}")
+
+
 def no_fault_is_told(said: Sequence[str]) -> None:
     """The coordinator's log has no error but those that were planted."""
     if said:
@@ -131,8 +197,8 @@ def no_fault_is_told(said: Sequence[str]) -> None:
 
 
 def nothing_leaks(
-    coordinator: Coordinator,
-    hub: FaultyHub,
+    lead: "Machine",
+    machines: Sequence["Machine"],
     processes: Sequence[Process],
     *,
     in_memory: bool = True,
@@ -140,14 +206,19 @@ def nothing_leaks(
     """When all requests have ended and the last timer has passed, nobody holds anything of them:
     sessions, rows, kept beginnings, queue entries, messages for clients, timers, objects.
     `in_memory`: objects that were made for requests are there, and somebody may refer to them."""
-    if found := [*held(coordinator, hub, processes), *_kept_otherwise(coordinator, processes)]:
+    coordinator = lead.coordinator
+    assert coordinator is not None
+    if found := [*held(lead, machines, processes), *_kept_otherwise(coordinator, processes)]:
         _broken(nothing_leaks, f"something is left of requests that have ended: {found}")
-    if in_memory and (objects := _left_in_memory(coordinator)):
+    if in_memory and (objects := _left_in_memory(coordinator, machines)):
         _broken(nothing_leaks, f"something is left in memory of what has gone: {objects}")
 
 
-def held(coordinator: Coordinator, hub: FaultyHub, processes: Sequence[Process]) -> list[str]:
-    """Return in words what coordinator and workers hold of requests."""
+def held(lead: "Machine", machines: Sequence["Machine"], processes: Sequence[Process]) -> list[str]:
+    """Return in words what coordinators and workers hold of requests."""
+    coordinator = lead.coordinator
+    assert coordinator is not None
+    standbys = [one.follower for one in machines if one.follower is not None]
     workers, clients = coordinator.registry.workers.values(), coordinator.registry.clients.values()
     shared = coordinator._shared
     counts: dict[str, int] = {
@@ -169,7 +240,17 @@ def held(coordinator: Coordinator, hub: FaultyHub, processes: Sequence[Process])
         "sessions to settle": len(coordinator._sessions._unsettled),
         "notes": len(shared.notes),
         "changes of workers": coordinator._changes.under_way + coordinator._rebalancing.under_way,
-        "timers": hub.timers,
+        "timers": lead.hub.timers,
+        "who wait at the standby": sum(len(one._waiting) for one in standbys),
+        "connections beside those of the workers and the standby": sum(
+            len(one.hub._wires) for one in machines
+        )
+        - len(processes)
+        - len(standbys),
+        "records that the standby lacks": sum(
+            one._journal._entries.of != coordinator._journal._entries.of  # type: ignore[union-attr]
+            for one in standbys
+        ),
         "sessions that workers hold": sum(
             len(process.worker.logs) + len(process.worker.begun)
             for process in processes
@@ -203,11 +284,12 @@ STRANGERS = Time, FaultyHub, Process, ModuleType, type
 """Types that are not the coordinator's own."""
 
 
-def _left_in_memory(coordinator: Coordinator) -> list[str]:
+def _left_in_memory(coordinator: Coordinator, machines: Sequence["Machine"]) -> list[str]:
     """Return what the coordinator still refers to of requests, and of peers that have gone."""
     here = {id(worker) for worker in coordinator.registry.workers.values()}
     here |= {id(client) for client in coordinator.registry.clients.values()}
-    seen, left, found = {id(coordinator)}, list[object]([coordinator]), list[str]()
+    seen = {id(coordinator), *map(id, machines)}
+    left, found = list[object]([coordinator]), list[str]()
     while left:
         for one in _referents(left.pop()):
             if id(one) in seen or isinstance(one, STRANGERS):

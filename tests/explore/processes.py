@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from dovetail.protocol.codec import COMMAND, encode
+from dovetail.protocol.errors import LinkClosed
 from dovetail.protocol.messages import (
     Command,
     Draft,
@@ -34,6 +35,7 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.runtime.fleet.scheduler import Owed
+from dovetail.workers.serving.registration import LATER, Standing
 from explore.clock import MS, S, Time
 from explore.wires import HEARTBEAT_NS, HOP_NS, FaultyHub, Wire
 from explore.workers import Costs
@@ -63,8 +65,10 @@ class Process:
     load_ns: int = LOAD_NS
     restart_ns: int = 2 * S
     """Whoever looks after it starts it again so long after it has ended."""
-    hub: Callable[[], FaultyHub | None] = lambda: None
-    """Returns the hub at which the coordinator listens, if one does."""
+    hub: Callable[["Process"], FaultyHub | None] = lambda _: None
+    """Returns the hub at the address that is tried next, if somebody listens there."""
+    obeys: Callable[["Process", int], None] = lambda _, __: None
+    """Hears of each command that is carried out, with the epoch of who asked."""
 
     wire: Wire | None = None
     worker: ScriptedWorker | None = None
@@ -85,6 +89,9 @@ class Process:
     silent_until_ns: int = 0
     """Until then nobody who calls from there is heard."""
 
+    standing: Standing = field(default_factory=lambda: Standing("", standby=False, load_s=0.0))
+    obeyed: int = 0
+    """The highest term of who has been obeyed in this life."""
     _life: int = 0
     _epochs: int = 0
     _inbox: deque[Command] = field(default_factory=deque)
@@ -95,6 +102,11 @@ class Process:
     @property
     def words(self) -> str:
         return f"a {self.role}'s work"
+
+    @property
+    def voter(self) -> str:
+        """Return how it is called where it is decided who leads."""
+        return f"{self.about['host']}/{self._life}/{self.about['name']}"
 
     @property
     def registered(self) -> bool:
@@ -109,16 +121,12 @@ class Process:
     def start(self) -> None:
         if self.alive:
             return
-        self.alive, self.stopped, self.sticks, self.refuses, self.drops = (
-            True,
-            False,
-            False,
-            False,
-            0,
-        )
+        self.alive, self.drops = True, 0
+        self.stopped = self.sticks = self.refuses = False
         if self._life:  # whoever starts it again wants it to serve
             self.about["standby"] = False
         self._life += 1
+        self.standing, self.obeyed = Standing("", standby=False, load_s=0.0), 0
         self._in_life(self.load_ns, self._connect)
 
     def kill(self) -> None:
@@ -193,15 +201,15 @@ class Process:
     # -- connecting --------------------------------------------------------------------------------
 
     def _connect(self, pause_ns: int = FIRST_PAUSE_NS) -> None:
-        hub = self.hub()
-        if hub is None or hub.closed or self.time.now_ns < self.silent_until_ns:
+        hub = self.hub(self)
+        if hub is None or self.time.now_ns < self.silent_until_ns:
             self._in_life(pause_ns, lambda: self._connect(min(LONGEST_PAUSE_NS, 2 * pause_ns)))
             return
         self._epochs += 1
         self.worker, self.wire = self.make(self._epochs), hub.connect(self)
         self._set_delay(self.wire)
         introduction = introduce(self.role, **self.about).model_copy(
-            update={"epoch": self.worker.epoch, "pid": self._life}
+            update={"epoch": self.worker.epoch, "pid": self._life, "term": self.standing.term}
         )
         self.worker.limits = introduction.limits
         self._send(introduction)
@@ -245,7 +253,7 @@ class Process:
             if (
                 isinstance(command, Failed)
                 and command.session is None
-                and command.code == "session"
+                and command.code in ("session", *LATER)
                 and self.wire is not None
             ):
                 self.wire.process_closes()
@@ -258,11 +266,21 @@ class Process:
             elif isinstance(command, Probe):
                 self._send(self._probed(command))
             elif isinstance(command, Welcome):
-                self.worker.handle(command)
+                self._welcomed(command)
             elif isinstance(command, Engage):
                 self.about["standby"] = False
             else:
                 self._begin(command)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        assert self.worker is not None
+        assert self.wire is not None
+        try:
+            self.standing.welcomed(welcome)
+        except LinkClosed:
+            self.wire.process_closes()
+        else:
+            self.worker.handle(welcome)
 
     def _begin(self, command: Command) -> None:
         assert self.worker is not None
@@ -271,6 +289,7 @@ class Process:
         ):
             self.drops -= 1
             return
+        self.obeys(self, command.epoch)
         worker, cost_ns = self.worker, self.costs.of(command)
         refused = self.refuses and isinstance(command, Open | Feed | Draft | Drafts)
         events = self._refusal(command) if refused else worker.handle(command)

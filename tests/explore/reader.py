@@ -22,11 +22,13 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
 from explore import invariants
-from explore.clock import Time
+from explore.clock import MS, Time
 from explore.schedules import Reply, Wish
 from explore.told import Told
-from explore.wires import FaultyHub
+from explore.wires import HEARTBEAT_NS, HOP_NS, NOTICE_NS, FaultyHub
 
+SEEK_NS = 100 * MS
+"""Between two attempts to find who leads."""
 CHANGES = 1_000_000
 """The numbers of requests for a change of workers begin here."""
 
@@ -35,9 +37,13 @@ class Surroundings(Protocol):
     """The world as far as a reader knows it."""
 
     time: Time
-    hub: FaultyHub
     losses: int
     sabotages: int
+
+    @property
+    def hub(self) -> FaultyHub: ...
+
+    def reach(self, one: object) -> FaultyHub | None: ...
 
     def committed(self, client: bytes, request: int) -> int | None: ...
 
@@ -58,45 +64,104 @@ class Reader:
         expect: Callable[[Wish], Reply] | None,
         *,
         tickets: bool = False,
+        seeks: bool = False,
     ) -> None:
         """`expect`: what a reply is to be; None: who asks is about to find out. `tickets`: it comes
-        back for its replies when its coordinator was lost."""
-        self._tickets = tickets
+        back for its replies when its coordinator was lost. `seeks`: it does not know where the
+        coordinator is, and is told when it has lost it."""
+        self._tickets, self._seeks = tickets, seeks
+        self.there = not seeks
+        """True if a coordinator has welcomed it."""
+        self._term = 0
+        """The highest that it was welcomed in."""
         self.told: dict[int, Told] = {}
         self.refused = False
         """True if the coordinator failed at its Hello."""
         self.deaf = False
         """True if it did not read for some time."""
-        self._world, self._hub, self._expect = world, world.hub, expect
+        self._world, self.hub, self._expect = world, world.hub, expect
         self.peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
-        self._hub.join(self.peer, self._hear)
         self._hello = Hello(
             epoch=self._epoch, roles=("client",), name="client", host="here", pid=number
         )
+        if seeks:
+            self._seek()
+        else:
+            self._join(self.hub)
+
+    def _join(self, hub: FaultyHub) -> None:
+        self.hub = hub
+        hub.join(self.peer, self._hear)
         self._say(self._hello)
 
     def come_back(self) -> None:
         """Go on with another coordinator, which is asked for what has not ended and is still
         wanted."""
-        self._hub = self._world.hub
-        self._hub.join(self.peer, self._hear)
-        self._say(self._hello)
+        self._join(self._world.hub)
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        hub = self.hub
         for request, told in self.told.items():
             if told.cancelled:
                 told.void = True
-            elif told.open and self._hub is self._world.hub:
-                told.again = True
-                self._ask(request, told, again=True)
+            elif told.open and self.there and hub is self.hub and not hub.closed:
+                told.again = told.again or told.asked
+                self._ask(request, told, again=told.again)
+
+    # -- who leads ---------------------------------------------------------------------------------
+
+    def lose(self, hub: FaultyHub, *, noticed: bool = True) -> None:
+        """The connection to this hub is gone, which is noticed soon, or only by the silence."""
+        after_ns = NOTICE_NS if noticed else HEARTBEAT_NS
+
+        def lost() -> None:
+            if self._seeks and self.hub is hub:
+                self.there = False
+                hub.leave(self.peer)
+                self.hub = FaultyHub(self._world.time)
+                self._world.time.later(SEEK_NS, self._seek, self)
+
+        self._world.time.later(after_ns, lost, self)
+
+    def _seek(self) -> None:
+        """Try the next address."""
+        if not self._seeks:
+            return
+        hub = self._world.reach(self)
+        if hub is None:
+            self._world.time.later(SEEK_NS, self._seek, self)
+        else:
+            self._join(hub)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if not self._seeks or self.there:
+            return
+        if welcome.term < self._term:
+            self.lose(self.hub)
+            return
+        hub, self._term = self.hub, welcome.term
+
+        def welcomed() -> None:
+            if self.hub is hub:
+                self.there = True
+                self._ask_again()
+
+        self._world.time.later(HOP_NS, welcomed, self)
+
+    # -- what it asks ------------------------------------------------------------------------------
 
     def submit(self, wish: Wish) -> Told:
         request = len(self.told) + 1
         expected = None if self._expect is None else self._expect(wish)
         self.told[request] = told = Told(wish, expected, losses=self._world.losses)
         told.late = self.deaf
-        self._ask(request, told)
+        if self.there:
+            self._ask(request, told)
         return told
 
     def _ask(self, request: int, told: Told, *, again: bool = False) -> None:
+        told.asked = True
         wish = told.wish
         self._say(
             Submit(
@@ -151,10 +216,11 @@ class Reader:
         """From now on nobody listens."""
         for told in self.told.values():
             told.void = True
-        self._hub.leave(self.peer)
+        self._seeks = False
+        self.hub.leave(self.peer)
 
     def _say(self, message: Message) -> None:
-        self._hub.take(self.peer, encode(message))
+        self.hub.take(self.peer, encode(message))
 
     def _hear(self, frames: list[bytes]) -> None:
         match reply := REPLY.decode(frames):
@@ -186,8 +252,12 @@ class Reader:
                 self._hear_failed(reply)
             case _:
                 assert isinstance(reply, Welcome), reply
+                self._welcomed(reply)
 
     def _hear_failed(self, reply: Failed) -> None:
+        if reply.session is None and self._seeks:
+            self.lose(self.hub)
+            return
         if reply.session is None:
             assert self._world.sabotages, reply.text
             self.refused = True

@@ -32,6 +32,8 @@ class Told:
     """Its client did not read for some time, so that it heard of it later than it happened."""
     heard: Heard = NOTHING_TOLD
     """The client's account of what it was told, for the next coordinator."""
+    asked: bool = False
+    """Some coordinator was asked for it."""
     again: bool = False
     """Its client has come back for it, to another coordinator."""
     void: bool = False

@@ -9,20 +9,37 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from dovetail.protocol.errors import PeerBusy, PeerGone
-from dovetail.protocol.keys import PeerKey
+from dovetail.protocol.codec import INBOUND, REPLY
+from dovetail.protocol.errors import LinkClosed, PeerBusy, PeerGone
+from dovetail.protocol.keys import STANDBY, PeerKey
+from dovetail.protocol.messages import Confirmed, Copied
+from dovetail.runtime.journal.entries import Entries
+from dovetail.runtime.journal.segments import unpacked
 from explore.clock import MS, Time
 
 if TYPE_CHECKING:
-    from explore.processes import Process
+    from explore.coordinators import Machine
 
 HEARTBEAT_NS = 1500 * MS
 """After so long without a sign of life an end of a connection takes the other for gone."""
 NOTICE_NS = 1 * MS
 """Until the hub learns that a process died whose machine is there."""
 HOP_NS = 50_000
+OWN_KEY = PeerKey("coordinator", (STANDBY,), "k")
+
+
+class End(Protocol):
+    """Who is at the other end of a connection than the hub."""
+
+    role: str
+
+    def take(self, frames: list[bytes]) -> None:
+        """A message has arrived."""
+
+    def disconnected(self, wire: "Wire") -> None:
+        """The connection is no more."""
 
 
 class Way:
@@ -68,18 +85,17 @@ class Wire:
     """One connection of a process with the hub. Each end closes by itself, and the other finds out
     in its own time."""
 
-    def __init__(self, time: Time, hub: "FaultyHub", peer: bytes, process: "Process") -> None:
-        self.peer = peer
+    def __init__(self, time: Time, hub: "FaultyHub", peer: bytes, process: End) -> None:
+        self.peer, self.hub, self.process = peer, hub, process
         self.up = Way(time, lambda frames: hub.take(peer, frames), f"a {process.role}'s word")
         self.down = Way(time, process.take, f"a {process.role}'s command")
-        self._time, self._hub, self._process = time, hub, process
-        self._heals_ns = 0
+        self._time, self._heals_ns = time, 0
 
     def hub_closes(self) -> None:
         """The hub gives the connection up: it hears nothing more, and the process is told as soon
         as something reaches it."""
         self.up.open = False
-        self._hub.lose(self.peer)
+        self.hub.lose(self.peer)
         if not self.down.silent:
             self._time.later(HOP_NS, self.process_closes, self.down)
 
@@ -88,7 +104,7 @@ class Wire:
         if not self.down.open:
             return
         self.down.open = False
-        self._process.disconnected(self)
+        self.process.disconnected(self)
         if not self.up.silent:
             self._time.later(NOTICE_NS, self.hub_closes, self.up)
 
@@ -168,14 +184,22 @@ class FaultyHub:
         self._clients: dict[bytes, Callable[[list[bytes]], object]] = {}
         self._gone = self._made = 0
 
-    def connect(self, process: "Process") -> Wire:
+    def connect(self, process: End) -> Wire:
         self._made += 1
-        peer = b"worker %d" % self._made
+        peer = b"%s %d" % (process.role.encode(), self._made)
         self._wires[peer] = wire = Wire(self._time, self, peer, process)
         return wire
 
+    def wire_of(self, one: object) -> Wire | None:
+        """Return the connection of a process, or of another machine's standby."""
+        for wire in self._wires.values():
+            if wire.process is one or getattr(wire.process, "machine", None) is one:
+                return wire
+        return None
+
     def join(self, peer: bytes, hear: Callable[[list[bytes]], object]) -> None:
-        """A client, who hears at once."""
+        """A client, who hears at once: this is a new connection."""
+        self.deaf.pop(peer, None)
         self._clients[peer] = hear
 
     def leave(self, peer: bytes) -> None:
@@ -248,7 +272,8 @@ class FaultyHub:
         return gone
 
     def user(self, peer: bytes) -> PeerKey | None:
-        return None
+        wire = self._wires.get(peer)
+        return OWN_KEY if wire is not None and wire.process.role == STANDBY else None
 
     def refused(self) -> int:
         return 0
@@ -264,4 +289,50 @@ class FaultyHub:
         self.closed = True
         for wire in [*self._wires.values()]:
             wire.up.open = False
-            wire.process_closes()
+            if not wire.down.silent:
+                wire.process_closes()
+
+
+class StandbyLink:
+    """The `Link` of a machine's standby to a coordinator, and what it has confirmed there."""
+
+    role = STANDBY
+
+    def __init__(self, hub: FaultyHub, machine: "Machine", *, calls: bool = False) -> None:
+        """`calls`: it is closed as soon as there is an answer."""
+        self.machine, self._calls = machine, calls
+        self.confirmed: dict[str, int] = {} if machine.link is None else machine.link.confirmed
+        """By ticket: the tokens that are in the copy by what the standby said last."""
+        self.wire = hub.connect(self)
+        self._inbox: deque[list[bytes]] = deque()
+        self._gone, self._copied = False, Entries()
+
+    def take(self, frames: list[bytes]) -> None:
+        self._inbox.append(frames)
+        if self._calls:
+            self.close()
+
+    def disconnected(self, wire: Wire) -> None:
+        self._gone = True
+
+    def offer(self, frames: Sequence[bytes]) -> None:
+        if self._gone:
+            raise LinkClosed("the coordinator has gone")
+        if isinstance(INBOUND.decode([*frames]), Confirmed):
+            self.confirmed = {one.ticket: len(one.tokens) for one in self._copied.of.values()}
+        self.wire.up.send(frames)
+
+    def receive(self, _timeout_s: float) -> list[bytes] | None:
+        if self._inbox:
+            frames = self._inbox.popleft()
+            message = REPLY.decode(frames)
+            if isinstance(message, Copied) and message.records is not None:
+                for record in unpacked(message.records.data):
+                    self._copied.apply(record)
+            return frames
+        if self._gone:
+            raise LinkClosed("the coordinator has gone")
+        return None
+
+    def close(self) -> None:
+        self.wire.process_closes()

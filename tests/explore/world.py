@@ -1,18 +1,16 @@
 """A schedule played in virtual time against the real coordinator; what must be true of it is in
 `invariants.py`."""
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from dovetail.protocol.messages import Failed
-from dovetail.runtime.engine.faults import reraise_exits
-from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.journal.journal import Journal
+from dovetail.runtime.engine.coordinator import Coordinator
+from dovetail.runtime.standby.succession import Watch, voter_of
 from explore import invariants
 from explore.clock import S, Time
-from explore.coordinators import RECOVERY_S, STUCK_S, Disk, open_coordinator
+from explore.coordinators import RECOVERY_S, STUCK_S, TICK_NS, Machine
 from explore.faults import happen
 from explore.invariants import Broken
 from explore.processes import LOAD_NS, Process
@@ -20,22 +18,21 @@ from explore.reader import Reader
 from explore.sabotage import Loud, Panic, hushed
 from explore.schedules import Fault, Reply, Schedule, Step, Swerve, Wish
 from explore.told import Told
-from explore.wires import Crash, FaultyHub
+from explore.wires import FaultyHub
 from explore.workers import CarefulDraft, CarefulTarget, Costs
 from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedWorker
 
-TICK_NS = S // 2
 READY_NS = 30 * S
 """After the last fault everybody is back within it: the longest pause between two attempts to
 connect, a load, a restart, and a draft that is stuck."""
 TRIAL_NS = 30 * S
 """A change of workers over which the coordinator has failed is given up after so long."""
+AWAY_NS = S // 2
+"""So long after its death one of two coordinators is started again."""
 PATIENCE_NS = 300 * S
 Kinds = Mapping[str, type[ScriptedWorker]]
 CAREFUL: Kinds = {"target": CarefulTarget, "draft": CarefulDraft}
 """The workers of each role."""
-NOBODY = "/"
-"""The owner of a request whose client has no key and names no user."""
 LAST = Wish(tokens=9)
 """After the last fault."""
 
@@ -56,102 +53,105 @@ class World:
         came before what."""
         self.over_ns = 0
         """When the last fault that has begun is over."""
-        self._bare_since_ns: int | None = self.time.now_ns
-        """Since when there has been no target; None: there is one."""
-        self.losses = 0
-        """Targets that were lost so far."""
-        self._targets: set[bytes] = set()
-        self._committed: dict[int, tuple[int, ...]] = {}
-        """By session: the tokens that it had when it was last looked at."""
-        self._begun: list[weakref.ref[RunningRequest]] = []
-        """The requests that have run."""
         self.planted: list[Callable[[], object]] = []
         """Functions that remove faults which still wait in the coordinator."""
         self.sabotages = 0
         """Faults of the coordinator's rooms that have happened."""
         self.past, self.processes = list[Reader](), list[Process]()
-        self.disk: Disk | None = None
-        """The disk under its journal; None: it keeps none."""
-        self.hub = FaultyHub(self.time)
-        self._start_coordinator()
+        self.away_ns = AWAY_NS
+        """The next coordinator that dies is started again so long after that."""
+        self._tried: dict[object, int] = {}
+        journal = schedule.journal or schedule.standby
+        self.machines = [
+            Machine(self, number, journal=journal) for number in range(1, 2 + schedule.standby)
+        ]
+        for machine in self.machines:
+            machine.start(self.other(machine))
+        self.reader = self._new_reader()
         for role, count in (("target", schedule.targets), ("draft", schedule.drafts)):
             for _ in range(count):
                 self.add(role)
 
     # -- who is there ------------------------------------------------------------------------------
 
-    def _start_coordinator(self, coming: Reader | None = None) -> None:
-        """Start one; `coming`: the client that comes back to it, if it does."""
-        self.hub = hub = FaultyHub(self.time)
-        journal = None
-        if self._schedule.journal:
-            self.disk = Disk(hub, self.disk)
-            journal = Journal(self.disk, now_s=lambda: self.time.now_ns / S)  # type: ignore[arg-type]
-        self.coordinator = coordinator = open_coordinator(hub, self.time, self._called, journal)
-        self._committed, self._begun = {}, []
+    @property
+    def lead(self) -> Machine:
+        """The machine whose coordinator leads; if none does, the last that did."""
+        leading = [one for one in self.machines if one.leads]
+        return max(leading or self.machines, key=lambda one: one.term)
 
-        def do(action: Callable[[], object]) -> Callable[[], None]:
-            return lambda: self._within(hub, action)
+    @property
+    def hub(self) -> FaultyHub:
+        return self.lead.hub
 
-        hub.pump = do(coordinator.pump)
-        hub.look_around = do(lambda: (coordinator.look_around(), coordinator.pump()))
+    @property
+    def coordinator(self) -> Coordinator:
+        coordinator = self.lead.coordinator
+        assert coordinator is not None
+        return coordinator
 
-        def tick() -> None:
-            if not hub.closed:
-                do(coordinator.tick)()
-                hub.look_around()
-                self.time.later(TICK_NS, tick, hub)
+    def other(self, machine: Machine) -> Machine | None:
+        """Return the other machine of a pair."""
+        return next((one for one in self.machines if one is not machine), None)
 
-        tick()
-        self.reader = coming or self._new_reader()
-        if coming is not None:
-            coming.come_back()
+    def reach(self, one: object) -> FaultyHub | None:
+        """Return the hub at the next address that somebody knows; None: nobody answers there."""
+        self._tried[one] = tried = self._tried.get(one, -1) + 1
+        return self.machines[tried % len(self.machines)].reached_by(one)
 
-    def _within(self, hub: FaultyHub, action: Callable[[], object]) -> None:
-        """Have the coordinator of this hub do something, and look at what came of it. If it dies
-        over that, another one starts."""
-        if hub.closed:
+    def obeyed(self, process: Process, epoch: int) -> None:
+        """A worker carries out a command of this coordinator."""
+        for machine in self.machines:
+            if machine.coordinator is not None and machine.coordinator.epoch == epoch:
+                invariants.a_worker_obeys_no_lower_term(process, machine.term)
+                process.obeyed = machine.term
+
+    def died(self, machine: Machine, *, deposed: bool = False) -> None:
+        """The process of a coordinator has died: it is started again, in its place at once if it is
+        the only one, over the same journal if there is one; then its client comes back."""
+        if len(self.machines) > 1:
+            self._bring_back(machine, AWAY_NS if deposed else self.away_ns, deposed=deposed)
+            self.away_ns = AWAY_NS
             return
-        try:
-            action()
-        except Crash:
-            self.crash()
-            return
-        if hub.found is not None:
-            raise hub.found
-        self._look()
-
-    def _called(self, hub: FaultyHub, action: Callable[[], object]) -> None:
-        """Have the loop of this hub's coordinator call something that was planned. What it raises
-        the loop logs, and goes on."""
-
-        def act() -> None:
-            try:
-                action()
-            except BaseException as error:
-                reraise_exits(error)
-                self.loud.hear(error)
-
-        self._within(hub, act)
-
-    def crash(self) -> None:
-        """The coordinator's process dies, and another one is started in its place, over the same
-        journal if there is one: then its client comes back."""
         coming = self.reader if self._schedule.journal else None
-        running = any(told.open for told in self.reader.told.values())
-        if running and coming is not None:
+        if coming is not None and any(told.open for told in self.reader.told.values()):
             self.seen["taken over", "requests"] += 1
         if coming is None:
             self.reader.leave()
             self.past.append(self.reader)
-        self.hub.close()
-        self._bare_since_ns = self._bare_since_ns or self.time.now_ns
-        self._start_coordinator(coming)
+        bare_since_ns = machine.bare_since_ns or self.time.now_ns
+        machine.die()
+        machine.start()
+        machine.bare_since_ns = bare_since_ns
+        self.reader = coming or self._new_reader()
+        if coming is not None:
+            coming.come_back()
+
+    def _bring_back(self, machine: Machine, after_ns: int, *, deposed: bool) -> None:
+        """Have the process of one of two coordinators end, and another one start after so long."""
+        if machine.follower is None and any(told.open for told in self.reader.told.values()):
+            self.seen["taken over", "requests"] += 1
+        machine.die()
+        self.reader.lose(machine.hub)
+        self.over_ns = max(self.over_ns, self.time.now_ns + after_ns)
+        hub = machine.hub
+
+        def start() -> None:
+            if machine.hub is hub:
+                machine.start(self.other(machine), deposed=deposed)
+
+        self.time.later(after_ns, start, machine)
+
+    def crash(self, away_ns: int = 0) -> None:
+        """The process of the coordinator that leads dies."""
+        self.away_ns = away_ns
+        self.died(self.lead)
 
     def _new_reader(self) -> Reader:
         self._clients += 1
-        tickets = self._schedule.journal
-        reader = Reader(self, self._clients, self._expect, tickets=tickets)
+        pair = self._schedule.standby
+        tickets = self._schedule.journal or pair
+        reader = Reader(self, self._clients, self._expect, tickets=tickets, seeks=pair)
         return self._new_reader() if reader.refused else reader
 
     def leave(self) -> None:
@@ -164,24 +164,14 @@ class World:
             came = self._new_reader()
             self.reader = came if hub is self.hub else self.reader
 
-    def _look(self) -> None:
-        """Take notice of who is there and what runs, and of what has been committed."""
-        for number, running in self.coordinator._running.items():
-            if (before := self._committed.get(number)) is None:
-                before = ()
-                self._begun.append(weakref.ref(running))
-            now = running.session.tokens
-            if len(before) != len(now) or not before:
-                invariants.committed_prefix_only_grows(before, now)
-                self._committed[number] = tuple(now)
-        workers = self.coordinator.registry.workers
-        targets = {peer: worker for peer, worker in workers.items() if worker.plays("target")}
-        self.losses += len(self._targets - targets.keys())
-        self._targets = set(targets)
-        if any(target.serves for target in targets.values()):
-            self._bare_since_ns = None
-        elif self._bare_since_ns is None:
-            self._bare_since_ns = self.time.now_ns
+    @property
+    def losses(self) -> int:
+        """Return how many targets were lost so far."""
+        return sum(machine.losses for machine in self.machines)
+
+    def _asked(self) -> Machine | None:
+        """Return the machine whose coordinator the client asks; None: it looks for one."""
+        return next((one for one in self.machines if one.hub is self.reader.hub), None)
 
     def add(self, role: str, *, standby: bool = False, load_ns: int = LOAD_NS) -> Process:
         """A worker joins."""
@@ -218,7 +208,8 @@ class World:
             about=about,
             stuck_ns=round(STUCK_S * S),
             load_ns=load_ns,
-            hub=lambda: self.hub,
+            hub=self.reach,
+            obeys=self.obeyed,
         )
         self.processes.append(process)
         process.start()
@@ -286,22 +277,23 @@ class World:
     def _end(self) -> None:
         """Let the last request's traces go, and see that nothing is left."""
         end_ns = self.time.now_ns + READY_NS
-        while invariants.held(self.coordinator, self.hub, self.processes):
+        while invariants.held(self.lead, self.machines, self.processes):
             if self.time.now_ns >= end_ns:
                 break
             self.time.step()
-        left = any(made() is not None for made in self._begun)
-        invariants.nothing_leaks(self.coordinator, self.hub, self.processes, in_memory=left)
+        left = any(made() is not None for machine in self.machines for made in machine.begun)
+        invariants.nothing_leaks(self.lead, self.machines, self.processes, in_memory=left)
         invariants.no_fault_is_told(self.loud.said)
         for reader in (*self.past, self.reader):
             invariants.every_request_ends(reader.told)
 
     def _call_off(self) -> None:
         """Call off what was planned for the next command, or message, and never came to it."""
-        self.hub.fuse = None
-        if self.disk is not None:
-            self.disk.fuse = None
-        self.hub.deaf.clear()
+        for machine in self.machines:
+            machine.hub.fuse = None
+            machine.hub.deaf.clear()
+            if machine.disk is not None:
+                machine.disk.fuse = None
         for process in self.processes:
             process.sticks = process.sticks and process.busy
             process.refuses, process.again, process.asked_again, process.drops = False, 0, 0, 0
@@ -312,6 +304,8 @@ class World:
     def ready(self) -> bool:
         """Return whether everybody is there, no change of workers tries what it brings, and nothing
         is said to fail but what will show."""
+        if not self.lead.leads or not self.reader.there or not self._followed():
+            return False
         if self.coordinator._changes.under_way or not all(
             process.registered and not process.sticks for process in self.processes
         ):
@@ -319,6 +313,18 @@ class World:
         if len(self.coordinator.registry.workers) != len(self.processes):
             return False
         return {*self.coordinator.report().reasons} <= self._failing()
+
+    def _followed(self) -> bool:
+        """Return whether the standby, if there is to be one, goes by the workers that are here."""
+        other, workers = self.other(self.lead), self.coordinator.registry.workers.values()
+        if other is None:
+            return True
+        voters = {voter_of(worker.hello) for worker in workers}
+        return (
+            other.follower is not None
+            and other.follows
+            and other.follower.watch == Watch(frozenset(voters))
+        )
 
     def _owed(self) -> bool:
         """Return whether an answer is still waited for, such as one to a command that was dropped:
@@ -331,23 +337,12 @@ class World:
         return {fault.words for fault in self.coordinator._failing.faults(self.time.now_ns)}
 
     def fired(self, where: str) -> None:
-        """Count that the coordinator has failed there."""
+        """Count that the coordinator failed there."""
         self.seen["exception", where] += 1
 
     def committed(self, client: bytes, request: int) -> int | None:
-        """Return how many tokens of a request are committed, those that it will go on from too;
-        None: it is over."""
-        peer = self.coordinator.registry.clients.get(client)
-        if peer is None:
-            return None
-        if (number := peer.sessions.get(request)) is not None:
-            return len(self.coordinator._running[number].session.tokens)
-        waits = any(one.is_of(peer, request) for one in self.coordinator._shared.queue)
-        if not waits and request not in peer.reading:
-            return None
-        ticket, journal = f"{peer.hello.epoch}/{request}", self.coordinator._journal
-        entry = None if journal is None else journal.find(ticket, NOBODY)
-        return 0 if entry is None else len(entry.tokens)
+        """Return how many tokens of a request are committed; None: it is over."""
+        return None if (asked := self._asked()) is None else asked.committed(client, request)
 
     def note(self, what: object) -> None:
         """Remember what happened."""
@@ -357,14 +352,17 @@ class World:
 
     def check_failed(self, told: Told, reply: Failed) -> None:
         """See that a request may fail so."""
-        self._look()
-        bare_ns = None if self._bare_since_ns is None else self.time.now_ns - self._bare_since_ns
+        asked = self._asked()
+        assert asked is not None
+        asked.look()
+        since_ns = asked.bare_since_ns
+        bare_ns = None if since_ns is None else self.time.now_ns - since_ns
         invariants.an_error_has_a_reason(
             told,
             reply,
             bare_s=None if bare_ns is None else bare_ns / S,
             patience_s=RECOVERY_S - TICK_NS / S,
-            has_place=self._has_place(),
+            has_place=asked.has_place(),
             losses=self.losses - told.losses,
         )
 
@@ -372,13 +370,6 @@ class World:
         """See that a change of workers may fail so."""
         codes = ("swap", "no_target", "internal") if self.sabotages else ("swap", "no_target")
         assert reply.code in codes, reply.text
-
-    def _has_place(self) -> bool:
-        """Return whether a target that is there may be given one session more."""
-        return any(
-            worker.plays("target") and worker.available and worker.sessions < worker.limits.sessions
-            for worker in self.coordinator.registry.workers.values()
-        )
 
 
 def play(schedule: Schedule, kinds: Kinds = CAREFUL) -> World:

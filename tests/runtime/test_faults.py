@@ -25,6 +25,7 @@ TOLD = HANDLED.index(("_post", "to_client"))
 PAIRED = HANDLED.index(("_placement", "pair"))
 STARTED = HANDLED.index(("_starting", "_start"))
 FORGOTTEN = HANDLED.index(("_sessions", "close_on"))
+ADMITTED = HANDLED.index(("_admission", "newcomer"))
 CLAIMED = HANDLED.index(("_intake", "_submit"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
@@ -137,6 +138,14 @@ FOUND = {
             (20, Wish(tokens=1)),
             (5, Fault("drain", who=3)),
         )
+    ),
+    "the coordinator fails at what its standby says": Schedule(
+        drafts=0, standby=True, steps=((0, Fault("handler", for_ms=ADMITTED)),)
+    ),
+    "a standby that has taken over dies, and the coordinator that was is back first": Schedule(
+        drafts=0,
+        standby=True,
+        steps=((0, Fault("lead", for_ms=4000)), (40, Fault("lead", for_ms=9000))),
     ),
 }
 """Schedules that broke a promise once."""

@@ -198,6 +198,7 @@ class Doubled(ByHand):
 
     addresses: dict[str, str] = field(default_factory=dict)
     """The addresses of the coordinators, the one that leads first."""
+    _flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def meeting(self) -> list[str]:
@@ -210,11 +211,20 @@ class Doubled(ByHand):
     def stand_by(self, name: str, other: str) -> None:
         """Start one of the coordinators as the standby of the other, and wait until it has a copy
         of the journal."""
+        self._copies(name, f"--standby-of={self.addresses[other]}")
+
+    def again(self, name: str) -> None:
+        """Start one of the coordinators with the words that it was started with the last time, and
+        wait until it has a copy of the journal of the other, which leads."""
+        self._copies(name, *self._flags[name])
+
+    def _copies(self, name: str, *flags: str) -> None:
         before = self.said(name)
-        self._coordinate(name, f"--standby-of={self.addresses[other]}")
+        self._coordinate(name, *flags)
         self.until(lambda: "is copied" in self.said(name)[len(before) :], f"{name} copies nothing")
 
     def _coordinate(self, name: str, *flags: str) -> None:
+        self._flags[name] = flags
         process = self.start(
             name,
             "coordinator",

@@ -589,6 +589,10 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             sync_ms=1.5,
             failed="no space left on device",
         ),
+        term=2,
+        standby=m.StandbyState(
+            address="tcp://192.0.2.2:5555", host="second", behind_bytes=512, behind_s=0.25
+        ),
     )
 
 

@@ -58,7 +58,8 @@ def free_port() -> int:
 def test_streams_go_on_with_the_standby_when_the_coordinator_is_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one that was killed is the next standby, so that both take over in turn."""
+    """The one that was killed is started again as it was, and is the next standby, so that both
+    take over in turn."""
     asked = bodies(4, 150)
     pauses: list[float] = []
     with doubled(tmp_path, workers=SLOWER) as service:
@@ -75,7 +76,7 @@ def test_streams_go_on_with_the_standby_when_the_coordinator_is_killed(
             assert [stream.outcome for stream in streams] == whole, service.said(standby)
             pauses += [stream.longest_pause_s for stream in streams]
             lead, standby = standby, lead
-            service.stand_by(standby, lead)
+            service.again(standby)
             service.until_ready()
     with capsys.disabled():
         print(

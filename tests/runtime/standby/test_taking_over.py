@@ -13,7 +13,7 @@ from dovetail.protocol.keys import STANDBY, PeerKey
 from dovetail.protocol.messages import Failed, Finished, Follow, Welcome
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import Segments
-from dovetail.runtime.standby.follower import GRACE_S, HOLD_S, Follower
+from dovetail.runtime.standby.follower import ANSWER_S, GRACE_S, HOLD_S, Follower
 from dovetail.runtime.standby.succession import PATIENCE_S
 from dovetail.workers.serving.registration import Standing
 from support.houses import PROMPT, House
@@ -32,8 +32,10 @@ class Pair(Lives):
         super().__init__(folder / "first", **options)
         self.copy = Journal(Segments(folder / "second"))
         self.hub: MemoryHub = memory_links()
-        self.follower = Follower(self.hub, self.copy, "tcp://first:5555")
         self.now_s = 0.0
+        self.follower = Follower(
+            self.hub, self.copy, "tcp://first:5555", leads_on=False, now_s=self.now_s
+        )
         self.follow()
 
     def follow(self) -> None:
@@ -286,13 +288,78 @@ def test_a_coordinator_that_hears_of_a_higher_term_steps_down_if_its_own_key_say
         assert b"own key" in b"".join(link.receive(0) or [])
     house.hub.connect(OWN_KEY).send(higher)
     house.run()
-    assert "taken over from" in house.coordinator.service.deposed
-    assert "tcp://other:5555" in house.coordinator.service.deposed
+    deposed = house.coordinator.service.deposed
+    assert "taken over from" in str(deposed)
+    assert deposed is not None
+    assert deposed.successor == "tcp://other:5555"
+
+
+def led_before(folder: Path) -> Journal:
+    """The journal of a standby that took over, and led when it ended."""
+    pair = Pair(folder)
+    pair.vanishes()
+    pair.come()
+    pair.takes_over()
+    pair.copy.close()
+    return Journal(Segments(folder / "second"))
+
+
+def test_who_led_last_leads_on_if_the_other_says_nothing(tmp_path: Path) -> None:
+    journal = led_before(tmp_path)
+    assert journal.led
+    assert journal.followed == "tcp://first:5555"
+    follower = Follower(memory_links(), journal, journal.followed, leads_on=True, now_s=0.0)
+    assert follower.step(ANSWER_S - 0.1, lambda: None) is None
+    assert follower.step(ANSWER_S, lambda: None) == []
+    house = House(journal=journal, draft=False, target=False)
+    assert house.coordinator.service.term == 1
+
+
+def test_who_led_last_has_one_of_a_lower_term_step_down_and_leads_on(tmp_path: Path) -> None:
+    journal = led_before(tmp_path)
+    first = House(journal=Journal(Segments(tmp_path / "third")), draft=False, target=False)
+    follower = Follower(memory_links(), journal, "tcp://first:5555", leads_on=True, now_s=0.0)
+    follower.step(0.0, lambda: first.hub.connect(OWN_KEY))
+    first.run()
+    assert first.coordinator.service.deposed
+    assert follower.step(ANSWER_S, lambda: None) == []
+
+
+def test_who_led_last_follows_one_that_leads_in_a_term_as_high(tmp_path: Path) -> None:
+    journal = led_before(tmp_path)
+    higher = Journal(Segments(tmp_path / "third"))
+    higher.copy_anew(journal.whole(), "tcp://other:5555")
+    first = House(journal=higher, draft=False, target=False)
+    follower = Follower(memory_links(), journal, "tcp://first:5555", leads_on=True, now_s=0.0)
+    follower.step(0.0, lambda: first.hub.connect(OWN_KEY))
+    first.run()
+    assert first.coordinator.service.term == 2
+    assert follower.step(ANSWER_S, lambda: None) is None
+    assert follower.step(100.0, lambda: None) is None
+    assert (journal.led, journal.term) == (False, 2)
+
+
+def test_status_says_how_far_a_standby_is_behind(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    pair.ask()
+    pair.steps(20)
+    behind = pair.house.report().standby
+    assert behind is not None
+    assert behind.behind_bytes
+    pair.copies()
+    pair.house.coordinator.pump()
+    behind = pair.house.report().standby
+    assert behind is not None
+    assert not behind.behind_bytes
+    pair.follower.close()
+    pair.house.coordinator.tick()
+    assert pair.house.report().standby is None
 
 
 def test_a_standby_says_what_keeps_it_from_following(tmp_path: Path) -> None:
     house = House()
-    follower = Follower(memory_links(), Journal(Segments(tmp_path)), "tcp://first:5555")
+    journal = Journal(Segments(tmp_path))
+    follower = Follower(memory_links(), journal, "tcp://first:5555", leads_on=False, now_s=0.0)
     follower.follow(house.hub.connect(OWN_KEY), 0.0)
     house.run()
     with pytest.raises(UserError, match=r"keeps no journal .* coordinator.journal"):
