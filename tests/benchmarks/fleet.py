@@ -1,15 +1,17 @@
 """The command `fleet`: one and two real replicas under Poisson arrivals at several loads, beside
-what `dovetail simulate fleet` expects of the same requests, by a profile that was measured just
-before.
+what `dovetail simulate fleet` expects of the same requests.
 
 A replica is the embedded target alone on a core of its own; the client and the coordinator share
-these cores. The profile holds the tokens a second of a session beside 0, 1, ... others, and what a
-request takes before its first token.
+these cores. Rounds cost in the simulation what they cost in the run, as their records say, since
+the machine is not as fast from one second to the next; what reading costs is measured by requests
+that come alone between the loads. The same requests come several times, so that it is known by how
+much two real runs differ.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import permutations
 from statistics import fmean, median
 from typing import Any
 
@@ -17,17 +19,16 @@ import click
 import numpy as np
 
 from benchmarks.coupling import PROMPTS
-from benchmarks.loads import PLAIN, Streams
 from benchmarks.options import Command, Numbers, option, options, pin, report
 from benchmarks.targets import running
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.simulation.fleet.arrivals import Requests
 from dovetail.launch.simulation.fleet.layout import Kind, Plan
-from dovetail.launch.simulation.fleet.profile import Profile, of_rates
+from dovetail.launch.simulation.fleet.profile import Profile, of_rounds
 from dovetail.launch.simulation.fleet.results import play_load
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.messages import Emitted, Finished, Result
+from dovetail.protocol.messages import Emitted, Finished, Recorded, Result, RoundRecord
 from dovetail.runtime.client import Client
 
 TOLERANCE = 0.1
@@ -35,34 +36,116 @@ FIGURES = ("tokens_per_s", "first_p50", "first_p90", "latency_p50", "latency_p90
 PATIENCE_S = 60.0
 LEAST_TOKENS, MOST_TOKENS = 24, 96
 """Tokens of replies are spread evenly between these."""
-PROMPT = 24.0
-"""Tokens of a shipped prompt, about."""
-LONE, LONE_TOKENS = 12, 16
-"""Requests that are asked one after the other, and their tokens."""
+PROMPT, REPLY = 24.0, (LEAST_TOKENS + MOST_TOKENS) / 2
+"""Tokens of a shipped prompt, about, and of a reply."""
+BURST = 8
+"""Streams of a replica by which it is known how many requests it can answer."""
+LONE, LONE_TOKENS, LONE_S = 8, 8, 0.2
+"""Requests that come alone, their tokens, and seconds from one to the next."""
+MOST = 64
+"""Sessions that a replica has room for; more do not come."""
+ROUND = ("verify_ns", "transport_ns", "queue_ns", "coordinator_ns")
+"""The parts of a round without a draft."""
+FEW = 5
+"""Rounds of so many sessions below which nothing is said of them."""
 
 
 @dataclass
 class Asked:
-    """A request as it went."""
+    """A request as it went, in seconds since the first one might have come."""
 
     at_s: float
     first_s: float = 0.0
     done_s: float = 0.0
     prompt: int = 0
     tokens: int = 0
-    read_s: float = 0.0
-    """Seconds of its prompt; `token_s`: of each token after the first."""
-    token_s: float = 0.0
+    result: Result = field(init=False)
+    rounds: list[tuple[float, RoundRecord]] = field(default_factory=list)
+    """With the time at which each was told."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of requests that come alone."""
+
+    round_s: float
+    first_row_s: float
+    """Of a pass for its first row; `row_s`: for each further one."""
+    row_s: float
+    begin_s: float
+    """Before the first token, beside reading."""
+
+    @classmethod
+    def of(cls, lone: Sequence["Asked"]) -> "Costs":
+        results = [one.result for one in lone]
+        round_s = fmean((one.done_s - one.first_s) / (one.tokens - 1) for one in lone)
+        first_row_s = fmean(result.verify_s / result.rounds for result in results)
+        read_s = fmean(result.prefill_s for result in results)
+        row_s = (read_s - first_row_s) / fmean(one.prompt - 1 for one in lone)
+        first_s = fmean(one.first_s - one.at_s for one in lone)
+        begin_s = first_s - read_s - (round_s - first_row_s)
+        return cls(round_s, first_row_s, row_s, begin_s)
+
+    def profile(self, rounds_s: Mapping[int, float], *, most: int = MOST) -> Profile:
+        """Return the profile of a replica whose rounds took so long by its sessions; its passes are
+        taken to be as much slower than those of lone requests as rounds of the fewest sessions."""
+        pace = rounds_s[min(rounds_s)] / self.round_s
+        return of_rounds(
+            rounds_s,
+            first_row_s=pace * self.first_row_s,
+            row_s=pace * self.row_s,
+            open_s=pace * (self.round_s - self.first_row_s),
+            most=most,
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The figures of a load and of its simulation, and the rounds that this went by."""
+
+    requests: int
+    rounds_s: Mapping[int, float]
+    measured: Mapping[str, float]
+    simulated: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A load as it went, behind some requests that came alone."""
+
+    lone: Sequence[Asked]
+    load: Sequence[Asked]
+    rounds_s: Mapping[int, float]
+    """The mean seconds of a round of the load by the sessions of a replica."""
+
+    def pair(self, costs: Costs, count: int) -> Pair:
+        """Play the same requests on `count` replicas, and return the figures of both sides."""
+        every, profile = [*self.lone, *self.load], costs.profile(self.rounds_s)
+        requests = Requests(
+            np.array([one.at_s for one in every]),
+            np.array([one.prompt for one in every]),
+            np.array([one.tokens for one in every]),
+            np.zeros(len(every), int),
+        )
+        kind = Kind("core", count, profile, profile, 0.0, 0.0)
+        plan = Plan(count, 1, 1 << 16, 1 << 16, 0.0, 0.0, (1.0, 1.0), begin_s=costs.begin_s)
+        played = play_load([kind], plan, requests, load=1.0, seconds=1.0).played
+        simulated = [
+            Asked(one.asked_s, one.first_s, at_s, one.prompt, one.reply)
+            for one, at_s in played.done
+            if one.number >= len(self.lone)
+        ]
+        return Pair(len(self.load), self.rounds_s, figures(self.load), figures(simulated))
 
 
 @click.command(cls=Command)
 @option("--inflate", default="128MiB", help="Size to which the targets are inflated.")
 @option("--replicas", type=Numbers(), default="1,2", help="Targets, one a core.")
-@option("--loads", default="0.3,0.5,0.7", help="Shares of what the profile can answer.")
+@option("--loads", default="0.3,0.5,0.7", help="Shares of what the replicas can answer.")
 @option(
-    "--seconds", type=click.IntRange(min=5), default=20, help="Seconds of requests at each load."
+    "--seconds", type=click.IntRange(min=5), default=10, help="Seconds of requests at each load."
 )
-@option("--sessions", type=Numbers(), default="1,2,4,8", help="Sessions of the profile.")
+@option("--turns", type=click.IntRange(min=2), default=3, help="Times that loads take turns.")
 @option("--seed", type=int, default=1)
 @options("json")
 def fleet(
@@ -70,7 +153,7 @@ def fleet(
     replicas: Sequence[int],
     loads: str,
     seconds: int,
-    sessions: Sequence[int],
+    turns: int,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -79,141 +162,108 @@ def fleet(
     cores = pin(2)
     texts = [prompt.turns[0] for prompt in read_prompt_set(PROMPTS, None).prompts]
     values = {"target.inflate": inflate, "draft.kind": "none", "target.threads": 1}
-    rows = []
+    shares, rows = [*map(float, loads.split(","))], []
     for count in replicas:
+        found: dict[float, list[Run]] = {load: [] for load in shares}
         with running(values, cores, count) as client:
-            before = measured(client, texts, count, sessions)
-            reals = [
-                (load, asked(client, texts, drawn(before[0], count, load, seconds, seed)))
-                for load in map(float, loads.split(","))
-            ]
-            profile, shared = mean(before, measured(client, texts, count, sessions))
-        for load, real in reals:
-            rows.append(beside(profile, shared, load, real, count))
+            runs = Runs(client, texts)
+            burst = runs.run([Asked(0.0, tokens=MOST_TOKENS) for _ in range(BURST * count)])
+            full = Costs.of(burst.lone).profile(burst.rounds_s, most=BURST)
+            most = count * full.requests_per_s(PROMPT, REPLY)
+            for _ in range(turns):
+                for load in shares:
+                    found[load].append(runs.run(drawn(load * most, seconds, seed)))
+        costs = Costs.of([one for its in found.values() for run in its for one in run.lone])
+        for load, its in found.items():
+            rows.append(row(count, load, [run.pair(costs, count) for run in its]))
+            rows[-1]["costs"] = asdict(costs)
             note(f"{count} at {load:g}: off by at most {worst(rows[-1]):.0%}")
     report({"inflate": inflate, "rows": rows}, as_json, lambda: show(rows))
     raise SystemExit(0 if all(worst(row) <= TOLERANCE for row in rows) else 1)
 
 
-def measured(
-    client: Client, texts: Sequence[str], count: int, sessions: Sequence[int]
-) -> tuple[Profile, float]:
-    """Measure the profile of one of `count` replicas while all of them are equally busy; and by how
-    much that is slower than while the others are idle."""
-    streams = Streams(client, texts, MOST_TOKENS, 0.0)
-    streams.run(PLAIN, count, 0)  # warms up
-    rates = {}
-    for number in sessions:
-        bursts = [streams.run(PLAIN, number * count, turn) for turn in range(3)]
-        results = [result for burst in bursts for result in burst.results]
-        rates[number] = 1.0 / float(np.mean([*map(token_s, results)]))
-    lone = [Asked(0.3 * number, tokens=LONE_TOKENS) for number in range(LONE)]
-    asked(client, texts, lone)
-    read_s = sum(one.read_s for one in lone) / sum(one.prompt for one in lone)
-    first_s = median(one.first_s - one.at_s - one.read_s for one in lone)
-    one_s = float(np.mean([one.token_s for one in lone]))
-    beside = max(1.0, 1.0 / (rates[1] * one_s)) if count > 1 else 1.0
-    alone = {number: rate * beside for number, rate in rates.items()}
-    profile = of_rates(alone, tau=1.0, host_s=0.0, read_s=read_s, first_s=first_s)
-    note(
-        f"a session has {', '.join(f'{rate:.1f}' for rate in rates.values())} tokens/s beside "
-        f"{', '.join(str(n - 1) for n in rates)} others; a token of a prompt takes "
-        f"{1e3 * read_s:.2f} ms, a request {1e3 * first_s:.1f} ms more"
-    )
-    return profile, beside
-
-
-def mean(*found: tuple[Profile, float]) -> tuple[Profile, float]:
-    """Return the mean of what was measured before and after a load: the machine is not always as
-    fast."""
-    profiles, shared = zip(*found, strict=True)
-    rates = tuple(map(fmean, zip(*(profile.rates for profile in profiles), strict=True)))
-    one = Profile(
-        rates,
-        rates,
-        0.0,
-        fmean(profile.read_s for profile in profiles),
-        fmean(profile.first_s for profile in profiles),
-    )
-    return one, fmean(shared)
-
-
-def token_s(result: Result) -> float:
-    """Return the seconds of a token after the first."""
-    return (result.wall_s - result.time_to_first_token_s) / (result.completion_tokens - 1)
-
-
-def drawn(profile: Profile, count: int, load: float, seconds: int, seed: int) -> list[Asked]:
-    """Draw requests that come at a share of the most that the replicas could answer."""
+def drawn(rate: float, seconds: int, seed: int) -> list[Asked]:
+    """Draw requests that come at a rate a second."""
     random = np.random.default_rng(seed)
-    rate = load * count * profile.requests_per_s(PROMPT, (LEAST_TOKENS + MOST_TOKENS) / 2)
     at_s = np.cumsum(random.exponential(1.0 / rate, int(rate * seconds)))
     tokens = random.integers(LEAST_TOKENS, MOST_TOKENS + 1, len(at_s))
     return [Asked(float(at), tokens=int(n)) for at, n in zip(at_s, tokens, strict=True)]
 
 
-def asked(client: Client, texts: Sequence[str], requests: Sequence[Asked]) -> Sequence[Asked]:
-    """Ask them at their times, and note when they were answered."""
-    by_number: dict[int, Asked] = {}
-    left, began_s = list(requests), time.perf_counter()
-    open_ = len(left)
-    while open_:
-        now_s = time.perf_counter() - began_s
-        while left and left[0].at_s <= now_s:
-            one = left.pop(0)
-            one.at_s = now_s
-            number = client.submit(
-                turns=[texts[len(by_number) % len(texts)]],
-                max_tokens=one.tokens,
-                seed=len(by_number),
-                end=(),
-                speculate=False,
-            )
-            by_number[number] = one
-        until_s = max(0.0, left[0].at_s - now_s) if left else PATIENCE_S
-        reply = client.receive(until_s)
-        now_s = time.perf_counter() - began_s
-        match reply:
-            case Emitted() if not by_number[reply.request].first_s:
-                by_number[reply.request].first_s = now_s
-            case Finished():
-                one = by_number[reply.request]
-                one.done_s, one.prompt = now_s, reply.result.prompt_tokens
-                one.tokens, open_ = reply.result.completion_tokens, open_ - 1
-                one.read_s, one.token_s = reply.result.prefill_s, token_s(reply.result)
-            case Emitted():
-                pass
-            case None if left:
-                pass
-            case _:
-                raise UserError(f"a request failed: {reply}")
-    return requests
+class Runs:
+    """Has requests answered at their times."""
+
+    def __init__(self, client: Client, texts: Sequence[str]) -> None:
+        self._client, self._texts = client, texts
+
+    def run(self, load: Sequence[Asked]) -> Run:
+        """Have requests answered, behind some that come alone."""
+        lone = [Asked(LONE_S * number, tokens=LONE_TOKENS) for number in range(LONE)]
+        for one in load:
+            one.at_s += LONE_S * LONE
+        self._ask(every := [*lone, *load])
+        return Run(lone, load, mean_rounds(every, load[0].at_s))
+
+    def _ask(self, requests: Sequence[Asked]) -> None:
+        """Ask requests at their times, and note when they were answered."""
+        by_number: dict[int, Asked] = {}
+        left, began_s = list(requests), time.perf_counter()
+        open_ = len(left)
+        while open_:
+            now_s = time.perf_counter() - began_s
+            while left and left[0].at_s <= now_s:
+                one = left.pop(0)
+                one.at_s = now_s
+                by_number[self._submit(len(by_number), one.tokens)] = one
+            until_s = max(0.0, left[0].at_s - now_s) if left else PATIENCE_S
+            reply = self._client.receive(until_s)
+            now_s = time.perf_counter() - began_s
+            match reply:
+                case Emitted():
+                    one = by_number[reply.request]
+                    one.first_s = one.first_s or now_s
+                case Finished(result=result):
+                    one, open_ = by_number[reply.request], open_ - 1
+                    one.done_s, one.result = now_s, result
+                    one.prompt, one.tokens = result.prompt_tokens, result.completion_tokens
+                case Recorded():
+                    by_number[reply.request].rounds.append((now_s, reply.record))
+                case None if left:
+                    pass
+                case _:
+                    raise UserError(f"a request failed: {reply}")
+
+    def _submit(self, number: int, tokens: int) -> int:
+        return self._client.submit(
+            turns=[self._texts[number % len(self._texts)]],
+            max_tokens=tokens,
+            seed=number,
+            end=(),
+            speculate=False,
+            record=True,
+        )
 
 
-def beside(
-    profile: Profile, shared: float, load: float, real: Sequence[Asked], count: int
-) -> dict[str, Any]:
-    """Play the same requests, and return both sides."""
-    requests = Requests(
-        np.array([one.at_s for one in real]),
-        np.array([one.prompt for one in real]),
-        np.array([one.tokens for one in real]),
-        np.zeros(len(real), int),
-    )
-    kind = Kind("core", count, profile, profile, 0.0, 0.0, per_node=count, beside=shared)
-    plan = Plan(count, 1, 1 << 16, 1 << 16, 0.0, 0.0, (1.0, 1.0))
-    played = play_load([kind], plan, requests, load=load, seconds=1.0).played
-    simulated = [Asked(s.asked_s, s.first_s, at_s, s.prompt, s.reply) for s, at_s in played.done]
-    return {
-        "replicas": count,
-        "load": load,
-        "profile": asdict(profile),
-        "trace": [asdict(one) for one in real],
-        "beside": shared,
-        "requests": len(real),
-        "measured": figures(real),
-        "simulated": figures(simulated),
-    }
+def mean_rounds(requests: Sequence[Asked], since_s: float) -> Mapping[int, float]:
+    """Return the mean seconds of a round by the sessions of a replica, as far as it read no prompt
+    meanwhile: sessions whose pass took as many nanoseconds shared it."""
+    passes: dict[int, list[tuple[int, float, float]]] = {}
+    for number, one in enumerate(requests):
+        for told_s, record in one.rounds:
+            took_s = sum(getattr(record, part) for part in ROUND) / 1e9
+            passes.setdefault(record.verify_ns, []).append((number, told_s, took_s))
+    beside = [{number for number, *_ in passes[one.rounds[0][1].verify_ns]} for one in requests]
+    found: dict[int, list[float]] = {}
+    for shared in passes.values():
+        there = {number for number, *_ in shared}
+        until_s, took_s = max(told_s for _, told_s, _ in shared), fmean(s for *_, s in shared)
+        reads = any(
+            one.at_s < until_s and until_s - took_s < one.first_s and not there.isdisjoint(others)
+            for one, others in zip(requests, beside, strict=True)
+        )
+        if not reads and until_s - took_s > since_s:
+            found.setdefault(len(there), []).append(took_s)
+    return {number: fmean(each) for number, each in found.items() if len(each) >= FEW}
 
 
 def figures(requests: Sequence[Asked]) -> dict[str, float]:
@@ -227,23 +277,43 @@ def figures(requests: Sequence[Asked]) -> dict[str, float]:
     }
 
 
-def off(row: Mapping[str, Any], name: str) -> float:
-    return float(row["simulated"][name] / row["measured"][name] - 1.0)
+def row(count: int, load: float, pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return what came of a load: the medians of the turns, and by how much two turns with the same
+    requests differ."""
+    return {
+        "replicas": count,
+        "load": load,
+        "requests": pairs[0].requests,
+        "measured": {name: median(one.measured[name] for one in pairs) for name in FIGURES},
+        "off": {
+            name: median(one.simulated[name] / one.measured[name] - 1.0 for one in pairs)
+            for name in FIGURES
+        },
+        "apart": {
+            name: median(
+                abs(one.measured[name] / other.measured[name] - 1.0)
+                for one, other in permutations(pairs, 2)
+            )
+            for name in FIGURES
+        },
+        "pairs": [asdict(one) for one in pairs],
+    }
 
 
 def worst(row: Mapping[str, Any]) -> float:
-    return max(abs(off(row, name)) for name in FIGURES)
+    return max(map(abs, row["off"].values()))
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print measured, simulated, and by how much that is off."""
+    """Print what was measured, by how much it was simulated otherwise, and by how much two
+    measurements differ."""
     lines = [
         (
             row["replicas"],
             row["load"],
             row["requests"],
             *(
-                f"{row['measured'][name]:.3g} {row['simulated'][name]:.3g} {off(row, name):+.1%}"
+                f"{row['measured'][name]:.3g} {row['off'][name]:+.1%} ({row['apart'][name]:.1%})"
                 for name in FIGURES
             ),
             "yes" if worst(row) <= TOLERANCE else "NO",

@@ -9,19 +9,33 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.launch.simulation.figures import Figures
 from dovetail.launch.simulation.fleet.arrivals import Mix, Requests, draw_requests, read_trace
 from dovetail.launch.simulation.fleet.layout import Kind, Plan, Played, handled_s
 from dovetail.launch.simulation.fleet.play import Fleet
-from dovetail.launch.simulation.fleet.profile import Profile, of_costs, of_rates
+from dovetail.launch.simulation.fleet.profile import Profile, of_costs, of_rounds
 from dovetail.launch.simulation.fleet.results import capacity, play_load
 from dovetail.launch.simulation.machines import read_machine, read_size
 from dovetail.protocol.errors import UserError
 
 Run = Callable[..., Any]
 PLAN = Plan(4, 8, 1 << 16, 1 << 16, 0.0, 0.0, (10.0, 100.0))
-FLAT = Profile((0.0, *[100.0] * 8), (0.0, *[100.0] * 8), 0.0, 0.001)
-"""A machine that is as fast for each of eight sessions as for one."""
-ONE = Profile((0.0, 100.0), (0.0, 100.0), 0.0, 0.001)
+READS = tuple(0.001 * rows for rows in range(300))
+"""Passes that take a millisecond a row."""
+
+
+def profile(*rounds_s: float, passes_s: tuple[float, ...] = READS, host_s: float = 0.0) -> Profile:
+    """Return the profile of a server without a draft, by its rounds with 1, 2, ... sessions."""
+    count, rounds_s = len(rounds_s) + 1, (0.0, *rounds_s)
+    taus, rows = (1.0,) * count, (*range(count),)
+    return Profile(rounds_s, taus, rows, rounds_s, passes_s, 0.0, host_s)
+
+
+FLAT = profile(*[0.01] * 8)
+"""A server that is as fast for each of eight sessions as for one."""
+ONE = profile(0.01)
+FREE = (1e-9,) * 300
+"""Passes that cost nothing to speak of, whatever they read."""
 
 
 def kind(profile: Profile, count: int = 1, **fields: float) -> Kind:
@@ -45,7 +59,7 @@ def test_a_request_alone_is_read_and_then_written() -> None:
 
 
 def test_sessions_share_a_server_whose_passes_take_longer_for_more() -> None:
-    halved = Profile((0.0, 100.0, 50.0), (0.0, 100.0, 50.0), 0.0, 0.0)
+    halved = profile(0.01, 0.02, passes_s=FREE)
     played = Fleet([kind(halved)], PLAN).play(asked((0.0, 1, 101), (0.0, 1, 201)), (0.0, 10.0))
     assert latencies(played) == pytest.approx([2.0, 3.0], rel=0.02)
 
@@ -102,7 +116,7 @@ def test_streams_stand_still_while_their_coordinator_is_away() -> None:
 def test_a_coordinator_that_is_at_work_all_the_time_sets_the_pace() -> None:
     assert handled_s(0.001, 0.1, 1) == pytest.approx(0.001)
     assert handled_s(0.001, 0.1, 1000) == pytest.approx(1.0 - 0.1, rel=0.01)
-    slow = Profile(FLAT.rates, FLAT.rounds, 0.005, 0.0)
+    slow = replace(FLAT, host_s=0.005, passes_s=FREE)
     requests = asked(*[(0.0, 1, 101)] * 8)
     played = Fleet([kind(slow)], PLAN).play(requests, (0.0, 100.0))
     assert max(latencies(played)) == pytest.approx(100 * 8 * 0.005, rel=0.1)
@@ -110,21 +124,51 @@ def test_a_coordinator_that_is_at_work_all_the_time_sets_the_pace() -> None:
 
 
 def test_joules_are_those_of_idle_servers_too() -> None:
-    requests = asked((0.0, 0, 101))
-    row = play_load([kind(FLAT, 2)], PLAN, requests, load=1.0, seconds=10.0).row([kind(FLAT, 2)])
+    requests, two = asked((0.0, 1, 101)), kind(replace(FLAT, passes_s=FREE), 2)
+    row = play_load([two], PLAN, requests, load=1.0, seconds=10.0).row([two])
     assert row["joules_per_token"] == pytest.approx((2 * 10 * 100 + 1.0 * 200) / 101)
 
 
 def test_a_profile_comes_from_the_cost_model_and_is_never_slower_for_a_draft() -> None:
     costs = read_machine("dovetail-server").costs(read_size("7B"), "int8")
-    profile = of_costs(costs, 4, 0.0)
-    assert profile.rates[1] == pytest.approx(
-        1 / (costs.verify_s(1) + costs.beside_s(drafted=False))
-    )
-    assert list(profile.rates[1:]) == sorted(profile.rates[1:], reverse=True)
-    measured = of_rates({1: 100.0, 4: 40.0}, tau=2.0, host_s=0.0, read_s=0.0, first_s=0.0)
-    assert 1 / measured.rates[2] == pytest.approx(0.01 + 0.015 / 3)
+    alone = of_costs(costs, 4, 0.0)
+    assert alone.token_s(1) == pytest.approx(costs.verify_s(1) + costs.beside_s(drafted=False))
+    assert list(alone.rounds_s) == sorted(alone.rounds_s)
+    for tau, drafts in ((4.0, True), (1.0, False)):
+        figures = Figures(0, 0.0, 0, 0.0, tau, 0.0, 0.001, 0.0, None, 8.0, 0.0, 0.0, 0.0, 0.0, None)
+        drafted = of_costs(costs, 4, 0.0, figures)
+        assert drafted.token_s(1) < alone.token_s(1) if drafts else drafted.rows == alone.rows
+        assert all(drafted.token_s(n) <= alone.token_s(n) for n in range(1, 5))
+
+
+def test_a_measured_profile_is_linear_between_what_was_measured() -> None:
+    measured = of_rounds({1: 0.01, 4: 0.025}, most=5, first_row_s=0.008, row_s=0.001, open_s=0.0)
+    assert measured.token_s(2) == pytest.approx(0.01 + 0.015 / 3)
+    assert measured.token_s(5) == pytest.approx(0.026)
+    assert measured.passes_s[:3] == pytest.approx((0.0, 0.008, 0.009))
     assert capacity([kind(ONE, 3)], 0.0, 101.0) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("together", "passes"), [(0, 0), (1, 2), (2, 4)])
+def test_prompts_that_come_together_are_read_in_the_passes_of_a_stream(
+    together: int, passes: int
+) -> None:
+    """A pass takes 10 ms, and 10 rows of prompts nearly double that, once their cost is known."""
+    known, row_s = [(0.0, 40, 3)] * 9, 0.00098
+    requests = asked(*known, (9.0, 10, 201), *[(10.0, 20, 2)] * together)
+    server = profile(*[0.01] * 16, passes_s=(0.0, *(0.01 + row_s * row for row in range(300))))
+    played = Fleet([kind(server)], PLAN).play(requests, (0.0, 20.0))
+    (stream, ended_s), *late = sorted(played.done, key=lambda one: one[0].number)[9:]
+    assert ended_s - stream.first_s == pytest.approx(2.0 + 10 * row_s * passes)
+    began_s = {session.first_s - (0.01 + 10 * row_s) * passes for session, _ in late}
+    assert len(began_s) == min(1, together)
+    assert all(10.0 <= at_s <= 10.01 for at_s in began_s)
+
+
+def test_a_request_begins_when_it_has_been_handled() -> None:
+    requests = asked((5.0, 200, 101))
+    played = Fleet([kind(FLAT)], replace(PLAN, begin_s=0.5)).play(requests, (0.0, 10.0))
+    assert latencies(played) == pytest.approx([0.5 + 0.2 + 1.0])
 
 
 def test_a_trace_is_played_as_it_is(invoke: Run, tmp_path: Path) -> None:

@@ -183,8 +183,8 @@ def fleet(
     """Play a load on many servers: throughput, latencies and joules a token, and how busy routers
     and coordinators are.
 
-    Passes cost what the described machines' do, rounds bring what was recorded. Sessions of a
-    server share it alike from one event to the next; single rounds are not played.
+    Passes cost what the described machines' do, rounds bring what was recorded, and prompts are
+    read beside running sessions as a coordinator has it.
     """
     check_chart(plot)
     check_output(plot, "the plot")

@@ -23,9 +23,7 @@ class Kind:
     idle_w: float
     busy_w: float
     per_node: int = 1
-    """Servers that fail together when their node does, and share its memory."""
-    beside: float = 1.0
-    """The factor by which rounds are longer while all other servers of the node decode too."""
+    """Servers that fail together when their node does."""
     worker_h: float = 0.0
     worker_back_s: float = 60.0
     node_h: float = 0.0
@@ -49,6 +47,8 @@ class Plan:
     chunk_s: float
     tokens: tuple[float, float]
     """Mean tokens of a prompt and of a reply: a router does not know what a reply will have."""
+    begin_s: float = 0.0
+    """Seconds of a request beside those of its router and its server: tokenizer, coordinator."""
     coordinator_h: float = 0.0
     coordinator_back_s: float = 5.0
     seed: int = 0

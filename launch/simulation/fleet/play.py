@@ -1,13 +1,14 @@
 """Plays a load on a fleet: a router, coordinators with their queues, servers, failures.
 
-A router chooses a coordinator by the real function, a coordinator places the request where it would
-be done first, as the real one does, or has it wait in the real fair queue. What fails comes back
-after a while; its sessions go on elsewhere, where their logs are read again.
+A router chooses a coordinator by the real function, a coordinator places the request where rounds
+with it are shortest, as the real one does, or has it wait in the real fair queue. What fails comes
+back after a while; its sessions go on elsewhere, where their logs are read again.
 """
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
+from statistics import fmean
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from dovetail.launch.simulation.fleet.layout import (
     Router,
     handled_s,
 )
-from dovetail.launch.simulation.fleet.server import NEVER, READING, Server, Session
+from dovetail.launch.simulation.fleet.server import NEVER, Server, Session
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.router.choice import USUAL_TOKENS, Load, Replica, Wanted, choose
 
@@ -78,12 +79,12 @@ class Fleet:
     def _add_group(self, servers: list[Server], router: Router) -> None:
         room = sum(server.profile.most for server in servers)
         profiles = [server.profile for server in servers]
-        alone_s = sum(1.0 / p.rates[1] for p in profiles) / len(profiles)
-        full_s = sum(1.0 / p.rates[p.most] for p in profiles) / len(profiles)
+        alone_s = fmean(profile.token_s(1) for profile in profiles)
+        full_s = fmean(profile.token_s(profile.most) for profile in profiles)
         load = Load(
             seconds_per_token=alone_s,
             further_seconds_per_token=(full_s - alone_s) / max(1, room - 1),
-            reading_seconds_per_token=sum(p.read_s for p in profiles) / len(profiles),
+            reading_seconds_per_token=fmean(profile.read_s for profile in profiles),
             targets=len(servers),
         )
         replica = Replica(str(len(self._groups)), ready=True, load=load)
@@ -102,7 +103,8 @@ class Fleet:
         rows = zip(
             *(a.tolist() for a in (requests.prompts, requests.replies, requests.keys)), strict=True
         )
-        waiting = zip(decided.tolist(), requests.at_s.tolist(), rows, strict=True)
+        begun = decided + self._plan.begin_s
+        waiting = zip(begun.tolist(), requests.at_s.tolist(), rows, strict=True)
         left, number = next(waiting, None), 0
         while left is not None or self._open:
             when_s = min(left[0] if left else NEVER, self._events[0][0] if self._events else NEVER)
@@ -164,7 +166,7 @@ class Fleet:
         """Begin a request or have it wait; False: the queue is full."""
         key = str(session.key)
         idle = not len(group.queue) or session.moves
-        if idle and (server := self._best(group, session)) is not None:
+        if idle and (server := self._best(group)) is not None:
             self._begin(group, server, session)
             return True
         if group.queue.full(key) and not session.moves:
@@ -174,18 +176,12 @@ class Fleet:
         self._drain(group)
         return True
 
-    def _best(self, group: Group, session: Session) -> Server | None:
-        """Return the server that would be done first; None: all are full."""
+    def _best(self, group: Group) -> Server | None:
+        """Return the server where rounds with a session more are shortest; None: all are full."""
         if group.sessions >= group.room:
             return None
-        best, least_s = None, NEVER
-        prompt, reply = session.prompt + session.made, session.reply
-        for server in group.servers:
-            if server.up and server.sessions < server.profile.most:
-                takes_s = server.done_s(prompt, reply)
-                if takes_s < least_s:
-                    best, least_s = server, takes_s
-        return best
+        free = [s for s in group.servers if s.up and s.sessions < s.profile.most]
+        return min(free, key=lambda server: server.next_round_s, default=None)
 
     def _begin(self, group: Group, server: Server, session: Session) -> None:
         key = str(session.key)
@@ -195,15 +191,15 @@ class Fleet:
         group.replica.in_flight += 1
         server.advance(self._now_s)
         server.begin(session, self._now_s)
-        self._settle(group, server, len(server.decoding))
+        self._settle(group, server)
 
     def _drain(self, group: Group) -> None:
         """Begin those who wait, the next by the fair queue first, while there is room."""
         while len(group.queue) and group.sessions < group.room:
             session = group.queue.take(
-                lambda session: self._best(group, session) is not None, group.held, self._now_ns
+                lambda _: self._best(group) is not None, group.held, self._now_ns
             )
-            if session is None or (server := self._best(group, session)) is None:
+            if session is None or (server := self._best(group)) is None:
                 break
             group.replica.in_flight -= 1
             self._begin(group, server, session)
@@ -226,12 +222,8 @@ class Fleet:
 
     def _step(self, server: Server) -> None:
         group = self._groups[server.group]
-        before = len(server.decoding)
         server.advance(self._now_s)
-        for session in server.finish(self._now_s):
-            self._leave(group, session)
-            self._done.append((session, self._now_s))
-        self._settle(group, server, before)
+        self._settle(group, server)
         self._drain(group)
 
     def _leave(self, group: Group, session: Session) -> None:
@@ -239,40 +231,38 @@ class Fleet:
         group.replica.in_flight -= 1
         group.held[str(session.key)] -= session.tokens
 
-    def _settle(self, group: Group, server: Server, before: int) -> None:
-        """Note how many sessions the coordinator has to handle, by how much it lengthens rounds of
-        this server, and when that will be heard of next. `before`: sessions that it decoded."""
-        decoding, router = len(server.decoding), group.router
-        group.decoding += decoding - before
-        router.decoding += decoding - before
-        host_s, chunk_s = server.profile.host_s, self._plan.chunk_s
-        if decoding:
-            share = 1.0 - READING if server.reading else 1.0
-            round_s = 1.0 / (share * server.profile.rounds[decoding])
-            beside_s = max(0.0, round_s - host_s)
-            hosted_s = handled_s(host_s, beside_s, group.decoding)
-            passed_s = handled_s(chunk_s, round_s, router.decoding)
-            server.slow = (beside_s + hosted_s + max(0.0, passed_s - chunk_s)) / round_s
-            server.slow *= self._shared(server)
-            taken_s = round_s * server.slow
-            group.most_busy = max(group.most_busy, group.decoding * host_s / taken_s)
-            router.most_busy = max(router.most_busy, router.decoding * chunk_s / taken_s)
+    def _settle(self, group: Group, server: Server) -> None:
+        """End the step of a server if it is over and plan the next one; note how many sessions the
+        coordinator has to handle, and when the server will be heard of next."""
+        ended = not server.passes
+        for session in server.finish() if ended else ():
+            self._leave(group, session)
+            self._done.append((session, self._now_s))
+        more = len(server.decoding) - server.handled
+        server.handled += more
+        group.decoding += more
+        group.router.decoding += more
+        if ended and server.sessions:
+            server.plan()
+            server.pass_s *= self._slowness(group, server)
         server.version += 1
-        if (when_s := server.next_s()) < NEVER:
+        if (when_s := server.ends_s) < NEVER:
             self._plan_event(when_s, self.STEP, server.index, server.version)
-        if bool(before) != bool(decoding) and self._kinds[server.kind].beside > 1.0:
-            for other in server.node:
-                if other is not server and other.decoding:
-                    other.advance(self._now_s)
-                    self._settle(self._groups[other.group], other, len(other.decoding))
 
-    def _shared(self, server: Server) -> float:
-        """Return by how much a server is slower for those of its node that decode."""
-        more = self._kinds[server.kind].beside - 1.0
-        if not more or len(server.node) == 1:
+    def _slowness(self, group: Group, server: Server) -> float:
+        """Return the factor by which its coordinator and its router lengthen the passes of a
+        server."""
+        if not server.handled:
             return 1.0
-        busy = sum(bool(other.decoding) for other in server.node if other is not server)
-        return 1.0 + more * busy / (len(server.node) - 1)
+        host_s, chunk_s = server.profile.host_s, self._plan.chunk_s
+        pass_s, router = server.pass_s, group.router
+        beside_s = max(0.0, pass_s - host_s)
+        hosted_s = handled_s(host_s, beside_s, group.decoding)
+        passed_s = handled_s(chunk_s, pass_s, router.decoding)
+        slow = (beside_s + hosted_s + max(0.0, passed_s - chunk_s)) / pass_s
+        group.most_busy = max(group.most_busy, group.decoding * host_s / (pass_s * slow))
+        router.most_busy = max(router.most_busy, router.decoding * chunk_s / (pass_s * slow))
+        return slow
 
     def _plan_event(self, when_s: float, what: int, index: int, version: int = 0) -> None:
         heappush(self._events, (when_s, next(self._order), what, index, version))
@@ -321,7 +311,7 @@ class Fleet:
             server.profile = kind.alone if lost else kind.profile
             if lost:
                 self._plan_event(self._now_s + kind.gpu_back_s, self.GPU_BACK, server.index)
-        self._settle(group, server, len(server.decoding))
+        self._settle(group, server)
         self._drain(group)
 
     def _lose_node(self, first: int) -> None:
@@ -337,10 +327,9 @@ class Fleet:
             return
         group = self._groups[server.group]
         server.advance(self._now_s)
-        before = len(server.decoding)
         gone = server.evict()
         server.up = False
-        self._settle(group, server, before)
+        self._settle(group, server)
         self._plan_event(self._now_s + back_s, self.REPAIR, server.index)
         for session in gone:
             self._leave(group, session)
@@ -354,7 +343,7 @@ class Fleet:
         for server in group.servers:
             server.advance(self._now_s)
             server.paused = lost
-            self._settle(group, server, len(server.decoding))
+            self._settle(group, server)
         if lost:
             index = group.servers[0].group
             self._plan_event(self._now_s + self._plan.coordinator_back_s, self.RESUME, index)

@@ -2,40 +2,53 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+
+import numpy as np
 
 from dovetail.launch.simulation.figures import Figures
 from dovetail.runtime.costs.rounds import PlacedCosts
 
-READ_ROWS = 256
-"""Rows of a chunk of a prompt while nobody else is served."""
+CHUNK = 256
+"""Rows of a prompt in a pass at most, the `prompt_rows` of a target on the CPU."""
 HALF_HOPS = 2
 """Messages that the coordinator handles in a round with a draft; without one it is half as many."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The speed of a server with 1, 2, ... sessions."""
+    """The speed of a server with n sessions, at place n of each table."""
 
-    rates: tuple[float, ...]
-    """Tokens a second of each of n sessions, at place n; 0 at place 0."""
-    rounds: tuple[float, ...]
-    """Rounds a second of each of n sessions."""
+    rounds_s: tuple[float, ...]
+    """Seconds of a round in which no prompt is read."""
+    taus: tuple[float, ...]
+    """Tokens that a round brings each session."""
+    rows: tuple[int, ...]
+    """Rows of the target's pass in it; `verify_s`: its seconds."""
+    verify_s: tuple[float, ...]
+    passes_s: tuple[float, ...]
+    """Seconds of a pass by its rows, whether they are of trees or of prompts."""
+    open_s: float
+    """Seconds of an exchange with the target beside its pass."""
     host_s: float
     """Seconds that the coordinator is at work for a round of a session."""
-    read_s: float
-    """Seconds that a token of a prompt takes to be read, beside nobody."""
-    first_s: float = 0.0
-    """Seconds of a request beside waiting, reading and decoding."""
 
     @property
     def most(self) -> int:
         """Sessions that a server holds at once."""
-        return len(self.rates) - 1
+        return len(self.rounds_s) - 1
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that a token of a long prompt takes beside nobody."""
+        return self.passes_s[CHUNK] / CHUNK
+
+    def token_s(self, sessions: int) -> float:
+        """Return the seconds of a token of each of so many sessions."""
+        return self.rounds_s[sessions] / self.taus[sessions]
 
     def requests_per_s(self, prompt: float, reply: float) -> float:
         """Return the most requests a second of these mean lengths, in tokens."""
-        best = max(n * rate for n, rate in enumerate(self.rates))
+        best = max(n / self.token_s(n) for n in range(1, self.most + 1))
         return 1.0 / (prompt * self.read_s + (reply - 1.0) / best)
 
 
@@ -45,42 +58,48 @@ def of_costs(
     """Return the profile of a server by what its passes cost, behind a mean context. `drafted`:
     the figures of recorded replies played at these costs; None: the target alone. At each number of
     sessions nothing is drafted where that is faster, which is what the controller is for."""
-    rates, rounds = [0.0], [0.0]
+    open_s = costs.beside_s(drafted=False)
+    rounds = [(0.0, 1.0, 0)]
     for count in range(1, sessions + 1):
-        alone_s = costs.verify_s(count, context) + costs.beside_s(drafted=False)
-        found = (1.0 / alone_s, 1.0 / alone_s)
+        found = (costs.verify_s(count, context) + open_s, 1.0, count)
         if drafted is not None:
-            found = max(found, _drafted(costs, count, context, drafted))
-        rates.append(found[0])
-        rounds.append(found[1])
-    rates = [0.0, *reversed([*accumulate(reversed(rates[1:]), max)])]
-    read_s = costs.verify_s(READ_ROWS, context) / READ_ROWS
+            found = min(
+                found, _drafted(costs, count, context, drafted), key=lambda one: one[0] / one[1]
+            )
+        rounds.append(found)
+    rounds_s, taus, rows = zip(*rounds, strict=True)
+    passes_s = tuple(costs.t_v.table(max(rows) + CHUNK, context))
+    verify_s = tuple(passes_s[its] for its in rows)
     hops = HALF_HOPS if drafted is not None else HALF_HOPS / 2
-    return Profile(tuple(rates), tuple(rounds), hops * costs.messages.coordinator_s, read_s)
+    host_s = hops * costs.messages.coordinator_s
+    return Profile(rounds_s, taus, rows, verify_s, passes_s, open_s, host_s)
 
 
-def _drafted(costs: PlacedCosts, count: int, context: float, one: Figures) -> tuple[float, float]:
-    """Return tokens and rounds a second of each of so many sessions with a draft: the rows of all
+def _drafted(
+    costs: PlacedCosts, count: int, context: float, one: Figures
+) -> tuple[float, float, int]:
+    """Return seconds, tokens and rows of a round of so many sessions with a draft: the rows of all
     are one pass, and levels of all trees are one pass of the draft."""
     level = max(1, round(one.rows / 2))
     draft_s = one.draft_s * costs.t_d.at(level * count) / costs.t_d.at(level)
     rows = max(1, round(one.rows * count))
     round_s = draft_s + costs.verify_s(rows, context) + costs.beside_s(drafted=True)
-    return one.tau / round_s, 1.0 / round_s
+    return round_s, one.tau, rows
 
 
-def of_rates(
-    rates: Mapping[int, float], *, tau: float, host_s: float, read_s: float, first_s: float
+def of_rounds(
+    rounds_s: Mapping[int, float], *, most: int, first_row_s: float, row_s: float, open_s: float
 ) -> Profile:
-    """Return the profile of a server whose tokens a second and session were measured with some
-    numbers of sessions; between these, seconds a token are linear."""
-    known = sorted(rates)
-    seconds = [0.0]
-    for count in range(1, known[-1] + 1):
-        above = next(n for n in known if n >= count)
-        below = max((n for n in known if n <= count), default=above)
-        way = (count - below) / (above - below) if above > below else 0.0
-        seconds.append((1.0 - way) / rates[below] + way / rates[above])
-    found = [0.0, *(1.0 / taken for taken in seconds[1:])]
-    rounds = tuple(rate / tau for rate in found)
-    return Profile(tuple(found), rounds, host_s, read_s, first_s)
+    """Return the profile of a server without a draft, with room for `most` sessions, whose rounds
+    were measured with some numbers of them; between these, seconds are linear, below constant, and
+    above they rise by a row for each session. Its passes take `first_row_s` for the first row and
+    `row_s` for each further one."""
+    known = sorted(rounds_s)
+    counts = tuple(range(most + 1))
+    measured = np.interp(counts[1:], known, [rounds_s[count] for count in known])
+    measured += row_s * np.maximum(0, np.array(counts[1:]) - known[-1])
+    verify_s = (0.0, *(measured - open_s).tolist())
+    further = np.arange(most + CHUNK)
+    passes_s = (0.0, *(first_row_s + row_s * further).tolist())
+    taus = (1.0,) * len(counts)
+    return Profile((0.0, *measured.tolist()), taus, counts, verify_s, passes_s, open_s, 0.0)

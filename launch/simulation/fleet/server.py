@@ -1,19 +1,22 @@
-"""One server: the sessions that it decodes and the prompts that it reads, between two events.
+"""One server, pass by pass: the sessions that it decodes and the prompts that it reads.
 
-Sessions share a server alike: all get the same tokens a second, so that their order of ending is
-that of the tokens that they want, counted from a common sum (processor sharing).
+Passes that are alike are one step, until a session is done, a prompt is read or a request comes,
+which waits for the end of the pass that runs. All sessions get tau tokens a pass, so that their
+order of ending is that of the tokens that they want, counted from a common sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import ceil
 
-from dovetail.launch.simulation.fleet.profile import Profile
+from dovetail.launch.simulation.fleet.profile import CHUNK, Profile
+from dovetail.runtime.costs.reading import LAST, ReadingCosts, reading_order, shares
+from dovetail.runtime.engine.reading import AT_ONCE, LATENCY, LEAST_ROWS
 
 NEVER = float("inf")
-READING = 0.5
-"""The share of a server that reads a prompt while others decode: a chunk has as many rows as keep
-the pass within twice its time."""
-EPSILON = 1e-9
+EPSILON = 1e-6
+"""Of a pass, and of a token."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,18 @@ class Session:
 
 
 @dataclass(slots=True)
+class Log:
+    """What a session has to have read before it is decoded."""
+
+    session: Session
+    left: int
+    """Rows that are unread."""
+    opened: bool = False
+    rows: int = 0
+    """Rows of it in each pass of the present step."""
+
+
+@dataclass(slots=True)
 class Server:
     """A server, and what it is about."""
 
@@ -47,113 +62,161 @@ class Server:
     group: int
     profile: Profile
     node: list["Server"] = field(default_factory=list)
-    """The servers that share its memory and are lost with it, itself among them."""
-    slow: float = 1.0
-    """The factor by which its rounds are lengthened by its coordinator, its router and the servers
-    of its node."""
+    """The servers that are lost with it, itself among them."""
     up: bool = True
     paused: bool = False
     version: int = 0
     last_s: float = 0.0
+    began_s: float = 0.0
+    """When the pass began that runs; it takes `pass_s`."""
+    pass_s: float = 0.0
+    passes: int = 0
+    """Passes of the present step that have not ended; 0: there is nothing to do, or the next step
+    is to be planned."""
     sum: float = 0.0
     """Tokens that a session would have had that was here all the time."""
     decoding: list[tuple[float, int, Session]] = field(default_factory=list)
     """A heap by the sum at which each is done."""
-    reading: list[Session] = field(default_factory=list)
-    left_s: float = 0.0
-    """Seconds of this server alone that the first of `reading` still takes; `behind_s`: that those
-    behind it will."""
-    behind_s: float = 0.0
+    reading: list[Log] = field(default_factory=list)
+    learned: ReadingCosts = field(default_factory=ReadingCosts)
+    """What a coordinator has learned of reading here."""
     sessions: int = 0
     """Decoded, read, and waiting to be read."""
+    handled: int = 0
+    """Sessions decoded here that its coordinator knows of."""
     busy_s: float = 0.0
     tokens: float = 0.0
 
-    def advance(self, now_s: float) -> None:
-        """Let the time pass since it was last looked at."""
-        gone_s, self.last_s = now_s - self.last_s, now_s
-        if gone_s <= 0.0 or self.paused or not self.sessions:
-            return
-        self.busy_s += gone_s
-        decoding = len(self.decoding)
-        if self.reading:
-            self.left_s -= gone_s * READING if decoding else gone_s
-        if decoding:
-            got = gone_s * self._rate(decoding)
-            self.sum += got
-            self.tokens += got * decoding
-
-    def _rate(self, decoding: int) -> float:
-        """Return the tokens a second of each session."""
-        rate = self.profile.rates[decoding] / self.slow
-        return rate * (1.0 - READING) if self.reading else rate
-
-    def next_s(self) -> float:
-        """Return when the next session has been read or is done, if nothing else happens."""
-        if self.paused or not self.sessions:
+    @property
+    def ends_s(self) -> float:
+        """Return when the present step ends."""
+        if self.paused or not self.passes:
             return NEVER
-        when_s, decoding = NEVER, len(self.decoding)
-        if self.reading:
-            left_s = max(0.0, self.left_s)
-            when_s = self.last_s + (left_s / READING if decoding else left_s)
-        if decoding:
-            left = max(0.0, self.decoding[0][0] - self.sum)
-            when_s = min(when_s, self.last_s + left / self._rate(decoding))
-        return when_s
+        return self.began_s + self.passes * self.pass_s
+
+    def advance(self, now_s: float) -> None:
+        """Let the time pass since it was last looked at, but no further than the present step."""
+        gone_s, self.last_s = now_s - self.last_s, now_s
+        if self.paused:
+            self.began_s += gone_s
+        elif self.passes:
+            self.busy_s += gone_s
+            ended = int(max(0.0, (now_s - self.began_s) / self.pass_s + EPSILON))
+            self._end_passes(min(self.passes, ended))
+
+    def _end_passes(self, ended: int) -> None:
+        self.began_s += ended * self.pass_s
+        self.passes -= ended
+        if self.decoding:
+            got = ended * self.profile.taus[len(self.decoding)]
+            self.sum += got
+            self.tokens += got * len(self.decoding)
+        for log in self.reading:
+            log.left -= ended * log.rows
+
+    def cut(self) -> None:
+        """Have the step end with the pass that runs, since the next one is another."""
+        self.passes = min(self.passes, 1)
 
     def begin(self, session: Session, now_s: float) -> None:
         """Take a session, whose log is read first; `advance` has been called."""
         session.begun_s = min(session.begun_s, now_s)
         self.sessions += 1
-        self.reading.append(session)
-        if len(self.reading) == 1:
-            self.left_s = self._reading_s(session)
-        else:
-            self.behind_s += self._reading_s(session)
+        self.reading.append(Log(session, session.prompt + ceil(session.made)))
+        self.cut()
 
-    def _reading_s(self, session: Session) -> float:
-        return (session.prompt + session.made) * self.profile.read_s
-
-    def finish(self, now_s: float) -> list[Session]:
-        """Take note of what has been read or is done by now; return the sessions that are done."""
+    def finish(self) -> list[Session]:
+        """Take note of what has been read or is done at the end of a step; return the sessions that
+        are done."""
         done = []
-        while self.reading and self.left_s <= EPSILON:
-            session = self.reading.pop(0)
-            decoding = len(self.decoding)
-            round_s = self.slow / self.profile.rounds[decoding] if decoding else 0.0
-            later_s = self.profile.first_s + round_s / 2  # it comes in the midst of a pass
-            session.first_s = min(session.first_s, now_s + later_s)
-            wanted = max(0.0, session.reply - 1 - session.made)
+        while self.decoding and self.decoding[0][0] <= self.sum + EPSILON:
+            end, _, session = heappop(self.decoding)
+            self.tokens -= self.sum - end
+            done.append(session)
+        for log in [log for log in self.reading if log.opened and not log.left]:
+            self.reading.remove(log)
+            session = log.session
+            session.first_s = min(session.first_s, self.last_s)
             self.tokens += 0.0 if session.made else 1.0
-            if wanted:
-                waits = later_s * self.profile.rates[decoding + 1] / self.slow
-                heappush(self.decoding, (self.sum + wanted + waits, session.number, session))
-                self.tokens -= waits
+            if (wanted := session.reply - 1 - session.made) > 0.0:
+                heappush(self.decoding, (self.sum + wanted, session.number, session))
             else:
                 done.append(session)
-            if self.reading:
-                self.left_s = self._reading_s(self.reading[0])
-                self.behind_s -= self.left_s
-        while self.decoding and self.decoding[0][0] <= self.sum + EPSILON:
-            done.append(heappop(self.decoding)[2])
         self.sessions -= len(done)
         return done
 
+    def plan(self) -> None:
+        """Plan the next step, which begins now, at full speed."""
+        self.began_s = self.last_s
+        if self.decoding:
+            self._plan_rounds()
+        elif self.reading:
+            self._plan_reading()
+
+    def _plan_reading(self) -> None:
+        """Nobody is delayed: a log is read in passes of its own, in turns with others that are too
+        long for one."""
+        log = self.reading.pop(0)
+        self.reading.append(log)
+        self._share([log], [min(log.left, CHUNK)])
+        took_s = self.profile.passes_s[log.rows]
+        self.learned.observe(log.rows, took_s)
+        log.opened, self.passes, self.pass_s = True, 1, self.profile.open_s + took_s
+
+    def _plan_rounds(self) -> None:
+        """Every session gets a round; logs are opened first and read in the passes of the
+        rounds."""
+        profile, count = self.profile, len(self.decoding)
+        for log in self.reading:
+            self.began_s += 0.0 if log.opened else profile.open_s
+            log.opened = True
+        self.passes = ceil((self.decoding[0][0] - self.sum) / profile.taus[count] - EPSILON)
+        self.pass_s = profile.rounds_s[count]
+        if self.reading:
+            self._read_beside(profile.verify_s[count], profile.rows[count])
+
+    def _read_beside(self, verify_s: float, rows: int) -> None:
+        """Have the passes of rounds, which take so long over so many rows of trees, read as many
+        rows of logs as a coordinator allows."""
+        bound_s = (LATENCY - 1.0) * verify_s
+        most = min(CHUNK, max(LEAST_ROWS, self.learned.rows_within(bound_s)))
+        logs = self._in_order()
+        self._share(logs, shares([log.left for log in logs], most, at_once=AT_ONCE))
+        read = sum(log.rows for log in logs)
+        added_s = self.profile.passes_s[rows + read] - self.profile.passes_s[rows]
+        self.pass_s += added_s
+        self.passes = min(self.passes, *(log.left // log.rows for log in logs if log.rows), LAST)
+        for _ in range(self.passes):
+            self.learned.observe(read, added_s)
+
+    def _share(self, logs: Sequence[Log], rows: Sequence[int]) -> None:
+        for log in self.reading:
+            log.rows = 0
+        for log, its in zip(logs, rows, strict=True):
+            log.rows = its
+
+    def _in_order(self) -> Sequence[Log]:
+        """Return the logs in the order in which a coordinator has them read."""
+        order = reading_order(
+            [str(log.session.key) for log in self.reading],
+            waited_s=[self.last_s - log.session.asked_s for log in self.reading],
+            reading_s=[log.left * self.learned.row_s for log in self.reading],
+        )
+        return [self.reading[place] for place in order]
+
     def evict(self) -> list[Session]:
         """Give up all sessions, which go on elsewhere behind the tokens that they have."""
-        gone = self.reading
+        gone = [log.session for log in self.reading]
         for end, _, session in self.decoding:
             session.made = session.reply - 1 - max(0.0, end - self.sum)
             gone.append(session)
         for session in gone:
             session.moves += 1
-        self.decoding, self.reading, self.sessions = [], [], 0
-        self.left_s = self.behind_s = 0.0
+        self.decoding, self.reading, self.sessions, self.passes = [], [], 0, 0
         return gone
 
-    def done_s(self, prompt: float, reply: int) -> float:
-        """Return about how long a session would take here if it came now: what the placement of new
-        sessions goes by."""
-        profile = self.profile
-        rate = profile.rates[self.sessions + 1] / self.slow
-        return self.left_s + self.behind_s + prompt * profile.read_s + reply / rate
+    @property
+    def next_round_s(self) -> float:
+        """Return the seconds of a round with one session more, which placement goes by: they are
+        taken to be proportional to the sessions, as in `runtime/fleet/alike.py`."""
+        return (self.sessions + 1) * self.profile.rounds_s[1]
