@@ -70,7 +70,7 @@ class Costs:
 
     round_s: float
     first_row_s: float
-    """Of a pass for its first row; `row_s`: for each further one."""
+    """Seconds of a pass for its first row; `row_s`: for each further one."""
     row_s: float
     begin_s: float
     """Before the first token, beside reading."""

@@ -16,7 +16,7 @@ from dovetail.runtime.engine.reading import AT_ONCE, LATENCY, LEAST_ROWS
 
 NEVER = float("inf")
 EPSILON = 1e-6
-"""Of a pass, and of a token."""
+"""The parts of a pass and of a token below which nothing is left of them."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Session:
 
 @dataclass(slots=True)
 class Log:
-    """What a session has to have read before it is decoded."""
+    """The log of a session, which is read before that is decoded."""
 
     session: Session
     left: int
@@ -79,7 +79,7 @@ class Server:
     """A heap by the sum at which each is done."""
     reading: list[Log] = field(default_factory=list)
     learned: ReadingCosts = field(default_factory=ReadingCosts)
-    """What a coordinator has learned of reading here."""
+    """The costs of reading here, as a coordinator has learned them."""
     sessions: int = 0
     """Decoded, read, and waiting to be read."""
     handled: int = 0
