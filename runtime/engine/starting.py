@@ -127,11 +127,11 @@ class Starting:
             yield from self._deliver(running, waiting)
             self._queue.given(request.owner, tokens_of(request), self._now_ns())
             yield from self._moving.make_room(request, target, running.session.target_base)
+            client.sessions[waiting.submit.request] = running.session.number
+            yield Start(running)
         except BaseException:
             give_back(running)
             raise
-        client.sessions[waiting.submit.request] = running.session.number
-        yield Start(running)
         if target.peer not in self._registry.workers:
             yield from self._moving.disconnect(running)
         if not wanted:

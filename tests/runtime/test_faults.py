@@ -24,6 +24,7 @@ SENT = HANDLED.index(("_post", "to_worker"))
 TOLD = HANDLED.index(("_post", "to_client"))
 PAIRED = HANDLED.index(("_placement", "pair"))
 STARTED = HANDLED.index(("_starting", "_start"))
+BEGUN = HANDLED.index(("_sessions", "start"))
 FORGOTTEN = HANDLED.index(("_sessions", "close_on"))
 ADMITTED = HANDLED.index(("_admission", "newcomer"))
 CLAIMED = HANDLED.index(("_intake", "_submit"))
@@ -126,6 +127,14 @@ FOUND = {
             (0, Fault("refuse", who=2)),
             (0, Fault("handler", for_ms=FORGOTTEN)),
             (0, Wish(tokens=3)),
+        ),
+    ),
+    "the coordinator fails at starting a session that goes on from a kept one": Schedule(
+        drafts=0,
+        steps=(
+            (0, Wish(prompt=LONG_PROMPT, tokens=1)),
+            (3, Fault("handler", for_ms=BEGUN)),
+            (2, Wish(prompt=LONG_PROMPT, tokens=1)),
         ),
     ),
     "the only draft refuses, and nobody asks for anything afterwards": Schedule(
