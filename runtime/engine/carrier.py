@@ -6,6 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Failed
 from dovetail.runtime.engine.effects import (
     Abandon,
     Admitted,
@@ -92,6 +93,8 @@ class Carrier:
                 self._decide(effect.words)
             case Send():
                 self._post.to_worker(effect.worker, effect.message)
+            case Tell(message=Failed() as told):
+                self._post.refuse(effect.client, told)
             case Tell():
                 self._post.to_client(effect.client, effect.message)
             case Start():

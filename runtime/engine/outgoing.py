@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import LinkError, PeerBusy
 from dovetail.protocol.links import Hub
-from dovetail.protocol.messages import Message
-from dovetail.runtime.engine.faults import reraise_exits
+from dovetail.protocol.messages import Failed, Message
+from dovetail.runtime.engine.faults import aside, reraise_exits
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.telemetry.event_log import EventLog
 
@@ -103,6 +103,12 @@ class Outgoing:
             self.flush(client)
         elif client.outbox.remind():
             self._later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
+
+    def refuse(self, client: ClientPeer, told: Failed) -> None:
+        """Tell a client that a request failed. Where that fails, too, it is told once more, past
+        what waits for it."""
+        if not aside(self.to_client, client, told) and client.hear is None:
+            aside(self.to_peer, client.peer, told)
 
     def flush(self, client: ClientPeer) -> None:
         """Send what waits for a client. What cannot be put into a message concerns the request that

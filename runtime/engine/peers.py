@@ -197,8 +197,8 @@ class Peers:
             self._gone.append((worker, "was removed"))
 
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
-        """Tell a client that a request of its failed for our own fault; None: it was a question.
-        Where that fails too, it is told once more, past what waits for it."""
+        """Tell a client that a request of its failed for our own fault; None: it was a
+        question."""
         running = (
             self._sessions.get(client.sessions.get(request, 0)) if request is not None else None
         )
@@ -209,9 +209,7 @@ class Peers:
             client.reading.pop(request, None)
             client.sessions.pop(request, None)
             self._tally.ended["error"] += 1
-        told = refusal(self._service.epoch, fault(error), request)
-        if not aside(self._post.to_client, client, told):
-            aside(self._post.to_peer, client.peer, told)
+        self._post.refuse(client, refusal(self._service.epoch, fault(error), request))
 
     def unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
         """Fail a request of which something could not be put into a message."""

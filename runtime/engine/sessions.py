@@ -194,8 +194,7 @@ class Sessions:
         aside(self._settle, running)
         if not running.delivery.finished:
             self._tally.ended["error"] += not running.trial
-            told = refusal(self._epoch, error, running.request)
-            aside(self._post.to_client, running.client, told)
+            self._post.refuse(running.client, refusal(self._epoch, error, running.request))
         self.drop(running)
 
     def drop(self, running: RunningRequest) -> None:

@@ -137,6 +137,14 @@ FOUND = {
             (2, Wish(prompt=LONG_PROMPT, tokens=1)),
         ),
     ),
+    "the coordinator fails at telling a client that no target came back": Schedule(
+        drafts=0,
+        steps=(
+            (0, Wish(tokens=1)),
+            (0, Fault("kill", for_ms=9000)),
+            (0, Fault("handler", for_ms=TOLD)),
+        ),
+    ),
     "the only draft refuses, and nobody asks for anything afterwards": Schedule(
         steps=((0, LONG), (20, Fault("refuse", who=1)))
     ),
