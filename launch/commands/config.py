@@ -64,13 +64,19 @@ def grafana() -> None:
     type=OUT_FOLDER,
     help="Write each unit into this folder, such as /etc/systemd/system.  [default: stdout]",
 )
+@click.option(
+    "--standby-of",
+    metavar="ADDRESS",
+    default="",
+    help="Print the standby of the coordinator at tcp://HOST:PORT, and nothing else.",
+)
 @settings_flags(*SERVED, shown=LISTENING, named=True)
-def systemd(configuration: Configuration, out: Path | None) -> None:
+def systemd(configuration: Configuration, out: Path | None, standby_of: str) -> None:
     """Print hardened units for this machine: the coordinator, its workers and the HTTP API, each on
     its cores and within its memory, watched by their progress."""
     from dovetail.launch.files.deployment.systemd import systemd_units
 
-    units = systemd_units(configuration)
+    units = systemd_units(configuration, standby_of)
     if out is not None:
         _write(out, units)
         return

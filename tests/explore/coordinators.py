@@ -210,8 +210,9 @@ class Machine:
         )
 
         def link() -> StandbyLink | None:
-            there = other.reached_by(self)
-            self.link = None if there is None else StandbyLink(there, self)
+            if (there := other.reached_by(self)) is None:
+                return None
+            self.link = StandbyLink(there, self)
             return self.link
 
         def look() -> None:

@@ -133,8 +133,8 @@ def an_error_has_a_reason(
 
 
 def a_worker_obeys_no_lower_term(process: Process, term: int) -> None:
-    """A worker carries out no command of a coordinator that has been taken over from, once it has
-    carried out one of the next."""
+    """A worker that a coordinator has welcomed heeds neither welcome nor command of one in a lower
+    term."""
     if term < process.obeyed:
         _broken(
             a_worker_obeys_no_lower_term,

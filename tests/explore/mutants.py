@@ -21,6 +21,11 @@ from dovetail.runtime.session.state import State
 from dovetail.runtime.standby.succession import Tenure, Watch
 from dovetail.workers.serving.registration import Standing
 
+MOST = 6000
+"""Each planted bug is found within so many schedules."""
+ALL, PAIRS = range(MOST), range(5, MOST, 8)
+"""The numbers of schedules, and of those at random that have a standby."""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -30,6 +35,8 @@ class Mutant:
     owner: type
     name: str
     wrong: Callable[[Any], Any] = field(repr=False)
+    numbers: range = ALL
+    """The numbers of the schedules that find it."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -180,10 +187,14 @@ MUTANTS = (
     ),
     Mutant("the token of a lost round is committed twice", Session, "opened", _twice),
     Mutant("sessions of a client that has left go on", Peers, "client_lost", _nothing),
-    Mutant("a worker forgets the term", Standing, "welcomed", _term_forgotten),
+    Mutant("a worker forgets the term", Standing, "welcomed", _term_forgotten, PAIRS),
     Mutant(
-        "a standby takes over while a quorum hears its lead", Watch, "due", _one_voter_is_enough
+        "a standby takes over while a quorum hears its lead",
+        Watch,
+        "due",
+        _one_voter_is_enough,
+        PAIRS,
     ),
-    Mutant("a coordinator without standby and workers goes on", Tenure, "lapsed", _never),
-    Mutant("a standby confirms what it does not copy", Journal, "copy", _confirmed_unread),
+    Mutant("a coordinator without standby and workers goes on", Tenure, "lapsed", _never, PAIRS),
+    Mutant("a standby confirms what it does not copy", Journal, "copy", _confirmed_unread, PAIRS),
 )

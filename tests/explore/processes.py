@@ -68,7 +68,7 @@ class Process:
     hub: Callable[["Process"], FaultyHub | None] = lambda _: None
     """Returns the hub at the address that is tried next, if somebody listens there."""
     obeys: Callable[["Process", int], None] = lambda _, __: None
-    """Hears of each command that is carried out, with the epoch of who asked."""
+    """Hears of each welcome and command that it heeds, with the epoch of who sent it."""
 
     wire: Wire | None = None
     worker: ScriptedWorker | None = None
@@ -280,6 +280,7 @@ class Process:
         except LinkClosed:
             self.wire.process_closes()
         else:
+            self.obeys(self, welcome.epoch)
             self.worker.handle(welcome)
 
     def _begin(self, command: Command) -> None:

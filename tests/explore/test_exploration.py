@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from explore.drawing import RINGS, draw, enumerated, reached
-from explore.mutants import MUTANTS, Mutant
+from explore.mutants import MOST, MUTANTS, Mutant
 from explore.schedules import Fault, Schedule, Swerve, Wish, as_code
 from explore.search import attempt, explore, shortest
 
-MOST = 6000
-"""Each planted bug is found within so many schedules."""
 MOST_STEPS = 6
 """Requests and faults of what it is shrunk to."""
 SEED = 0
@@ -74,7 +72,7 @@ def test_a_planted_bug_is_found_and_shrunk_to_the_fault_that_shows_it() -> None:
 @pytest.mark.parametrize("bug", MUTANTS, ids=lambda bug: bug.words.replace(" ", "-"))
 def test_exploration_finds_each_planted_bug(bug: Mutant) -> None:
     with bug.planted():
-        failure = explore(SEED, range(MOST)).failure
+        failure = explore(SEED, bug.numbers).failure
         assert failure is not None, f"not found in {MOST} schedules: {bug.words}"
         found = shortest(failure)
     assert len(found.schedule.steps) <= MOST_STEPS

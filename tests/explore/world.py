@@ -100,7 +100,7 @@ class World:
         return self.machines[tried % len(self.machines)].reached_by(one)
 
     def obeyed(self, process: Process, epoch: int) -> None:
-        """A worker carries out a command of this coordinator."""
+        """A worker heeds the coordinator of this epoch."""
         for machine in self.machines:
             if machine.coordinator is not None and machine.coordinator.epoch == epoch:
                 invariants.a_worker_obeys_no_lower_term(process, machine.term)

@@ -211,6 +211,27 @@ def test_keys_are_handed_over_as_credentials(keys: Path, api_keys: Path) -> None
         systemd_units(settings(coordinator__listen="tcp://*:5555", coordinator__keys=str(keys)))
 
 
+def test_the_unit_of_a_standby_is_that_of_a_coordinator_alone(
+    keys: Path, tmp_path: Path, invoke: Run
+) -> None:
+    there = {"coordinator__listen": "tcp://0.0.0.0:5555", "coordinator__keys": str(keys)}
+    units = systemd_units(settings(**there), "tcp://192.0.2.1:5555")
+    assert sorted(units) == ["dovetail-coordinator.service", "dovetail.target"]
+    unit = units["dovetail-coordinator.service"]
+    assert "--standby-of=tcp://192.0.2.1:5555" in unit
+    assert f"coordinator.key:{keys}/coordinator.key" in values(unit, "LoadCredential")
+    if shutil.which("systemd-analyze") is not None:
+        for name, text in units.items():
+            (tmp_path / name).write_text(text)
+        files = [str(tmp_path / name) for name in units]
+        verified = subprocess.run(
+            ["systemd-analyze", "verify", *files], capture_output=True, text=True
+        )
+        assert (verified.returncode, verified.stderr) == (0, "")
+    near = invoke("config", "export", "systemd", "--standby-of", "tcp://192.0.2.1:5555")
+    assert (near.returncode, "at tcp://HOST:PORT" in near.stderr) == (2, True)
+
+
 def test_words_of_a_command_mean_themselves() -> None:
     assert _quoted('--target.model=/a b/100%/$HOME"\\') == (
         '"--target.model=/a b/100%%/$$HOME\\"\\\\"'

@@ -7,6 +7,7 @@ Every line that is not plain says why it is there; `systemd-analyze security` ha
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from dovetail.launch.files.deployment.parts import (
@@ -23,6 +24,7 @@ from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.http_keys import read_keys
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Settings
 
 GROUP = "dovetail.target"
@@ -93,9 +95,20 @@ DeviceAllow=/dev/kfd rw
 SupplementaryGroups=video render"""
 
 
-def systemd_units(configuration: Configuration) -> dict[str, str]:
-    """Return file name -> text of the units for these settings on this machine. `UserError` for a
-    model that is not here, `SettingsError` and `KeysError` for keys that are missing."""
+def systemd_units(configuration: Configuration, standby_of: str = "") -> dict[str, str]:
+    """Return file name -> text of the units for these settings on this machine; with `standby_of`,
+    the address of a coordinator, that of its standby alone. `UserError` for a model that is not
+    here, or a standby that nobody could reach, `SettingsError` and `KeysError` for keys that are
+    missing."""
+    for address, flag in (
+        (standby_of, "--standby-of"),
+        (configuration.settings.coordinator.listen, "--listen"),
+    ):
+        if standby_of and not address.startswith("tcp://"):
+            raise UserError(
+                f"{flag} {address}: a coordinator and its standby are on machines of their own, at "
+                "tcp://HOST:PORT"
+            )
     configuration = settled(configuration)
     settings = configuration.settings
     read_keys(settings.http)
@@ -115,6 +128,9 @@ def systemd_units(configuration: Configuration) -> dict[str, str]:
         model=str,
     )
     parts = parts_of(configuration, there)
+    if standby_of:
+        hub = next(part for part in parts if part.name == "coordinator")
+        parts = [replace(hub, arguments=(*hub.arguments, f"--standby-of={standby_of}"))]
     files = {f"{_unit(part.name)}.service": _service(part, settings) for part in parts}
     wants = " ".join(files)
     return {
