@@ -31,6 +31,8 @@ def happen(world: "World", fault: Fault) -> bool:
             return _fail_in_a_room(world, fault)
         case "leave":
             world.leave()
+        case "deaf" if not world.reader.there:
+            return False  # a connection takes its first message whoever reads it
         case "deaf":
             world.reader.hub.deaf[world.reader.peer] = world.time.now_ns + for_ns
             world.reader.deaf = True
