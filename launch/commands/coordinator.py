@@ -24,6 +24,7 @@ from dovetail.protocol.errors import DovetailError, LinkClosed, LinkRefused, Use
 from dovetail.protocol.keys import STANDBY
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
+from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.loop import coordinate
 from dovetail.runtime.journal.journal import KEEP_S, Journal
@@ -203,6 +204,13 @@ class Process:
                 f"the standby of {address} would listen at {hub.address}: both are on machines of "
                 "their own, at tcp://HOST:PORT; name one with --listen, the other with --standby-of"
             )
+        if len(split_addresses(address)) > 1:
+            raise UserError(f"--standby-of {address}: name one address, of the one that leads")
+        if _is_here(address, hub.address):
+            raise UserError(
+                f"the standby of {address} would listen there itself: name the other coordinator "
+                "with --standby-of"
+            )
         if journal is None:
             raise UserError(
                 "a standby keeps a copy of the journal: name a folder for it with "
@@ -254,6 +262,13 @@ def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
     if journal.found:
         log.info("the journal in %s has %d requests to go on with", folder, journal.found)
     return journal
+
+
+def _is_here(address: str, own: str) -> bool:
+    """Return whether an address is our own, by another name of this machine perhaps."""
+    (host, port), (own_host, own_port) = (one[6:].rsplit(":", 1) for one in (address, own))
+    names = {"127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", socket.gethostname()}
+    return port == own_port and (host == own_host or {host, own_host} <= names)
 
 
 def _introduce(address: str, *, by_hand: bool) -> None:

@@ -4,7 +4,7 @@ taken over from it."""
 import re
 from collections.abc import Callable
 
-from dovetail.protocol.errors import LinkClosed
+from dovetail.protocol.errors import LinkClosed, UserError
 from dovetail.protocol.links import Link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
 
@@ -13,8 +13,15 @@ BETWEEN = re.compile(r",(?=\s*(?:ipc|tcp)://)")
 
 
 def split_addresses(addresses: str) -> list[str]:
-    """Return the addresses that are separated by commas."""
-    return [one.strip() for one in BETWEEN.split(addresses)]
+    """Return the addresses that are separated by commas; `UserError` if one is missing, or there
+    twice."""
+    each = [one.strip() for one in BETWEEN.split(addresses)]
+    for one in each:
+        if one.endswith(","):
+            raise UserError(f"no address follows the last comma of {addresses!r}: remove the comma")
+        if each.count(one) > 1:
+            raise UserError(f"{addresses!r} has {one} twice: name each coordinator once")
+    return each
 
 
 class Way:

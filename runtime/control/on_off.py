@@ -262,7 +262,7 @@ class OnOff:
             self._experience.hopeless += self._doubted
             return self._judged(
                 "off",
-                f"drafting was tried for {self._rounds:.0f} rounds and stopped because",
+                f"drafting was tried ({self._rounds:.0f} rounds) and stopped because",
                 alone_s,
             )
         return None

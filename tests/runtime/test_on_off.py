@@ -112,7 +112,7 @@ def test_every_change_is_told_with_both_rates() -> None:
         "drafting stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without",
         "drafting is tested again after 8 rounds without a draft: 31.2 tokens/s with "
         "a draft when last measured, 50.0 without",
-        "drafting was tried for 3 rounds and stopped because it was slower: 31.2 tokens/s with "
+        "drafting was tried (3 rounds) and stopped because it was slower: 31.2 tokens/s with "
         "a draft, 50.0 without",
     ]
     assert (

@@ -13,6 +13,14 @@ from dovetail.protocol.keys import generate_keys
     ("flags", "said"),
     [
         (("--standby-of=ipc:///x/hub",), r"standby of ipc:///x/hub .*at tcp://HOST:PORT"),
+        (
+            ("--standby-of=tcp://localhost:45871", "--listen=tcp://127.0.0.1:45871"),
+            r"would listen there itself: name the other coordinator with --standby-of",
+        ),
+        (
+            ("--standby-of=tcp://127.0.0.1:1,tcp://127.0.0.1:2", "--listen=tcp://127.0.0.1:*"),
+            r"name one address, of the one that leads",
+        ),
         (("--standby-of=tcp://127.0.0.1:1",), r"would listen at ipc://.*name one with --listen"),
         (
             ("--standby-of=tcp://127.0.0.1:1", "--listen=tcp://127.0.0.1:*", "--journal=off"),

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.protocol.errors import KeysError, LinkClosed
+from dovetail.protocol.errors import KeysError, LinkClosed, UserError
 from dovetail.protocol.keys import STANDBY, generate_keys
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
-from dovetail.protocol.links.ways import Way
+from dovetail.protocol.links.ways import Way, split_addresses
 
 
 class Anywhere:
@@ -24,6 +24,19 @@ class Anywhere:
         if address not in self.there:
             raise LinkClosed(f"nobody answers at {address}")
         return address
+
+
+@pytest.mark.parametrize(
+    ("addresses", "said"),
+    [
+        ("tcp://a:1,", "no address follows the last comma"),
+        ("tcp://a:1, tcp://b:2,", "no address follows the last comma"),
+        ("tcp://a:1,tcp://b:2,tcp://a:1", "has tcp://a:1 twice"),
+    ],
+)
+def test_addresses_that_cannot_be_meant_are_refused(addresses: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        split_addresses(addresses)
 
 
 @pytest.mark.parametrize(("there", "found"), [("ipc:///x,y/hub", 0), ("tcp://b:1", 1)])
