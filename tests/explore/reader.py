@@ -143,7 +143,7 @@ class Reader:
         hub, self._term = self.hub, welcome.term
 
         def welcomed() -> None:
-            if self.hub is hub:
+            if self.hub is hub and not self.there:  # it may have been welcomed twice
                 self.there = True
                 self._ask_again()
 
