@@ -42,7 +42,7 @@ REPLY = Share(
 
 
 def measured(*arguments: str) -> Any:
-    """What a benchmark found, as it says it in JSON."""
+    """Return the findings of a benchmark, which it prints as JSON."""
     done = subprocess.run(
         [sys.executable, BENCHMARKS, *arguments, "--json"], capture_output=True, text=True
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.options import json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS
@@ -68,6 +68,7 @@ def grafana() -> None:
     "--standby-of",
     metavar="ADDRESS",
     default="",
+    cls=Rare,
     help="Print the standby of the coordinator at tcp://HOST:PORT, and nothing else.",
 )
 @settings_flags(*SERVED, shown=LISTENING, named=True)

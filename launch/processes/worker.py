@@ -148,7 +148,7 @@ class WorkerProcess:
         ways = {part: self._way(part, folder) for part in parts}
         links = {part: way.first() for part, way in ways.items()}
         answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
-        over = threading.Event()
+        over, others = threading.Event(), dict[Part, SecondRole]()
         try:
             workers = self._load(links)
             load_s = time.monotonic() - began
@@ -160,7 +160,7 @@ class WorkerProcess:
                 self.say(
                     "\n".join(of_worker(one.hello(0), self.connect) for one in workers.values())
                 )
-            first, *others = (
+            first, *works = (
                 partial(
                     self._work,
                     links[part],
@@ -171,20 +171,23 @@ class WorkerProcess:
                 )
                 for part in parts
             )
-            threads = [SecondRole(work, over) for work in others]
-            for thread in threads:
+            others |= {
+                part: SecondRole(work, over) for part, work in zip(parts[1:], works, strict=True)
+            }
+            for thread in others.values():
                 thread.start()
             let_go = first()
             end_undisturbed()
-            for thread in threads:
+            for thread in others.values():
                 thread.join(ANSWER_S)
             parted = "released it" if let_go else "disconnected"
             self.say(f"{self._title} ends: its coordinator {parted}")
             return let_go
         finally:
             over.set()
-            for link in links.values():
-                link.close()
+            for part, link in links.items():
+                if part not in others or not others[part].is_alive():
+                    link.close()  # else it is its thread's, and ends with the process
 
     def _way(self, part: Part, keys: Path | None) -> Way:
         """Return the way of a part to its coordinator."""
@@ -289,7 +292,7 @@ class SecondRole(threading.Thread):
             note(f"dovetail: {error}")
             os._exit(USER_ERROR)
         except BaseException:
-            if self._over.is_set():  # its link was closed
+            if self._over.is_set():  # the process ends
                 return
             traceback.print_exc()
             os._exit(1)

@@ -134,8 +134,8 @@ class Moving:
         there."""
         now_ns = self._now_ns()
         self._recovery.lost(running, why, now_ns)
+        running.target.sessions -= 1  # with the loss, whatever comes of what follows
         running.interrupted(now_ns)
-        running.target.sessions -= 1
         yield Forget(running, running.target)
         yield Follow(running, running.give(running.session.target_lost))
 

@@ -145,6 +145,20 @@ FOUND = {
             (0, Fault("handler", for_ms=TOLD)),
         ),
     ),
+    "the coordinator fails at a session whose target is lost, as it waits for another": Schedule(
+        targets=2,
+        reads=True,
+        part=3,
+        row_ms=12.0,
+        steps=(
+            (0, Wish(prompt=tuple(range(3, 40)), tokens=15)),
+            (0, Fault("drop")),
+            (187, Fault("kill", who=1, for_ms=0)),
+            (90, Fault("stop", who=2, for_ms=1400)),
+            (0, Fault("fault", for_ms=58)),
+            (0, Wish(tokens=11)),
+        ),
+    ),
     "the only draft refuses, and nobody asks for anything afterwards": Schedule(
         steps=((0, LONG), (20, Fault("refuse", who=1)))
     ),

@@ -18,7 +18,7 @@ from dovetail.runtime.record.recording import Recording, Said, Step, read_record
 from dovetail.runtime.record.replay import Difference, Replay
 from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.session import Session
-from explore import world
+from explore import coordinators, world
 from explore.drawing import draw
 from explore.sabotage import Panic, Sabotage
 from explore.schedules import Fault, Schedule, Wish
@@ -115,7 +115,7 @@ logic alone does not fail."""
 def play_schedule(schedule: Schedule, folder: Path, patch: pytest.MonkeyPatch) -> int:
     """Have a schedule of faults recorded and every session played; how many there were."""
     recorders: list[Recorder] = []
-    bare = world.open_coordinator
+    bare = coordinators.open_coordinator
 
     def recorded(*about: Any) -> Any:
         coordinator = bare(*about)
@@ -124,7 +124,7 @@ def play_schedule(schedule: Schedule, folder: Path, patch: pytest.MonkeyPatch) -
         return coordinator
 
     with patch.context() as inner:
-        inner.setattr(world, "open_coordinator", recorded)
+        inner.setattr(coordinators, "open_coordinator", recorded)
         world.play(schedule)
     for recorder in recorders:
         recorder.close()
