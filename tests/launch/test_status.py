@@ -58,8 +58,9 @@ def test_it_says_who_leads_in_which_term_and_how_far_the_standby_is_behind(
 
 
 def test_of_several_addresses_it_says_that_nobody_leads_at_any(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dovetail.launch.processes.connection.CONNECT_TIMEOUT_S", 1.0)
     first, second = (f"ipc://{tmp_path}/{name}" for name in ("first", "second"))
     assert cli.run(("status", f"--connect={first},{second}")) == 1
     said = capsys.readouterr().err
