@@ -96,5 +96,4 @@ def test_a_rounds_spans_add_up_to_it_and_to_what_the_workers_were_busy(backend: 
         for one in passes
     ]
     assert all(sum(its) <= one.span[2] for one, its in zip(passes, parts, strict=True))
-    shares = [sum(its) / one.span[2] for one, its in zip(passes, parts, strict=True)]
-    assert median(shares) >= 0.9  # a pass in whose midst the process was not run has a gap
+    assert sum(map(sum, parts)) >= 0.9 * sum(one.span[2] for one in passes)

@@ -265,8 +265,8 @@ def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
 
 
 def _is_here(address: str, own: str) -> bool:
-    """Return whether an address is our own, by another name of this machine perhaps."""
-    (host, port), (own_host, own_port) = (one[6:].rsplit(":", 1) for one in (address, own))
+    """Return whether a tcp address is our own, perhaps by another name of this machine."""
+    (host, _, port), (own_host, _, own_port) = (one[6:].rpartition(":") for one in (address, own))
     names = {"127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", socket.gethostname()}
     return port == own_port and (host == own_host or {host, own_host} <= names)
 

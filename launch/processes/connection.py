@@ -276,8 +276,8 @@ def find_coordinator(
 
 
 def open_client(addresses: str, keys: str, role: Literal["client", "operator"]) -> Client:
-    """A client of the coordinator that leads, of those at one or several addresses; `DovetailError`
-    if none does."""
+    """Return a client of the coordinator that leads, among those at one or several addresses;
+    `DovetailError` if none does."""
     folder, reasons = Path(keys) if keys else None, list[str]()
     each = split_addresses(addresses)
     timeout_s = CONNECT_TIMEOUT_S / len(each)

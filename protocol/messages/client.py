@@ -209,7 +209,8 @@ class Emitted(Message):
     ] = ()
     """The log-probabilities of each token, where they were asked for."""
     fingerprint: Name = ""
-    """The fingerprint of the target that computed them; empty: it is that of the last ones."""
+    """The fingerprint of the target that computed them; empty: it is that of the tokens before, or
+    is not known."""
 
 
 class PromptScored(Message):

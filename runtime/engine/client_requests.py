@@ -193,12 +193,12 @@ class ClientRequests:
             return
         if entry is not None:
             yield from self._claimed(client, submit, entry)
-        elif self._service.ending or not self._waits(submit):
+        elif self._service.ending or not self._needs_target(submit):
             yield from self._submit(client, submit, self._target(), now_ns)
         else:
             yield from self._wait(client, submit, None)
 
-    def _waits(self, submit: Submit) -> bool:
+    def _needs_target(self, submit: Submit) -> bool:
         """Return whether a request that the journal does not know waits for a target: for one that
         computes what its client has to the same bytes, or for any if its client comes back."""
         return bool(submit.told.tokens) or (submit.again and self._placement.reader() is None)

@@ -176,7 +176,8 @@ class Claims:
                 continue
             self._waiting.remove(claim)
             known = claim.submit.told.fingerprint if entry is None else entry.fingerprint
-            wanted = f" of {known}" if claim.submit.told.tokens or (entry and entry.tokens) else ""
+            begun = claim.submit.told.tokens or (entry is not None and entry.tokens)
+            wanted = f" of {known or 'the unknown fingerprint of its tokens'}" if begun else ""
             text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} was there"
             yield claim, RequestError("worker_lost", f"{text}: start one and ask again")
 

@@ -67,6 +67,8 @@ class Follower:
         self._copied = False
         """True if the journal is a whole copy of that of the coordinator on this link."""
         self._parts: list[bytes] = []
+        self._why = ""
+        """The words with which the coordinator refused this standby last."""
         self._heard_s = self._ticked_s = 0.0
         self._leads_s = now_s + ANSWER_S if leads_on else math.inf
         self._waiting: dict[bytes, Waiting] = {}
@@ -138,7 +140,14 @@ class Follower:
             case Failed():
                 if reply.code == "capacity":  # it has a standby, so that it leads
                     self._put_off(now_s)
-                self._lose(printable(reply.text), now_s)
+                self._lose(self._refused(printable(reply.text)), now_s)
+
+    def _refused(self, why: str) -> str:
+        """Say why the coordinator does not have this standby now, once for each reason."""
+        if why != self._why:
+            log.warning("%s is not followed yet, and is asked again: %s", self._address, why)
+        self._why = why
+        return why
 
     def _put_off(self, now_s: float) -> None:
         """Note that the other one leads: this one does only if it says nothing more for some

@@ -7,6 +7,7 @@ while it has its standby. Both cannot be of one list of voters, and a coordinato
 changed goes by all lists that its standby may have.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -55,7 +56,8 @@ class Copying:
 
     def confirmed(self, number: int) -> None:
         """Note that it has all up to this message."""
-        self._unconfirmed = {n: sent for n, sent in self._unconfirmed.items() if n > number}
+        while (oldest := next(iter(self._unconfirmed), math.inf)) <= number:
+            del self._unconfirmed[int(oldest)]
 
     def state(self, now_ns: int) -> StandbyState:
         """Return how far it is behind, for `status`."""

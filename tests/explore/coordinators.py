@@ -135,7 +135,7 @@ class Machine:
         self.follower: Follower | None = None
         """The standby that is here, or was the last; None: there was none, or it has taken over."""
         self.link: StandbyLink | None = None
-        """Its last link to the coordinator that it follows."""
+        """The last link of its standby to the coordinator that this follows."""
         self.apart: dict[object, int] = {}
         """Who does not reach this machine until when."""
         self.bare_since_ns: int | None = self.time.now_ns
@@ -278,7 +278,7 @@ class Machine:
         self.time.later(round(CALL_EVERY_S * S), call, hub)
 
     def die(self) -> None:
-        """Its process ends."""
+        """End the process of this machine."""
         if self.link is not None:
             self.link.wire.died()
         self.hub.close()

@@ -36,7 +36,7 @@ class Ended:
     code: int
     """Its exit code; negative: the signal that ended it."""
     said: str
-    """Its stderr."""
+    """The text on stderr."""
     cpu_s: float
     """Processor time without the imports, which are made once for all."""
     grown_mib: float

@@ -14,7 +14,7 @@ from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import MAGIC, Segments
 from support.houses import DYNAMIC, PROMPT
 from support.lives import LONG_PROMPT, MOST, TICKET, Lives, undisturbed
-from support.scripted import ScriptedTarget, continuation, hello
+from support.scripted import continuation
 
 
 class Killed(BaseException):
@@ -123,11 +123,7 @@ def test_tokens_that_only_the_client_has_are_decoded_on_the_same_kind_of_target(
     lives.journal.write()
     lives.killed()
     lives.starts(workers=False)
-    other = hello("target", epoch=5).fingerprint
-    assert other is not None
-    lives.house.add(
-        ScriptedTarget, "target", fingerprint=other.model_copy(update={"weights": "int8"})
-    )
+    lives.join_another()
     lives.ask(again=True)
     lives.run()
     assert lives.end is None
@@ -152,10 +148,7 @@ def test_a_reply_that_no_journal_knows_goes_on_only_where_its_tokens_were_comput
     lives.killed()
     lives.folder = tmp_path / "another"
     lives.starts(workers=False)
-    other = hello("target", epoch=5).fingerprint
-    assert other is not None
-    other = other.model_copy(update={"weights": "int8"})
-    lives.house.add(ScriptedTarget, "target", fingerprint=other)
+    lives.join_another()
     lives.ask(again=True)
     lives.run()
     assert lives.end is None

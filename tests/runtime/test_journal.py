@@ -32,7 +32,6 @@ from support.scripted import (
     ScriptedDraft,
     ScriptedTarget,
     continuation,
-    hello,
 )
 
 CASES = {
@@ -137,10 +136,7 @@ def test_a_target_of_another_fingerprint_is_no_place_for_a_reply_that_has_begun(
     assert lives.tokens
     lives.killed()
     lives.starts(workers=False)
-    other = hello("target", epoch=5).fingerprint
-    assert other is not None
-    other = other.model_copy(update={"weights": "int8"})
-    lives.house.add(ScriptedTarget, "target", fingerprint=other)
+    lives.join_another()
     lives.ask(again=True)
     lives.run()
     assert lives.end is None

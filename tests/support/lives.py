@@ -18,7 +18,7 @@ from dovetail.protocol.settings import CoordinatorSettings, Sampling
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import Segments
 from support.houses import DYNAMIC, PROMPT, House
-from support.scripted import ROOMY
+from support.scripted import ROOMY, ScriptedTarget, hello
 
 TICKET = "reply/0"
 MOST = 60
@@ -104,6 +104,13 @@ class Lives:
         self.house = House(journal=self.journal, settings=self.settings, draft=False, target=False)
         if workers:
             self.join(old)
+
+    def join_another(self) -> None:
+        """A target of another fingerprint comes."""
+        own = hello("target", epoch=5).fingerprint
+        assert own is not None
+        other = own.model_copy(update={"weights": "int8"})
+        self.house.add(ScriptedTarget, "target", fingerprint=other)
 
     def join(self, old: House) -> None:
         """The workers of another coordinator come to this one, with what they hold."""

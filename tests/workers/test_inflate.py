@@ -139,8 +139,8 @@ SHAPES = {
 def test_at_any_size_a_width_divides_by_the_blocks_that_quantisers_cut_rows_into(
     shape: str,
 ) -> None:
-    """It divides by 32 always, which Q8_0 needs, and by 256, as K-quants do, where that is near
-    enough; a plan is as large as it says and no narrower than the model."""
+    """The width of an inflated MLP divides by 32 always, which Q8_0 needs, and by 256, as K-quants
+    do, where that is near enough; a plan is as large as it says and no narrower than the model."""
     model = bare(**SHAPES[shape])
     now = linear_bytes(model)
     by_256 = []

@@ -114,8 +114,8 @@ def test_what_is_late_is_no_strike() -> None:
 
 
 def test_no_path_that_comes_over_the_wire_is_opened(llama_folder: Path, tmp_path: Path) -> None:
-    """It runs in a process of its own, since what looks at every file that is opened cannot be
-    taken away."""
+    """The check runs in a process of its own, since what looks at every file that is opened
+    cannot be taken away."""
     secret = tmp_path / "secret"
     secret.write_text("0.5,1.0")
     done = subprocess.run(

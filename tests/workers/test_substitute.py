@@ -268,8 +268,8 @@ def test_the_substitute_of_an_inflated_target_is_inflated_too(folder: Path, tmp_
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_computes_the_same_function(folder: Path, tmp_path: Path) -> None:
-    """It takes the codes that were made on the CPU: a GPU searches in other types, and finds
-    others."""
+    """The pretended GPU takes the codes that were made on the CPU: a GPU searches in other types,
+    and finds others."""
     load_substitute(str(folder), weights="int4", device="cpu", folder=tmp_path)
     found, expected = (
         logits(

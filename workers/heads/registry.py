@@ -140,7 +140,7 @@ ENTRIES = (
         figures=Figures(
             (4.06, 4.31, 4.53, 4.62, 4.73, 4.83),
             SERVER,
-            "Dovetail paper, Table 6: blocks = {blocks}, with Llama-2 7B",
+            "Dovetail paper, Table 6, number of blocks {blocks}, Llama-2 7B",
         ),
         options=(
             Option("--blocks", "Decoder layers.", "count", least=1, most=6, default=1),

@@ -21,6 +21,7 @@ from dovetail.protocol.keys import generate_keys
             ("--standby-of=tcp://127.0.0.1:1,tcp://127.0.0.1:2", "--listen=tcp://127.0.0.1:*"),
             r"name one address, of the one that leads",
         ),
+        (("--standby-of=tcp://localhost", "--listen=tcp://127.0.0.1:*"), r"tcp://localhost"),
         (("--standby-of=tcp://127.0.0.1:1",), r"would listen at ipc://.*name one with --listen"),
         (
             ("--standby-of=tcp://127.0.0.1:1", "--listen=tcp://127.0.0.1:*", "--journal=off"),
