@@ -36,6 +36,8 @@ SILENCE_S = 3.0
 """A coordinator that says nothing for so long, four times a second otherwise, is followed anew."""
 ANSWER_S = 2.0
 """Whoever leads unless somebody else does waits so long for that one to say so."""
+REFUSED_S = 1.0
+"""A coordinator that refused this standby is asked again after so long."""
 GRACE_S, HOLD_S = 2.0, 10.0
 """Who has waited here so long is told to look for the coordinator: while that is there for us, who
 may be the last to find out that it has gone; and while it is lost."""
@@ -69,7 +71,7 @@ class Follower:
         self._parts: list[bytes] = []
         self._why = ""
         """The words with which the coordinator refused this standby last."""
-        self._heard_s = self._ticked_s = 0.0
+        self._heard_s = self._ticked_s = self._again_s = 0.0
         self._leads_s = now_s + ANSWER_S if leads_on else math.inf
         self._waiting: dict[bytes, Waiting] = {}
         self.watch = Watch()
@@ -80,7 +82,7 @@ class Follower:
         be opened."""
         self.listen(now_s)
         self.receive(now_s)
-        if self._link is None and (link := open_link()) is not None:
+        if self._link is None and now_s >= self._again_s and (link := open_link()) is not None:
             self.follow(link, now_s)
         if self._copied and now_s - self._ticked_s > TICK_S:
             self._ticked_s = now_s
@@ -140,6 +142,7 @@ class Follower:
             case Failed():
                 if reply.code == "capacity":  # it has a standby, so that it leads
                     self._put_off(now_s)
+                self._again_s = now_s + REFUSED_S
                 self._lose(self._refused(printable(reply.text)), now_s)
 
     def _refused(self, why: str) -> str:
