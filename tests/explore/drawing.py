@@ -13,7 +13,7 @@ begins.
 
 import random
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from explore.sabotage import HANDLED, SABOTAGED
 from explore.schedules import KEPT, KINDS, OF_PAIRS, Fault, Kind, Schedule, Step, Swerve, Wish
@@ -64,17 +64,25 @@ def _mixed(chance: random.Random) -> Schedule:
         )
         steps.append((pick(PAUSES), step))
     return Schedule(
-        targets=pick((1, 2, 2, 3)),
-        drafts=pick((1, 1, 0, 2)),
-        reads=pick((False, True)),
-        part=pick((0, 3)),
-        sessions=pick((64, 64, 64, 1, 2)),
-        kept=pick((KEPT, KEPT, KEPT, 0, 60)),
+        **_machines(chance),
         room=pick((None, None, None, 300)),
         shares=pick((False, True)),
         journal=pick((False, True)),
         steps=tuple(steps),
     )
+
+
+def _machines(chance: random.Random) -> dict[str, Any]:
+    """Return how many workers a schedule has, and what they have room for."""
+    pick = chance.choice
+    return {
+        "targets": pick((1, 2, 2, 3)),
+        "drafts": pick((1, 1, 0, 2)),
+        "reads": pick((False, True)),
+        "part": pick((0, 3)),
+        "sessions": pick((64, 64, 64, 1, 2)),
+        "kept": pick((KEPT, KEPT, KEPT, 0, 60)),
+    }
 
 
 def _pair(chance: random.Random) -> Schedule:
@@ -95,12 +103,7 @@ def _pair(chance: random.Random) -> Schedule:
         )
         steps.append((pick((*PAUSES, 60, 90)), step))
     return Schedule(
-        targets=pick((1, 2, 2, 3)),
-        drafts=pick((1, 1, 0, 2)),
-        reads=pick((False, True)),
-        part=pick((0, 3)),
-        sessions=pick((64, 64, 64, 1, 2)),
-        kept=pick((KEPT, KEPT, KEPT, 0, 60)),
+        **_machines(chance),
         shares=pick((False, True)),
         standby=True,
         steps=tuple(steps),
