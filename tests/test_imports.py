@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -67,30 +68,62 @@ FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where|As)\b")
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
+class Read(NamedTuple):
+    """Facts of a file; its tree is not kept, since every collection of garbage would go through the
+    trees of all files."""
+
+    imported: list[str]
+    """Full names of everything that it imports, wherever in it."""
+    at_run_time: set[str]
+    """Full names of what it imports, but for that which it imports for types alone."""
+    sentences: list[str]
+    """Strings that are statements: docstrings, and those below a variable."""
+
+
 @cache
 def sources() -> list[Path]:
     return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def read(path: Path) -> Read:
+    """Parse a file, once for all tests."""
+    all_of_it = list(statements(ast.parse(path.read_text(encoding="utf-8"))))
+    return Read(
+        [name for node, _ in all_of_it for name in imported_by(node)],
+        {name for node, typed in all_of_it if not typed for name in imported_by(node)},
+        [
+            node.value.value
+            for node, _ in all_of_it
+            if isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ],
+    )
 
 
-@cache
-def imports(path: Path) -> list[str]:
-    """Full names of everything that a file imports, wherever in it."""
-    return [*imported_by(parsed(path))]
+def statements(node: ast.AST, typed: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every statement below a node, and whether it is for types alone."""
+    for block in ("body", "handlers", "cases", "orelse", "finalbody"):
+        inner = getattr(node, block, ())
+        if isinstance(inner, list):
+            aside = typed or (block == "body" and for_types(node))
+            for statement in inner:
+                yield statement, aside
+                yield from statements(statement, aside)
 
 
-def imported_by(tree: ast.Module) -> Iterator[str]:
-    """Full names of everything that a module imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{ast.unparse(node)} is relative"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
+def imported_by(node: ast.AST) -> Iterator[str]:
+    """Full names of everything that a statement imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{ast.unparse(node)} is relative"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def name(path: Path) -> str:
@@ -100,7 +133,7 @@ def name(path: Path) -> str:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_file_imports_only_what_its_folder_may(folder: str) -> None:
     for path in sources():
-        for imported in imports(path) if name(path).startswith(f"{folder}/") else ():
+        for imported in read(path).imported if name(path).startswith(f"{folder}/") else ():
             first, _, rest = imported.partition(".")
             if first == "dovetail":
                 assert rest.split(".")[0] in MAY_IMPORT[folder], f"{name(path)} imports {imported}"
@@ -109,7 +142,7 @@ def test_a_file_imports_only_what_its_folder_may(folder: str) -> None:
 
 def test_a_library_is_imported_only_at_its_door() -> None:
     for path in sources():
-        for library in {imported.split(".")[0] for imported in imports(path)}:
+        for library in {imported.split(".")[0] for imported in read(path).imported}:
             doors = DOORS.get(library)
             assert doors is None or name(path).startswith(doors), (
                 f"{name(path)} imports {library}; its door is {' or '.join(doors or ())}"
@@ -122,7 +155,7 @@ def test_the_rooms_of_workers_do_not_import_each_other(room: str) -> None:
     files = [path for path in sources() if name(path).startswith(f"workers/{room}/")]
     assert files
     for path in files:
-        for imported in imports(path):
+        for imported in read(path).imported:
             if imported.startswith("dovetail.workers."):
                 assert imported.split(".")[2] in INSIDE_WORKERS[room], (
                     f"{name(path)} imports {imported}"
@@ -161,7 +194,7 @@ def calls(path: Path, function: str) -> Iterator[ast.Call]:
     """All calls of a function in a file, by its dotted name."""
     yield from (
         node
-        for node in ast.walk(parsed(path))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == function
     )
 
@@ -182,11 +215,7 @@ def graph() -> dict[str, set[str]]:
     }
     found: dict[str, set[str]] = {}
     for module, path in files.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
-        named = {imported.removeprefix("dovetail.") for imported in imported_by(tree)}
+        named = {imported.removeprefix("dovetail.") for imported in read(path).at_run_time}
         whole = {one if one in files else one.rpartition(".")[0] for one in named}
         found[module] = whole & files.keys() - {module}
     return found
@@ -227,12 +256,9 @@ def test_a_file_has_at_most_four_hundred_lines() -> None:
 
 def test_a_docstring_is_a_sentence_that_stands_alone() -> None:
     said = [
-        (name(path), node.value.value)
+        (name(path), text)
         for path in (*sources(), *sorted((ROOT / "tests").rglob("*.py")))
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
+        for text in read(path).sentences
     ]
     fragments = [(path, text.splitlines()[0]) for path, text in said if FRAGMENT.match(text)]
     assert len(said) > len(sources())
