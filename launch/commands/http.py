@@ -25,14 +25,14 @@ from dovetail.launch.processes.child import (
     end_with,
     show_stacks_when_asked,
 )
-from dovetail.launch.processes.connection import ahead_of
+from dovetail.launch.processes.connection import ahead_of, only_coordinator
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.links.ways import Way
+from dovetail.protocol.links.ways import Way, split_addresses
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
 from dovetail.runtime.http.dashboard import Shown
@@ -53,14 +53,14 @@ log = logging.getLogger("dovetail.http")
 @click.option(
     "--connect",
     metavar="ADDRESS",
-    required=True,
-    help="The coordinator: ipc://PATH or tcp://HOST:PORT, and its standby behind a comma.",
+    help="The coordinator: ipc://PATH or tcp://HOST:PORT, and its standby behind a comma.  "
+    "[default: the only one of this user]",
 )
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
 )
 @settings_flags("http", "sampling", "tree", "draft", "coordinator.keys", shown=LISTENING)
-def command(configuration: Configuration, connect: str, parent: int | None) -> None:
+def command(configuration: Configuration, connect: str | None, parent: int | None) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 
     Its URL goes to stdout as one line once it listens. The settings of sampling and tree hold for
@@ -73,6 +73,8 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
     show_stacks_when_asked()
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    if connect is None:
+        connect, configuration = only_coordinator(configuration)
     settings, notifier = configuration.settings, Notifier()
     folder = Path(settings.coordinator.keys) if settings.coordinator.keys else None
     with ExitStack() as opened:
@@ -98,7 +100,7 @@ def command(configuration: Configuration, connect: str, parent: int | None) -> N
         async def run() -> None:
             gateway = Gateway(again, link)
             service = Service(gateway, _terms(settings, keys), connections)
-            connecting = asyncio.create_task(gateway.run())
+            connecting = asyncio.create_task(gateway.run(len(split_addresses(connect))))
             try:
                 await gateway.first()
                 gc.freeze()

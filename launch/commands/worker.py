@@ -25,13 +25,13 @@ from dovetail.launch.processes.child import (
     ending_at_once,
     show_stacks_when_asked,
 )
+from dovetail.launch.processes.connection import only_coordinator
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import check_draft, check_target, check_unified
 from dovetail.launch.processes.worker import (
     TOLD,
     Role,
     WorkerProcess,
-    announced,
     await_address,
     parts_of,
     place_of,
@@ -132,7 +132,7 @@ def command(
     show_stacks_when_asked()
     notifier = Notifier(parts_of(role))
     if connect is None:
-        connect, configuration = announced(configuration)
+        connect, configuration = only_coordinator(configuration)
     for check in {
         "target": [check_target],
         "draft": [check_draft],

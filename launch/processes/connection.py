@@ -19,8 +19,7 @@ from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
-from dovetail.protocol.links.ways import split_addresses
+from dovetail.protocol.links.ways import Way
 from dovetail.protocol.messages import (
     Failed,
     Finished,
@@ -263,36 +262,41 @@ def find_coordinator(
     """A client of the coordinator at `address`, or of the only one of this user; `UserError` if
     there is none. `role`: of the key that it shows over tcp."""
     _check_no_url(address)
-    keys = configuration.settings.coordinator.keys
     if address is None:
-        found = only_announcement()
-        if found is None:
-            raise UserError(
-                "you have no coordinator running on this machine: start one with `dovetail "
-                "serve`, or name one with --connect ADDRESS"
-            )
-        address, keys = found.address, keys or found.keys
-    return open_client(address, keys, role)
+        address, configuration = only_coordinator(configuration, "serve")
+    return open_client(address, configuration.settings.coordinator.keys, role)
+
+
+def only_coordinator(
+    configuration: Configuration, command: str = "coordinator"
+) -> tuple[str, Configuration]:
+    """Return where the only coordinator of this user is, and the settings with its keys;
+    `UserError` if there is none, which names the command that starts one."""
+    if (found := only_announcement()) is None:
+        raise UserError(
+            f"you have no coordinator running on this machine: start one with `dovetail {command}`,"
+            " or name one with --connect ADDRESS"
+        )
+    keys = configuration.settings.coordinator.keys or found.keys
+    return found.address, configuration.over("the coordinator's", {"coordinator.keys": keys})
 
 
 def open_client(addresses: str, keys: str, role: Literal["client", "operator"]) -> Client:
     """Return a client of the coordinator that leads, among those at one or several addresses;
-    `DovetailError` if none does."""
-    folder, reasons = Path(keys) if keys else None, list[str]()
-    each = split_addresses(addresses)
-    timeout_s = CONNECT_TIMEOUT_S / len(each)
-    for address in each:
-        link = None
+    `LinkClosed` if none does."""
+    folder = Path(keys) if keys else None
+
+    def connect(address: str, timeout_s: float) -> Client:
+        link = open_link(address, keys=folder, role=role, timeout_s=timeout_s)
         try:
-            link = open_link(address, keys=folder, role=role, timeout_s=timeout_s)
             return Client(link)
         except (LinkClosed, RequestError) as error:
-            if link is not None:
-                link.close()
-            if len(each) == 1 or (isinstance(error, RequestError) and error.code != "standby"):
-                raise
-            reasons.append(str(error))
-    raise DovetailError(f"no coordinator leads at {' or '.join(each)}: {'; '.join(reasons)}")
+            link.close()
+            if isinstance(error, RequestError) and error.code == "standby":
+                raise LinkClosed(str(error)) from None
+            raise
+
+    return Way(addresses, connect).first()
 
 
 def names_models(configuration: Configuration) -> str:

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from dovetail.launch.console.network_notice import leaves_the_machine, of_worker
 from dovetail.launch.console.terminal import QUANTISED, counted, counting_bar, note
 from dovetail.launch.files.deployment.notification import Notifier
-from dovetail.launch.files.directory import (
-    only_announcement,
-    substitutes_path,
-    writable_profile_path,
-)
+from dovetail.launch.files.directory import substitutes_path, writable_profile_path
 from dovetail.launch.machine.binding import Binding, Place
 from dovetail.launch.machine.cores import lay_out_here, parse_place
 from dovetail.launch.machine.sharding import layout_for
@@ -62,18 +58,6 @@ def await_address(configuration: Configuration, role: Role) -> str:
     if not address:  # whoever started us ends
         sys.exit(0)
     return address
-
-
-def announced(configuration: Configuration) -> tuple[str, Configuration]:
-    """Return where the only coordinator of this user is, and the settings with its keys;
-    `UserError` if there is none."""
-    if (found := only_announcement()) is None:
-        raise UserError(
-            "you have no coordinator running on this machine: start one with `dovetail "
-            "coordinator`, or name one with --connect ADDRESS"
-        )
-    keys = configuration.settings.coordinator.keys or found.keys
-    return found.address, configuration.over("the coordinator's", {"coordinator.keys": keys})
 
 
 def place_of(
@@ -189,7 +173,7 @@ class WorkerProcess:
                 if part not in others or not others[part].is_alive():
                     link.close()  # else it is its thread's, and ends with the process
 
-    def _way(self, part: Part, keys: Path | None) -> Way:
+    def _way(self, part: Part, keys: Path | None) -> Way[Link]:
         """Return the way of a part to its coordinator."""
         return Way(
             self.connect,

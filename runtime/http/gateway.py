@@ -64,7 +64,6 @@ FRESH_S = 0.5
 """For so long the target that was described last is taken to be there without asking."""
 BUSY_S = 0.005
 MAX_UNSENT = 4096
-
 AWAY_S = 60.0
 """For so long requests with a ticket wait for another coordinator."""
 
@@ -78,8 +77,7 @@ class Gateway:
 
     def __init__(self, connect: Callable[[], Link], first: Link | None = None) -> None:
         """`connect` opens a link, blocking, or raises why there is none; `first` is open."""
-        self._connect = connect
-        self._first = first
+        self._connect, self._first = connect, first
         self._link: Link | None = None
         self._epoch = secrets.randbits(62)
         self._there, self._term = False, 0  # the highest that we were welcomed in
@@ -100,15 +98,17 @@ class Gateway:
         """When it was last known to be there, on the loop's clock."""
         self._describing = asyncio.Lock()
 
-    async def run(self) -> None:
-        """Keep the link: connect, and when the coordinator has gone connect anew, until
-        cancelled."""
+    async def run(self, tries: int = 1) -> None:
+        """Keep the link: connect, and when the coordinator has gone connect anew, until cancelled.
+        After so many tries, one for each address, there is no first coordinator."""
         wait_s = RETRY_S
         try:
             while True:
                 began_s = time.monotonic()
                 there = await self._open()
-                self._tried.set()
+                tries -= 1
+                if there or tries <= 0:
+                    self._tried.set()
                 if there:
                     wait_s = RETRY_S
                     await self._until_lost()

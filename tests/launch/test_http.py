@@ -42,6 +42,16 @@ def test_beyond_this_machine_a_key_is_wanted(capsys: pytest.CaptureFixture[str])
     assert "api_key_file" in capsys.readouterr().err
 
 
+def test_without_an_address_the_only_coordinator_is_looked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert run(["http"]) == 2
+    assert "start one with `dovetail coordinator`, or name one with --connect" in (
+        capsys.readouterr().err
+    )
+
+
 def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("\n0123456789abcdef\n fedcba9876543210 \n", encoding="utf-8")

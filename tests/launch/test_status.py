@@ -60,9 +60,10 @@ def test_it_says_who_leads_in_which_term_and_how_far_the_standby_is_behind(
 def test_of_several_addresses_it_says_that_nobody_leads_at_any(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dovetail.launch.processes.connection.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("dovetail.protocol.links.ways.CONNECT_TIMEOUT_S", 1.0)
     first, second = (f"ipc://{tmp_path}/{name}" for name in ("first", "second"))
     assert cli.run(("status", f"--connect={first},{second}")) == 1
     said = capsys.readouterr().err
     assert f"no coordinator leads at {first} or {second}" in said
+    assert said.count("start it, or correct the address") == 1
     assert "Traceback" not in said

@@ -45,7 +45,7 @@ def test_the_first_link_is_to_who_answers_and_the_next_to_the_other_address(
 ) -> None:
     """A path may have a comma."""
     connect = Anywhere(there)
-    way = Way("ipc:///x,y/hub, tcp://b:1", connect)  # type: ignore[arg-type]
+    way = Way("ipc:///x,y/hub, tcp://b:1", connect)
     assert way.first() == there
     both = connect.there = ("ipc:///x,y/hub", "tcp://b:1")
     assert way.again(1.0) == both[1 - found]
@@ -53,9 +53,12 @@ def test_the_first_link_is_to_who_answers_and_the_next_to_the_other_address(
     assert {timeout_s for _, timeout_s in connect.tried} == {CONNECT_TIMEOUT_S / 2, 1.0}
 
 
-def test_where_nobody_answers_the_last_address_is_named() -> None:
-    with pytest.raises(LinkClosed, match="nobody answers at tcp://b:1"):
-        Way("tcp://a:1,tcp://b:1", Anywhere()).first()  # type: ignore[arg-type]
+def test_where_nobody_answers_every_address_is_named_with_its_reason() -> None:
+    said = "at tcp://a:1 or tcp://b:1: nobody answers at tcp://a:1; nobody answers at tcp://b:1$"
+    with pytest.raises(LinkClosed, match=said):
+        Way("tcp://a:1,tcp://b:1", Anywhere()).first()
+    with pytest.raises(LinkClosed, match=r"^nobody answers at tcp://a:1$"):
+        Way("tcp://a:1", Anywhere()).first()
 
 
 def test_a_standby_shows_the_coordinators_own_key_and_whoever_lacks_it_cannot(
