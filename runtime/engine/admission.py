@@ -137,9 +137,9 @@ class Admission:
 
     def let_go_if_revoked(self, worker: Worker) -> bool:
         """Tell a worker whose key was revoked, or may no longer play its role; False if its key is
-        good."""
+        good, or was until it disconnected."""
         key = self._hub.user(worker.peer)
-        if key is None or key.may_be(worker.hello.roles):
+        if key is None or not key.public or key.may_be(worker.hello.roles):
             return False
         farewell = Failed(
             epoch=self._service.epoch,
