@@ -49,6 +49,12 @@ STDIN = 0
     help="Copy the journal of the coordinator at tcp://HOST:PORT, and take over when it is lost.",
 )
 @click.option(
+    "--standby",
+    metavar="ADDRESS",
+    default="",
+    help="Where its standby will be, for the commands that it prints: tcp://HOST:PORT.",
+)
+@click.option(
     "--own-folder",
     is_flag=True,
     hidden=True,
@@ -71,6 +77,7 @@ def command(
     configuration: Configuration,
     cores: str | None,
     standby_of: str | None,
+    standby: str,
     own_folder: bool,
     parent: int | None,
     supervised: bool,
@@ -96,7 +103,7 @@ def command(
         recorder = Recorder(Path(settings.record).expanduser()) if settings.record else None
         if recorder is not None:
             opened.callback(recorder.close)
-        process = Process(settings, notifier, recorder, own_folder, parent, supervised)
+        process = Process(settings, notifier, recorder, own_folder, parent, supervised, standby)
         try:
             process.run(standby_of)
         except Deposed as deposed:
@@ -118,6 +125,8 @@ class Process:
     own_folder: bool
     parent: int | None
     supervised: bool
+    standby: str
+    """The address of the standby; empty: nobody has said it."""
     _said: bool = False
 
     def run(self, standby_of: str | None) -> None:
@@ -173,6 +182,26 @@ class Process:
         self._said = True
         self.notifier.ready()
 
+    def _introduce(self, address: str, *, lead: str = "", standby: str = "") -> None:
+        """Say where we are, and what to type on the machines of the workers, with the address of
+        whom this is the standby, or of its own standby, as far as they are known."""
+        click.echo(address)
+        if self.parent is not None:
+            return
+        keys = " --keys FOLDER" if _over_tcp(address) else ""
+        own = reached_at(address, socket.gethostname())
+        both = ",".join(filter(None, (lead, own, standby)))
+        for role in ("target", "draft"):
+            click.echo(
+                f"  dovetail worker --role {role} --{role} MODEL --connect {both}{keys}", err=True
+            )
+        if keys:
+            click.echo(
+                "FOLDER holds, on a worker's machine, its own NAME.key and coordinator.pub, both "
+                "made by `dovetail keygen`.",
+                err=True,
+            )
+
     async def _lead(
         self,
         hub: Hub,
@@ -181,7 +210,7 @@ class Process:
         greetings: Sequence[Arrived] = (),
     ) -> None:
         def begun() -> None:
-            self._say(lambda: _introduce(hub.address, by_hand=self.parent is None))
+            self._say(lambda: self._introduce(hub.address, standby=self.standby))
             ready()
 
         await coordinate(
@@ -234,7 +263,7 @@ class Process:
             address,
             connect,
             leads_on=leads_on,
-            ready=lambda: self._say(lambda: click.echo(hub.address)),
+            ready=lambda: self._say(lambda: self._introduce(hub.address, lead=address)),
             progress=self.notifier.progress,
         )
         await self._lead(
@@ -269,22 +298,3 @@ def _is_here(address: str, own: str) -> bool:
     (host, _, port), (own_host, _, own_port) = (one[6:].rpartition(":") for one in (address, own))
     names = {"127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", socket.gethostname()}
     return port == own_port and (host == own_host or {host, own_host} <= names)
-
-
-def _introduce(address: str, *, by_hand: bool) -> None:
-    """Say where we are, and what to type on the machines of the workers."""
-    click.echo(address)
-    if not by_hand:
-        return
-    address, over_tcp = reached_at(address, socket.gethostname()), _over_tcp(address)
-    keys = " --keys FOLDER" if over_tcp else ""
-    for role in ("target", "draft"):
-        click.echo(
-            f"  dovetail worker --role {role} --{role} MODEL --connect {address}{keys}", err=True
-        )
-    if over_tcp:
-        click.echo(
-            "FOLDER holds, on a worker's machine, its own NAME.key and coordinator.pub, both "
-            "made by `dovetail keygen`.",
-            err=True,
-        )

@@ -34,7 +34,7 @@ def of_worker(hello: Hello, address: str) -> str:
     if reads is not None:
         gets.append(f"hidden states of {reads.row_bytes} bytes a token")
     if tokenizer is not None:
-        sends.append(f"once, its tokenizer of {counted(len(tokenizer.data), 'byte')}")
+        sends.append(f"its tokenizer of {counted(len(tokenizer.data), 'byte')} (once)")
     return (
         f"over {address}: it is sent {_listed(gets)}; it sends {_listed(sends)}; {NEVER}, no text"
     )

@@ -28,7 +28,7 @@ from dovetail.protocol.messages import (
     Reply,
 )
 from dovetail.runtime.journal.journal import Journal
-from dovetail.runtime.standby.succession import Watch, voter_of
+from dovetail.runtime.standby.succession import Watch, reached_at, voter_of
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -180,9 +180,8 @@ class Follower:
         copies = f"the journal of {self._address}, term {self._journal.term}, is copied: "
         if not voters:
             return (
-                f"{copies if anew else ''}no worker runs on another machine than the coordinator, "
-                "so that this standby does not take over by itself: start it again without "
-                "--standby-of to have it serve"
+                f"{copies if anew else ''}it takes over if it loses the coordinator and more than "
+                "half of the workers on other machines than that come here, and there is none yet"
             )
         return (
             f"{copies if anew else ''}this standby takes over if it loses the coordinator and more "
@@ -224,13 +223,23 @@ class Follower:
         most_s, why = (
             (HOLD_S, "that one is lost, and too few workers have come here")
             if lost
-            else (GRACE_S, "it takes over when that one is lost")
+            else (GRACE_S, f"it takes over when that one is lost, and {self._copy_in_words()}")
         )
         late = [peer for peer, one in self._waiting.items() if now_s - one.since_s > most_s]
         self._turn_away(late, why)
 
+    def _copy_in_words(self) -> str:
+        """Return whether there is a copy of the journal, and of which term."""
+        if not self._copied:
+            return "has no copy of its journal yet"
+        return f"has a copy of its journal, of term {self._journal.term}"
+
     def _turn_away(self, peers: list[bytes], why: str) -> None:
-        text = f"the standby of {self._address} serves nobody: {why}"
+        own = reached_at(self._hub.address, socket.gethostname())
+        text = (
+            f"{own} is the standby of {self._address} and serves nobody ({why}): connect to "
+            f"{self._address},{own}"
+        )
         for peer in peers:
             self._waiting.pop(peer, None)
             self._reach(peer, Failed(epoch=self._epoch, code="standby", text=text))

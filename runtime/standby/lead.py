@@ -112,7 +112,14 @@ class Lead:
         self._service.standby = Copying(follow.address, follow.host)
         self._journal.copy_to = self._copy
         self._copy(records)
-        yield Say(f"the standby at {follow.address} on {follow.host} copies the journal")
+        both = (
+            reached_at(self._hub.address, self._host),
+            reached_at(follow.address, follow.host),
+        )
+        yield Say(
+            f"the standby at {follow.address} on {follow.host} copies the journal; workers and the "
+            f"HTTP API find both with --connect {','.join(both)}"
+        )
 
     def _copy(self, records: bytes) -> None:
         """Send records to the standby."""

@@ -187,6 +187,9 @@ def test_a_trace_is_played_as_it_is(invoke: Run, tmp_path: Path) -> None:
 def test_one_seed_gives_one_result_and_a_large_fleet_is_a_small_one_many_times(
     invoke: Run, tmp_path: Path
 ) -> None:
+    shown = invoke("simulate", "fleet", "--servers", "2", "--seconds", "9", "--load", "0.5").stdout
+    assert shown.endswith("ms/token, latency: the median, and what 99 % stay within\n")
+
     def told(servers: str) -> dict[str, Any]:
         flags = ("--seconds", "30", "--load", "0.5", "--sample", "32", "--sigma", "0")
         said = invoke("simulate", "fleet", "--servers", servers, *flags, "--json")

@@ -22,7 +22,7 @@ from dovetail.launch.simulation.fleet.arrivals import (
 )
 from dovetail.launch.simulation.fleet.description import fleet_names, kinds_of, read_fleet
 from dovetail.launch.simulation.fleet.layout import Plan
-from dovetail.launch.simulation.fleet.results import COLUMNS, capacity, line, play_load
+from dovetail.launch.simulation.fleet.results import COLUMNS, PAIRS, capacity, line, play_load
 from dovetail.launch.simulation.methods import read_methods
 from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
@@ -249,6 +249,7 @@ def fleet(
         + ", ".join(f"{kind.name} ({kind.count})" for kind in kinds)
     )
     print_table(tuple(COLUMNS), [line(row) for row in rows])
+    click.echo(PAIRS)
     if played < servers:
         note(f"{played} servers were played, and the others of {servers:,} taken to be alike")
 

@@ -26,6 +26,7 @@ COLUMNS = {
     "refused": "requests that found the queue full",
 }
 """Heading of the table -> its meaning."""
+PAIRS = "TTFT, ms/token, latency: the median, and what 99 % stay within"
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,7 @@ def test_who_comes_to_a_standby_waits_for_a_while_and_is_sent_on(tmp_path: Path)
         pair.follower.receive(hold_s + 0.1)
         worker.step()
         assert [failed.code for failed in worker.failures] == ["standby"]
+        assert f"connect to tcp://first:5555,{pair.hub.address}" in worker.failures[0].text
 
 
 def test_a_coordinator_that_may_have_been_taken_over_from_commands_nobody(tmp_path: Path) -> None:
