@@ -1,7 +1,9 @@
 """A coordinator with scripted workers in a thread, and `dovetail http` before it as a real process:
 what clients of the API see, without a model."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import select
@@ -15,6 +17,8 @@ from typing import Any
 import httpx
 import psutil
 
+from dovetail.launch.processes import nursery
+from dovetail.launch.processes.forked import Forked, Talk
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import CoordinatorSettings
@@ -32,6 +36,8 @@ from support.scripted import (
 )
 
 PATIENCE_S = 60.0
+SERVER = "dovetail.launch.commands.http"
+"""The module that imports all that a server needs."""
 TEMPLATE = (
     "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if "
     "add_generation_prompt %}w2{% endif %}"
@@ -185,9 +191,10 @@ def backend(**options: Any) -> Iterator[Backend]:
 class Api:
     """A running `dovetail http`, and a client of it."""
 
-    def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
+    def __init__(self, process: Forked, url: str) -> None:
         self.process, self.url = process, url
-        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False)
+        # certificates, which nobody needs here, would take longer to read than most tests do
+        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False, verify=False)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -244,33 +251,49 @@ def events(reply: httpx.Response) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
+@functools.cache
+def nursery_of_servers() -> tuple["subprocess.Popen[str]", Talk]:
+    """A process that servers are forked from, as workers are, since importing what one imports
+    takes most of its start; what they say on stdout is read from there."""
+    talk = Talk()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", nursery.__name__, SERVER, f"--parent={os.getpid()}"],
+        stdin=talk.theirs,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={name: one for name, one in os.environ.items() if not name.startswith("DOVETAIL_")},
+    )
+
+    def end() -> None:
+        talk.close()
+        process.communicate(timeout=PATIENCE_S)
+
+    atexit.register(end)
+    assert talk.begun()
+    return process, talk
+
+
 @contextlib.contextmanager
 def api(address: str, *flags: str) -> Iterator[Api]:
     """`dovetail http` for the coordinator at this address, on a free port."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "dovetail.launch.cli",
-        "http",
-        f"--connect={address}",
-        "--http.port=0",
-        *flags,
-    ]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("DOVETAIL_")
-    }
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    parent, talk = nursery_of_servers()
+    assert parent.stdout is not None
+    with open(2, "wb", closefd=False) as stderr:
+        process = talk.fork(["http", f"--connect={address}", "--http.port=0", *flags], stderr)
+    try:
+        while not select.select([parent.stdout], [], [], 0.1)[0]:
+            assert process.poll() is None, process.returncode
+        url = parent.stdout.readline().strip()
+        assert url.startswith("http://"), url
+        served = Api(process, url)
+        yield served
+        served.client.close()
+    finally:
+        process.terminate()
         try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            assert url.startswith("http://"), url
-            served = Api(process, url)
-            yield served
-            served.client.close()
-        finally:
-            process.terminate()
-            try:
-                process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
