@@ -19,6 +19,12 @@ from dovetail.protocol.files import refusal
 GRAFANA = Path(__file__).parent.parent / "files" / "grafana.json"
 SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
 """The sections that `serve` has."""
+WITH_STANDBY = click.option(
+    "--standby",
+    is_flag=True,
+    cls=Rare,
+    help="Add a second coordinator, which takes over when the first is lost.",
+)
 
 
 @click.group()
@@ -71,13 +77,20 @@ def grafana() -> None:
     cls=Rare,
     help="Print the standby of the coordinator at tcp://HOST:PORT, and nothing else.",
 )
+@click.option(
+    "--standby",
+    metavar="ADDRESS",
+    default="",
+    cls=Rare,
+    help="Have workers and the HTTP API go to the standby at tcp://HOST:PORT as well.",
+)
 @settings_flags(*SERVED, shown=LISTENING, named=True)
-def systemd(configuration: Configuration, out: Path | None, standby_of: str) -> None:
+def systemd(configuration: Configuration, out: Path | None, standby_of: str, standby: str) -> None:
     """Print hardened units for this machine: the coordinator, its workers and the HTTP API, each on
     its cores and within its memory, watched by their progress."""
     from dovetail.launch.files.deployment.systemd import systemd_units
 
-    units = systemd_units(configuration, standby_of)
+    units = systemd_units(configuration, standby_of, standby)
     if out is not None:
         _write(out, units)
         return
@@ -86,23 +99,26 @@ def systemd(configuration: Configuration, out: Path | None, standby_of: str) -> 
 
 
 @export.command("compose", cls=HelpCommand)
+@WITH_STANDBY
 @settings_flags(*SERVED, shown=LISTENING, named=True)
-def compose(configuration: Configuration) -> None:
+def compose(configuration: Configuration, standby: bool) -> None:
     """Print a compose file for this machine: a container for each process, of which only the HTTP
-    API has a network."""
+    API has a network to the outside."""
     from dovetail.launch.files.deployment.compose import compose_file
 
-    click.echo(compose_file(configuration), nl=False)
+    click.echo(compose_file(configuration, standby=standby), nl=False)
 
 
 @export.command("kubernetes", cls=HelpCommand)
+@WITH_STANDBY
 @settings_flags(*SERVED, shown=LISTENING, named=True)
-def kubernetes(configuration: Configuration) -> None:
+def kubernetes(configuration: Configuration, standby: bool) -> None:
     """Print a LeaderWorkerSet: a pod with the coordinator, the HTTP API and the target, and one
-    with the draft. The keys are Secrets, which a comment says how to make."""
+    with the draft; beside it, with --standby, a pod with a second coordinator and HTTP API. The
+    keys are Secrets, which a comment says how to make."""
     from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
 
-    click.echo(kubernetes_manifest(configuration), nl=False)
+    click.echo(kubernetes_manifest(configuration, standby=standby), nl=False)
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ import psutil
 from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes.child import command_line
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import CoordinatorSettings
 
 LAST_PORT = 65535
 PARENT = "--parent="
@@ -46,6 +47,22 @@ def check_coordinator(listen: str, *, remedy: str) -> None:
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     if listen.startswith("tcp://") and port.isdigit() and int(port) <= LAST_PORT:
         check_port(host.strip("[]").replace("*", "0.0.0.0"), int(port), remedy=remedy)
+
+
+def check_pair(flag: str, address: str, settings: CoordinatorSettings) -> None:
+    """`UserError` for a coordinator that could not be one of a pair with the one at an address,
+    which a flag has named."""
+    for name, one in ((flag, address), ("--listen", settings.listen)):
+        if not one.startswith("tcp://"):
+            raise UserError(
+                f"{name} {one}: a coordinator and its standby are on machines of their own, at "
+                "tcp://HOST:PORT"
+            )
+    if settings.journal == "off":
+        raise UserError(
+            f"{flag} {address} with coordinator.journal = 'off': a standby copies the journal; "
+            "leave that setting out"
+        )
 
 
 def _holder(port: int) -> str:

@@ -8,14 +8,11 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import click
 import jsonschema
 import pytest
 import yaml
 
-from dovetail.launch.commands import coordinator, http, worker
 from dovetail.launch.files.deployment.compose import compose_file
 from dovetail.launch.files.deployment.containers import READY, USER
 from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
@@ -24,11 +21,11 @@ from dovetail.launch.files.deployment.systemd import _quoted, _resources, system
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.fit import needs_of
 from dovetail.launch.machine.limits import memory_limit
-from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import KeysError, UserError
 from dovetail.protocol.keys import generate_keys
 from support import deployed
+from support.deployed import parsed, settings
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 EXPOSURE = {"http": 1.5, "other": 0.5}
@@ -38,28 +35,12 @@ DOCKERFILE = Path(_quoted.__code__.co_filename).resolve().with_name("Dockerfile"
 KEY = "a-key-of-at-least-16-characters"
 
 
-def settings(**flags: str) -> Configuration:
-    return configure(flags={name.replace("__", "."): text for name, text in flags.items()})
-
-
 def services(units: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in units.items() if name.endswith(".service")}
 
 
 def values(unit: str, name: str) -> list[str]:
     return re.findall(rf"^{name}=(.*)$", unit, re.MULTILINE)
-
-
-def parsed(arguments: list[str]) -> dict[str, Any]:
-    """Return the parameters that the command line makes of a command, which is refused here if it
-    would be then."""
-    commands: dict[str, click.Command] = {
-        "coordinator": coordinator.command,
-        "http": http.command,
-        "worker": worker.command,
-    }
-    name, *rest = arguments
-    return dict(commands[name].make_context(name, rest).params)
 
 
 @pytest.fixture
@@ -211,6 +192,18 @@ def test_keys_are_handed_over_as_credentials(keys: Path, api_keys: Path) -> None
         systemd_units(settings(coordinator__listen="tcp://*:5555", coordinator__keys=str(keys)))
 
 
+def check_units(units: dict[str, str], folder: Path) -> None:
+    """Have systemd read units, where it is installed."""
+    if shutil.which("systemd-analyze") is not None:
+        for name, text in units.items():
+            (folder / name).write_text(text)
+        files = [str(folder / name) for name in units]
+        verified = subprocess.run(
+            ["systemd-analyze", "verify", *files], capture_output=True, text=True
+        )
+        assert (verified.returncode, verified.stderr) == (0, "")
+
+
 def test_the_unit_of_a_standby_is_that_of_a_coordinator_alone(
     keys: Path, tmp_path: Path, invoke: Run
 ) -> None:
@@ -220,16 +213,25 @@ def test_the_unit_of_a_standby_is_that_of_a_coordinator_alone(
     unit = units["dovetail-coordinator.service"]
     assert "--standby-of=tcp://192.0.2.1:5555" in unit
     assert f"coordinator.key:{keys}/coordinator.key" in values(unit, "LoadCredential")
-    if shutil.which("systemd-analyze") is not None:
-        for name, text in units.items():
-            (tmp_path / name).write_text(text)
-        files = [str(tmp_path / name) for name in units]
-        verified = subprocess.run(
-            ["systemd-analyze", "verify", *files], capture_output=True, text=True
-        )
-        assert (verified.returncode, verified.stderr) == (0, "")
+    check_units(units, tmp_path)
     near = invoke("config", "export", "systemd", "--standby-of", "tcp://192.0.2.1:5555")
     assert (near.returncode, "at tcp://HOST:PORT" in near.stderr) == (2, True)
+
+
+def test_units_of_a_pair_go_to_both_addresses_and_may(keys: Path, tmp_path: Path) -> None:
+    there = {"coordinator__listen": "tcp://0.0.0.0:5555", "coordinator__keys": str(keys)}
+    for host, allowed in (("192.0.2.2", ["localhost 192.0.2.2"]), ("second.example", [])):
+        units = systemd_units(settings(**there), standby=f"tcp://{host}:5555")
+        check_units(units, tmp_path)
+        for name, unit in services(units).items():
+            both = f"--connect=tcp://127.0.0.1:5555,tcp://{host}:5555 " in unit
+            assert both == (name != "dovetail-coordinator.service")
+            if both:
+                assert values(unit, "IPAddressAllow") == allowed
+    with pytest.raises(UserError, match=r"--listen ipc: .* at tcp://HOST:PORT"):
+        systemd_units(settings(), standby="tcp://192.0.2.2:5555")
+    with pytest.raises(UserError, match=r"journal = 'off': a standby copies"):
+        systemd_units(settings(**there, coordinator__journal="off"), "tcp://192.0.2.2:5555")
 
 
 def test_words_of_a_command_mean_themselves() -> None:

@@ -5,6 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
+
+from dovetail.launch.commands import coordinator, http, worker
+from dovetail.launch.settings.configure import Configuration, configure
+
 TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 NUMBER: dict[str, Any] = {"type": "integer", "minimum": 0}
 FLAG: dict[str, Any] = {"type": "boolean"}
@@ -66,10 +71,12 @@ _service = of(
         "ports": several({"type": "string", "pattern": r"^\S+:\d+:\d+$"}),
         "secrets": TEXTS,
         "network_mode": one_of("none", "host"),
+        "networks": TEXTS,
+        "hostname": TEXT,
         "healthcheck": _check,
         "depends_on": {
             "type": "object",
-            "additionalProperties": of({"condition": one_of("service_healthy")}),
+            "additionalProperties": of({"condition": one_of("service_healthy", "service_started")}),
         },
         "environment": NAMED,
         "deploy": of({"resources": of({"reservations": of({"devices": several(_device)})})}),
@@ -82,7 +89,8 @@ COMPOSE = of(
         "services": {"type": "object", "additionalProperties": _service},
         "volumes": {"type": "object", "additionalProperties": _volume},
         "secrets": {"type": "object", "additionalProperties": of({"file": TEXT})},
-    }
+    },
+    {"networks": {"type": "object", "additionalProperties": of({}, {"internal": FLAG})}},
 )
 """The schema of these fields according to https://github.com/compose-spec/compose-spec."""
 
@@ -125,6 +133,13 @@ _source = {
 }
 _volumes = several({"oneOf": [of({"name": LABEL, kind: _source[kind]}) for kind in _source]})
 _near = of({"labelSelector": of({"matchLabels": NAMED}), "topologyKey": TEXT})
+_preferred = of(
+    {
+        "preferredDuringSchedulingIgnoredDuringExecution": several(
+            of({"weight": NUMBER, "podAffinityTerm": _near})
+        )
+    }
+)
 _pod = of(
     {
         "metadata": of({"labels": NAMED}),
@@ -144,17 +159,7 @@ _pod = of(
                         "seccompProfile": of({"type": one_of("RuntimeDefault")}),
                     }
                 ),
-                "affinity": of(
-                    {
-                        "podAffinity": of(
-                            {
-                                "preferredDuringSchedulingIgnoredDuringExecution": several(
-                                    of({"weight": NUMBER, "podAffinityTerm": _near})
-                                )
-                            }
-                        )
-                    }
-                ),
+                "affinity": of({}, {"podAffinity": _preferred, "podAntiAffinity": _preferred}),
                 "volumes": _volumes,
             },
         ),
@@ -204,7 +209,23 @@ SERVICE = of(
             {
                 "selector": NAMED,
                 "ports": several(of({"name": LABEL, "port": NUMBER, "targetPort": LABEL})),
-            }
+            },
+            {"clusterIP": one_of("None"), "publishNotReadyAddresses": FLAG},
+        ),
+    }
+)
+STATEFUL_SET = of(
+    {
+        "apiVersion": one_of("apps/v1"),
+        "kind": one_of("StatefulSet"),
+        "metadata": of({"name": LABEL}),
+        "spec": of(
+            {
+                "selector": of({"matchLabels": NAMED}),
+                "serviceName": LABEL,
+                "template": _pod,
+            },
+            {"replicas": NUMBER},
         ),
     }
 )
@@ -219,3 +240,23 @@ def instructions(dockerfile: Path) -> list[tuple[str, str]]:
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     pairs = (line.partition(" ") for line in lines if line.strip())
     return [(name, rest.strip()) for name, _, rest in pairs]
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def settings(**flags: str) -> Configuration:
+    """Return the settings that these flags make, `.` written as two underscores."""
+    return configure(flags={name.replace("__", "."): text for name, text in flags.items()})
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """Return the parameters that the command line makes of a command, which is refused here if it
+    would be then."""
+    commands: dict[str, click.Command] = {
+        "coordinator": coordinator.command,
+        "http": http.command,
+        "worker": worker.command,
+    }
+    name, *rest = arguments
+    return dict(commands[name].make_context(name, rest).params)

@@ -1,6 +1,8 @@
 """A compose file for the processes of `dovetail serve`: a container each, on one machine. They
-speak over a socket in a volume, and only the HTTP API has a network."""
+speak over a socket in a volume, and only the HTTP API has a network; with a standby, which has to
+be reached by another way than the coordinator, over a network of their own."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +11,35 @@ from dovetail.launch.files.deployment.containers import (
     CONFINED,
     DOCKERFILE,
     MODELS,
+    PORT,
     READY,
     RUN,
     USER,
     documents,
     image,
     in_container,
+    key_names,
     listening,
 )
-from dovetail.launch.files.deployment.parts import Destination, Part, parts_of, settled, whole_model
+from dovetail.launch.files.deployment.parts import (
+    Destination,
+    Part,
+    parts_of,
+    settled,
+    standby_of,
+    whole_model,
+)
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 
 SOCKET = f"{RUN}/coordinator"
-KEYS = "/run/secrets/api-keys"
+SECRETS = "/run/secrets"
+LEAD, STANDBY = "coordinator", "standby"
+"""The services of a pair, each with a host of that name: it says of itself that it is there."""
+LINKS = "links"
+"""The network of a pair, its workers and the HTTP API."""
 COMMENT = """\
 The image is built from the sources:
   docker build -f {dockerfile} -t {image} .
@@ -33,11 +48,17 @@ The image is built from the sources:
 Memory policies need a capability that these containers do not have: a target on several memory
 nodes is bound to its cores only (cap_add: [SYS_NICE] allows more).
 mem_limit: weights while they load, and keys and values of 8 long conversations, estimated."""
+PAIR = """
+{folder} holds the keys of the links, which belong to that user, too:
+  dovetail keygen --out {folder}; sudo chown -R {user} {folder}
+The standby takes over when the container of the coordinator is lost or stuck, and not when the
+machine is: both are on it. What was taken over from is the next standby."""
 
 
-def compose_file(configuration: Configuration) -> str:
-    """Return the compose file for these settings on this machine. `UserError` for a model that is
-    not here, and for a coordinator that is to listen to other machines."""
+def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
+    """Return the compose file for these settings on this machine, with a `standby` if there is to
+    be one. `UserError` for a model that is not here, and for a coordinator that is to listen to
+    other machines."""
     if configuration.settings.coordinator.listen.startswith("tcp://"):
         raise UserError(
             f"coordinator.listen = {configuration.settings.coordinator.listen!r}, and the "
@@ -47,27 +68,66 @@ def compose_file(configuration: Configuration) -> str:
     asked = configuration.settings.http
     keys = str(Path(asked.api_key_file or "api-keys").expanduser())
     keys = keys if asked.api_key_file else f"./{keys}"
-    configuration = listening(settled(configuration), KEYS)
-    there = Destination(f"ipc://{SOCKET}", f"ipc://{SOCKET}", lambda _: "", in_container)
+    folder = configuration.settings.coordinator.keys or "./keys"
+    configuration = listening(settled(configuration), f"{SECRETS}/api-keys")
+    lead, second = (f"tcp://{name}:{PORT}" for name in (LEAD, STANDBY))
+    there = Destination(
+        address=f"{lead},{second}" if standby else f"ipc://{SOCKET}",
+        listen=f"tcp://0.0.0.0:{PORT}" if standby else f"ipc://{SOCKET}",
+        keys=lambda _: SECRETS,
+        model=in_container,
+    )
     parts = parts_of(configuration, there)
-    content = {
-        "name": "dovetail",
-        "services": {part.name: _service(part, asked.host, asked.port) for part in parts},
-        "volumes": {
-            "run": {
-                "driver": "local",
-                "driver_opts": {
-                    "type": "tmpfs",
-                    "device": "tmpfs",
-                    "o": f"mode=0700,uid={USER},gid={USER}",
-                },
-            },
-            "cache": {},
-        },
-        "secrets": {"api-keys": {"file": _literal(keys)}},
-    }
+    services = {part.name: _service(part, asked.host, asked.port) for part in parts}
+    volumes: dict[str, Any] = {"cache": {}}
+    secrets = {"api-keys": {"file": _literal(keys)}}
     comment = COMMENT.format(dockerfile=DOCKERFILE, image=image(), keys=keys, user=USER)
-    return documents(comment, content)
+    content: dict[str, Any] = {"name": "dovetail", "services": services}
+    for part in parts:
+        services[part.name] |= (_linked if standby else _at_socket)(services[part.name], part.name)
+    if standby:
+        services[STANDBY] = {
+            **deepcopy(services[LEAD]),
+            "command": [*map(_literal, standby_of(parts[0], lead).arguments)],
+            "hostname": STANDBY,
+            "volumes": [f"{STANDBY}:{CACHE}"],
+        }
+        volumes[STANDBY] = {}
+        names = sorted({name for part in parts for name in key_names(part.name)})
+        secrets |= {name: {"file": _literal(f"{folder}/{name}")} for name in names}
+        content["networks"] = {LINKS: {"internal": True}}
+        comment += PAIR.format(folder=folder, user=USER)
+    else:
+        options = {
+            "type": "tmpfs",
+            "device": "tmpfs",
+            "o": f"mode=0700,uid={USER},gid={USER}",
+        }
+        volumes["run"] = {"driver": "local", "driver_opts": options}
+    return documents(comment, {**content, "volumes": volumes, "secrets": secrets})
+
+
+def _linked(service: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return what a service has beside the rest where there is a pair."""
+    return {
+        "networks": [*(["default"] if name == "http" else []), LINKS],
+        "secrets": [*service.get("secrets", []), *key_names(name)],
+        **({"hostname": LEAD} if name == LEAD else _after("service_started")),
+    }
+
+
+def _at_socket(service: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return what a service has beside the rest where all meet at a socket."""
+    lead = {"healthcheck": _check("test", "-S", SOCKET)}
+    return {
+        "volumes": [f"run:{RUN}", *service.get("volumes", [])],
+        **({} if name == "http" else {"network_mode": "none"}),
+        **(lead if name == LEAD else _after("service_healthy")),
+    }
+
+
+def _after(condition: str) -> dict[str, Any]:
+    return {"depends_on": {LEAD: {"condition": condition}}}
 
 
 def _service(part: Part, host: str, port: int) -> dict[str, Any]:
@@ -86,30 +146,17 @@ def _service(part: Part, host: str, port: int) -> dict[str, Any]:
         "cpuset": cores,
         "pids_limit": 512,
         **({} if part.memory is None else {"mem_limit": part.memory}),
-        "volumes": [f"run:{RUN}"],
+        "healthcheck": {"disable": True},
     }
     if part.name == "http":
         service["ports"] = [f"{_published(host)}:{port}:{port}"]
         service["secrets"] = ["api-keys"]
         service["healthcheck"] = _check("python", "-c", READY.format(port=port))
     else:
-        service["network_mode"] = "none"
-        service["healthcheck"] = (
-            _check("test", "-S", SOCKET) if part.name == "coordinator" else {"disable": True}
-        )
-    if part.name != "coordinator":
-        service["depends_on"] = {"coordinator": {"condition": "service_healthy"}}
-    if part.name == "coordinator":
-        service["volumes"].append(f"cache:{CACHE}")
+        models = (f"{path}:{MODELS}/{path.name}:ro" for path in map(whole_model, part.models))
+        service["volumes"] = [f"cache:{CACHE}", *map(_literal, models)]
     if part.is_worker:
         service["environment"] = dict(CONFINED)
-        service["volumes"] += [
-            f"cache:{CACHE}",
-            *(
-                _literal(f"{path}:{MODELS}/{path.name}:ro")
-                for path in map(whole_model, part.models)
-            ),
-        ]
     if part.gpu:
         wanted = {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
         service["deploy"] = {"resources": {"reservations": {"devices": [wanted]}}}

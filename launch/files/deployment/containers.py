@@ -8,12 +8,14 @@ from typing import Any
 import yaml
 
 from dovetail.launch.cli import installed_version
-from dovetail.launch.files.deployment.parts import keeping
+from dovetail.launch.files.deployment.parts import WORKER_ROLES, keeping
 from dovetail.launch.settings.configure import Configuration
 
 USER = 10001
 """The user and the group in the container, as the Dockerfile has them."""
 RUN, MODELS, CACHE = "/run/dovetail", "/models", "/cache"
+PORT = 5555
+"""The port of a coordinator that is reached over tcp."""
 DOCKERFILE = "launch/files/deployment/Dockerfile"
 CONFINED: Mapping[str, Any] = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": CACHE}
 """Variables of a worker: it downloads nothing, and keeps what it has measured."""
@@ -41,6 +43,14 @@ def listening(configuration: Configuration, keys: str) -> Configuration:
     whose journal and recordings lie in the cache."""
     taken = {"http.host": "0.0.0.0", "http.api_key_file": keys}
     return keeping(configuration.over("the container", taken), "the container", CACHE)
+
+
+def key_names(name: str) -> list[str]:
+    """Return the files of a folder of keys that a part needs, as `dovetail keygen` names them."""
+    if name == "coordinator":
+        return ["coordinator.key", *(f"{role}.pub" for role in ("target", "draft", "client"))]
+    own = (f"{role}.key" for role in WORKER_ROLES.get(name, ("client",)))
+    return [*own, "coordinator.pub"]
 
 
 def documents(comment: str, *content: Mapping[str, Any]) -> str:

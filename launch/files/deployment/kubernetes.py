@@ -2,8 +2,8 @@
 coordinator and the HTTP API, and a worker pod beside it.
 
 The leader has the target too where there is a draft, which then may have a node with a GPU of its
-own. Nothing here is about the machine on which the manifest is written but the sizes of models and
-the number of cores.
+own. A standby is a StatefulSet with a second coordinator and a second HTTP API. Nothing here is
+about the machine on which the manifest is written but the sizes of models and the number of cores.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,32 @@ from dovetail.launch.files.deployment.containers import (
     CONFINED,
     DOCKERFILE,
     MODELS,
+    PORT,
     RUN,
     USER,
     documents,
     image,
     in_container,
+    key_names,
     listening,
 )
 from dovetail.launch.files.deployment.parts import (
-    WORKER_ROLES,
     Destination,
     Part,
     parts_of,
     settled,
+    standby_of,
     whole_model,
 )
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 
 NAME = "dovetail"
-PORT = 5555
-"""The coordinator's."""
+LEAD, STANDBY = f"{NAME}-0", f"{NAME}-standby-0"
+"""The pods of the coordinator and of its standby, each with a Service of that name: it says of
+itself that it is there."""
+NAMED, SERVES = {"app.kubernetes.io/name": NAME}, {"http": "served"}
+"""The labels of all pods, and of those that have the HTTP API."""
 LEADER, SET = "$(LWS_LEADER_ADDRESS)", "leaderworkerset.sigs.k8s.io"
 """The address of the leader, which the controller puts into every container's environment; the
 prefix of its labels."""
@@ -51,14 +56,18 @@ has probes.
 Whole cores at equal requests and limits are exclusive under the node's static CPU manager, and
 topologyManagerPolicy single-numa-node puts them beside their memory.
 memory: weights while they load, and keys and values of 8 long conversations, estimated."""
+PAIR = """
+The standby takes over when the coordinator is lost and more than half of the workers in other pods
+than the coordinator's come to it; what was in the lost pod is made anew by its controller."""
 
 
-def kubernetes_manifest(configuration: Configuration) -> str:
-    """Return the manifest for these settings. `UserError` for a model that is not here, by whose
-    size the memory is asked for."""
+def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) -> str:
+    """Return the manifest for these settings, with a `standby` if there is to be one. `UserError`
+    for a model that is not here, by whose size the memory is asked for."""
     configuration = listening(settled(configuration), f"{RUN}/http/api-keys")
+    lead = f"tcp://{LEAD if standby else LEADER}:{PORT}"
     there = Destination(
-        address=f"tcp://{LEADER}:{PORT}",
+        address=f"{lead},tcp://{STANDBY}:{PORT}" if standby else lead,
         listen=f"tcp://0.0.0.0:{PORT}",
         keys=lambda name: f"{RUN}/{name}",
         model=in_container,
@@ -88,23 +97,52 @@ def kubernetes_manifest(configuration: Configuration) -> str:
             },
         },
     }
-    labels = {f"{SET}/name": NAME, f"{SET}/worker-index": "0"}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": f"{NAME}-http"},
+    api = {
+        "selector": {**NAMED, **SERVES},
+        "ports": [{"name": "http", "port": served, "targetPort": "http"}],
+    }
+    services = [_service(f"{NAME}-http", api)]
+    others = [standby_of(parts[0], lead), parts[1]]
+    if standby:
+        services += [_found(LEAD, "leader"), _found(STANDBY, "standby"), _standby(others, served)]
+    return documents(_comment(parts, models) + (PAIR if standby else ""), content, *services)
+
+
+def _service(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
+
+
+def _found(name: str, role: str) -> dict[str, Any]:
+    """Return the Service by which a coordinator is found: before its pod is ready, since that waits
+    for workers."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {**NAMED, "role": role},
+        "ports": [{"name": "coordinator", "port": PORT, "targetPort": "coordinator"}],
+    }
+    return _service(name, spec)
+
+
+def _standby(parts: Sequence[Part], served: int) -> dict[str, Any]:
+    """Return the set of the one pod of the standby, whose name stays."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": STANDBY.removesuffix("-0")},
         "spec": {
-            "selector": labels,
-            "ports": [{"name": "http", "port": served, "targetPort": "http"}],
+            "replicas": 1,
+            "serviceName": STANDBY,
+            "selector": {"matchLabels": {**NAMED, "role": "standby"}},
+            "template": _pod(parts, "standby", served),
         },
     }
-    return documents(_comment(parts, models), content, service)
 
 
 def _comment(parts: Sequence[Part], models: Sequence[Path]) -> str:
     secrets = "".join(
         f"  kubectl create secret generic {_secret(part.name)} \\\n    "
-        + " \\\n    ".join(f"--from-file={file}" for file in _key_names(part.name))
+        + " \\\n    ".join(f"--from-file=keys/{file}" for file in _secret_files(part.name))
         + "\n"
         for part in parts
     )
@@ -120,12 +158,9 @@ def _comment(parts: Sequence[Part], models: Sequence[Path]) -> str:
     )
 
 
-def _key_names(name: str) -> list[str]:
+def _secret_files(name: str) -> list[str]:
     """Return the files of the folder `keys` that the secret of a part is made of."""
-    if name == "coordinator":
-        return ["keys/coordinator.key", *(f"keys/{r}.pub" for r in ("target", "draft", "client"))]
-    own = [f"keys/{role}.key" for role in WORKER_ROLES.get(name, ("client",))]
-    return [*own, "keys/coordinator.pub", *(["keys/api-keys"] if name == "http" else [])]
+    return [*key_names(name), *(["api-keys"] if name == "http" else [])]
 
 
 def _pod(parts: Sequence[Part], role: str, served: int) -> dict[str, Any]:
@@ -142,7 +177,7 @@ def _pod(parts: Sequence[Part], role: str, served: int) -> dict[str, Any]:
             "fsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "affinity": _near(),
+        "affinity": _apart() if role == "standby" else _near(),
         "initContainers": [_own_keys(parts)],
         "containers": [_container(part, served) for part in parts],
         "volumes": [
@@ -168,21 +203,29 @@ def _pod(parts: Sequence[Part], role: str, served: int) -> dict[str, Any]:
             ),
         ],
     }
-    return {"metadata": {"labels": {"app.kubernetes.io/name": NAME, "role": role}}, "spec": spec}
+    serves = SERVES if any(part.name == "http" for part in parts) else {}
+    return {"metadata": {"labels": {**NAMED, "role": role, **serves}}, "spec": spec}
 
 
 def _near() -> dict[str, Any]:
     """Return the wish for a node near the rest of the group: a round trip is part of a round."""
+    return {"podAffinity": _preferred({f"{SET}/name": NAME})}
+
+
+def _apart() -> dict[str, Any]:
+    """Return the wish for another node than that of the coordinator."""
+    return {"podAntiAffinity": _preferred({**NAMED, "role": "leader"})}
+
+
+def _preferred(labels: dict[str, str]) -> dict[str, Any]:
     term = {
-        "labelSelector": {"matchLabels": {f"{SET}/name": NAME}},
+        "labelSelector": {"matchLabels": labels},
         "topologyKey": "kubernetes.io/hostname",
     }
     return {
-        "podAffinity": {
-            "preferredDuringSchedulingIgnoredDuringExecution": [
-                {"weight": 100, "podAffinityTerm": term}
-            ]
-        }
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": 100, "podAffinityTerm": term}
+        ]
     }
 
 

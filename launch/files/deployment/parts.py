@@ -6,7 +6,7 @@ Decides nothing of its own: commands, cores and memory are those of `serve` with
 
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dovetail.launch.machine.binding import Place
@@ -129,6 +129,11 @@ def parts_of(configuration: Configuration, there: Destination) -> list[Part]:
             )
         )
     return parts
+
+
+def standby_of(coordinator: Part, address: str) -> Part:
+    """Return the standby of a coordinator at an address, which has the same settings."""
+    return replace(coordinator, arguments=(*coordinator.arguments, f"--standby-of={address}"))
 
 
 def key_files(folder: Path, name: str) -> list[Path]:

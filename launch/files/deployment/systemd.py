@@ -7,7 +7,7 @@ Every line that is not plain says why it is there; `systemd-analyze security` ha
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 
 from dovetail.launch.files.deployment.parts import (
@@ -20,11 +20,12 @@ from dovetail.launch.files.deployment.parts import (
     settled,
     whole_model,
 )
+from dovetail.launch.files.deployment.parts import standby_of as as_standby
 from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.processes.addresses import check_pair
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.http_keys import read_keys
-from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Settings
 
 GROUP = "dovetail.target"
@@ -95,20 +96,16 @@ DeviceAllow=/dev/kfd rw
 SupplementaryGroups=video render"""
 
 
-def systemd_units(configuration: Configuration, standby_of: str = "") -> dict[str, str]:
-    """Return file name -> text of the units for these settings on this machine; with `standby_of`,
-    the address of a coordinator, that of its standby alone. `UserError` for a model that is not
-    here, or a standby that nobody could reach, `SettingsError` and `KeysError` for keys that are
-    missing."""
-    for address, flag in (
-        (standby_of, "--standby-of"),
-        (configuration.settings.coordinator.listen, "--listen"),
-    ):
-        if standby_of and not address.startswith("tcp://"):
-            raise UserError(
-                f"{flag} {address}: a coordinator and its standby are on machines of their own, at "
-                "tcp://HOST:PORT"
-            )
+def systemd_units(
+    configuration: Configuration, standby_of: str = "", standby: str = ""
+) -> dict[str, str]:
+    """Return file name -> text of the units for these settings on this machine, whose coordinator
+    has its `standby` at an address; with `standby_of`, the address of a coordinator, that of its
+    standby alone. `UserError` for a model that is not here, or a standby that nobody could reach,
+    `SettingsError` and `KeysError` for keys that are missing."""
+    for flag, address in (("--standby-of", standby_of), ("--standby", standby)):
+        if address:
+            check_pair(flag, address, configuration.settings.coordinator)
     configuration = settled(configuration)
     settings = configuration.settings
     read_keys(settings.http)
@@ -122,7 +119,7 @@ def systemd_units(configuration: Configuration, standby_of: str = "") -> dict[st
     for anywhere in ("//0.0.0.0:", "//[::]:", "//*:"):
         listen = listen.replace(anywhere, "//127.0.0.1:")
     there = Destination(
-        address=listen if tcp else SOCKET,
+        address=",".join(filter(None, (listen if tcp else SOCKET, standby))),
         listen=settings.coordinator.listen if tcp else SOCKET,
         keys=lambda name: f"/run/{_unit(name)}/keys",
         model=str,
@@ -130,8 +127,8 @@ def systemd_units(configuration: Configuration, standby_of: str = "") -> dict[st
     parts = parts_of(configuration, there)
     if standby_of:
         hub = next(part for part in parts if part.name == "coordinator")
-        parts = [replace(hub, arguments=(*hub.arguments, f"--standby-of={standby_of}"))]
-    files = {f"{_unit(part.name)}.service": _service(part, settings) for part in parts}
+        parts = [as_standby(hub, standby_of)]
+    files = {f"{_unit(part.name)}.service": _service(part, settings, standby) for part in parts}
     wants = " ".join(files)
     return {
         GROUP: f"# systemctl enable --now {GROUP}; systemctl restart {GROUP}\n"
@@ -141,7 +138,7 @@ def systemd_units(configuration: Configuration, standby_of: str = "") -> dict[st
     }
 
 
-def _service(part: Part, settings: Settings) -> str:
+def _service(part: Part, settings: Settings, standby: str) -> str:
     """Return one unit."""
     coordinator = part.name == "coordinator"
     after = [] if coordinator else [f"{_unit('coordinator')}.service"]
@@ -169,7 +166,7 @@ def _service(part: Part, settings: Settings) -> str:
         ),
         *COMMON.splitlines(),
         *_folders(part),
-        *_network(part, settings),
+        *_network(part, settings, standby),
         *_resources(part),
         *(GPU if part.gpu else "PrivateDevices=yes").splitlines(),
         *((TORCH if part.is_worker else PLAIN).splitlines()),
@@ -207,7 +204,7 @@ def _folders(part: Part) -> Iterator[str]:
     yield from (f"BindReadOnlyPaths={_quoted(str(path))}" for path in bound)
 
 
-def _network(part: Part, settings: Settings) -> Iterator[str]:
+def _network(part: Part, settings: Settings, standby: str) -> Iterator[str]:
     """Yield what a unit may speak with."""
     tcp = settings.coordinator.listen.startswith("tcp://")
     if part.name != "http" and not tcp:
@@ -215,9 +212,21 @@ def _network(part: Part, settings: Settings) -> Iterator[str]:
         return
     yield "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6"
     if part.is_worker or (part.name == "http" and local_host(settings.http.host)):
-        yield from ("IPAddressDeny=any", "IPAddressAllow=localhost")
+        host = standby.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if host and not _is_number(host):
+            yield "# no IPAddressDeny: the standby has a name, which may stand for any address"
+        else:
+            yield from ("IPAddressDeny=any", " ".join(("IPAddressAllow=localhost", host)).strip())
     else:
         yield "# no IPAddressDeny: it listens for other machines"
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _keys(part: Part, settings: Settings) -> Iterator[str]:

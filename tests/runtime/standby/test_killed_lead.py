@@ -3,7 +3,6 @@ workers are on machines of other names: no text differs, and streams go on withi
 
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,19 +11,10 @@ from pathlib import Path
 import pytest
 
 from dovetail.protocol.keys import generate_keys
-from support.by_hand import SLOWER, Doubled, Stream, bodies, elsewhere, ended, together
+from support.by_hand import SLOWER, Doubled, Stream, bodies, elsewhere, ended, together, why_not
 
 KILLS = 6
 MOST_S = 3.0
-
-
-def why_not() -> str:
-    """Why no process can be given a machine's name of its own here; empty: nothing is in the
-    way."""
-    tried = subprocess.run(
-        [*elsewhere("other"), "true"], capture_output=True, text=True, check=False
-    )
-    return tried.stderr.strip() if tried.returncode else ""
 
 
 @pytest.fixture(autouse=True)
