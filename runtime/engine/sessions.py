@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Close
+from dovetail.protocol.messages import NOTHING_TOLD, Close
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.client_requests import observe
 from dovetail.runtime.engine.effects import Effects
@@ -28,6 +28,10 @@ from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
 T = TypeVar("T")
+
+BEHIND = RequestError(
+    "cancelled", "the request was cancelled before all that its client has was decoded again"
+)
 
 
 class CarryOut(Protocol):
@@ -193,7 +197,8 @@ class Sessions:
             return
         aside(self._settle, running)
         if not running.delivery.finished:
-            self._tally.ended["error"] += not running.trial
+            outcome = "cancelled" if error.code == "cancelled" else "error"
+            self._tally.ended[outcome] += not running.trial
             self._post.refuse(running.client, refusal(self._epoch, error, running.request))
         self.drop(running)
 
@@ -222,11 +227,15 @@ class Sessions:
         self._observing.traced(running.session.number)
 
     def cancel(self, running: RunningRequest) -> None:
-        """End a session as far as it has come, unless it has ended."""
+        """End a session as far as it has come, unless it has ended; with an error where its client
+        has more of the reply than has been decoded again."""
 
         def end() -> None:
             if running.session.state is State.DONE:
                 return  # it began with a whole reply
+            if running.delivery.ahead is not NOTHING_TOLD:
+                self.fail(running, BEHIND)
+                return
             running.interrupted(self._now_ns())
             self.perform(running, running.give(running.session.cancel))
 

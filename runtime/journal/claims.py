@@ -175,7 +175,7 @@ class Claims:
             if waited_s < most_s:
                 continue
             self._waiting.remove(claim)
-            known = claim.submit.told.fingerprint if entry is None else entry.fingerprint
+            known = claim.submit.told.fingerprint or (entry.fingerprint if entry else "")
             begun = claim.submit.told.tokens or (entry is not None and entry.tokens)
             wanted = f" of {known or 'the unknown fingerprint of its tokens'}" if begun else ""
             text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} was there"
@@ -194,7 +194,7 @@ class Claims:
         if entry.submit.vocabulary != target.facts.digest:
             return False
         return (
-            not (entry.tokens or told.tokens)
+            not entry.tokens
             or fingerprint == entry.fingerprint
             or (self._settings.move == "any" and not entry.depends_on_draft)
         )
