@@ -22,7 +22,7 @@ from benchmarks.coupling import PROMPTS
 from benchmarks.measure import ratio, take_turns
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.bench.load.crew import run
-from dovetail.launch.bench.load.request import Reply, ask
+from dovetail.launch.bench.load.request import PATH, Reply, ask
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.chat.web import Site
 from dovetail.launch.console.terminal import note, print_table
@@ -64,21 +64,34 @@ def started(*arguments: str, cores: str = "") -> Iterator[Started]:
             process.send_signal(signal.SIGINT)
 
 
-def rate(url: str, requests: int, streams: int, tokens: int) -> tuple[float, dict[int, str]]:
-    """Tokens a second of chats, so many at a time, and their texts."""
+def rate(
+    url: str, requests: int, streams: int, tokens: int, *, whole: bool = False
+) -> tuple[float, dict[int, str]]:
+    """Tokens a second of chats, so many at a time, and their texts; `whole`: each reply comes in
+    one piece, so that client and router take next to nothing of the cores."""
     site = Site(url, "")
     turns = [prompt.turns[0] for prompt in read_prompt_set(PROMPTS, None).prompts]
 
     def one(number: int) -> Reply:
         said = [{"role": "user", "content": turns[number % len(turns)]}]
         body = {"messages": said, "max_tokens": tokens, "min_tokens": tokens, "seed": number}
-        return ask(site, body, number)
+        return in_one_piece(site, body, number) if whole else ask(site, body, number)
 
     loaded = run(one, requests, streams, lambda: None)
     if errors := {reply.error for reply in loaded.replies if reply.error}:
         raise UserError(f"requests failed: {', '.join(errors)}")
     written = sum(reply.output_tokens for reply in loaded.replies)
     return written / loaded.seconds, {reply.number: reply.text for reply in loaded.replies}
+
+
+def in_one_piece(site: Site, body: Mapping[str, Any], number: int) -> Reply:
+    """Ask for a chat completion that is not streamed."""
+    reply = Reply(number, time.perf_counter())
+    with site.asked("POST", PATH, json.dumps(body).encode()) as response:
+        answer = json.loads(response.read())
+    reply.ended_s = time.perf_counter()
+    reply.usage, reply.text = answer["usage"], answer["choices"][0]["message"]["content"]
+    return reply
 
 
 @click.command(cls=Command)
@@ -89,6 +102,7 @@ def rate(url: str, requests: int, streams: int, tokens: int) -> tuple[float, dic
 @option("--max-tokens", "tokens", type=click.IntRange(min=8), default=96)
 @option("--repeat", type=click.IntRange(min=1), default=5, help="Pairs of turns.")
 @option("--cores", default="0,1", help="One for each of the two replicas.")
+@option("--whole", is_flag=True, help="Replies in one piece instead of streams.")
 @options("json")
 def replicas(
     inflate: str,
@@ -98,6 +112,7 @@ def replicas(
     tokens: int,
     repeat: int,
     cores: str,
+    whole: bool,
     as_json: bool,
 ) -> None:
     """Two replicas on separate cores behind the router over one of them, each with as many
@@ -115,7 +130,7 @@ def replicas(
         def side(number: int) -> float:
             count = 1 if number else len(urls)
             rated, said = rate(
-                urls[0] if number else both, requests * count, streams * count, tokens
+                urls[0] if number else both, requests * count, streams * count, tokens, whole=whole
             )
             texts[number] = said
             return rated
@@ -127,7 +142,7 @@ def replicas(
     row = {
         "target": inflate,
         "draft": draft,
-        "streams": streams,
+        "whole" if whole else "streams": streams,
         "tokens/s, 1": statistics.median(one for _, one in pairs),
         "tokens/s, 2": statistics.median(two for two, _ in pairs),
         "ratio": str(ratio([two for two, _ in pairs], [one for _, one in pairs])),
@@ -189,7 +204,7 @@ def rounds_of(url: str, requests: int, tokens: int) -> tuple[float, Sequence[str
     for number in range(-2, requests):
         said = [{"role": "user", "content": turns[number % len(turns)]}]
         body = {"messages": said, "max_tokens": tokens, "min_tokens": tokens, "seed": 1}
-        with site.asked("POST", "/v1/chat/completions", json.dumps(body).encode()) as response:
+        with site.asked("POST", PATH, json.dumps(body).encode()) as response:
             answer = json.loads(response.read())
         told = answer["metrics"]
         if number >= 0:  # before, it warms up
