@@ -32,6 +32,8 @@ KEEP_S = 600.0
 SEGMENT_BYTES = 16 << 20
 MOST_BYTES = 256 << 20
 """All segments together; beyond it the oldest goes, with the ended replies in it."""
+FORGET_EVERY_S = 5.0
+"""All ended replies are looked at so often, of which there may be thousands."""
 MOST_TOKENS = 4 << 20
 """All ended replies in memory, scores of tokens counted too; beyond it the oldest goes."""
 
@@ -72,7 +74,7 @@ class Journal:
         """Hears of packed records as they are written; None: nobody copies them."""
         self.found = sum(entry.finished is None for entry in self._entries.of.values())
         """Requests that an earlier coordinator has not ended."""
-        self._begun_s = now_s()
+        self._begun_s = self._forgot_s = now_s()
 
     def begin(self, epoch: int) -> None:
         """Write from now on, for the coordinator of this epoch; behind a copy, in the next term."""
@@ -267,7 +269,9 @@ class Journal:
         """Have the disk hold what was written, begin a segment if it is time to, and forget what is
         too old."""
         now_s = self._now_s()
-        self._forget(now_s)
+        if abs(now_s - self._forgot_s) >= FORGET_EVERY_S:
+            self._forgot_s = now_s
+            self._forget(now_s)
         if self.failed:
             return
         if (

@@ -1,7 +1,9 @@
-"""The command `journal`: the tokens/s of a service with a journal over those of one without, and
-the microseconds of a write, beside those of SQLite.
+"""The command `journal`: the tokens/s of a service with a journal over those of one without, the
+processor time of coordinator and HTTP API a token, and the microseconds of a write, beside those of
+SQLite.
 
-Two `dovetail serve` stay up, one with a journal, and take turns at the same streams. The writes are
+Two `dovetail serve`, one with a journal, take turns at the same streams, and are started anew some
+times, since where the pages of a process lie makes it slower or faster to its end. The writes are
 those of a pass over some sessions, each of which commits some tokens: in one go behind the end of a
 file, as the journal writes them, and as one transaction of SQLite in WAL mode with
 `synchronous=NORMAL`, which waits for the disk as seldom.
@@ -12,14 +14,17 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import httpx
+import psutil
 
 from benchmarks.gaps import PATIENCE_S, order, server, words
 from benchmarks.measure import Estimate, ratio, take_turns
@@ -39,41 +44,88 @@ ROUND = (101, 2002, 303, 44)
 
 
 @click.command(cls=Command)
-@option("--pairs", type=click.IntRange(min=1), default=60, help="Turns of each service.")
+@option("--pairs", type=click.IntRange(min=1), default=15, help="Turns of each service, a start.")
+@option("--starts", type=click.IntRange(min=1), default=4, help="Starts of each service.")
 @option("--streams", type=click.IntRange(min=1), default=4, help="Streams of a turn.")
 @option("--max-tokens", "tokens", type=click.IntRange(min=1), default=200, help="Tokens of each.")
 @option("--inflate", default="64MiB", help="Size to which the targets are inflated.")
 @options("json")
-def journal(pairs: int, streams: int, tokens: int, inflate: str, as_json: bool) -> None:
-    """Tokens/s with a journal over those without, and microseconds of a write."""
+def journal(
+    pairs: int, starts: int, streams: int, tokens: int, inflate: str, as_json: bool
+) -> None:
+    """Tokens/s with a journal over those without, processor time, microseconds of a write."""
     plain_us, sqlite_us = writes_us(streams)
-    rates: dict[str, list[float]] = {"auto": [], "off": []}
-    with ExitStack() as stack, progress_bar(2 * pairs, "turns") as step:
-        urls = {
-            kind: stack.enter_context(
-                server("small", [f"--target.inflate={inflate}", f"--coordinator.journal={kind}"])
-            )
-            for kind in rates
-        }
-        for url in urls.values():
-            rate(url, streams, tokens, seed=0)
-
-        def side(kind: str, turn: int) -> float:
-            reached = rate(urls[kind], streams, tokens, seed=turn)
-            step(kind)
-            return reached
-
-        for turn in range(pairs):
-            turns = take_turns([partial(side, kind, turn) for kind in rates], turn)
-            for those, reached in zip(rates.values(), turns, strict=True):
-                those.append(reached)
-    share = ratio(rates["auto"], rates["off"])
+    sides = {kind: Side() for kind in ("auto", "off")}
+    with progress_bar(2 * pairs * starts, "turns") as step:
+        for start in range(starts):
+            with ExitStack() as stack:
+                for kind, side in sides.items():
+                    flags = [f"--target.inflate={inflate}", f"--coordinator.journal={kind}"]
+                    side.url = stack.enter_context(server("small", flags))
+                    rate(side.url, streams, tokens, seed=0)
+                for turn in range(start * pairs, (start + 1) * pairs):
+                    turns = [partial(side.take, streams, tokens, turn) for side in sides.values()]
+                    take_turns(turns, turn)
+                    step("")
+                    step("")
+    with_it, without = sides.values()
+    share = ratio(with_it.rates, without.rates)
     found = {
-        "tokens_per_s": {kind: statistics.median(those) for kind, those in rates.items()},
+        "tokens_per_s": {kind: statistics.median(side.rates) for kind, side in sides.items()},
         "ratio": share.as_json(),
+        "processor_us": {
+            kind: statistics.median(side.processor_us) for kind, side in sides.items()
+        },
         "write_us": {"journal": plain_us, "sqlite": sqlite_us},
     }
     report(found, as_json, lambda: show(found, share))
+
+
+@dataclass
+class Side:
+    """One of the two services, and what was measured of it."""
+
+    url: str = ""
+    rates: list[float] = field(default_factory=list)
+    """Tokens/s of its turns."""
+    processor_us: list[float] = field(default_factory=list)
+    """Processor time of its coordinator and its HTTP API a token, in these."""
+
+    def take(self, streams: int, tokens: int, turn: int) -> float:
+        """Take its turn; return the tokens/s."""
+        front, began_s = front_of(self.url), time.monotonic()
+        before_s = processor_s(front)
+        reached = rate(self.url, streams, tokens, seed=turn)
+        written = reached * (time.monotonic() - began_s)
+        self.rates.append(reached)
+        self.processor_us.append(1e6 * (processor_s(front) - before_s) / written)
+        return reached
+
+
+def front_of(url: str) -> list[psutil.Process]:
+    """Return the coordinator and the HTTP API of the service at this address: who listens there,
+    and who has bound the coordinator's socket."""
+    port = urlsplit(url).port
+    (pid,) = {
+        one.pid
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid
+    }
+    http = psutil.Process(pid)
+    service = http.parent()
+    assert service is not None
+    (coordinator,) = [
+        process
+        for process in service.children(recursive=True)
+        if any(str(one.laddr).endswith("/coordinator") for one in process.net_connections("unix"))
+    ]
+    return [coordinator, http]
+
+
+def processor_s(processes: Sequence[psutil.Process]) -> float:
+    """Return the processor time that these have taken so far."""
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
 
 
 def rate(url: str, streams: int, tokens: int, *, seed: int) -> float:
@@ -141,10 +193,14 @@ def writes_us(sessions: int) -> tuple[float, float]:
 
 def show(found: Mapping[str, Any], share: Estimate) -> None:
     """Print the table, the ratio with its 95 % interval, and the microseconds of a write."""
-    rates, writes = found["tokens_per_s"], found["write_us"]
+    rates, processor_us = found["tokens_per_s"], found["processor_us"]
+    writes = found["write_us"]
     print_table(
-        ("", "tokens/s"),
-        [("with a journal", rates["auto"]), ("without", rates["off"])],
+        ("", "tokens/s", "us of coordinator and HTTP API a token"),
+        [
+            (words, f"{rates[kind]:.1f}", f"{processor_us[kind]:.0f}")
+            for words, kind in (("with a journal", "auto"), ("without", "off"))
+        ],
     )
     least = 1 - MOST_SHARE
     told = "reached" if share.low >= least else "missed" if share.high < least else "not decided"
