@@ -37,6 +37,10 @@ from dovetail.runtime.standby.watching import call_on, stand_by
 log = logging.getLogger("dovetail.coordinator")
 
 STDIN = 0
+ALONE = (
+    "this coordinator belongs to `dovetail serve`, whose workers and HTTP API would not find a "
+    "standby: start that with --standby ADDRESS, that of the standby"
+)
 
 
 @click.command(cls=HelpCommand)
@@ -107,9 +111,10 @@ def command(
         try:
             process.run(standby_of)
         except Deposed as deposed:
-            if parent is not None or settings.journal == "off":
+            if settings.journal == "off" or process.alone:
+                flag = "--standby" if supervised else "--standby-of"
                 raise DovetailError(
-                    f"{deposed}; start it again with a journal and --standby-of {deposed.successor}"
+                    f"{deposed}; start it again with a journal and {flag} {deposed.successor}"
                 ) from None
             log.warning("%s: from now on it is the standby of %s", deposed, deposed.successor)
             process.stand_by_of(deposed.successor)
@@ -129,12 +134,23 @@ class Process:
     """The address of the standby; empty: nobody has said it."""
     _said: bool = False
 
+    @property
+    def alone(self) -> str:
+        """Return why it is none of a pair; empty: it may be one."""
+        return ALONE if self.supervised and not self.standby else ""
+
     def run(self, standby_of: str | None) -> None:
         """Lead, or follow the coordinator at an address until it is time to. One whose journal says
         that it led last, in a term above 0, or that it was another one's standby, leads unless the
         other one does. `Deposed` if another one has taken over."""
         with self._opened() as (hub, journal):
             followed = "" if journal is None or not _over_tcp(hub.address) else journal.followed
+            if followed and self.alone:
+                raise UserError(
+                    f"this coordinator was the standby of {followed} when it ended last: start "
+                    f"`dovetail serve` with --standby {followed}, or with another folder in "
+                    "coordinator.journal"
+                )
             if address := standby_of or followed:
                 leads_on = journal is not None and (journal.led or not standby_of)
                 asyncio.run(self._follow(hub, journal, address, leads_on=leads_on))
@@ -222,6 +238,7 @@ class Process:
             progress=self.notifier.progress,
             supervised=STDIN if self.supervised else None,
             greetings=greetings,
+            alone=self.alone,
         )
 
     async def _follow(

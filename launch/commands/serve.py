@@ -22,7 +22,7 @@ from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
-from dovetail.launch.processes.addresses import check_coordinator, check_port
+from dovetail.launch.processes.addresses import check_coordinator, check_pair, check_port
 from dovetail.launch.processes.connection import models_of, with_choices
 from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
@@ -33,6 +33,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import LISTENING, settings_flags
 from dovetail.launch.settings.generation import with_generation_config
 from dovetail.launch.settings.http_keys import read_keys
+from dovetail.protocol.errors import UserError
 from dovetail.runtime.http.listening import listen
 
 if TYPE_CHECKING:
@@ -54,12 +55,20 @@ ANYWHERE = ("0.0.0.0", "[::]")
     cls=Rare,
     help="Where the processes run: on this machine, or on the nodes of a Ray cluster (--ray.*).",
 )
+@click.option(
+    "--standby",
+    metavar="ADDRESS",
+    default="",
+    cls=Rare,
+    help="Go on with the coordinator at tcp://HOST:PORT, which is started there with --standby-of "
+    "this one, when it has taken over.",
+)
 @settings_flags(
     *("target", "draft", "tree", "sampling", "memory", "coordinator", "http", "ray"),
     shown=LISTENING,
     named=True,
 )
-def command(configuration: Configuration, engine: str, as_json: bool) -> None:
+def command(configuration: Configuration, engine: str, as_json: bool, standby: str) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 
     MODEL is the target: a folder, a GGUF file or the id of a model on the hub; weights that fit and
@@ -75,6 +84,10 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
     configuration, taken = with_generation_config(configuration)
+    if standby:
+        check_pair("--standby", standby, configuration.settings.coordinator)
+        if engine != "local":
+            raise UserError(f"--standby {standby} with --engine {engine}: leave one of them out")
     _check_addresses(configuration)
     configuration = with_choices(configuration)
     (check_stack if engine == "local" else check_models)(configuration)
@@ -82,7 +95,7 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
         if said:
             note(said)
     with ExitStack() as opened:
-        service = _open(engine, configuration, opened)
+        service = _open(engine, configuration, opened, standby)
         try:
             service.begin()
             with spinner() as say:
@@ -93,11 +106,13 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
             service.drain()
 
 
-def _open(engine: str, configuration: Configuration, opened: ExitStack) -> "Service | Replicas":
+def _open(
+    engine: str, configuration: Configuration, opened: ExitStack, standby: str
+) -> "Service | Replicas":
     """Return the service, on this machine or on the nodes of a cluster, where there may be several
     of them."""
     if engine == "local":
-        site = Local(opened.enter_context(Supervisor()), configuration)
+        site = Local(opened.enter_context(Supervisor()), configuration, standby)
         return opened.enter_context(Service(site, configuration))
     from dovetail.launch.processes.ray.placed import open_services  # an extra, seconds to import
 

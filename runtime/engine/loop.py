@@ -37,13 +37,15 @@ async def coordinate(
     progress: Callable[[], None] | None = None,
     supervised: int | None = None,
     greetings: Sequence[tuple[bytes, list[bytes]]] = (),
+    alone: str = "",
 ) -> None:
     """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but
     what it opened. `recorder`: notes its sessions; `journal`: keeps its requests; `progress` hears
     of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read;
-    `greetings`: what was received on the hub before. `Deposed` if another coordinator has taken
-    over."""
+    `greetings`: what was received on the hub before; `alone`: why no standby may follow. `Deposed`
+    if another coordinator has taken over."""
     life = _Life(hub, settings, recorder, journal)
+    life.coordinator.service.alone = alone
     with life.listening(supervised):
         gc.freeze()
         if ready is not None:

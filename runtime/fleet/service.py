@@ -19,6 +19,8 @@ class Service:
     """Why this coordinator steps down for another; None: it does not."""
     standby: Copying | None = None
     """The standby that is here."""
+    alone: str = ""
+    """Why no standby may follow; empty: one may."""
     standby_lost_ns: int | None = None
     """When the standby was lost; None: it is there, or none was."""
     ending: bool = False

@@ -94,6 +94,8 @@ class Lead:
                 "this coordinator keeps no journal that a standby could copy: start it with "
                 "coordinator.journal",
             )
+        elif self._service.alone:
+            self._refuse(peer, "settings", self._service.alone)
         elif self._follower is not None:
             self._refuse(peer, "capacity", "this coordinator has a standby already")
         else:

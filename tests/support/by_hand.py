@@ -4,6 +4,7 @@ a test likes, and streams of its HTTP API."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -253,6 +254,12 @@ def elsewhere(host: str) -> list[str]:
     """Return the words before a command that have it run on a machine of another name."""
     named = f'hostname {host} && exec "$@"'
     return ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", named, "sh"]
+
+
+def free_port() -> int:
+    """Return a port of loopback at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def why_not() -> str:

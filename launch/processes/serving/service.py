@@ -28,6 +28,7 @@ from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.links import open_link
+from dovetail.protocol.links.ways import Way
 from dovetail.protocol.messages import Fault, Reported, Role, Supervised
 
 log = logging.getLogger("dovetail.serve")
@@ -276,9 +277,14 @@ class Service:
             if not self.address:
                 self._site.owns(place)
             self.address = place
-            self._inquiry = self._inquiry or Inquiry(
-                partial(open_link, place, keys=keys, role="client", timeout_s=CONNECT_S)
-            )
+            if self._inquiry is None:
+                way = Way(
+                    ",".join(filter(None, (place, self._site.standby))),
+                    lambda address, timeout_s: open_link(
+                        address, keys=keys, role="client", timeout_s=timeout_s
+                    ),
+                )
+                self._inquiry = Inquiry(partial(way.again, CONNECT_S))
         else:
             self.url = place
             self._announcement.close()
@@ -292,6 +298,7 @@ class Service:
         state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
         if state is not None:
             self.state = state
+            self._notice_lead(state)
             if self._watch.serving or not sys.stderr.isatty():
                 self._intervals.tell(state.loading)
             ours = {
@@ -317,6 +324,15 @@ class Service:
             drained = [name for name in self._workers if self._played(name) in state.drained]
             known = registered(ours, state.workers)
             self._perform(self._watch.answered(known, now_s, filled, given, drained))
+
+    def _notice_lead(self, state: Reported) -> None:
+        """Note whether our coordinator leads, or its standby has taken over."""
+        ours = self._running.get(COORDINATOR)
+        follows = bool(self._site.standby) and ours is not None and state.pid != ours.pid
+        if follows != self._watch.follows:
+            where = f"at {self._site.standby} has taken over" if follows else "here leads again"
+            self._log(f"the coordinator {where}, in term {state.term}")
+        self._watch.follows = follows
 
     def _played(self, name: str) -> Role:
         """Return the role that a worker plays, the first one of one that plays both."""

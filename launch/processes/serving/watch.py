@@ -136,6 +136,9 @@ class Watch:
         self.serving = False
         """True if everything has been ready at one time, but for what was lost and is not
         needed."""
+        self.follows = False
+        """True if another coordinator leads and the root is its standby, so that its silence is
+        not the root's."""
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -345,6 +348,8 @@ class Watch:
         part it counts only what the root has said since."""
         root = self._states[self._root]
         if state.heard_s is None or root.heard_s is None or root.ready_s is None:
+            return False
+        if state is root and self.follows:
             return False
         silent_s = (
             now_s - root.heard_s

@@ -1,7 +1,6 @@
 """Coordinators that are killed under streams, and standbys that take over, as real processes whose
 workers are on machines of other names: no text differs, and streams go on within three seconds."""
 
-import socket
 import statistics
 import time
 from collections.abc import Iterator
@@ -11,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from dovetail.protocol.keys import generate_keys
-from support.by_hand import SLOWER, Doubled, Stream, bodies, elsewhere, ended, together, why_not
+from support.by_hand import (
+    SLOWER,
+    Doubled,
+    Stream,
+    bodies,
+    elsewhere,
+    ended,
+    free_port,
+    together,
+    why_not,
+)
 
 KILLS = 6
 MOST_S = 3.0
@@ -37,11 +46,6 @@ def doubled(folder: Path, *, workers: tuple[str, ...]) -> Iterator[Doubled]:
         service.until_ready()
         service.stand_by("second", "first")
         yield service
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -367,6 +367,17 @@ def test_a_standby_says_what_keeps_it_from_following(tmp_path: Path) -> None:
         follower.listen(0.0)
 
 
+def test_a_coordinator_that_may_have_no_standby_says_why(tmp_path: Path) -> None:
+    house = House(journal=Journal(Segments(tmp_path / "first")))
+    house.coordinator.service.alone = "this one is alone"
+    copy = Journal(Segments(tmp_path / "second"))
+    follower = Follower(memory_links(), copy, "tcp://first:5555", leads_on=False, now_s=0.0)
+    follower.follow(house.hub.connect(OWN_KEY), 0.0)
+    house.run()
+    with pytest.raises(UserError, match="refused this standby: this one is alone"):
+        follower.listen(0.0)
+
+
 def test_a_coordinator_has_one_standby_and_says_when_it_is_lost(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     second = pair.house.hub.connect(OWN_KEY)
