@@ -54,21 +54,24 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="targets on the same core take from each other")
-def test_replies_go_back_to_a_target_that_is_there_again_as_if_nothing_had_been() -> None:
+def test_replies_go_back_to_a_target_that_is_there_again_as_if_nothing_had_been(
+    client: Client,
+) -> None:
     """The target that returns is a process that was stopped until then: loading a model anew would
-    take longer than the replies."""
-    with growing(FLAGS) as (stack, client, another), stack.connect() as onlooker:
+    take longer than the replies. What they are is known from a target that is alone and not
+    inflated."""
+    whole = complete_all(client, ask(client, TOKENS))
+    with growing(FLAGS) as (stack, moved, another), stack.connect() as onlooker:
         targets = [another("target", cores=str(CORES[1])) for _ in range(2)]
-        whole = complete_all(client, ask(client, TOKENS))
         first, again = (wait_for(onlooker, target) for target in targets)
         again.process.send_signal(signal.SIGSTOP)
         wait_until(lambda: len(onlooker.status().workers) == 3, "it is not missed")
-        requests = ask(client, TOKENS)
+        requests = ask(moved, TOKENS)
         wait_until(lambda: held(onlooker, first) > 0, "it gets no sessions")
         first.process.kill()
         first.process.wait()
         again.process.send_signal(signal.SIGCONT)
-        ends = complete_all(client, requests)
+        ends = complete_all(moved, requests)
         assert onlooker.status().totals.rebalanced > 0
     assert [(end.result.token_ids, end.result.text, end.margins) for end in ends] == [
         (end.result.token_ids, end.result.text, end.margins) for end in whole

@@ -206,7 +206,9 @@ def test_a_driver_that_fails_is_told_and_one_that_is_not_there_is_not(tmp_path: 
     assert read_gpus(str(tmp_path / "missing")) == ([], "")
 
 
-def test_this_machine_is_examined(run: Any, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_this_machine_is_examined(
+    run: Any, invoke: Any, tmp_path: Path, environment: dict[str, str]
+) -> None:
     changed = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_PROC_BIND": "close"}
     result = run("doctor", "--json", env=changed)
     report = json.loads(result.stdout)
@@ -215,6 +217,6 @@ def test_this_machine_is_examined(run: Any, tmp_path: Path, environment: dict[st
     assert (result.returncode, report["ok"], by_name["environment"]["ok"]) == (1, False, False)
     assert by_name["torch"]["ok"]
     assert str(len(os.sched_getaffinity(0))) in by_name["cores"]["found"]
-    table = run("doctor", env=changed)
+    table = invoke("doctor", env=changed)
     assert "LOOK  environment" in table.stdout
     assert "unset OMP_PROC_BIND" in table.stdout
