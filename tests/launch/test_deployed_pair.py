@@ -1,7 +1,8 @@
-"""The files of `config export compose` and `kubernetes` with a standby: what they say of it, and
-that their very commands go on when the coordinator is killed."""
+"""The files of `config export` with a standby: what they say of it, and that their very commands go
+on when the coordinator is killed."""
 
 import contextlib
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import yaml
 
 from dovetail.launch.files.deployment.compose import compose_file
 from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
+from dovetail.launch.files.deployment.systemd import systemd_units
 from dovetail.protocol.keys import generate_keys
 from support import deployed
 from support.by_hand import ByHand, Stream, bodies, ended, together, why_not
@@ -44,8 +46,9 @@ def test_a_compose_file_has_a_standby_that_is_reached_as_the_coordinator_is() ->
     assert content["networks"] == {"links": {"internal": True}}
 
 
-def test_a_manifest_has_a_standby_in_a_pod_of_its_own_that_serves_too() -> None:
+def test_a_manifest_has_a_standby_in_a_pod_of_its_own_that_serves_too(tmp_path: Path) -> None:
     text = kubernetes_manifest(settings(draft__kind="ngram"), standby=True)
+    deployed.check_built(text, tmp_path)
     group, api, *found, standby = yaml.safe_load_all(text)
     jsonschema.validate(group, deployed.LEADER_WORKER_SET)
     jsonschema.validate(standby, deployed.STATEFUL_SET)
@@ -104,6 +107,34 @@ def of_kubernetes() -> Commands:
     return found
 
 
+def of_systemd(folder: Path) -> Commands:
+    """The units of two machines, and a target by hand on a third one: those of the coordinator's
+    machine do not decide."""
+    generate_keys(folder)
+    there = {"coordinator__listen": "tcp://0.0.0.0:5555", "coordinator__keys": str(folder)}
+    asked = settings(**there, draft__kind="ngram")
+    first = systemd_units(asked, standby="tcp://second:5555")
+    found = {name: ("first", started(first, name)) for name in UNITS}
+    second = systemd_units(asked, "tcp://first:5555")
+    return {
+        **found,
+        "standby": ("second", started(second, "coordinator")),
+        "spare": ("third", found["target"][1]),
+    }
+
+
+UNITS = ("coordinator", "http", "target", "draft")
+
+
+def started(units: dict[str, str], name: str) -> list[str]:
+    """Return what a unit starts, behind the program."""
+    unit = next(text for file, text in units.items() if file.endswith(f"-{name}.service"))
+    (line,) = (line for line in unit.splitlines() if line.startswith("ExecStart="))
+    words = shlex.split(line.removeprefix("ExecStart="))
+    begin = next(n for n, word in enumerate(words) if word in ("coordinator", "http", "worker"))
+    return [word.replace("127.0.0.1:5555", "first:5555") for word in words[begin:]]
+
+
 class Deployed(ByHand):
     """The processes of an export on hosts of the names that they have there, all on this machine:
     each coordinator has a loopback address, where its name leads."""
@@ -142,7 +173,7 @@ class Deployed(ByHand):
                 words.append(changed.replace(":5555", f":{self._port}"))
         words += [f"--http.port={self._http}"] if name == "http" else []
         words += ["--http.port=0"] if name == "second" else []
-        words += ["--target.inflate=64MiB"] if name == "target" else []
+        words += ["--target.inflate=64MiB"] if name in ("target", "spare") else []
         process = self.start(name, *words)
         if name in (*HUBS, "http"):
             assert process.stdout is not None
@@ -171,13 +202,14 @@ def running(folder: Path, commands: Commands) -> Iterator[Deployed]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("commands", [of_compose(), of_kubernetes()], ids=["compose", "kubernetes"])
+@pytest.mark.parametrize("what", ["compose", "kubernetes", "systemd"])
 def test_streams_go_on_when_the_coordinator_of_an_export_is_killed(
-    commands: Commands, tmp_path: Path
+    what: str, tmp_path: Path
 ) -> None:
     if reason := why_not():
         pytest.skip(f"namespaces are not permitted here: {reason}")
-    asked = bodies(2, 150)
+    asked, exports = bodies(2, 150), {"compose": of_compose, "kubernetes": of_kubernetes}
+    commands = exports[what]() if what in exports else of_systemd(tmp_path / "exported")
     with running(tmp_path, commands) as service:
         headers = {"Authorization": f"Bearer {API_KEY}"}
         whole = [Stream(body).read(service.url, headers=headers).outcome for body in asked]

@@ -322,14 +322,7 @@ def test_a_manifest_is_a_group_of_a_leader_and_a_worker(
     assert {"name": "cache", "mountPath": "/cache"} in hub["volumeMounts"]
     assert server["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert server["livenessProbe"]["httpGet"]["path"] == "/health"
-    if (kubectl := shutil.which("kubectl")) is not None:
-        (tmp_path / "group.yaml").write_text(text)
-        (tmp_path / "kustomization.yaml").write_text("resources: [group.yaml]\n")
-        built = subprocess.run(
-            [kubectl, "kustomize", tmp_path], capture_output=True, text=True, check=True
-        )
-        objects = {one["kind"]: one for one in yaml.safe_load_all(built.stdout)}
-        assert objects == {"LeaderWorkerSet": group, "Service": service}
+    deployed.check_built(text, tmp_path)
 
 
 # -- the image -------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 their specifications; and the instructions of a Dockerfile."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from dovetail.launch.commands import coordinator, http, worker
 from dovetail.launch.settings.configure import Configuration, configure
@@ -229,6 +232,22 @@ STATEFUL_SET = of(
         ),
     }
 )
+
+
+def check_built(manifest: str, folder: Path) -> None:
+    """Have kubectl read a manifest, where it is installed: it finds the objects that are there."""
+    if (kubectl := shutil.which("kubectl")) is None:
+        return
+    (folder / "manifest.yaml").write_text(manifest)
+    (folder / "kustomization.yaml").write_text("resources: [manifest.yaml]\n")
+    built = subprocess.run(
+        [kubectl, "kustomize", folder], capture_output=True, text=True, check=True
+    )
+    found, written = (
+        {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(text)}
+        for text in (built.stdout, manifest)
+    )
+    assert found == written
 
 
 # -- an image --------------------------------------------------------------------------------------
