@@ -1,7 +1,7 @@
 """The promise with a target's own substitute as the draft: the same tokens from a process of its
 own, and from one that shares everything with the target."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,14 +36,6 @@ PLACED = {
     },
 }
 TOKENS = 48
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kept_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Quantise once for all tests here, and leave nothing of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def complete(
