@@ -202,7 +202,7 @@ class Follower:
             if isinstance(message, Hello):
                 self._greet(peer, Waiting(message, frames, now_s))
             elif isinstance(message, Follow):
-                self._turn_away([peer], "it follows one itself")
+                self._refuse(peer, f"it is the standby of {self._address} itself")
         self._find_gone(now_s)
 
     def _greet(self, peer: bytes, waiting: Waiting) -> None:
@@ -236,13 +236,16 @@ class Follower:
 
     def _turn_away(self, peers: list[bytes], why: str) -> None:
         own = reached_at(self._hub.address, socket.gethostname())
-        text = (
-            f"{own} is the standby of {self._address} and serves nobody ({why}): connect to "
-            f"{self._address},{own}"
-        )
         for peer in peers:
             self._waiting.pop(peer, None)
-            self._reach(peer, Failed(epoch=self._epoch, code="standby", text=text))
+            self._refuse(
+                peer,
+                f"{own} is the standby of {self._address} and serves nobody ({why}): connect to "
+                f"{self._address},{own}",
+            )
+
+    def _refuse(self, peer: bytes, text: str) -> None:
+        self._reach(peer, Failed(epoch=self._epoch, code="standby", text=text))
 
     def _reach(self, peer: bytes, message: Message) -> bool:
         try:
