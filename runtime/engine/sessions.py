@@ -197,8 +197,8 @@ class Sessions:
             return
         aside(self._settle, running)
         if not running.delivery.finished:
-            outcome = "cancelled" if error.code == "cancelled" else "error"
-            self._tally.ended[outcome] += not running.trial
+            cancelled = error.code == "cancelled"
+            self._tally.ended["cancelled" if cancelled else "error"] += not running.trial
             self._post.refuse(running.client, refusal(self._epoch, error, running.request))
         self.drop(running)
 
