@@ -61,7 +61,7 @@ class CoordinatorSettings(Frozen):
     latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
         "auto",
         description="how long a target pass may take that includes a chunk of a prompt, so that "
-        "running streams go on; auto: twice as long as without the chunk",
+        "running streams go on; auto: three times as long as a round without",
     )
     queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
         256,

@@ -63,3 +63,8 @@ class Round:
     """Tokens that the draft would have to read before it could be asked."""
     begun: Begun = field(default_factory=Begun)
     """The round as it began."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds from the verdict before it to its own."""
+        return (self.times.own_ns + self.times.target_queue_ns) / 1e9

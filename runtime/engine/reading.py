@@ -18,9 +18,9 @@ from dovetail.runtime.fleet.peers import Pass, Worker
 from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.telemetry.metrics import extent_ns
 
-LATENCY = 2.0
-"""The most that chunks prolong a pass, as a factor, unless `latency_ms` says otherwise: with 2 a
-prompt and the streams beside it share the target evenly."""
+LATENCY = 3.0
+"""The most that a pass with chunks takes, unless `latency_ms` says otherwise, over a round without:
+streams pause for so many times as long, and a prompt has all of the target but a third at most."""
 LEAST_ROWS = 8
 """The least rows of a pass that are for logs, so that prompts are read whatever the bound."""
 AT_ONCE = 4
@@ -79,8 +79,24 @@ def _rows_beside(
     pass_s = target.verifying.at(max(1, rows), context) if target.verifying.known else 0.0
     if not pass_s:
         return LEAST_ROWS
-    bound_s = LATENCY * pass_s if latency_ms == "auto" else latency_ms / 1e3
+    if worker is not target:  # the streams are with their target for so long
+        return worker.reading.rows_within(pass_s)
+    bound_s = most_s(target, pass_s, latency_ms)
+    if not items:  # they are with their draft
+        bound_s = min(bound_s, max(pass_s, target.round_s.value))
     return worker.reading.rows_within(bound_s - pass_s)
+
+
+def most_s(target: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -> float:
+    """Return the most seconds of a pass that reads chunks, too; `pass_s`: what it takes without."""
+    if latency_ms == "auto":
+        return LATENCY * max(pass_s, target.round_s.value)
+    return max(pass_s, latency_ms / 1e3)
+
+
+def read_beside(worker: Worker) -> int:
+    """Return how many logs the next pass reads a chunk of."""
+    return min(AT_ONCE, sum(isinstance(one, Rest) for _, one in worker.turns.waiting))
 
 
 def rows_read(message: Open | Refeed | Read) -> int:

@@ -60,11 +60,9 @@ MOST_LOSSES = 3
 """Targets whose processes may end under one session, while they work on it, without a token in
 between."""
 MOST_BREAKS = 12
-"""Targets that may be lost so in any way: what only a connection did not survive was more likely
-the connection's fault."""
+"""Targets that may be lost so in any way: mostly it was the connection's fault."""
 JOIN_WORTH = 16
-"""Tokens that must still be able to come for a draft to read the log of a session in its midst: a
-few rounds."""
+"""Tokens that must still be able to come for a draft to read the log of a running session."""
 RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
 AWAITED: dict[State, tuple[type[Message], ...]] = {
     State.OPENING: (Open, Read),
@@ -332,9 +330,11 @@ class RunningRequest:
 
     def learn(self) -> None:
         """Learn from the round that has ended, if that has not been done yet."""
-        if (done := self.done) is not None:
-            self.done = None
+        done, self.done = self.done, None
+        if done is not None:
             self.controller.learn(done)
+            if not done.disturbed:
+                self.target.round_s.add(done.seconds)
 
     def watch_reading(self) -> None:
         """Note whether its workers read prompts as a round begins: that would disturb it."""

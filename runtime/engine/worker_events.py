@@ -65,6 +65,7 @@ class WorkerEvents:
             raise StaleError(f"an event from another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
         worker.silent, worker.liveness.silent_ns = False, 0
+        worker.awaiting_probe &= not isinstance(event, Probed)
         self._notes.append(partial(self._observing.event, worker, event))
         try:
             if (effects := self._take(worker, event, now_ns, size)) is not None:
@@ -347,7 +348,6 @@ class WorkerEvents:
         return running
 
     def _probed(self, worker: Worker, event: Probed, now_ns: int) -> Effects[None]:
-        worker.awaiting_probe = False
         worker.probed = event
         if event.sent_ns <= now_ns:
             worker.trips.append(now_ns - event.sent_ns)

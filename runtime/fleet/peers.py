@@ -94,6 +94,8 @@ class Worker:
     drafting: RowCosts = field(default_factory=RowCosts)
     reading: ReadingCosts = field(default_factory=ReadingCosts)
     """The cost of prefill, by rows of logs."""
+    round_s: Average = field(default_factory=Average)
+    """Seconds of a round of its sessions, as a target, while nothing is read."""
     passing: Pass | None = None
     """The pass that it computes as a target."""
     alone_rows: int = 0

@@ -32,9 +32,9 @@ ALIKE = 0.02
 """Predictions that differ by less are the same: then the replica with the fewest requests is
 chosen, and among these the one that was chosen longest ago."""
 NEVER = float("-inf")
-BESIDE_STREAMS = 2.0
+BESIDE_STREAMS = 1.5
 """Times as long as by itself a prompt is read beside streams: a chunk has as many rows as keep the
-pass within twice its time."""
+pass within three times a round without."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ BEGUN = HANDLED.index(("_sessions", "start"))
 FORGOTTEN = HANDLED.index(("_sessions", "close_on"))
 ADMITTED = HANDLED.index(("_admission", "newcomer"))
 CLAIMED = HANDLED.index(("_intake", "_submit"))
+ANSWERED = HANDLED.index(("_answers", "_probed"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
         reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))
@@ -186,5 +187,8 @@ FOUND = {
             (6, Fault("alone", who=3, for_ms=2400)),
             (10, Fault("lead", for_ms=9000)),
         ),
+    ),
+    "the coordinator fails at an answer to whether a worker is there": Schedule(
+        drafts=0, steps=((0, Fault("handler", for_ms=ANSWERED)), (13, Wish(tokens=1)))
     ),
 }

@@ -153,14 +153,14 @@ def test_a_measured_profile_is_linear_between_what_was_measured() -> None:
 def test_prompts_that_come_together_are_read_in_the_passes_of_a_stream(
     together: int, passes: int
 ) -> None:
-    """A pass takes 10 ms, and 10 rows of prompts nearly double that, once their cost is known."""
+    """A pass takes 10 ms, and 20 rows of prompts nearly treble that, once their cost is known."""
     known, row_s = [(0.0, 40, 3)] * 9, 0.00098
-    requests = asked(*known, (9.0, 10, 201), *[(10.0, 20, 2)] * together)
+    requests = asked(*known, (9.0, 10, 201), *[(10.0, 40, 2)] * together)
     server = profile(*[0.01] * 16, passes_s=(0.0, *(0.01 + row_s * row for row in range(300))))
     played = Fleet([kind(server)], PLAN).play(requests, (0.0, 20.0))
     (stream, ended_s), *late = sorted(played.done, key=lambda one: one[0].number)[9:]
-    assert ended_s - stream.first_s == pytest.approx(2.0 + 10 * row_s * passes)
-    began_s = {session.first_s - (0.01 + 10 * row_s) * passes for session, _ in late}
+    assert ended_s - stream.first_s == pytest.approx(2.0 + 20 * row_s * passes)
+    began_s = {session.first_s - (0.01 + 20 * row_s) * passes for session, _ in late}
     assert len(began_s) == min(1, together)
     assert all(10.0 <= at_s <= 10.01 for at_s in began_s)
 

@@ -1,9 +1,18 @@
 """Tests of chunked prefill: the learned cost of its rows, and their shares among several logs."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.protocol.messages import Open, VerifyItem
 from dovetail.runtime.costs.reading import FIRST_ROWS, ReadingCosts, reading_order, shares
+from dovetail.runtime.engine.reading import LATENCY, share
+from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.rest import Rest
+from dovetail.runtime.fleet.scheduler import Turns
 
 
 def test_rows_are_few_until_their_cost_is_known() -> None:
@@ -76,3 +85,49 @@ def test_every_log_has_one_place_in_the_order(logs: list[tuple[int, float, float
         reading_s=[reading for _, _, reading in logs],
     )
     assert sorted(order) == list(range(len(logs)))
+
+
+# -- how much is read beside streams ---------------------------------------------------------------
+
+PASS_S, ROUND_S, ROW_S = 0.012, 0.02, 0.001
+STREAM, NEWCOMER = 1, 2
+
+
+def worker(role: str) -> Worker:
+    """A worker whose costs are known: a pass, a round of its sessions, and a row of a log."""
+    hello, limits = SimpleNamespace(roles=(role,)), SimpleNamespace(prompt_rows=256)
+    one = Worker(b"", hello, limits, None, Turns(epoch=1), 0)  # type: ignore[arg-type]
+    for _ in range(40):
+        one.verifying.observe(1, PASS_S, 100.0)
+        one.round_s.add(ROUND_S)
+        one.reading.observe(256, 256 * ROW_S)
+    return one
+
+
+def rows_beside(reader: Worker, target: Worker, *, verifies: bool, latency_ms: Any = "auto") -> int:
+    """The rows of a long log that are read next, beside one stream."""
+    about = SimpleNamespace(length=100, request=SimpleNamespace(owner=""), number=STREAM)
+    about.accounts = SimpleNamespace(began_ns=0)
+    stream = SimpleNamespace(decoding=True, target=target, draft=reader, session=about)
+    item = VerifyItem(session=STREAM, round=1, prefix=100, tokens=(), parents=())
+    command = Open.model_construct(session=NEWCOMER, prompt=(3,) * 2000)
+    log = Rest(command, 0)
+    running: Any = {STREAM: stream, NEWCOMER: stream}
+    (rows,) = share(reader, [item] if verifies else [], [log], running, 0, latency_ms)
+    return rows
+
+
+def test_a_pass_with_a_chunk_takes_three_rounds_at_most_or_what_is_set() -> None:
+    target = worker("target")
+    within_s = rows_beside(target, target, verifies=True) * ROW_S
+    assert within_s == pytest.approx(LATENCY * ROUND_S - PASS_S, abs=ROW_S)
+    within_s = rows_beside(target, target, verifies=True, latency_ms=30) * ROW_S
+    assert within_s == pytest.approx(0.03 - PASS_S, abs=ROW_S)
+
+
+def test_a_chunk_in_a_pass_of_its_own_takes_what_streams_spend_elsewhere_meanwhile() -> None:
+    target, draft = worker("target"), worker("draft")
+    on_target_s = rows_beside(target, target, verifies=False) * ROW_S
+    assert on_target_s == pytest.approx(ROUND_S - PASS_S, abs=ROW_S)
+    on_draft_s = rows_beside(draft, target, verifies=False) * ROW_S
+    assert on_draft_s == pytest.approx(PASS_S, abs=ROW_S)

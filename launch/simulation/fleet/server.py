@@ -176,9 +176,9 @@ class Server:
             self._read_beside(profile.verify_s[count], profile.rows[count])
 
     def _read_beside(self, verify_s: float, rows: int) -> None:
-        """Have the passes of rounds, which take so long over so many rows of trees, read as many
+        """Have the passes of rounds, which verify so many rows of trees for so long, read as many
         rows of logs as a coordinator allows."""
-        bound_s = (LATENCY - 1.0) * verify_s
+        bound_s = LATENCY * self.pass_s - verify_s
         most = min(CHUNK, max(LEAST_ROWS, self.learned.rows_within(bound_s)))
         logs = self._in_order()
         self._share(logs, shares([log.left for log in logs], most, at_once=AT_ONCE))
