@@ -17,6 +17,7 @@ from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.files.directory import announced, journal_path, remove_old_journals
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
+from dovetail.launch.processes.addresses import check_pair, is_here
 from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
@@ -103,6 +104,8 @@ def command(
         bind(Place(parse_cores(cores)))
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     settings, notifier = configuration.settings.coordinator, Notifier()
+    if standby:
+        check_pair("--standby", standby, settings)
     with ExitStack() as opened:
         recorder = Recorder(Path(settings.record).expanduser()) if settings.record else None
         if recorder is not None:
@@ -252,7 +255,7 @@ class Process:
             )
         if len(split_addresses(address)) > 1:
             raise UserError(f"--standby-of {address}: name one address, of the one that leads")
-        if _is_here(address, hub.address):
+        if is_here(address, hub.address):
             raise UserError(
                 f"the standby of {address} would listen there itself: name the other coordinator "
                 "with --standby-of"
@@ -308,10 +311,3 @@ def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
     if journal.found:
         log.info("the journal in %s has %d requests to go on with", folder, journal.found)
     return journal
-
-
-def _is_here(address: str, own: str) -> bool:
-    """Return whether a tcp address is our own, perhaps by another name of this machine."""
-    (host, _, port), (own_host, _, own_port) = (one[6:].rpartition(":") for one in (address, own))
-    names = {"127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", socket.gethostname()}
-    return port == own_port and (host == own_host or {host, own_host} <= names)

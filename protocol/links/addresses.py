@@ -5,6 +5,7 @@ Knows nothing of frames.
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ import zmq
 
 from dovetail.protocol.errors import KeysError, UserError
 
+HOST = re.compile(r"[^\s,/]+")
+"""A name or a number, and nothing that would end it."""
 WORKERS_SUFFIX = ".w"
 """Behind the path of an ipc address: where workers connect, whose connections have heartbeats."""
 MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
@@ -165,7 +168,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 def host_and_port(address: str) -> tuple[str, str]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
+    numbered = port.isascii() and port.isdigit() and int(port) < 65536
+    if not HOST.fullmatch(host) or not (port == "*" or numbered):
         raise UserError(
             f"{address!r} is not a tcp address: write tcp://HOST:PORT, with port * where any free "
             "one will do"

@@ -17,7 +17,7 @@ from dovetail.launch.files.deployment.compose import compose_file
 from dovetail.launch.files.deployment.containers import READY, USER
 from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
 from dovetail.launch.files.deployment.parts import Part
-from dovetail.launch.files.deployment.systemd import _quoted, _resources, systemd_units
+from dovetail.launch.files.deployment.systemd import _bound, _quoted, _resources, systemd_units
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.fit import needs_of
 from dovetail.launch.machine.limits import memory_limit
@@ -239,12 +239,47 @@ def test_words_of_a_command_mean_themselves() -> None:
         '"--target.model=/a b/100%%/$$HOME\\"\\\\"'
     )
     assert _quoted("--cores=0-3,8") == "--cores=0-3,8"
+    assert _quoted("--http.model=a\nExecStartPre=b") == '"--http.model=a\\nExecStartPre=b"'
+
+
+def test_a_path_means_itself_in_a_list_of_paths() -> None:
+    assert _bound(Path("/home/$a/b:c%")) == '"/home/$a/b\\:c%%"'
+    assert _bound(Path("/home/a-b")) == "/home/a-b"
+    with pytest.raises(UserError, match="line break"):
+        _bound(Path("/home/a\nUser=root"))
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("tcp://second", "HOST:PORT"),
+        ("tcp://second:99999", "HOST:PORT"),
+        ("tcp://second:1,tcp://third:1", "HOST:PORT"),
+        ("tcp://second:1\nUser=root:1", "HOST:PORT"),
+        ("tcp://a machine:1", "HOST:PORT"),
+        ("tcp://second:0", "name its machine and its port"),
+        ("tcp://*:5556", "name its machine and its port"),
+        ("tcp://127.0.0.1:5555", "is one address"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--standby", "--standby-of"])
+def test_a_standby_that_nobody_could_find_is_a_mistake(
+    flag: str, address: str, why: str, keys: Path
+) -> None:
+    there = {"coordinator__listen": "tcp://0.0.0.0:5555", "coordinator__keys": str(keys)}
+    with pytest.raises(UserError, match=f"^{flag} .*{why}"):
+        systemd_units(settings(**there), **{flag[2:].replace("-", "_"): address})
+    with pytest.raises(UserError, match="leave one of them out"):
+        systemd_units(settings(**there), "tcp://192.0.2.1:1", "tcp://192.0.2.2:1")
 
 
 @pytest.mark.parametrize("what", ["systemd", "compose", "kubernetes"])
 def test_what_a_service_could_not_use_is_a_mistake(invoke: Run, what: str) -> None:
     port = invoke("config", "export", what, "--http.port", "0")
     assert (port.returncode, "http.port = 0" in port.stderr) == (2, True)
+    if what != "systemd":
+        off = invoke("config", "export", what, "--standby", "--coordinator.journal=off")
+        assert (off.returncode, "a standby copies the journal" in off.stderr) == (2, True)
     model = invoke("config", "export", what, "--target", "nobody/has-this", "--draft", "none")
     assert model.returncode == 2
     assert "hf download nobody/has-this" in model.stderr
@@ -278,6 +313,14 @@ def test_a_compose_file_is_of_the_specifications_shape(model: Path) -> None:
     hub = content["services"]["coordinator"]
     assert "--coordinator.journal=/cache/journal" in hub["command"]
     assert "cache:/cache" in hub["volumes"]
+
+
+def test_the_commands_of_a_comment_take_any_path() -> None:
+    """A folder whose name has two words is one word of a command that is copied from the file."""
+    there = {"http__api_key_file": "/some keys", "coordinator__keys": "/some folder"}
+    text = compose_file(settings(**there), standby=True)
+    assert "sudo chown 10001 '/some keys'" in text
+    assert "sudo chown -R 10001 '/some folder'" in text
 
 
 def test_a_compose_file_leaves_other_machines_to_kubernetes(keys: Path) -> None:

@@ -4,6 +4,7 @@ be reached by another way than the coordinator, over a network of their own."""
 
 from copy import deepcopy
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from dovetail.launch.files.deployment.containers import (
@@ -24,6 +25,7 @@ from dovetail.launch.files.deployment.containers import (
 from dovetail.launch.files.deployment.parts import (
     Destination,
     Part,
+    check_copied,
     parts_of,
     settled,
     standby_of,
@@ -57,14 +59,15 @@ machine is: both are on it. What was taken over from is the next standby."""
 
 def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
     """Return the compose file for these settings on this machine, with a `standby` if there is to
-    be one. `UserError` for a model that is not here, and for a coordinator that is to listen to
-    other machines."""
+    be one. `UserError` for a model that is not here, for a coordinator that is to listen to other
+    machines, and for a standby without a journal."""
     if configuration.settings.coordinator.listen.startswith("tcp://"):
         raise UserError(
             f"coordinator.listen = {configuration.settings.coordinator.listen!r}, and the "
             "containers of one compose file speak over a socket: leave it out, or export "
             "kubernetes for several machines"
         )
+    check_copied(configuration, standby=standby)
     asked = configuration.settings.http
     keys = str(Path(asked.api_key_file or "api-keys").expanduser())
     keys = keys if asked.api_key_file else f"./{keys}"
@@ -81,7 +84,7 @@ def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
     services = {part.name: _service(part, asked.host, asked.port) for part in parts}
     volumes: dict[str, Any] = {"cache": {}}
     secrets = {"api-keys": {"file": _literal(keys)}}
-    comment = COMMENT.format(dockerfile=DOCKERFILE, image=image(), keys=keys, user=USER)
+    comment = COMMENT.format(dockerfile=DOCKERFILE, image=image(), keys=quote(keys), user=USER)
     content: dict[str, Any] = {"name": "dovetail", "services": services}
     for part in parts:
         services[part.name] |= (_linked if standby else _at_socket)(services[part.name], part.name)
@@ -96,7 +99,7 @@ def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
         names = sorted({name for part in parts for name in key_names(part.name)})
         secrets |= {name: {"file": _literal(f"{folder}/{name}")} for name in names}
         content["networks"] = {LINKS: {"internal": True}}
-        comment += PAIR.format(folder=folder, user=USER)
+        comment += PAIR.format(folder=quote(folder), user=USER)
     else:
         options = {
             "type": "tmpfs",

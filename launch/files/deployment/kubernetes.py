@@ -27,6 +27,7 @@ from dovetail.launch.files.deployment.containers import (
 from dovetail.launch.files.deployment.parts import (
     Destination,
     Part,
+    check_copied,
     parts_of,
     settled,
     standby_of,
@@ -64,6 +65,7 @@ than the coordinator's come to it; what was in the lost pod is made anew by its 
 def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) -> str:
     """Return the manifest for these settings, with a `standby` if there is to be one. `UserError`
     for a model that is not here, by whose size the memory is asked for."""
+    check_copied(configuration, standby=standby)
     configuration = listening(settled(configuration), f"{RUN}/http/api-keys")
     lead = f"tcp://{LEAD if standby else LEADER}:{PORT}"
     there = Destination(

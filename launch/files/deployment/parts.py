@@ -83,6 +83,15 @@ def settled(configuration: Configuration) -> Configuration:
     return with_choices(with_generation_config(configuration)[0])
 
 
+def check_copied(configuration: Configuration, *, standby: bool) -> None:
+    """`UserError` for a coordinator whose `standby` would have no journal to copy."""
+    if standby and configuration.settings.coordinator.journal == "off":
+        raise UserError(
+            "--standby with coordinator.journal = 'off': a standby copies the journal; leave that "
+            "setting out"
+        )
+
+
 def keeping(configuration: Configuration, origin: str, folder: str) -> Configuration:
     """Return settings whose coordinator keeps its journal and its recordings, if it has them, in a
     folder that it can write there; `origin` says who has chosen that."""

@@ -26,6 +26,7 @@ from dovetail.launch.processes.addresses import check_pair
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.http_keys import read_keys
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Settings
 
 GROUP = "dovetail.target"
@@ -103,6 +104,11 @@ def systemd_units(
     has its `standby` at an address; with `standby_of`, the address of a coordinator, that of its
     standby alone. `UserError` for a model that is not here, or a standby that nobody could reach,
     `SettingsError` and `KeysError` for keys that are missing."""
+    if standby_of and standby:
+        raise UserError(
+            f"--standby-of {standby_of} with --standby {standby}: the units are of one of the two; "
+            "leave one of them out"
+        )
     for flag, address in (("--standby-of", standby_of), ("--standby", standby)):
         if address:
             check_pair(flag, address, configuration.settings.coordinator)
@@ -201,7 +207,7 @@ def _folders(part: Part) -> Iterator[str]:
     needed = {*installation(), *map(whole_model, part.models)}
     bound = sorted({path for path in needed if _hidden(path)})
     yield f"ProtectHome={'tmpfs' if bound else 'yes'}"
-    yield from (f"BindReadOnlyPaths={_quoted(str(path))}" for path in bound)
+    yield from (f"BindReadOnlyPaths={_bound(path)}" for path in bound)
 
 
 def _network(part: Part, settings: Settings, standby: str) -> Iterator[str]:
@@ -292,13 +298,25 @@ def _title(part: Part) -> str:
 
 
 def _literal(path: Path) -> str:
-    """Return a path in which no specifier is replaced."""
+    """Return a path in which no specifier is replaced. `UserError` for one that no line can hold,
+    since these have no escapes."""
+    if len(f"{path}".splitlines()) > 1:
+        raise UserError(f"{str(path)!r} has a line break, which no unit can name: rename it")
     return str(path).replace("%", "%%")
 
 
+def _bound(path: Path) -> str:
+    """Return a path as it stands in a list of paths, whose colons have a meaning and whose dollars
+    have none."""
+    escaped = re.sub(r'([\\":])', r"\\\1", _literal(path))
+    return f'"{escaped}"' if UNPLAIN.search(escaped) else escaped
+
+
 def _quoted(word: str) -> str:
-    """Return a word of a command line as systemd reads it: no specifier, no variable."""
+    """Return a word of a command line as systemd reads it: no specifier, no variable, no end of the
+    line."""
     plain = word.replace("%", "%%").replace("$", "$$")
     if not UNPLAIN.search(plain):
         return plain
-    return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    escaped = plain.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + escaped.replace("\n", "\\n").replace("\r", "\\r") + '"'
