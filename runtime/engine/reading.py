@@ -94,9 +94,11 @@ def most_s(target: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -
     return max(pass_s, latency_ms / 1e3)
 
 
-def read_beside(worker: Worker) -> int:
-    """Return how many logs the next pass reads a chunk of."""
-    return min(AT_ONCE, sum(isinstance(one, Rest) for _, one in worker.turns.waiting))
+def chunked_s(worker: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -> float:
+    """Return what the next pass of a target takes with the chunks that it reads; `pass_s`: what it
+    takes without."""
+    rows = min(worker.limits.prompt_rows, sum(log.left for log in worker.turns.logs))
+    return min(pass_s + rows * worker.reading.row_s, most_s(worker, pass_s, latency_ms))
 
 
 def rows_read(message: Open | Refeed | Read) -> int:

@@ -26,7 +26,7 @@ from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pricing import cut, worth_waiting
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
-from dovetail.runtime.engine.reading import most_s, pass_of, read_beside, rows_read, share
+from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, pass_of, rows_read, share
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
@@ -302,8 +302,7 @@ class CommandSender:
         pass_s = 0.0
         if waits and worker.verifying.known:
             pass_s = worker.verifying.at(len(sessions) + len(waits))
-            if sessions and read_beside(worker):
-                pass_s = most_s(worker, pass_s, self._latency_ms)
+            pass_s = chunked_s(worker, pass_s, self._latency_ms) if sessions else pass_s
         wait_s = worth_waiting(waits, ready=len(sessions), pass_s=pass_s)
         if wait_s is None:
             return False
@@ -376,9 +375,9 @@ class CommandSender:
         offers = [sharing[place].session.scores for place in choosing]
         table = worker.verifying.table(len(items) + sum(counts), context)
         seconds: Callable[[int], float] = table.__getitem__
-        if (logs := read_beside(worker)) and (row_s := worker.reading.row_s):
+        if (logs := len(worker.turns.logs)) and (row_s := worker.reading.row_s):
             # A node takes the place of a row of a prompt, for which somebody waits, too.
-            rate, seconds = rate * (1.0 + logs / len(items)), row_s.__mul__
+            rate, seconds = rate * (1.0 + min(logs, AT_ONCE) / len(items)), row_s.__mul__
         fixed, most = (
             sum(1 + count for place, count in enumerate(counts) if place not in choosing),
             worker.verifying.most_rows,

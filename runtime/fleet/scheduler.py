@@ -182,6 +182,11 @@ class Turns:
         self.waiting += [(session, Rest(rest.command, done)), *own]
         return True
 
+    @property
+    def logs(self) -> Sequence[Rest]:
+        """Return the logs of which rows wait to be read."""
+        return [entry for _, entry in self.waiting if isinstance(entry, Rest)]
+
     def done(self) -> dict[int, int]:
         """Return how many rows the worker has of each log that it reads in chunks, by session;
         below 0: not known."""
@@ -310,8 +315,7 @@ class Turns:
 
     def _logs(self, verify: Verify) -> dict[int, tuple[Rest, int]]:
         """Return the logs that a pass reads a chunk of, and its rows, by session."""
-        rests = [entry for _, entry in self.waiting if isinstance(entry, Rest)][:MAX_SESSIONS]
-        if not rests:
+        if not (rests := self.logs[:MAX_SESSIONS]):
             return {}
         counts = self.share(verify.items, rests)
         return {
