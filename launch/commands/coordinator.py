@@ -148,6 +148,11 @@ class Process:
         other one does. `Deposed` if another one has taken over."""
         with self._opened() as (hub, journal):
             followed = "" if journal is None or not _over_tcp(hub.address) else journal.followed
+            if followed and not standby_of and is_here(followed, hub.address):
+                raise UserError(
+                    f"coordinator.journal = {self.settings.journal!r} is that of the standby of "
+                    f"{followed}, which is the coordinator here: name the folder of this one"
+                )
             if followed and self.alone:
                 raise UserError(
                     f"this coordinator was the standby of {followed} when it ended last: start "

@@ -51,7 +51,7 @@ def check_coordinator(listen: str, *, remedy: str) -> None:
         )
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     if listen.startswith("tcp://") and port.isdigit() and int(port) <= LAST_PORT:
-        check_port(host.strip("[]").replace("*", "0.0.0.0"), int(port), remedy=remedy)
+        check_port(host.strip("[]").replace("*", "0.0.0.0"), int(port), remedy=f"stop it, {remedy}")
 
 
 def check_pair(flag: str, address: str, settings: CoordinatorSettings) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dovetail.protocol.errors import UserError
+from dovetail.protocol.errors import DecodeError, UserError
 from dovetail.protocol.files import refusal
 
 MAGIC = b"dovetail journal 1\n"
@@ -101,10 +101,11 @@ class Segments:
         return self._sizes[self.all[-1]] if self._file >= 0 else 0
 
     def read(self, number: int) -> Iterator[bytes]:
-        """Yield the records of a segment up to the first that is not whole."""
+        """Yield the records of a segment up to the first that is not whole; `DecodeError` for a
+        file that is none."""
         content = self._path(number).read_bytes()
         if not content.startswith(MAGIC):
-            return
+            raise DecodeError(f"{self._path(number)} does not begin as one")
         yield from unpacked(content, len(MAGIC))
 
     def begin(self, content: bytes = b"") -> int:

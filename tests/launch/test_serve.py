@@ -389,8 +389,8 @@ def test_a_port_that_is_taken_is_told_with_who_has_it() -> None:
             UserError, match=rf"127.0.0.1 port {port} is in use by .*\(pid {os.getpid()}\): go away"
         ):
             check_port("127.0.0.1", port, remedy="go away")
-        with pytest.raises(UserError, match=f"port {port} is in use"):
-            check_coordinator(f"tcp://127.0.0.1:{port}", remedy="go away")
+        with pytest.raises(UserError, match=f"port {port} is in use .*: stop it, or go away"):
+            check_coordinator(f"tcp://127.0.0.1:{port}", remedy="or go away")
     check_port("127.0.0.1", port, remedy="go away")
     check_port("127.0.0.1", 0, remedy="go away")
 

@@ -247,6 +247,14 @@ def test_a_record_that_is_not_whole_ends_its_segment(tmp_path: Path, cut: int) -
     assert entries.find(TICKET, "/") is not None
 
 
+def test_a_file_that_is_no_segment_is_said_to_be_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "segment-00000001").write_bytes(b"something else\n")
+    assert Journal(Segments(tmp_path)).found == 0
+    assert "segment-00000001 does not begin as one" in caplog.text
+
+
 def _unlocked(folder: Path) -> Segments:
     (folder / "lock").unlink(missing_ok=True)
     return Segments(folder)

@@ -7,6 +7,8 @@ import pytest
 
 from dovetail.launch import cli
 from dovetail.protocol.keys import generate_keys
+from dovetail.runtime.journal.entries import reigned
+from dovetail.runtime.journal.segments import Segments, packed
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,16 @@ def test_a_standby_that_could_not_take_over_is_refused(
     told = capsys.readouterr().err
     assert re.search(said, told), told
     assert "Traceback" not in told
+
+
+def test_the_journal_of_the_other_of_a_pair_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate_keys(tmp_path / "keys")
+    segments = Segments(tmp_path / "journal")
+    segments.begin(packed(reigned(1, "tcp://localhost:45871", copied=True)))
+    segments.close(remove=False)
+    flags = ("--listen=tcp://127.0.0.1:45871", f"--coordinator.journal={tmp_path}/journal")
+    assert cli.run(("coordinator", f"--keys={tmp_path}/keys", *flags)) == 2
+    told = capsys.readouterr().err
+    assert re.search(rf"{tmp_path}/journal' is that of the standby of tcp://localhost:45871", told)
