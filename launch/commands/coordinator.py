@@ -4,6 +4,7 @@ Never imports torch."""
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -291,9 +292,13 @@ class Process:
             ready=lambda: self._say(lambda: self._introduce(hub.address, lead=address)),
             progress=self.notifier.progress,
         )
-        await self._lead(
-            hub, journal, lambda: call_on(connect, hub, journal.term), greetings=greetings
-        )
+        over = threading.Event()  # one that is taken over from in turn has nothing to tell
+        try:
+            await self._lead(
+                hub, journal, lambda: call_on(connect, hub, journal.term, over), greetings=greetings
+            )
+        finally:
+            over.set()
 
 
 def _over_tcp(address: str) -> bool:

@@ -87,9 +87,9 @@ class Opening:
             self._opened.put(link)
 
 
-def call_on(connect: Connect, hub: Hub, term: int) -> None:
-    """In a thread that ends with the process: tell the coordinator that was, whenever it can be
-    reached, that it has been taken over from."""
+def call_on(connect: Connect, hub: Hub, term: int, over: threading.Event) -> None:
+    """In a thread that ends with the process, or once it is `over` here: tell the coordinator that
+    was, whenever it can be reached, that it has been taken over from."""
 
     def call() -> None:
         told = Follow(
@@ -99,7 +99,7 @@ def call_on(connect: Connect, hub: Hub, term: int) -> None:
             term=term,
             address=address,
         )
-        while True:
+        while not over.is_set():
             try:
                 link = connect(CONNECT_S)
                 with contextlib.closing(link):
@@ -107,7 +107,7 @@ def call_on(connect: Connect, hub: Hub, term: int) -> None:
                     link.receive(CALL_EVERY_S)
             except LinkError as error:
                 log.debug("%s", error)
-            time.sleep(CALL_EVERY_S)
+            over.wait(CALL_EVERY_S)
 
     address = hub.address
     threading.Thread(target=call, name="dovetail-call", daemon=True).start()

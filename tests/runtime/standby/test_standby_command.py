@@ -1,14 +1,18 @@
 """`dovetail coordinator --standby-of` with what it cannot do: each is refused in one line."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
 from dovetail.launch import cli
+from dovetail.protocol.errors import LinkClosed
 from dovetail.protocol.keys import generate_keys
+from dovetail.protocol.links import Link, open_hub
 from dovetail.runtime.journal.entries import reigned
 from dovetail.runtime.journal.segments import Segments, packed
+from dovetail.runtime.standby.watching import call_on
 
 
 @pytest.mark.parametrize(
@@ -54,3 +58,22 @@ def test_the_journal_of_the_other_of_a_pair_is_refused(
     assert cli.run(("coordinator", f"--keys={tmp_path}/keys", *flags)) == 2
     told = capsys.readouterr().err
     assert re.search(rf"{tmp_path}/journal' is that of the standby of tcp://localhost:45871", told)
+
+
+def test_who_is_taken_over_from_in_turn_calls_no_more() -> None:
+    over, called = threading.Event(), threading.Event()
+
+    def connect(timeout_s: float) -> Link:
+        called.set()
+        raise LinkClosed("nobody is there")
+
+    hub = open_hub("ipc")
+    try:
+        call_on(connect, hub, 1, over)
+        (calling,) = (one for one in threading.enumerate() if one.name == "dovetail-call")
+        assert called.wait(10)
+        over.set()
+        calling.join(10)
+        assert not calling.is_alive()
+    finally:
+        hub.close()
