@@ -24,7 +24,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pricing import cut, worth_waiting
-from dovetail.runtime.engine.faults import reraise_exits
+from dovetail.runtime.engine.faults import aside, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, pass_of, rows_read, share
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
@@ -213,7 +213,8 @@ class CommandSender:
         finally:
             if not command.keep:
                 worker.shelf.shared.end(command.session)
-            self._post.to_worker(worker, command)
+            if not aside(self._post.to_worker, worker, command):
+                self._post.to_worker(worker, command)  # else it holds the session for ever
 
     def next(self, worker: Worker) -> None:
         """Send a worker its next command, if it is there and free and one waits.

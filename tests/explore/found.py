@@ -191,4 +191,12 @@ FOUND = {
     "the coordinator fails at an answer to whether a worker is there": Schedule(
         drafts=0, steps=((0, Fault("handler", for_ms=ANSWERED)), (13, Wish(tokens=1)))
     ),
+    "the coordinator fails at a session, and at telling its target that it has ended": Schedule(
+        drafts=0,
+        steps=(
+            (0, Wish(tokens=2)),
+            (6, Fault("fault", for_ms=0)),
+            (0, Fault("handler", for_ms=SENT)),
+        ),
+    ),
 }
