@@ -105,6 +105,11 @@ def command(
         bind(Place(parse_cores(cores)))
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     settings, notifier = configuration.settings.coordinator, Notifier()
+    if standby and standby_of:
+        raise UserError(
+            f"--standby {standby} with --standby-of {standby_of}: one of a pair leads, and the "
+            "other follows it; leave one of them out"
+        )
     if standby:
         check_pair("--standby", standby, settings)
     with ExitStack() as opened:

@@ -19,8 +19,8 @@ from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.telemetry.metrics import extent_ns
 
 LATENCY = 3.0
-"""The most that a pass with chunks takes, unless `latency_ms` says otherwise, over a round without:
-streams pause for so many times as long, and a prompt has all of the target but a third at most."""
+"""The most that a pass with chunks takes, as a multiple of a round without any, unless `latency_ms`
+says otherwise: a prompt then has up to two thirds of the target's time beside running streams."""
 LEAST_ROWS = 8
 """The least rows of a pass that are for logs, so that prompts are read whatever the bound."""
 AT_ONCE = 4

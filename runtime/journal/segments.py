@@ -105,7 +105,7 @@ class Segments:
         file that is none."""
         content = self._path(number).read_bytes()
         if not content.startswith(MAGIC):
-            raise DecodeError(f"{self._path(number)} does not begin as one")
+            raise DecodeError(f"{self._path(number)} is no segment of a journal")
         yield from unpacked(content, len(MAGIC))
 
     def begin(self, content: bytes = b"") -> int:

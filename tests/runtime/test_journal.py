@@ -252,7 +252,7 @@ def test_a_file_that_is_no_segment_is_said_to_be_none(
 ) -> None:
     (tmp_path / "segment-00000001").write_bytes(b"something else\n")
     assert Journal(Segments(tmp_path)).found == 0
-    assert "segment-00000001 does not begin as one" in caplog.text
+    assert "segment-00000001 is no segment of a journal" in caplog.text
 
 
 def _unlocked(folder: Path) -> Segments:

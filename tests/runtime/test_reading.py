@@ -1,5 +1,6 @@
 """Tests of chunked prefill: the learned cost of its rows, and their shares among several logs."""
 
+from math import log
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from dovetail.protocol.messages import Open, VerifyItem
 from dovetail.runtime.costs.reading import FIRST_ROWS, ReadingCosts, reading_order, shares
 from dovetail.runtime.engine.reading import LATENCY, share
+from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.fleet.scheduler import Turns
@@ -111,9 +113,9 @@ def rows_beside(reader: Worker, target: Worker, *, verifies: bool, latency_ms: A
     stream = SimpleNamespace(decoding=True, target=target, draft=reader, session=about)
     item = VerifyItem(session=STREAM, round=1, prefix=100, tokens=(), parents=())
     command = Open.model_construct(session=NEWCOMER, prompt=(3,) * 2000)
-    log = Rest(command, 0)
+    unread = Rest(command, 0)
     running: Any = {STREAM: stream, NEWCOMER: stream}
-    (rows,) = share(reader, [item] if verifies else [], [log], running, 0, latency_ms)
+    (rows,) = share(reader, [item] if verifies else [], [unread], running, 0, latency_ms)
     return rows
 
 
@@ -131,3 +133,23 @@ def test_a_chunk_in_a_pass_of_its_own_takes_what_streams_spend_elsewhere_meanwhi
     assert on_target_s == pytest.approx(ROUND_S - PASS_S, abs=ROW_S)
     on_draft_s = rows_beside(draft, target, verifies=False) * ROW_S
     assert on_draft_s == pytest.approx(PASS_S, abs=ROW_S)
+
+
+def test_beside_a_chunk_fewer_nodes_are_verified_since_each_takes_the_place_of_a_row() -> None:
+    target, others = worker("target"), range(1, 9)
+    for rows in others:  # further rows cost a target little that reads its weights anyway
+        target.verifying.observe(rows, PASS_S + 1e-5 * rows, 100.0)
+    controller = SimpleNamespace(cuts=True, rate=lambda _: 150.0)
+    scores = [log(0.8**depth) for depth in others]
+    session = SimpleNamespace(length=100, scores=scores)
+    stream = SimpleNamespace(controller=controller, session=session, decoding=True, target=target)
+    tree = tuple(others), tuple(range(-1, 7))
+    item = VerifyItem(session=STREAM, round=1, prefix=100, tokens=tree[0], parents=tree[1])
+    sender: Any = SimpleNamespace(_running={STREAM: stream})
+    (alone,) = CommandSender.cut(sender, target, [item])
+    command = Open.model_construct(session=NEWCOMER, prompt=(3,) * 2000)
+    target.turns.waiting.append((NEWCOMER, Rest(command, 0)))
+    (beside,) = CommandSender.cut(sender, target, [item])
+    worth = 2 * 150.0 * ROW_S  # of the stream, and of whoever waits for the prompt
+    assert alone == len(others)
+    assert beside == sum(0.8**depth > worth for depth in others) < alone

@@ -104,9 +104,9 @@ def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) 
         "ports": [{"name": "http", "port": served, "targetPort": "http"}],
     }
     services = [_service(f"{NAME}-http", api)]
-    others = [standby_of(parts[0], lead), parts[1]]
     if standby:
-        services += [_found(LEAD, "leader"), _found(STANDBY, "standby"), _standby(others, served)]
+        second = _standby([standby_of(parts[0], lead), parts[1]], served)
+        services += [_found(LEAD, "leader"), _found(STANDBY, "standby"), second]
     return documents(_comment(parts, models) + (PAIR if standby else ""), content, *services)
 
 

@@ -176,7 +176,7 @@ class Server:
             self._read_beside(profile.verify_s[count], profile.rows[count])
 
     def _read_beside(self, verify_s: float, rows: int) -> None:
-        """Have the passes of rounds, which verify so many rows of trees for so long, read as many
+        """Have the passes of rounds, which verify `rows` rows of trees in `verify_s`, read as many
         rows of logs as a coordinator allows."""
         bound_s = LATENCY * self.pass_s - verify_s
         most = min(CHUNK, max(LEAST_ROWS, self.learned.rows_within(bound_s)))

@@ -33,6 +33,10 @@ from dovetail.runtime.standby.watching import call_on
             ("--standby-of=tcp://127.0.0.1:1", "--listen=tcp://127.0.0.1:*", "--journal=off"),
             r"keeps a copy of the journal: name a folder for it with coordinator\.journal",
         ),
+        (
+            ("--standby-of=tcp://127.0.0.1:1", "--standby=tcp://127.0.0.1:2"),
+            r"--standby tcp://127.0.0.1:2 with --standby-of tcp://127.0.0.1:1: .* leave one",
+        ),
     ],
 )
 def test_a_standby_that_could_not_take_over_is_refused(
