@@ -36,8 +36,7 @@ from dovetail.runtime.session.request import base_of
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
-"""A pass is held up for so many times as long as a proposal is expected to take, and so much
-longer."""
+"""A pass is held up for so many times what a proposal should take, and so much longer."""
 BURST_S = 0.02
 """Requests that come within this time are taken to come together."""
 LATE = 0.25
@@ -78,9 +77,8 @@ class CommandSender:
         worker = running.target if role == "target" else running.draft
         if worker is None or worker.peer not in self._registry.workers:
             return
-        if (base := running.session.base(role)) is not None:
-            worker.shelf.give_back(base)  # if it was not taken
-        self.forget(worker, Close(epoch=running.session.epoch, session=running.session.number))
+        command = Close(epoch=running.session.epoch, session=running.session.number)
+        self._leave(running, worker, role, command)
 
     def _ask(self, running: RunningRequest, ask: Ask) -> None:
         worker = running.target if ask.role == "target" else running.draft
@@ -172,8 +170,7 @@ class CommandSender:
             self.next(running.draft)
 
     def _close(self, running: RunningRequest, worker: Worker, role: str, command: Close) -> None:
-        """End a session on a worker, which keeps what it has of it if it can; then others may have
-        to go."""
+        """End a session on a worker, which may keep its rows; then others may have to go."""
         gone = None
         if (
             command.keep
@@ -187,7 +184,12 @@ class CommandSender:
             self._post.to_worker(
                 worker, command.model_copy(update={"session": session, "keep": False})
             )
-        self.forget(worker, command.model_copy(update={"keep": gone is not None}))
+        self._leave(running, worker, role, command.model_copy(update={"keep": gone is not None}))
+
+    def _leave(self, running: RunningRequest, worker: Worker, role: str, command: Close) -> None:
+        if (base := running.session.base(role)) is not None:
+            worker.shelf.give_back(base)  # if it was not taken
+        self.forget(worker, command)
 
     def _shelve(self, running: RunningRequest, worker: Worker, role: str) -> Sequence[int] | None:
         """Have a worker keep an ended session: those that go for it, None if it is not kept. The

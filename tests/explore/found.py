@@ -199,4 +199,18 @@ FOUND = {
             (0, Fault("handler", for_ms=SENT)),
         ),
     ),
+    "a reply that was whole when the coordinator died goes on from a kept beginning": Schedule(
+        targets=3,
+        drafts=0,
+        sessions=1,
+        journal=True,
+        steps=(
+            (0, Wish(tokens=18)),
+            (33, Fault("stop", who=1, for_ms=300)),
+            (3, Fault("crash", for_ms=43)),
+            (18, Wish(tokens=2)),
+            (0, Wish(tokens=22)),
+            (2, Fault("drop")),
+        ),
+    ),
 }
