@@ -22,10 +22,9 @@ from dovetail.launch.processes.addresses import check_pair, is_here
 from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.protocol.errors import DovetailError, LinkClosed, LinkRefused, UserError
+from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.keys import STANDBY
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
-from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
 from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.loop import coordinate
@@ -281,19 +280,13 @@ class Process:
         def connect(timeout_s: float) -> Link:
             return open_link(address, keys=folder, role=STANDBY, timeout_s=timeout_s)
 
-        if not self._said and not leads_on:
-            try:
-                connect(CONNECT_TIMEOUT_S).close()  # a wrong address or key is told at once
-            except LinkRefused:
-                raise
-            except LinkClosed as absent:
-                log.warning("%s: it is waited for", absent)
         greetings = await stand_by(
             hub,
             journal,
             address,
             connect,
             leads_on=leads_on,
+            strict=not self._said and not leads_on,  # a wrong address or key is told at once
             ready=lambda: self._say(lambda: self._introduce(hub.address, lead=address)),
             progress=self.notifier.progress,
         )

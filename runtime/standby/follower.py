@@ -40,7 +40,8 @@ REFUSED_S = 1.0
 """A coordinator that refused this standby is asked again after so long."""
 GRACE_S, HOLD_S = 2.0, 10.0
 """Who has waited here so long is told to look for the coordinator: while that is there for us, who
-may be the last to find out that it has gone; and while it is lost."""
+may be the last to find out that it has gone; and while it is lost. Without a copy of its journal
+this one cannot take over, and they are told at once."""
 TICK_S = 0.25
 MAX_CLIENTS = 960
 Arrived = tuple[bytes, list[bytes]]
@@ -219,12 +220,12 @@ class Follower:
                     peer, Probe(epoch=self._epoch, sent_ns=0)
                 ):
                     del self._waiting[peer]
-        lost = self.watch.lost_s is not None
-        most_s, why = (
-            (HOLD_S, "that one is lost, and too few workers have come here")
-            if lost
-            else (GRACE_S, f"it takes over when that one is lost, and {self._copy_in_words()}")
-        )
+        if self.watch.lost_s is not None:
+            most_s, why = HOLD_S, "that one is lost, and too few workers have come here"
+        else:
+            hopeless = not self._copied and self._leads_s == math.inf  # without a copy nobody leads
+            most_s = 0.0 if hopeless else GRACE_S
+            why = f"it takes over when that one is lost, and {self._copy_in_words()}"
         late = [peer for peer, one in self._waiting.items() if now_s - one.since_s > most_s]
         self._turn_away(late, why)
 

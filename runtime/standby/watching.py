@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from dovetail.protocol.codec import encode
-from dovetail.protocol.errors import LinkError
+from dovetail.protocol.errors import LinkError, LinkRefused, UserError
 from dovetail.protocol.links import Hub, Link
 from dovetail.protocol.messages import Follow
 from dovetail.runtime.journal.journal import Journal
@@ -36,18 +36,23 @@ async def stand_by(
     connect: Connect,
     *,
     leads_on: bool,
+    strict: bool,
     ready: Callable[[], None],
     progress: Callable[[], None],
 ) -> list[Arrived]:
     """Copy the journal of the coordinator at an address until it is time to take over; return what
     those said who wait to be let in. `leads_on`: it is time as soon as the other one is known not
-    to lead; `ready` hears that this has begun, `progress` that it goes on. `UserError` if the
-    coordinator refuses this standby."""
+    to lead; `strict`: a first attempt to connect that is refused ends this with `LinkRefused`;
+    `ready` hears that this attempt is over, `progress` that it goes on. `UserError` if the
+    coordinator refuses this standby, or keys are missing."""
     follower = Follower(hub, journal, address, leads_on=leads_on, now_s=time.monotonic())
-    opening = Opening(connect)
-    ready()
+    opening = Opening(connect, strict=strict)
+    said = False
     try:
         while (arrived := follower.step(time.monotonic(), opening.link)) is None:
+            if opening.tried and not said:
+                said = True
+                ready()
             progress()
             await asyncio.sleep(LOOK_EVERY_S)
         return arrived
@@ -59,17 +64,29 @@ async def stand_by(
 class Opening:
     """Links that are opened in threads, one at a time, which end with the process."""
 
-    def __init__(self, connect: Connect) -> None:
-        self._connect = connect
-        self._opened: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    def __init__(self, connect: Connect, *, strict: bool) -> None:
+        """`strict`: whoever takes no connection at the first attempt is not asked again."""
+        self._connect, self._strict = connect, strict
+        self._ends: queue.SimpleQueue[Link | LinkError | UserError] = queue.SimpleQueue()
+        """The ends of attempts that nobody has heard of yet."""
         self._thread: threading.Thread | None = None
+        self.tried = False
+        """True once the first attempt is over."""
         self.over = threading.Event()
         """Set when no link is wanted any more."""
 
     def link(self) -> Link | None:
-        """Return a link that has been opened, or try to open one and return None."""
+        """Return a link that has been opened, or try to open one and return None. `UserError` for
+        keys that are not here; `LinkRefused` if this is strict."""
         with contextlib.suppress(queue.Empty):
-            return self._opened.get_nowait()
+            end = self._ends.get_nowait()
+            strict, self.tried = self._strict and not self.tried, True
+            if not isinstance(end, LinkError | UserError):
+                return end
+            if isinstance(end, UserError) or (strict and isinstance(end, LinkRefused)):
+                raise end
+            log.log(logging.WARNING if strict else logging.DEBUG, "%s: it is waited for", end)
+            return None
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._open, name="dovetail-follow", daemon=True)
             self._thread.start()
@@ -78,13 +95,13 @@ class Opening:
     def _open(self) -> None:
         try:
             link = self._connect(CONNECT_S)
-        except LinkError as error:
-            log.debug("%s", error)
+        except (LinkError, UserError) as error:
+            self._ends.put(error)
             return
         if self.over.is_set():
             link.close()
         else:
-            self._opened.put(link)
+            self._ends.put(link)
 
 
 def call_on(connect: Connect, hub: Hub, term: int, over: threading.Event) -> None:

@@ -1,18 +1,24 @@
 """`dovetail coordinator --standby-of` with what it cannot do: each is refused in one line."""
 
+import asyncio
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from dovetail.launch import cli
-from dovetail.protocol.errors import LinkClosed
+from dovetail.launch.commands import coordinator as command
+from dovetail.launch.files.deployment.notification import Notifier
+from dovetail.protocol.errors import KeysError, LinkClosed, LinkRefused, RequestError
 from dovetail.protocol.keys import generate_keys
-from dovetail.protocol.links import Link, open_hub
+from dovetail.protocol.links import Link, open_hub, open_link
+from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.client import Client
 from dovetail.runtime.journal.entries import reigned
 from dovetail.runtime.journal.segments import Segments, packed
-from dovetail.runtime.standby.watching import call_on
+from dovetail.runtime.standby.watching import Opening, call_on
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,55 @@ def test_the_journal_of_the_other_of_a_pair_is_refused(
     assert cli.run(("coordinator", f"--keys={tmp_path}/keys", *flags)) == 2
     told = capsys.readouterr().err
     assert re.search(rf"{tmp_path}/journal' is that of the standby of tcp://localhost:45871", told)
+
+
+def test_a_standby_that_looks_for_its_lead_answers_whoever_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, keys = threading.Event(), tmp_path / "keys"
+    generate_keys(keys)
+
+    def nobody(address: str, **_: object) -> Link:
+        assert answered.wait(60), "it answers nobody while it looks for its lead"
+        raise LinkClosed(f"no coordinator answers at {address}")
+
+    monkeypatch.setattr(command, "open_link", nobody)
+    named = {"listen": "tcp://127.0.0.1:*", "keys": str(keys), "journal": str(tmp_path / "own")}
+    settings = CoordinatorSettings.model_validate(named)
+    process = command.Process(settings, Notifier(), None, False, None, False, "")
+
+    async def scene() -> None:
+        with process._opened() as (hub, journal):
+            lead = "tcp://first.invalid:5555"
+            follows = asyncio.create_task(process._follow(hub, journal, lead, leads_on=False))
+            link = await asyncio.to_thread(open_link, hub.address, keys=keys, role="client")
+            try:
+                with pytest.raises(RequestError, match=f"is the standby of {lead} .* no copy"):
+                    await asyncio.to_thread(Client, link)
+            finally:
+                answered.set()
+                link.close()
+                follows.cancel()
+                with suppress(asyncio.CancelledError):
+                    await follows
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("error", [LinkRefused("other keys"), KeysError("no key")])
+def test_a_standby_whose_keys_are_wrong_says_so_before_it_waits(error: Exception) -> None:
+    def refused(_: float) -> Link:
+        raise error
+
+    def end(opening: Opening) -> None:
+        while not opening.tried:
+            assert opening.link() is None
+
+    with pytest.raises(type(error), match=str(error)):
+        end(Opening(refused, strict=True))
+    with suppress(KeysError):
+        end(Opening(refused, strict=False))
+        assert isinstance(error, LinkRefused)
 
 
 def test_who_is_taken_over_from_in_turn_calls_no_more() -> None:
