@@ -32,6 +32,7 @@ from benchmarks.losses import losses
 from benchmarks.memory import memory
 from benchmarks.observed import observed
 from benchmarks.papers import papers
+from benchmarks.parallel import parallel
 from benchmarks.passes import passes
 from benchmarks.pictures import pictures
 from benchmarks.plan import plan
@@ -85,6 +86,7 @@ for command in (
     coupling,
     levels,
     papers,
+    parallel,
     passes,
     pictures,
     reliability,

@@ -30,10 +30,18 @@ def gguf_pair(out: Path, inflate: str, kind: str, quantize: str | None) -> None:
     The target is the embedded one with layers and units that add nothing to its sums, the draft is
     as it is.
     """
+    for file in write_pair(out, inflate, kind, quantize):
+        click.echo(file)
+
+
+def write_pair(out: Path, inflate: str, kind: str, quantize: str | None = None) -> list[Path]:
+    """Write both files into a folder and return where they are, the target's first. `UserError` for
+    a kind that is llama-quantize's without its path."""
     if kind not in OWN and not quantize:
         raise UserError(f"--kind {kind} is written by llama.cpp: give --quantize PATH as well")
     out = out.expanduser().resolve()
     out.mkdir(parents=True, exist_ok=True)
+    files = []
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         inflated = Path(scratch) / "target"
         write_inflated(str(DEMO_FOLDER / "target"), byte_count(inflate), inflated)
@@ -44,7 +52,8 @@ def gguf_pair(out: Path, inflate: str, kind: str, quantize: str | None) -> None:
                 written.replace(file)
             else:
                 _run([str(quantize), str(written), str(file), kind])
-            click.echo(file)
+            files.append(file)
+    return files
 
 
 def _write(folder: Path, file: Path, kind: str) -> Path:
