@@ -92,9 +92,8 @@ def parallel(
     found: Loads = {}
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = write_pair(Path(scratch), inflate, kind)
-        settings = configure(environment={}).over(
-            "benchmark", {"target.model": str(target), "draft.model": str(draft)}
-        )
+        models = {"target.model": str(target), "draft.model": str(draft)}
+        settings = configure(flags=models, environment={})
         most = max(streams)
         with served(settings, None) as ours, llama(program, target, most, flags) as theirs:
             for place, level in enumerate(streams):
