@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dovetail.protocol.errors import UserError
 from support.gguf_files import tokens_of, write_gguf
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NAMED = os.environ.get("LLAMA_SERVER", "")
 LAYOUT = CoreLayout(Place((0,)), Place((1,)), Place((1,)))
 
@@ -115,3 +117,17 @@ def test_a_gguf_pair_is_measured_beside_it_alone_and_with_its_draft(
         *("none", "auto", "llama-server", "llama-server,draft=own")
     }
     assert all(row["tokens_per_s"] > 0 and row["peak_rss_mb"] > 10 for row in rows)
+
+
+@pytest.mark.skipif(not NAMED, reason="LLAMA_SERVER names no llama-server")
+@pytest.mark.slow
+def test_several_requests_at_once_are_measured_beside_it(tmp_path: Path) -> None:
+    asked = ["--llama-server", NAMED, "--streams", "2", "--inflate", "32MiB", "--repeat", "1"]
+    command = [sys.executable, str(BENCHMARKS), "parallel", *asked, "--requests", "2", "--json"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout, done.stderr  # which of the two is ahead is not what is tested
+    result = json.loads(done.stdout)
+    assert [row["method"] for row in result["rows"]] == ["none", "draft", "server"]
+    assert all(row["completed"] == 2 and row["output_throughput"] > 0 for row in result["rows"])
+    assert result["over_llama_server"]["2"]["median"] > 0
