@@ -102,7 +102,8 @@ def command(configuration: Configuration, connect: str | None, parent: int | Non
             service = Service(gateway, _terms(settings, keys), connections)
             connecting = asyncio.create_task(gateway.run(len(split_addresses(connect))))
             try:
-                await gateway.first()
+                if whys := await gateway.first():
+                    raise way.nobody(whys)
                 gc.freeze()
                 await serve(
                     open_app(service),

@@ -47,12 +47,7 @@ class Way(Generic[L]):
                 return self.again(timeout_s)
             except LinkClosed as reason:
                 reasons.append(reason)
-        if len(reasons) == 1:
-            raise reasons[0]
-        raise LinkClosed(
-            f"no coordinator leads at {' or '.join(self._addresses)}: "
-            f"{_together([*map(str, reasons)])}"
-        )
+        raise reasons[0] if len(reasons) == 1 else self.nobody([*map(str, reasons)])
 
     def again(self, timeout_s: float) -> L:
         """Return a link to the address behind the one that was tried last; `LinkClosed` if nobody
@@ -60,6 +55,14 @@ class Way(Generic[L]):
         address = self._addresses[self._next % len(self._addresses)]
         self._next += 1
         return self._connect(address, timeout_s)
+
+    def nobody(self, reasons: Sequence[str]) -> LinkClosed:
+        """Return the error that nobody leads at any of the addresses, with the reason of each."""
+        if len(reasons) == 1:
+            return LinkClosed(reasons[0])
+        return LinkClosed(
+            f"no coordinator leads at {' or '.join(self._addresses)}: {_together(reasons)}"
+        )
 
 
 def _together(reasons: Sequence[str]) -> str:

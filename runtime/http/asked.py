@@ -1,14 +1,29 @@
-"""Requests to the coordinator, each with who is told of it and what has been told; and the target
-that they are decoded with."""
+"""Requests to the coordinator, each with who is told of it and what has been told; questions to it;
+and the target that requests are decoded with."""
 
+import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from dovetail.protocol.messages import Described, Emitted, Failed, Finished, PromptScored, Submit
+from dovetail.protocol.messages import (
+    Described,
+    Emitted,
+    Failed,
+    Finished,
+    PromptScored,
+    Recalled,
+    Reported,
+    Seen,
+    Submit,
+)
 from dovetail.protocol.messages import Told as ToldPart
+from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.text.tokenizer import TextCodec
 
 Told = Emitted | PromptScored | Finished | Failed
+A = TypeVar("A", Described, Reported, Seen, Recalled)
 
 
 @dataclass(frozen=True)
@@ -41,3 +56,33 @@ class Asked:
     def again(self) -> Submit:
         """Return what another coordinator is sent."""
         return self.submit.model_copy(update={"told": self.told, "again": True})
+
+
+class Questions:
+    """The questions that the coordinator has not answered; it does in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[type[Any], asyncio.Future[Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def expect(self, kind: type[A]) -> asyncio.Future[A]:
+        """Return the future of an answer of this kind to a question that is asked now."""
+        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._waiting.append((kind, answer))
+        return answer
+
+    def answered(self, reply: Described | Reported | Seen | Recalled) -> None:
+        """Give the answer to the first question, if it is of its kind and somebody still waits."""
+        if not self._waiting:
+            return
+        kind, answer = self._waiting.popleft()
+        if isinstance(reply, kind) and not answer.done():
+            answer.set_result(reply)
+
+    def failed(self, error: ApiError) -> None:
+        """Have the first question fail."""
+        _, answer = self._waiting.popleft()
+        if not answer.done():
+            answer.set_exception(error)

@@ -16,12 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import (
     DecodeError,
-    LinkClosed,
     LinkError,
     PeerBusy,
     ProtocolError,
@@ -49,7 +47,7 @@ from dovetail.protocol.messages import (
     Submit,
     Welcome,
 )
-from dovetail.runtime.http.asked import Asked, Target, Told
+from dovetail.runtime.http.asked import A, Asked, Questions, Target, Told
 from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
 from dovetail.runtime.text.tokenizer import TextCodec
 
@@ -67,9 +65,6 @@ MAX_UNSENT = 4096
 AWAY_S = 60.0
 """For so long requests with a ticket wait for another coordinator."""
 
-A = TypeVar("A", Described, Reported, Seen, Recalled)
-Answer = Described | Reported | Seen | Recalled
-
 
 class Gateway:
     """A client of the coordinator, shared by all requests. `run` keeps it connected; everything
@@ -85,12 +80,13 @@ class Gateway:
         self._changed = asyncio.Event()
         """The coordinator has said Welcome, or has gone."""
         self._tried = asyncio.Event()
+        self._whys: list[str] = []
+        """Why the first searches found nobody that leads."""
         self._number = 0
         self._asked: dict[int, Asked] = {}
         self.journal, self._lost_s = False, 0.0
         """True if requests with a ticket outlive the coordinator; when the last one was lost."""
-        self._questions: deque[tuple[type[Answer], asyncio.Future[Answer]]] = deque()
-        """They are answered in their order."""
+        self._questions = Questions()
         self._unsent: deque[Message] = deque()
         self._due = False
         self._target: Target | None = None
@@ -107,6 +103,8 @@ class Gateway:
                 began_s = time.monotonic()
                 there = await self._open()
                 tries -= 1
+                if not self._tried.is_set() and not there:
+                    self._whys.append(self._why)
                 if there or tries <= 0:
                     self._tried.set()
                 if there:
@@ -119,12 +117,11 @@ class Gateway:
         finally:
             self._close()
 
-    async def first(self) -> None:
-        """Wait until the first coordinator has answered; `LinkClosed` if it has not, or refuses
-        us."""
+    async def first(self) -> list[str]:
+        """Wait until the first coordinator has welcomed us; return why none has, for each that was
+        tried, or nothing if one has."""
         await self._tried.wait()
-        if not self._there:
-            raise LinkClosed(self._why)
+        return [] if self._there else self._whys
 
     @property
     def missing(self) -> str:
@@ -211,16 +208,13 @@ class Gateway:
 
     async def _ask(self, question: Describe | Status | Look | Recall, kind: type[A]) -> A:
         self._check_there()
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._questions.append((kind, answer))
+        answer = self._questions.expect(kind)
         self._send(question)
         try:
             async with asyncio.timeout(ANSWER_S):
-                found = await answer
+                return await answer
         except TimeoutError:
             raise unavailable(f"the coordinator has not answered within {ANSWER_S:g} s") from None
-        assert isinstance(found, kind)
-        return found
 
     def _check_there(self) -> None:
         if not self._there:
@@ -280,10 +274,8 @@ class Gateway:
             self._lost_s = time.monotonic()
         self._there, self._why, self._target = False, why, None
         self._changed.set()
-        questions, self._questions = self._questions, deque()
-        for _, answer in questions:
-            if not answer.done():
-                answer.set_exception(unavailable(why))
+        while self._questions:
+            self._questions.failed(unavailable(why))
         comes_back = self._comes_back
         self._give_up(lambda asked: not (comes_back and asked.submit.ticket))
 
@@ -364,14 +356,7 @@ class Gateway:
             case Welcome():
                 self._welcomed(reply)
             case Described() | Reported() | Seen() | Recalled():
-                kind, answer = self._questions.popleft() if self._questions else (None, None)
-                if (
-                    kind is not None
-                    and answer is not None
-                    and isinstance(reply, kind)
-                    and not answer.done()
-                ):
-                    answer.set_result(reply)
+                self._questions.answered(reply)
 
     def _welcomed(self, welcome: Welcome) -> None:
         """Go on with the requests that another coordinator had."""
@@ -395,6 +380,4 @@ class Gateway:
         elif failed.code in ("protocol", "session", "version", "role") or not self._questions:
             self._lose(f"the coordinator refused the connection: {failed.text}")
         else:
-            _, answer = self._questions.popleft()
-            if not answer.done():
-                answer.set_exception(of_failure(failed))
+            self._questions.failed(of_failure(failed))
