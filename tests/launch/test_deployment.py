@@ -60,7 +60,7 @@ def api_keys(tmp_path: Path) -> Path:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model in a folder whose name means something to everybody who might read it."""
-    folder = tmp_path / "a model of 100% $HOME"
+    folder = tmp_path / "a model of 100% $HOME:latest"
     folder.symlink_to(DEMO_FOLDER / "target", target_is_directory=True)
     return folder
 
@@ -305,7 +305,10 @@ def test_a_compose_file_is_of_the_specifications_shape(model: Path) -> None:
         assert (service.get("network_mode") == "none") == (name != "http")
     target = content["services"]["target"]
     assert f"--target.model=/models/{model.name}".replace("$", "$$") in target["command"]
-    assert f"{model}:/models/{model.name}:ro".replace("$", "$$") in target["volumes"]
+    (bound,) = (one for one in target["volumes"] if isinstance(one, dict))
+    assert bound["source"] == str(model).replace("$", "$$")
+    assert bound["target"] == f"/models/{model.name}".replace("$", "$$")
+    assert bound["read_only"]
     server = content["services"]["http"]
     assert server["ports"] == ["127.0.0.1:8123:8123"]
     assert "--http.host=0.0.0.0" in server["command"]
@@ -323,10 +326,16 @@ def test_the_commands_of_a_comment_take_any_path() -> None:
     assert "sudo chown -R 10001 '/some folder'" in text
 
 
-def test_a_compose_file_leaves_other_machines_to_kubernetes(keys: Path) -> None:
-    flags = {"coordinator__listen": "tcp://*:5555", "coordinator__keys": str(keys)}
-    with pytest.raises(UserError, match="kubernetes"):
-        compose_file(settings(**flags))
+@pytest.mark.parametrize("listen", ["tcp://*:5555", "ipc:///some/hub"])
+def test_containers_that_would_not_listen_where_they_are_told_to_are_a_mistake(
+    keys: Path, listen: str
+) -> None:
+    flags = {"coordinator__listen": listen, "coordinator__keys": str(keys)}
+    for export in (compose_file, kubernetes_manifest):
+        with pytest.raises(UserError, match=f"'{re.escape(listen)}', and .*: leave it out"):
+            export(settings(**flags))
+    there = {**flags, "coordinator__listen": "tcp://0.0.0.0:5555"}
+    assert "--coordinator.listen=tcp://0.0.0.0:5555" in kubernetes_manifest(settings(**there))
 
 
 # -- Kubernetes ------------------------------------------------------------------------------------

@@ -57,6 +57,10 @@ _check = {
     ]
 }
 _device = of({"driver": TEXT, "count": NUMBER, "capabilities": TEXTS})
+_bound = of(
+    {"type": {"const": "bind"}, "source": TEXT, "target": TEXT, "read_only": FLAG},
+    {"bind": of({"create_host_path": FLAG})},
+)
 _service = of(
     {"image": TEXT, "command": TEXTS},
     {
@@ -70,7 +74,9 @@ _service = of(
         "cpuset": {"type": "string", "pattern": r"^\d+(-\d+)?(,\d+(-\d+)?)*$"},
         "pids_limit": NUMBER,
         "mem_limit": NUMBER,
-        "volumes": several({"type": "string", "pattern": r"^[^:]+:/[^:]+(:ro)?$"}),
+        "volumes": several(
+            {"oneOf": [{"type": "string", "pattern": r"^[^:]+:/[^:]+(:ro)?$"}, _bound]}
+        ),
         "ports": several({"type": "string", "pattern": r"^\S+:\d+:\d+$"}),
         "secrets": TEXTS,
         "network_mode": one_of("none", "host"),

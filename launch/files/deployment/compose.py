@@ -59,13 +59,13 @@ machine is: both are on it. What was taken over from is the next standby."""
 
 def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
     """Return the compose file for these settings on this machine, with a `standby` if there is to
-    be one. `UserError` for a model that is not here, for a coordinator that is to listen to other
-    machines, and for a standby without a journal."""
-    if configuration.settings.coordinator.listen.startswith("tcp://"):
+    be one. `UserError` for a model that is not here, for a coordinator that is to listen
+    elsewhere, and for a standby without a journal."""
+    if (listen := configuration.settings.coordinator.listen) != "ipc":
         raise UserError(
-            f"coordinator.listen = {configuration.settings.coordinator.listen!r}, and the "
-            "containers of one compose file speak over a socket: leave it out, or export "
-            "kubernetes for several machines"
+            f"coordinator.listen = {listen!r}, and the containers of one compose file speak over a "
+            "socket or a network of their own: leave it out, or export kubernetes for several "
+            "machines"
         )
     check_copied(configuration, standby=standby)
     asked = configuration.settings.http
@@ -156,14 +156,24 @@ def _service(part: Part, host: str, port: int) -> dict[str, Any]:
         service["secrets"] = ["api-keys"]
         service["healthcheck"] = _check("python", "-c", READY.format(port=port))
     else:
-        models = (f"{path}:{MODELS}/{path.name}:ro" for path in map(whole_model, part.models))
-        service["volumes"] = [f"cache:{CACHE}", *map(_literal, models)]
+        service["volumes"] = [f"cache:{CACHE}", *map(_bound, map(whole_model, part.models))]
     if part.is_worker:
         service["environment"] = dict(CONFINED)
     if part.gpu:
         wanted = {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
         service["deploy"] = {"resources": {"reservations": {"devices": [wanted]}}}
     return service
+
+
+def _bound(model: Path) -> dict[str, Any]:
+    """Return a model as a volume; in the short syntax a colon in its path would end it."""
+    return {
+        "type": "bind",
+        "source": _literal(str(model)),
+        "target": _literal(f"{MODELS}/{model.name}"),
+        "read_only": True,
+        "bind": {"create_host_path": False},
+    }
 
 
 def _check(*command: str) -> dict[str, Any]:

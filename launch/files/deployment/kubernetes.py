@@ -35,6 +35,7 @@ from dovetail.launch.files.deployment.parts import (
 )
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.errors import UserError
 
 NAME = "dovetail"
 LEAD, STANDBY = f"{NAME}-0", f"{NAME}-standby-0"
@@ -42,6 +43,7 @@ LEAD, STANDBY = f"{NAME}-0", f"{NAME}-standby-0"
 itself that it is there."""
 NAMED, SERVES = {"app.kubernetes.io/name": NAME}, {"http": "served"}
 """The labels of all pods, and of those that have the HTTP API."""
+LISTEN = f"tcp://0.0.0.0:{PORT}"
 LEADER, SET = "$(LWS_LEADER_ADDRESS)", "leaderworkerset.sigs.k8s.io"
 """The address of the leader, which the controller puts into every container's environment; the
 prefix of its labels."""
@@ -64,13 +66,20 @@ than the coordinator's come to it; what was in the lost pod is made anew by its 
 
 def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) -> str:
     """Return the manifest for these settings, with a `standby` if there is to be one. `UserError`
-    for a model that is not here, by whose size the memory is asked for."""
+    for a model that is not here, by whose size the memory is asked for, for a coordinator that is
+    to listen elsewhere, and for a standby without a journal."""
+    listen = configuration.settings.coordinator.listen
+    if listen not in ("ipc", LISTEN):
+        raise UserError(
+            f"coordinator.listen = {listen!r}, and in its pod the coordinator listens at {LISTEN}, "
+            "where the containers find it: leave it out"
+        )
     check_copied(configuration, standby=standby)
     configuration = listening(settled(configuration), f"{RUN}/http/api-keys")
     lead = f"tcp://{LEAD if standby else LEADER}:{PORT}"
     there = Destination(
         address=f"{lead},tcp://{STANDBY}:{PORT}" if standby else lead,
-        listen=f"tcp://0.0.0.0:{PORT}",
+        listen=LISTEN,
         keys=lambda name: f"{RUN}/{name}",
         model=in_container,
         bound=False,
