@@ -27,7 +27,7 @@ from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError
-from dovetail.protocol.links import open_link
+from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.ways import Way
 from dovetail.protocol.messages import Fault, Reported, Role, Supervised
 
@@ -70,6 +70,10 @@ class Service:
         self._begun: set[str] = set()
         """The parts that have been started at one time."""
         self.address = self.url = ""
+        self._asked_at = ""
+        """The address at which a coordinator was asked last."""
+        self._own_epoch = -1
+        """The epoch of our coordinator, as it said last."""
         self._intervals = Intervals(self._log)
         self.state: Reported | None = None
         """The last state that the coordinator reported."""
@@ -272,26 +276,25 @@ class Service:
         place = running.heard()
         if not place:
             return False
-        keys = self._site.keys
         if name == COORDINATOR:
             if not self.address:
                 self._site.owns(place)
             self.address = place
             if self._inquiry is None:
-                way = Way(
-                    ",".join(filter(None, (place, self._site.standby))),
-                    lambda address, timeout_s: open_link(
-                        address, keys=keys, role="client", timeout_s=timeout_s
-                    ),
-                )
+                way = Way(",".join(filter(None, (place, self._site.standby))), self._reach)
                 self._inquiry = Inquiry(partial(way.again, CONNECT_S))
         else:
             self.url = place
             self._announcement.close()
             self._announcement.enter_context(
-                announced(self.address, keys=str(keys or ""), url=place)
+                announced(self.address, keys=str(self._site.keys or ""), url=place)
             )
         return True
+
+    def _reach(self, address: str, timeout_s: float) -> Link:
+        """Return a link to the coordinator at an address, ours or its standby."""
+        self._asked_at = address
+        return open_link(address, keys=self._site.keys, role="client", timeout_s=timeout_s)
 
     def _ask(self, inquiry: Inquiry, now_s: float) -> None:
         """Hear from the coordinator which of the workers it knows."""
@@ -326,9 +329,11 @@ class Service:
             self._perform(self._watch.answered(known, now_s, filled, given, drained))
 
     def _notice_lead(self, state: Reported) -> None:
-        """Note whether our coordinator leads, or its standby has taken over."""
-        ours = self._running.get(COORDINATOR)
-        follows = bool(self._site.standby) and ours is not None and state.pid != ours.pid
+        """Note whether our coordinator leads, or its standby has taken over: what answers at its
+        own address is ours, and what answers at the other one is if it is of the same epoch."""
+        if self._asked_at == self.address:
+            self._own_epoch = state.epoch
+        follows = state.epoch != self._own_epoch
         if follows != self._watch.follows:
             where = f"at {self._site.standby} has taken over" if follows else "here leads again"
             self._log(f"the coordinator {where}, in term {state.term}")
