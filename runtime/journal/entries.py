@@ -143,6 +143,16 @@ class Entries:
     """True if this is the copy of a journal, and the term that of the coordinator that keeps it."""
     followed: str = ""
     """The address of the coordinator whose journal was copied last; empty: none was."""
+    _doubted: set[str] = field(default_factory=set)
+    """The tickets of entries that lack records: what follows is not of them before they are begun
+    anew."""
+
+    def doubt(self) -> None:
+        """Note that records are missing here. Entries stay as they are, since a token has its place
+        from those before; and what workers hold is asked for by numbers of sessions, which may have
+        been given again: nothing is known of it any more."""
+        self._doubted = {*self.of}
+        self.epochs.clear()
 
     def known(self) -> Iterator[bytes]:
         """Yield records that say what is known of coordinators."""
@@ -170,8 +180,11 @@ class Entries:
                 submit = REQUEST.decode([frame])
                 assert isinstance(submit, Submit)
                 self.of[submit.ticket] = Entry(submit, key)
+                self._doubted.discard(submit.ticket)
                 return submit.ticket
             ticket, *rest = what
+            if ticket in self._doubted:
+                return str(ticket)
             if (entry := self.of.get(ticket)) is not None:
                 _CHANGES[kind](entry, *rest)
                 self.sessions = max(self.sessions, *entry.sessions, 0)

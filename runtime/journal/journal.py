@@ -21,7 +21,7 @@ from dovetail.protocol.files import refusal
 from dovetail.protocol.messages import NOTHING_TOLD, Finished, JournalState, Submit
 from dovetail.runtime.costs.averages import Average
 from dovetail.runtime.journal.entries import Entries, Entry
-from dovetail.runtime.journal.segments import Segments, packed, unpacked
+from dovetail.runtime.journal.segments import Gap, Segments, packed, unpacked
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
@@ -92,8 +92,18 @@ class Journal:
 
     def _read(self, number: int) -> None:
         try:
-            for record in self._segments.read(number):
-                self._entries.apply(record)
+            for part in self._segments.read(number):
+                if isinstance(part, Gap):
+                    log.error(
+                        "%s is damaged at byte %d: %d bytes are not read; replies that had begun "
+                        "in front of it go on from their last token there",
+                        part.file,
+                        part.offset,
+                        part.size,
+                    )
+                    self._entries.doubt()
+                else:
+                    self._entries.apply(part)
         except DecodeError as error:
             log.error("segment %d of the journal is read up to a fault: %s", number, error)
         except OSError as error:

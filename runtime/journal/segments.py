@@ -1,9 +1,10 @@
 """Records on disk: a folder of segments, each an append-only file of records with check sums.
 
-A record is its length and CRC-32 (little-endian, 4 bytes each) and that many bytes. What a process
-that was killed has begun to write is cut off: a segment ends before its first record that is not
-whole. The folder is its owner's alone, and one process's at a time. Knows nothing of what the
-records say.
+A record is its length and CRC-32 (little-endian, 4 bytes each) and that many bytes, a MessagePack
+array that begins with a word. What a process that was killed has begun to write is cut off: a
+segment may end in a record that is not whole. Where it is damaged before its end, it is read on
+from the next record that is whole. The folder is its owner's alone, and one process's at a time.
+Knows nothing of what the records say.
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.protocol.errors import DecodeError, UserError
@@ -26,6 +28,8 @@ NAME_PATTERN = re.compile(r"segment-([0-9]{8,})")
 BEGUN = "begun"
 """The name of a segment until all that it begins with has been written."""
 LOCK = "lock"
+BEGINNING = re.compile(rb"[\x91-\x9f][\xa1-\xbf][a-z]")
+"""The bytes that a record begins with: of an array, of a word in it, and its first letter."""
 
 
 def packed(record: bytes) -> bytes:
@@ -33,16 +37,54 @@ def packed(record: bytes) -> bytes:
     return HEAD.pack(len(record), zlib.crc32(record)) + record
 
 
-def unpacked(content: bytes, place: int = 0) -> Iterator[bytes]:
-    """Yield the records from this place on, up to the first that is not whole."""
-    while place + HEAD.size <= len(content):
-        size, check = HEAD.unpack_from(content, place)
-        place += HEAD.size
-        record = content[place : place + size]
-        if size > MAX_RECORD or len(record) < size or zlib.crc32(record) != check:
-            return
+def unpacked(content: bytes) -> Iterator[bytes]:
+    """Yield records up to the first that is not whole."""
+    place = 0
+    while (record := _at(content, place)) is not None:
         yield record
-        place += size
+        place += HEAD.size + len(record)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A part of a file that cannot be read as records."""
+
+    file: Path
+    offset: int
+    size: int
+    """In bytes."""
+
+
+def _at(content: bytes, place: int) -> bytes | None:
+    """Return the record at a place; None: there is none that is whole."""
+    if place + HEAD.size > len(content):
+        return None
+    size, check = HEAD.unpack_from(content, place)
+    record = content[place + HEAD.size : place + HEAD.size + size] if size <= MAX_RECORD else b""
+    return record if record and len(record) == size and zlib.crc32(record) == check else None
+
+
+def _behind(content: bytes, place: int) -> int:
+    """Return the place of the first whole record behind one that is not whole; the end of the
+    content if there is none."""
+    if place + HEAD.size <= len(content):
+        size, _ = HEAD.unpack_from(content, place)
+        if _at(content, place + HEAD.size + size) is not None:
+            return int(place + HEAD.size + size)
+    for found in BEGINNING.finditer(content, place + HEAD.size + 1):
+        if _at(content, found.start() - HEAD.size) is not None:
+            return found.start() - HEAD.size
+    return len(content)
+
+
+def _torn(content: bytes, place: int) -> bool:
+    """Return whether the rest of a content is what was being written when a process or its machine
+    ended: one record, or nothing yet."""
+    rest = len(content) - place
+    if rest < HEAD.size or content.count(0, place) == rest:
+        return True
+    size: int = HEAD.unpack_from(content, place)[0]
+    return size <= MAX_RECORD and HEAD.size + size >= rest
 
 
 class Segments:
@@ -100,13 +142,21 @@ class Segments:
         """Return the bytes of the segment that is written."""
         return self._sizes[self.all[-1]] if self._file >= 0 else 0
 
-    def read(self, number: int) -> Iterator[bytes]:
-        """Yield the records of a segment up to the first that is not whole; `DecodeError` for a
-        file that is none."""
-        content = self._path(number).read_bytes()
+    def read(self, number: int) -> Iterator[bytes | Gap]:
+        """Yield the records of a segment, and the gaps between them; a last record that is torn is
+        none. `DecodeError` for a file that is no segment."""
+        file = self._path(number)
+        content, place = file.read_bytes(), len(MAGIC)
         if not content.startswith(MAGIC):
-            raise DecodeError(f"{self._path(number)} is no segment of a journal")
-        yield from unpacked(content, len(MAGIC))
+            raise DecodeError(f"{file} is no segment of a journal")
+        while place < len(content):
+            if (record := _at(content, place)) is not None:
+                yield record
+                place += HEAD.size + len(record)
+                continue
+            begin, place = place, _behind(content, place)
+            if place < len(content) or not _torn(content, begin):
+                yield Gap(file, begin, place - begin)
 
     def begin(self, content: bytes = b"") -> int:
         """Begin a segment with these packed records, which is the newest from now on, and return

@@ -3,6 +3,7 @@ is the same request without it: what its client is told in all is the same."""
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings, Sampling
 from dovetail.runtime.journal.entries import Entries
 from dovetail.runtime.journal.journal import Journal
-from dovetail.runtime.journal.segments import Segments, packed
+from dovetail.runtime.journal.segments import MAGIC, Segments, packed
 from support.cases import everyday
 from support.houses import DYNAMIC, PROMPT, House
 from support.lives import LONG_PROMPT, MOST, TICKET, Lives, undisturbed
@@ -235,16 +236,104 @@ def test_a_journal_is_its_owners_alone_and_one_coordinators_at_a_time(tmp_path: 
 
 
 @pytest.mark.parametrize("cut", [1, 7, 9, 30])
-def test_a_record_that_is_not_whole_ends_its_segment(tmp_path: Path, cut: int) -> None:
+def test_a_record_that_is_not_whole_ends_its_segment(
+    tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
     lives = undisturbed(tmp_path, tokens=LONG_PROMPT)
     lives.journal.close()
     (path,) = tmp_path.glob("segment-*")
     whole = list(Segments(tmp_path).read(1))
     os.truncate(path, path.stat().st_size - cut)
     assert [*Segments.read(_unlocked(tmp_path), 1)] == whole[:-1]
+    assert Journal(_unlocked(tmp_path)).find(TICKET, "/") is not None
+    assert not caplog.records
     path.write_bytes(path.read_bytes() + packed(b"\xc1"))
     entries = Journal(_unlocked(tmp_path))
     assert entries.find(TICKET, "/") is not None
+
+
+DAMAGE = {"header": (0, 4), "length": (3, 4), "body": (9, 10), "block": (0, 300)}
+"""The bytes of a record, from its beginning, that are not what was written."""
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_costs_what_it_hit_and_is_said(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever it is: a reply has the beginning of its tokens, or all of them if it began behind
+    the damage."""
+    first = tmp_path / "whole" / "segment-00000001"
+    lives = undisturbed(first.parent)
+    first_ends = first.stat().st_size
+    lives.tokens, lives.text, lives.end = [], "", None
+    lives.ask(ticket="reply/1", seed=2)
+    lives.run()
+    lives.journal.close()
+    content, whole = first.read_bytes(), {**lives.journal._entries.of}
+    places = [len(MAGIC)]
+    for record in Segments(first.parent).read(1):
+        assert isinstance(record, bytes)
+        places.append(places[-1] + len(packed(record)))
+    begin, end = DAMAGE[damage]
+    for place in places[:-2:7]:
+        hurt = bytearray(content)
+        hurt[place + begin : place + end] = bytes(one ^ 0x55 for one in hurt[place:][begin:end])
+        file = tmp_path / damage / f"{place}" / first.name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(hurt)
+        caplog.clear()
+        segments = Segments(file.parent)
+        found = Journal(segments)._entries
+        segments.close()
+        (said,) = (one.getMessage() for one in caplog.records)
+        assert said.startswith(f"{file} is damaged at byte {place}: ")
+        size = next(one for one in places if one >= place + end) - place
+        assert f": {size} bytes are not read" in said
+        for ticket, entry in found.of.items():
+            assert entry.tokens == whole[ticket].tokens[: len(entry.tokens)]
+        if place < first_ends - end:
+            assert found.of["reply/1"] == whole["reply/1"]
+        else:
+            assert found.of[TICKET] == whole[TICKET]
+        assert not found.epochs or place < places[2]
+
+
+def test_a_reply_whose_journal_is_damaged_goes_on_to_the_same_tokens(tmp_path: Path) -> None:
+    whole = undisturbed(tmp_path / "whole", tokens=LONG_PROMPT)
+    lives = Lives(tmp_path / "hurt")
+    lives.ask(tokens=LONG_PROMPT)
+    lives.steps(40)
+    lives.killed()
+    (path,) = lives.folder.glob("segment-*")
+    content = bytearray(path.read_bytes())
+    places = [found.start() for found in re.finditer(b"committed", content)]
+    assert len(places) > 2
+    content[places[1]] ^= 1
+    path.write_bytes(content)
+    lives.starts()
+    entry = lives.journal.find(TICKET, "/")
+    assert entry is not None
+    assert 0 < len(entry.tokens) < len(lives.tokens)
+    lives.ask(again=True, tokens=LONG_PROMPT)
+    lives.run()
+    assert (lives.tokens, lives.text) == (whole.tokens, whole.text)
+
+
+def test_zeros_where_a_machine_failed_are_no_damage_and_garbage_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lives = undisturbed(tmp_path)
+    lives.journal.close()
+    (path,) = tmp_path.glob("segment-*")
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(bytes(100))
+    Journal(_unlocked(tmp_path))
+    assert not caplog.records
+    with path.open("ab") as file:
+        file.write(b"\1" * 100)
+    Journal(_unlocked(tmp_path))
+    assert f"damaged at byte {size}: 200 bytes are not read" in caplog.text
 
 
 def test_a_file_that_is_no_segment_is_said_to_be_none(
