@@ -18,7 +18,7 @@ from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.files.directory import announced, journal_path, remove_old_journals
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
-from dovetail.launch.processes.addresses import check_pair, is_here
+from dovetail.launch.processes.addresses import check_pair, is_here, same_place
 from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
@@ -163,6 +163,12 @@ class Process:
                     f"this coordinator was the standby of {followed} when it ended last: start "
                     f"`dovetail serve` with --standby {followed}, or with another folder in "
                     "coordinator.journal"
+                )
+            if followed and self.standby and not same_place(followed, self.standby):
+                log.warning(
+                    "the journal was copied from the coordinator at %s last, and --standby says "
+                    "%s: this one leads unless that at %s does; if it does, name that one",
+                    *(followed, self.standby, followed),
                 )
             if address := standby_of or followed:
                 leads_on = journal is not None and (journal.led or not standby_of)

@@ -91,6 +91,20 @@ def is_here(address: str, own: str) -> bool:
     return port == own_port and port not in ANY and same
 
 
+def same_place(one: str, other: str) -> bool:
+    """Return whether two tcp addresses lead to one place, perhaps by two names of its machine."""
+    (host, port), (other_host, other_port) = (host_and_port(address) for address in (one, other))
+    return port == other_port and (host == other_host or bool(_found(host) & _found(other_host)))
+
+
+def _found(host: str) -> set[str]:
+    """Return the numbers of a host; none if it is not known here."""
+    try:
+        return {str(at[4][0]) for at in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return set()
+
+
 def _holder(port: int) -> str:
     """Name the process that listens at a port, or the supervisor of that process. Only root sees
     the processes of others."""

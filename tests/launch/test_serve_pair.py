@@ -7,12 +7,15 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dovetail.launch import cli
-from dovetail.launch.processes.serving.parts import Part, Replace, Start
+from dovetail.launch.processes.serving.parts import GiveUp, Part, Replace, Start
+from dovetail.launch.processes.serving.service import Service
 from dovetail.launch.processes.serving.watch import Watch
+from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.keys import generate_keys
 from support.by_hand import (
     SLOWER,
@@ -25,6 +28,7 @@ from support.by_hand import (
     together,
     why_not,
 )
+from support.deployed import settings
 
 PATIENCE_S = 60.0
 
@@ -63,6 +67,20 @@ def test_a_coordinator_that_follows_another_is_not_stuck_when_that_one_is_silent
     assert not [one for now_s in range(2, 20) for one in watch.due(float(now_s))]
     watch.follows = False
     assert Replace("coordinator") in watch.due(20.0)
+
+
+def test_what_the_coordinator_has_warned_of_is_said_when_another_part_cannot_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    site = SimpleNamespace(workers={}, keys=None, standby="")
+    hub = SimpleNamespace(listen=lambda: ["the journal was copied from another one"])
+    http = SimpleNamespace(failure=lambda: DovetailError("nobody leads"))
+    service = Service(site, settings())  # type: ignore[arg-type]
+    service._running["coordinator"] = hub  # type: ignore[assignment]
+    with pytest.raises(DovetailError, match="nobody leads"):
+        service._perform([GiveUp("http")], http)  # type: ignore[arg-type]
+    assert "coordinator: the journal was copied from another one" in caplog.text
 
 
 class Served(Doubled):

@@ -11,7 +11,7 @@ are of interest. Knows which commands there are, and nothing of tokens.
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import NoReturn
@@ -207,6 +207,7 @@ class Service:
                 case GiveUp(name, why):
                     assert ended is not None
                     if not self._watch.serving:
+                        self._pass_on([COORDINATOR])  # it may have said why nobody finds it
                         raise ended.failure()
                     self._give_up(f"the {name} {why}", ended)
 
@@ -345,11 +346,12 @@ class Service:
 
     # -- what they say -----------------------------------------------------------------------------
 
-    def _pass_on(self) -> None:
-        """Pass on what the processes have said."""
+    def _pass_on(self, names: Collection[str] | None = None) -> None:
+        """Pass on what the processes have said, all of them if none are named."""
         for name, running in self._running.items():
-            for line in running.listen():
-                self._log(f"{name}: {line}")
+            if names is None or name in names:
+                for line in running.listen():
+                    self._log(f"{name}: {line}")
 
     def _hear_out(self, name: str, gone: Running) -> None:
         """Pass on the last words of a process that has ended."""

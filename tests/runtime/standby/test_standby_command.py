@@ -70,6 +70,33 @@ def test_the_journal_of_the_other_of_a_pair_is_refused(
     assert re.search(rf"{tmp_path}/journal' is that of the standby of tcp://localhost:45871", told)
 
 
+@pytest.mark.parametrize(
+    ("standby", "differs"), [("tcp://127.0.0.1:45872", False), ("tcp://127.0.0.2:45872", True)]
+)
+def test_a_standby_that_is_not_the_one_whose_journal_was_copied_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, standby: str, differs: bool
+) -> None:
+    """A name of its machine and a number may be the same place."""
+    generate_keys(tmp_path / "keys")
+    segments = Segments(tmp_path / "journal")
+    segments.begin(packed(reigned(1, "tcp://localhost:45872", copied=True)))
+    segments.close()
+    named = {"keys": f"{tmp_path}/keys", "journal": f"{tmp_path}/journal"}
+    settings = CoordinatorSettings(listen="tcp://127.0.0.1:*", **named)
+
+    class Followed(command.Process):
+        """A process that says whom it follows, and does not."""
+
+        async def _follow(self, *_: object, **options: bool) -> None:
+            followed.append(options["leads_on"])
+
+    followed: list[bool] = []
+    Followed(settings, Notifier(), None, False, None, True, standby).run(None)
+    assert followed == [True]
+    said = "copied from the coordinator at tcp://localhost:45872 last, and --standby says tcp://127"
+    assert (said in caplog.text) == differs
+
+
 def test_a_standby_that_looks_for_its_lead_answers_whoever_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
