@@ -198,6 +198,8 @@ class Starting:
         self._short = False
 
         def fits(one: WaitingRequest) -> bool | None:
+            if self._key_is_busy(one.request):
+                return None
             if (place := self._settled(one)) is None:
                 self._short = True
                 return False
@@ -209,15 +211,14 @@ class Starting:
 
     def _passes_queue(self, *, full: bool) -> bool:
         """Return whether a request may begin before those that wait: if there are none, or if they
-        fill the queue and wait for their beginnings to be read, not for room."""
+        fill the queue and wait for something other than room: for their beginnings to be read, or
+        for others of their keys to end."""
         return not len(self._queue) or (full and not self._short)
 
     def _settled(self, waiting: WaitingRequest) -> Worker | None:
         """Return the target that a request can begin on now; None: it has to wait."""
         request = waiting.request
-        if self._key_sessions and self._key_sessions <= sum(
-            one.session.request.owner == request.owner for one in self._of_clients()
-        ):
+        if self._key_is_busy(request):
             return None
         return self._placement.settle(
             waiting.target,
@@ -227,6 +228,12 @@ class Starting:
                 and self._claims.suits(waiting.entry, waiting.submit.told, target)
                 and has_room(target, request, self._running, reuse=self._reuse)
             ),
+        )
+
+    def _key_is_busy(self, request: Request) -> bool:
+        """Return whether as many requests of a request's key run as may at a time."""
+        return 0 < self._key_sessions <= sum(
+            one.session.request.owner == request.owner for one in self._of_clients()
         )
 
     def _comes_later(self, request: Request, target: Worker) -> bool:

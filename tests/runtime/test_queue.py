@@ -132,6 +132,18 @@ def test_a_key_decodes_no_more_at_a_time_than_it_may() -> None:
     assert sum(isinstance(reply, Finished) for reply in house.replies()) == 3
 
 
+@pytest.mark.parametrize("queue", [1, 9])
+def test_whoever_waits_for_the_limit_of_a_key_holds_up_no_other_key(queue: int) -> None:
+    house = House(settings=CoordinatorSettings(key_sessions=1, queue=queue))
+    for first in (10, 11):
+        ask(house, first, "a", tokens=100)
+    house.coordinator.pump()
+    house.later_ns += round(S * (PASSED_S + 1))
+    ask(house, 12, "b")
+    house.coordinator.pump()
+    assert [one.session.request.prompt[0] for one in house.coordinator.requests] == [10, 12]
+
+
 def test_memory_is_the_bound_and_idle_prefixes_go_before_anybody_waits() -> None:
     house = House(draft=False, limits=Limits(context=512, kept=1 << 10, room=300))
     assert house.target is not None
