@@ -232,9 +232,8 @@ class Starting:
 
     def _key_is_busy(self, request: Request) -> bool:
         """Return whether as many requests of a request's key run as may at a time."""
-        return 0 < self._key_sessions <= sum(
-            one.session.request.owner == request.owner for one in self._of_clients()
-        )
+        own = sum(one.session.request.owner == request.owner for one in self._of_clients())
+        return 0 < self._key_sessions <= own
 
     def _comes_later(self, request: Request, target: Worker) -> bool:
         """Return whether a request waits until its target has read what it begins with for
