@@ -223,9 +223,15 @@ class Claims:
         """Note what a newcomer holds of sessions that the journal knows; return their numbers."""
         return tuple(one.session for one in worker.hello.held if self._keep(worker, one))
 
+    def _runs(self, served: int | None, held: HeldSession) -> bool:
+        """Return whether a session runs here that a worker was lost with and comes back with: it is
+        opened anew, and a worker opens none whose number is taken."""
+        shared = self._shared
+        return served == shared.service.epoch and held.session in shared.running
+
     def _keep(self, worker: Worker, held: HeldSession) -> bool:
         hello: Hello = worker.hello
-        if self._journal is None or not self._settings.reuse:
+        if self._journal is None or not self._settings.reuse or self._runs(hello.served, held):
             return False
         entry = self._journal.of_session(hello.served, held.session)
         if entry is None:

@@ -55,6 +55,24 @@ def test_who_takes_over_a_running_reply_has_the_scores_of_its_prompt_too(tmp_pat
     assert not lives.house.coordinator.requests
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_worker_that_is_lost_and_comes_back_to_its_sessions_goes_on(
+    tmp_path: Path, place: int
+) -> None:
+    whole = undisturbed(tmp_path / "whole")
+    lives = Lives(tmp_path / "lost")
+    lives.ask()
+    lives.steps(20)
+    assert 0 < len(lives.tokens) < MOST
+    worker = lives.house.workers[place]
+    assert worker.logs
+    lives.house.lose(worker)
+    lives.house.coordinator.look_around()
+    lives.comes(worker)
+    lives.run()
+    assert (lives.tokens, lives.text) == (whole.tokens, whole.text)
+
+
 @pytest.mark.parametrize("has", [0, 3, 12])
 def test_what_the_first_client_had_beyond_the_journal_is_told_to_the_second(
     tmp_path: Path, has: int

@@ -18,7 +18,7 @@ from dovetail.protocol.settings import CoordinatorSettings, Sampling
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import Segments
 from support.houses import DYNAMIC, PROMPT, House
-from support.scripted import ROOMY, ScriptedTarget, hello
+from support.scripted import ROOMY, ScriptedTarget, ScriptedWorker, hello
 
 TICKET = "reply/0"
 MOST = 60
@@ -115,16 +115,18 @@ class Lives:
     def join(self, old: House) -> None:
         """The workers of another coordinator come to this one, with what they hold."""
         for worker in old.workers:
-            served, worker.epoch = worker.coordinator_epoch, worker.epoch + 1000
-            held = worker.suspend()
-            worker.link = self.house.hub.connect()
-            reads = {"reads": old_reads} if (old_reads := self.options.get("reads")) else {}
-            head = {**reads, "vocabulary": None} if worker.role == "draft" and reads else {}
-            worker.register(
-                limits=worker.limits, served=served if held else None, held=held, **head
-            )
-            self.house.workers.append(worker)
+            self.comes(worker)
         self.house.run()
+
+    def comes(self, worker: ScriptedWorker) -> None:
+        """A worker comes to this coordinator, with what it holds of the one that it has served."""
+        served, worker.epoch = worker.coordinator_epoch, worker.epoch + 1000
+        held = worker.suspend()
+        worker.link = self.house.hub.connect()
+        reads = {"reads": old_reads} if (old_reads := self.options.get("reads")) else {}
+        head = {**reads, "vocabulary": None} if worker.role == "draft" and reads else {}
+        worker.register(limits=worker.limits, served=served if held else None, held=held, **head)
+        self.house.workers.append(worker)
 
 
 def undisturbed(folder: Path, **asked: Any) -> Lives:

@@ -283,6 +283,7 @@ class ScriptedWorker:
         """A session's log begins; what it goes on from is no more, or is shared. `known`: tokens
         behind a row that it was made with."""
         base, kept = command.base, command.kept
+        assert command.session not in {*self.logs, *self.kept}, "workers drop it as sent twice"
         assert self.limits is not None
         assert self.limits.shares or not command.shared
         if base is None:
