@@ -28,7 +28,10 @@ class PassCurves:
     def table(self, most: int, context: float) -> list[float]:
         """Return the seconds of passes over 0, 1, ... `most` rows."""
         below, above, share = self._around(context)
-        low, high = self._level(below, most), self._level(above, most)
+        low = self._level(below, most)
+        if above == below:
+            return low[: most + 1]
+        high = self._level(above, most)
         return [(1.0 - share) * low[rows] + share * high[rows] for rows in range(most + 1)]
 
     def _around(self, context: float) -> tuple[int, int, float]:
@@ -40,6 +43,8 @@ class PassCurves:
         return place - 1, place, (context - low) / (high - low)
 
     def _level(self, curve: int, most: int) -> list[float]:
-        level, t_v = self._levels[curve], self.curves[curve].t_v
-        level.extend(t_v.at(rows) for rows in range(len(level), most + 1))
+        level = self._levels[curve]
+        if len(level) <= most:
+            t_v = self.curves[curve].t_v
+            level.extend(t_v.at(rows) for rows in range(len(level), most + 1))
         return level

@@ -72,7 +72,7 @@ def bucket(rows: int) -> int:
     return rows // step * step
 
 
-@dataclass
+@dataclass(slots=True)
 class _Passes:
     """The passes of one number of rows."""
 
@@ -86,23 +86,32 @@ class _Passes:
     seconds."""
     product: float = 0.0
     mean_experts: float = 0.0
+    _middle: tuple[float, float, float] | None = None
+    """The value of `middle`, until another pass is added."""
 
     def add(self, seconds: float, context: float, experts: float) -> None:
         self.last.append((seconds, context, experts))
-        if self.weight > 1.0:
-            seconds = min(seconds, OUTLIER * self.mean_seconds)
-        kept = self.weight * FORGETTING
-        self.weight = kept + 1.0
-        off_context, off_seconds = context - self.mean_context, seconds - self.mean_seconds
-        self.mean_context += off_context / self.weight
-        self.mean_seconds += off_seconds / self.weight
-        self.mean_experts += (experts - self.mean_experts) / self.weight
-        self.contexts = FORGETTING * self.contexts + off_context * off_context * kept / self.weight
-        self.product = FORGETTING * self.product + off_context * off_seconds * kept / self.weight
+        self._middle = None
+        before, usual_s = self.weight, self.mean_seconds
+        if before > 1.0 and seconds > (most_s := OUTLIER * usual_s):
+            seconds = most_s
+        kept = before * FORGETTING
+        self.weight = weight = kept + 1.0
+        off_context, off_seconds = context - self.mean_context, seconds - usual_s
+        self.mean_context += off_context / weight
+        self.mean_seconds = usual_s + off_seconds / weight
+        self.mean_experts += (experts - self.mean_experts) / weight
+        self.contexts = FORGETTING * self.contexts + off_context * off_context * kept / weight
+        self.product = FORGETTING * self.product + off_context * off_seconds * kept / weight
 
     def middle(self) -> tuple[float, float, float]:
         """Seconds, context and experts of the middle half of the last passes, in the order of their
         seconds: the mean of each."""
+        if self._middle is None:
+            self._middle = self._made()
+        return self._middle
+
+    def _made(self) -> tuple[float, float, float]:
         ordered = sorted(self.last)
         edge = len(ordered) // 4 if len(ordered) >= FEW else (len(ordered) - 1) // 2
         inner = ordered[edge : len(ordered) - edge]
