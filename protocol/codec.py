@@ -26,8 +26,11 @@ MAX_ITEMS = 4 << 20
 MAX_FIELDS = 256
 SMALL_BYTES = 512
 """A body up to this can claim little, each of its arrays no more items than it has bytes: it is not
-walked over first, nor are its items counted."""
+walked over first."""
 _CONTAINER_ITEMS = 8
+UNCOUNTED_BYTES = MAX_ITEMS // (1 + _CONTAINER_ITEMS)
+"""A body up to this that is whole cannot have too many items, since each of them and each container
+takes a byte at least: they are not counted."""
 
 M = TypeVar("M")
 C = TypeVar("C", bound=Sized)
@@ -45,8 +48,8 @@ class Dialect(Generic[M]):
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
-        """Return what checks a message of any member. It is built when there is one, since a
-        process speaks few dialects."""
+        """Return what says why a message is of no member. It is built when there is one, since
+        most processes never meet any."""
         with uninterrupted():
             return TypeAdapter(self._tagged)
 
@@ -55,19 +58,24 @@ class Dialect(Generic[M]):
         body = _unpack(frames)
         member = self._members.get(tag) if isinstance(tag := body.get("type"), str) else None
         _attach(body, member, frames[1:])
+        check = self._adapter if member is None else member.__pydantic_validator__
         try:
-            message: M = self._adapter.validate_python(body)
+            message: M = check.validate_python(body)
         except ValidationError as error:
-            raise DecodeError(_explain(error)) from None
+            raise DecodeError(_explain(error, *(() if member is None else (tag,)))) from None
         return message
 
 
 def encode(message: Message) -> list[bytes]:
     """The frames of a message: the body, then one frame for each of its arrays that is present;
     `ProtocolError` if the body is beyond the limit."""
-    body = message.model_dump()
-    arrays = [body[name].pop("data") for name in message.ARRAYS if body[name] is not None]
-    packed: bytes = msgpack.packb(body)
+    body, arrays = vars(message), list[bytes]()
+    for name in message.ARRAYS:
+        if (array := body[name]) is not None:
+            header = {field: value for field, value in vars(array).items() if field != "data"}
+            body = {**body, name: header}
+            arrays.append(array.data)
+    packed: bytes = msgpack.packb(body, default=vars)
     if len(packed) > MAX_BODY_BYTES:
         raise ProtocolError(
             f"a message {body['type']!r} of {len(packed)} bytes is beyond the limit of "
@@ -82,7 +90,7 @@ def _unpack(frames: Sequence[bytes]) -> dict[str, Any]:
     if len(frames[0]) > MAX_BODY_BYTES or any(len(f) > MAX_FRAME_BYTES for f in frames[1:]):
         raise DecodeError(f"a frame of {max(map(len, frames))} bytes is beyond the limit")
     size = len(frames[0])
-    budget = _Budget() if size > SMALL_BYTES else None
+    budget = _Budget() if size > UNCOUNTED_BYTES else None
     try:
         if size > SMALL_BYTES:
             _measure(frames[0])
@@ -153,10 +161,11 @@ def _attach(body: dict[str, Any], member: type[Message] | None, raw: Sequence[by
         raise DecodeError(f"{len(rest)} frames belong to no array")
 
 
-def _explain(error: ValidationError) -> str:
-    """The first complaint, without the offending value: it may be large and hostile."""
+def _explain(error: ValidationError, *within: str) -> str:
+    """The first complaint, without the offending value: it may be large and hostile. `within`:
+    where what was checked lies."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part)[:64] for part in first["loc"][:8])
+    where = ".".join(str(part)[:64] for part in (*within, *first["loc"])[:8])
     return printable(f"{where or 'message'}: {first['msg'][:300]}")
 
 

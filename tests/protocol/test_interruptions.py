@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
+import msgpack
 import pytest
 from pydantic_core import core_schema
 
@@ -69,7 +70,25 @@ def test_a_signal_while_a_dialect_is_built_ends_the_process_as_it_says(
     monkeypatch.setattr(Signalling, "number", number)
     dialect: Dialect[Interrupted | Plain] = Dialect(Interrupted | Plain)
     with pytest.raises(ToldError, match=str(int(number))):
-        dialect.decode(encode(Plain(epoch=1)))
+        dialect.decode([msgpack.packb({"type": "nobody"})])
+
+
+@pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
+def test_a_signal_while_the_first_message_of_a_kind_is_read_ends_the_process_as_it_says(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Signalling, "number", number)
+
+    class First(Message):
+        """A kind of which there is no message yet."""
+
+        type: Literal["first"] = "first"
+        signalling: Signalling | None = None
+
+    dialect: Dialect[First | Plain] = Dialect(First | Plain)
+    assert dialect.decode(encode(Plain(epoch=1))) == Plain(epoch=1)
+    with pytest.raises(ToldError, match=str(int(number))):
+        dialect.decode([msgpack.packb({"type": "first", "epoch": 1})])
 
 
 @pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
