@@ -12,6 +12,7 @@ command behind it leaves, and all of them, with what is done while workers compu
 exact; times are of this machine at this hour.
 """
 
+import gc
 import importlib.util
 import statistics
 import sys
@@ -142,6 +143,7 @@ def spend(sessions: int, prompt: int) -> list[tuple[float, float]]:
 
 
 def main() -> None:
+    gc.freeze()  # as the coordinator's loop does before it serves
     say: Callable[[str], object] = lambda line: sys.stdout.write(line + "\n")  # noqa: E731
     runs = [count(prompt) for prompt in PROMPTS[:5]]
     say(f"{'medians':34}{'calls':>8}{'files':>8}{'moves':>8}{'returns':>9}{'rounds':>8}")
