@@ -2,7 +2,8 @@
 order, and whoever writes the answer takes it out.
 
 It ends with the last reply, with an error, or because nobody waits for it any more; however it
-ends, the coordinator is told at once of what still runs.
+ends, the coordinator is told at once of what still runs. A full queue refuses it if it takes none
+of its replies; else those without a place are asked for again as others end.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 from dovetail.protocol.messages import Failed
 from dovetail.runtime.http.asked import Told
-from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
+from dovetail.runtime.http.errors import RETRY_AFTER_S, ApiError, of_failure, unavailable
 from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.http.orders import Order
 
@@ -41,6 +42,10 @@ class Run:
         """The number of the first reply that has not been asked for."""
         self._numbers: dict[int, int] = {}
         """Reply -> number of its request with the coordinator, while it runs."""
+        self._refused: deque[int] = deque()
+        """Replies for which the queue had no place, though it had for others."""
+        self._begun = False
+        """True when one of the replies has."""
         self._heard: deque[tuple[int, Told]] = deque()
         self._end: ApiError | Gone | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -65,7 +70,7 @@ class Run:
 
         An `ApiError` is raised when something failed, `Gone` when the client has gone.
         """
-        if not self._heard and not self._numbers and self._end is None:
+        if not (self._heard or self._numbers or self._refused or self._end):
             return []
         await self._wait()
         heard, self._heard = [*self._heard], deque()
@@ -80,6 +85,7 @@ class Run:
     def close(self) -> None:
         """Cancel what still runs."""
         numbers, self._numbers = self._numbers, {}
+        self._refused.clear()
         self._next = len(self._order.submits) if self._order is not None else 0
         for number in numbers.values():
             self._gateway.cancel(number)
@@ -87,27 +93,46 @@ class Run:
     def _ask(self) -> None:
         assert self._order is not None
         while self._next < len(self._order.submits) and len(self._numbers) < AT_ONCE:
-            index = self._next
             self._next += 1
-            self._numbers[index] = self._gateway.submit(
-                self._order.submits[index], self._teller(index)
-            )
+            self._submit(self._order, self._next - 1)
+
+    def _submit(self, order: Order, index: int) -> None:
+        self._numbers[index] = self._gateway.submit(order.submits[index], self._teller(index))
 
     def _teller(self, index: int) -> Callable[[Told], None]:
         def tell(told: Told) -> None:
             if index not in self._numbers:
                 return
+            if isinstance(told, Failed) and told.code == "capacity" and self._put_off(index):
+                return
+            self._begun = self._begun or not isinstance(told, Failed)
             self._heard.append((index, told))
             if told.type in ("finished", "failed"):
-                self._numbers.pop(index)
+                self._numbers.pop(index, None)
                 self._ask_more()
             self._wake()
 
         return tell
 
+    def _put_off(self, index: int) -> bool:
+        """Have a reply that found the queue full wait until another ends, or, if none runs, for
+        some time. Return False if the queue has taken none."""
+        del self._numbers[index]
+        if not self._numbers:
+            if not self._begun:
+                self.close()
+                return False
+            asyncio.get_running_loop().call_later(RETRY_AFTER_S, self._ask_more)
+        self._refused.append(index)
+        return True
+
     def _ask_more(self) -> None:
+        """Ask for the first reply that was put off, or for further ones."""
         try:
-            self._ask()
+            if self._refused and self._order is not None:
+                self._submit(self._order, self._refused.popleft())
+            else:
+                self._ask()
         except ApiError as error:
             self.fail(error)
 
