@@ -224,10 +224,11 @@ class ClientRequests:
         """Read the requests again that wait for a target, for which one is there."""
         clients = self._registry.clients
         self._claims.withdraw(lambda claim: clients.get(claim.client.peer) is not claim.client)
+        if not self._service.ending:
+            for claim, target in self._claims.met():
+                yield from self._read(claim, target)
         for claim, error in self._claims.late(self._service):
             yield from self._read(claim, error)
-        for claim, target in self._claims.met():
-            yield from self._read(claim, target)
 
     def _read(self, claim: Claim, target: Worker | RequestError) -> Effects[None]:
         """Read a request that has waited for a target; a fault of ours ends it, since it waits no

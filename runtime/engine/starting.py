@@ -183,6 +183,8 @@ class Starting:
         if self._service.ending:
             for one in self._queue.remove(lambda _: True):
                 yield self.turn_down(one.client, one.submit, self._service.refusal())
+        for one in self._queue.remove(self._lacks_target):
+            self._claims.wait(one.client, one.submit, one.entry)
         while (next_one := self._next()) is not None:
             try:
                 yield from self._run(*next_one, waited=True)
@@ -228,6 +230,16 @@ class Starting:
                 and self._claims.suits(waiting.entry, waiting.submit.told, target)
                 and has_room(target, request, self._running, reuse=self._reuse)
             ),
+        )
+
+    def _lacks_target(self, waiting: WaitingRequest) -> bool:
+        """Return whether a request goes on with a reply that no target here may go on with."""
+        told, entry = waiting.submit.told, waiting.entry
+        if not told.tokens and (entry is None or not entry.tokens):
+            return False
+        return not any(
+            one.plays("target") and one.available and self._claims.suits(entry, told, one)
+            for one in self._registry.workers.values()
         )
 
     def _key_is_busy(self, request: Request) -> bool:

@@ -213,4 +213,14 @@ FOUND = {
             (2, Fault("drop")),
         ),
     ),
+    "a target comes in the moment in which a reply has waited for one long enough": Schedule(
+        drafts=0,
+        standby=True,
+        steps=(
+            (0, Wish(tokens=1)),
+            (0, Fault("alone", who=3, for_ms=4000)),
+            (0, Fault("stick", for_ms=0)),
+            (34, Fault("lead", for_ms=1)),
+        ),
+    ),
 }

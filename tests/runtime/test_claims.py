@@ -183,6 +183,33 @@ def test_a_reply_that_no_journal_knows_goes_on_only_where_its_tokens_were_comput
         assert f"no target of {lives.fingerprint} was there" in str(lives.end.text)
 
 
+def test_a_reply_in_the_queue_whose_target_goes_waits_for_it_and_holds_up_nobody(
+    tmp_path: Path,
+) -> None:
+    settings = CoordinatorSettings(recovery_s=5.0, key_sessions=1)
+    lives = Lives(tmp_path, settings=settings, draft=False)
+    lives.ask()
+    lives.steps(20)
+    old = lives.house
+    lives.killed()
+    lives.starts(workers=False)
+    lives.join(old)
+    lives.house.connect().submit(tokens=(9, 8, 7), max_tokens=400)
+    lives.steps(2)
+    lives.ask(again=True)
+    lives.steps(20)
+    assert lives.house.coordinator.report().totals.queued == 1
+    lives.house.lose(lives.house.workers[0])
+    lives.join_another()
+    for _ in range(2):  # the one that ran ends, then the one that waited
+        lives.house.later_ns += 5 * 10**9
+        lives.run()
+    assert isinstance(lives.end, Failed)
+    assert f"no target of {lives.fingerprint} was there" in lives.end.text
+    fresh = lives.house.connect()
+    assert fresh.complete(fresh.submit(tokens=PROMPT, max_tokens=4)).result.token_ids
+
+
 def test_tokens_of_several_targets_have_no_fingerprint() -> None:
     told, one = NOTHING_TOLD, Emitted(epoch=1, request=1, tokens=(3,), drafted=(False,), text="")
     for fingerprint, then in (("a", "a"), ("", "a"), ("a", "a"), ("b", ""), ("b", ""), ("", "")):
