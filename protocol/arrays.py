@@ -37,7 +37,7 @@ class Array(Frozen):
     def rows(self, start: int, stop: int) -> "Array":
         """Rows start..stop-1 of the first dimension, which has them."""
         size = prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
-        return Array.model_construct(  # right by construction, and made for every session and round
+        return Array.unchecked(
             dtype=self.dtype,
             shape=(stop - start, *self.shape[1:]),
             data=self.data[start * size : stop * size],
@@ -47,7 +47,7 @@ class Array(Frozen):
 def stack(arrays: Sequence[Array]) -> Array:
     """Arrays of one type whose rows are alike, one below the other."""
     rows = sum(array.shape[0] for array in arrays)
-    return Array.model_construct(
+    return Array.unchecked(
         dtype=arrays[0].dtype,
         shape=(rows, *arrays[0].shape[1:]),
         data=b"".join(array.data for array in arrays),

@@ -1,7 +1,7 @@
 """Values that settings are made of: frozen models, words out of a list, and sizes in bytes."""
 
 import json
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +16,17 @@ class Frozen(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
     )
+
+    @classmethod
+    def unchecked(cls, **fields: Any) -> Self:
+        """Return a value that is right by construction and made in every round, without a check.
+        `fields`: all that it has, in their order."""
+        value = cls.__new__(cls)
+        object.__setattr__(value, "__dict__", fields)
+        object.__setattr__(value, "__pydantic_fields_set__", {*fields})
+        object.__setattr__(value, "__pydantic_extra__", None)
+        object.__setattr__(value, "__pydantic_private__", None)
+        return value
 
     @classmethod
     def model_rebuild(cls, *, _parent_namespace_depth: int = 2, **options: Any) -> bool | None:

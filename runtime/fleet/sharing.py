@@ -24,7 +24,7 @@ def beginning(item: VerifyItem, nodes: int) -> VerifyItem:
     """Return the item with its first `nodes` nodes only."""
     if nodes == len(item.tokens):
         return item
-    return VerifyItem(
+    return VerifyItem.unchecked(
         session=item.session,
         round=item.round,
         prefix=item.prefix,

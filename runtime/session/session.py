@@ -325,7 +325,7 @@ class Session(OpeningSession):
         its nodes were drawn from; `hold`: it holds the features that the draft reads."""
         self.state, self.tree = State.VERIFYING, tree
         self._hold = hold and self.draft_sync is not None and self.draft_sync.reads is not None
-        item = VerifyItem(
+        item = VerifyItem.unchecked(
             session=self.number,
             round=self.round,
             prefix=self.length,
@@ -333,11 +333,13 @@ class Session(OpeningSession):
             parents=tree.parents,
             hold=self._hold,
         )
-        verify = Verify(
+        verify = Verify.unchecked(
             epoch=self.epoch,
+            type="verify",
             items=(item,),
             candidates=None if drawn is None else drawn.candidates,
             probabilities=None if drawn is None else drawn.probabilities,
+            reads=(),
         )
         return [Ask("target", verify)]
 

@@ -82,3 +82,9 @@ def test_rows_that_were_cut_out_can_be_put_together_again(
 def test_a_row_is_cut_out_at_its_place() -> None:
     array = Array(dtype="float16", shape=(3, 2), data=b"aabbccddeeff")
     assert array.rows(1, 2) == Array(dtype="float16", shape=(1, 2), data=b"ccdd")
+
+
+def test_rows_of_an_array_have_its_fields_in_their_order() -> None:
+    array = Array(dtype="uint8", shape=(2, 1), data=b"ab")
+    for made in (array.rows(0, 1), stack([array, array])):
+        assert [*vars(made)] == [*vars(array)] == [*Array.model_fields]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from dovetail.protocol.arrays import ITEM_BYTES, MAX_ARRAY_BYTES, Array
-from dovetail.protocol.codec import MAX_BODY_BYTES
+from dovetail.protocol.codec import COMMAND, MAX_BODY_BYTES, encode
 from dovetail.protocol.links.sockets import MAX_MESSAGE_BYTES
 from dovetail.protocol.messages import (
     MAX_CANDIDATES,
@@ -477,3 +477,12 @@ def test_orders_that_could_not_be_sent_wait_again() -> None:
     assert turns.next() == sent
     turns.take_back()
     assert turns.next(1) == (order(1), (1,))
+
+
+def test_a_pass_that_is_cut_is_packed_as_one_whose_fields_were_checked() -> None:
+    turns = Turns(epoch=1, cut=lambda items: [1] * len(items))
+    for session in (1, 2):
+        turns.ask(session, Verify(epoch=1, items=(item(session, 3),)))
+    sent, _ = turns.next() or pytest.fail("nothing is sent")
+    frames = encode(sent)
+    assert encode(COMMAND.decode(frames)) == frames

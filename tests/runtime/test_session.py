@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from dovetail.protocol.arrays import Array
+from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import ProtocolError, StaleError, TreeError
 from dovetail.protocol.messages import (
     Close,
@@ -177,10 +178,12 @@ def test_a_round_is_draft_then_verify_then_commit() -> None:
     )
     (ask,) = drafted(session, (4, 5, 6), (-1, 0, -1))
     assert isinstance(ask, Ask)
-    assert ask.command == Verify(
+    checked = Verify(
         epoch=5,
         items=(VerifyItem(session=1, round=1, prefix=3, tokens=(4, 5, 6), parents=(-1, 0, -1)),),
     )
+    assert ask.command == checked
+    assert encode(ask.command) == encode(checked)
     emit, ask = verdict(session, (0, 1), 7)
     assert emit == Emit((4, 5, 7), 2, " w4 w5 w7")
     assert isinstance(ask, Ask)
