@@ -66,14 +66,20 @@ class Pricing:
         self._depth, self._most_nodes, self._now = tree.depth, tree.most_nodes, now
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """(tokens, seconds) of the last rounds."""
+        self._tokens = self._seconds = 0.0
+        """Sums of both."""
 
     def count(self, tokens: float, seconds: float) -> None:
         """Count a round for the rate."""
         self._recent.append((tokens, seconds))
+        self._tokens = self._seconds = 0.0
+        for its_tokens, its_seconds in self._recent:
+            self._tokens, self._seconds = self._tokens + its_tokens, self._seconds + its_seconds
 
     def forget(self) -> None:
         """Forget the session's rounds: they say nothing of what comes now."""
         self._recent.clear()
+        self._tokens = self._seconds = 0.0
 
     # -- what a second is worth --------------------------------------------------------------------
 
@@ -91,9 +97,7 @@ class Pricing:
     def rate_of_late(self, context: int) -> float:
         """Return the session's tokens a second of late: at first those of the pair's last rounds,
         or else of the target alone; 0 if nothing is known."""
-        tokens = seconds = 0.0
-        for its_tokens, its_seconds in self._recent:
-            tokens, seconds = tokens + its_tokens, seconds + its_seconds
+        tokens, seconds = self._tokens, self._seconds
         if (missing := FEW - len(self._recent)) > 0:
             usual_tokens, usual_s = self._usual(context)
             tokens, seconds = tokens + missing * usual_tokens, seconds + missing * usual_s
@@ -129,7 +133,7 @@ class Pricing:
         nodes = ceil(load.draft * pair.gamma.value) if pair.gamma.known and not trying else 0
         rows = load.target + nodes
         most = max(rows, load.target + self._most_nodes)
-        seconds = self._now.costs.target.table(most + 1, context).__getitem__
+        seconds = self._now.costs.target.up_to(most + 1, context)
         floor = least_probability(rate * load.target, seconds, rows, most)
         deadline_ms = 1e3 * alone_s * (self._depth if pair.rounds else 2)
         deadline = deadline_ms if 0.0 < deadline_ms < MOST_DEADLINE_MS else None
@@ -269,6 +273,9 @@ def worth_waiting(waits: Sequence[float], *, ready: int, pass_s: float) -> float
     waits: in how many seconds each of them will be, ascending. Whoever comes in time does not wait
     for this pass to end; everybody else waits for the last that is waited for.
     """
-    gains = [(count * pass_s - (count + ready) * wait, wait) for count, wait in enumerate(waits, 1)]
-    most, wait = max(gains, default=(0.0, 0.0))
+    if not waits:
+        return None
+    most, wait = max(
+        [(count * pass_s - (count + ready) * wait, wait) for count, wait in enumerate(waits, 1)]
+    )
     return wait if most > 0.0 else None

@@ -12,7 +12,7 @@ Pure: seconds are handed in, and nothing here knows who computes.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -229,9 +229,13 @@ class RowCosts:
     def at(self, rows: int, context: float = 0.0, experts: int = 0) -> float:
         """Return the seconds of a pass; 0 where nothing is known. `experts`: how many it went
         through; 0: it is still to come, or they were not counted."""
-        if experts:
-            return self._slowness * self._usual(rows, context, experts)
-        return self.table(rows, context)[rows]
+        return self._slowness * self._usual(rows, context, experts)
+
+    def up_to(self, most: int, context: float = 0.0) -> Callable[[int], float]:
+        """Return the seconds of a pass by its rows, of which it has `most` at most: for those who
+        ask for a few of them."""
+        usual, slowness = self._table(most, context).usual, self._slowness
+        return lambda rows: slowness * usual[rows]
 
     def table(self, most: int, context: float = 0.0) -> list[float]:
         """Seconds of passes over 0, 1, ... at least `most` rows (0: none); the list is another one

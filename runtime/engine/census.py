@@ -1,12 +1,15 @@
-"""Counts of the sessions that run, by their workers, and what a worker waits for."""
+"""Counts of the sessions that run, by their workers; what a worker waits for, and how long."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from dovetail.runtime.control.loads import Load, load_of
 from dovetail.runtime.engine.running import RUNNING, RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import Waits
+
+LATE = 0.25
+"""A proposal that is overdue is expected to take such a share of what it has taken yet."""
 
 
 class Census:
@@ -51,3 +54,47 @@ def waits(worker: Worker, requests: Iterable[RunningRequest]) -> Waits:
     if State.DRAFTING in states:
         return "draft"
     return "coordinator" if states else "no work"
+
+
+def due_s(target: Worker, requests: Mapping[int, RunningRequest], now_ns: int) -> Sequence[float]:
+    """Return in how many seconds each proposal for a target's sessions is expected, draft by
+    draft."""
+    drafts, drafting = dict[bytes, Worker](), State.DRAFTING
+    for running in requests.values():
+        if (
+            running.session.state is drafting
+            and running.target is target
+            and (draft := running.draft) is not None
+            and draft is not target
+        ):
+            drafts[draft.peer] = draft
+    due = list[float]()
+    for draft in drafts.values():
+        due += _due_of(draft, target, requests, now_ns)
+    return due
+
+
+def _due_of(
+    draft: Worker, target: Worker, requests: Mapping[int, RunningRequest], now_ns: int
+) -> Sequence[float]:
+    """Return in how many seconds each proposal of a draft is expected, in their order, as far as
+    nothing else has to be read before."""
+    begins_s = ends_s = 0.0
+    together, due = draft.turns.together, list[float]()
+    room = together
+    for number, order in draft.turns.orders:
+        running = requests.get(number)
+        if not order or running is None:
+            break
+        sent, wait_s = running.sent, running.controller.order_s
+        if not room or (together > 1 and not sent and begins_s == 0.0):
+            begins_s, room = ends_s, together
+        room -= 1
+        if sent:
+            elapsed_s = (now_ns - running.mark_ns) / 1e9
+            wait_s = max(wait_s - elapsed_s, LATE * elapsed_s)
+        wait_s += begins_s
+        ends_s = max(ends_s, wait_s)
+        if running.target is target:
+            due.append(wait_s)
+    return due

@@ -97,7 +97,9 @@ def most_s(target: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -
 def chunked_s(worker: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -> float:
     """Return what the next pass of a target takes with the chunks that it reads; `pass_s`: what it
     takes without."""
-    rows = min(worker.limits.prompt_rows, sum(log.left for log in worker.turns.logs))
+    if not (logs := worker.turns.logs):
+        return pass_s
+    rows = min(worker.limits.prompt_rows, sum(log.left for log in logs))
     return min(pass_s + rows * worker.reading.row_s, most_s(worker, pass_s, latency_ms))
 
 

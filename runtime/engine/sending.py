@@ -24,6 +24,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pricing import cut, worth_waiting
+from dovetail.runtime.engine.census import due_s
 from dovetail.runtime.engine.faults import aside, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, pass_of, rows_read, share
@@ -39,8 +40,6 @@ HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass is held up for so many times what a proposal should take, and so much longer."""
 BURST_S = 0.02
 """Requests that come within this time are taken to come together."""
-LATE = 0.25
-"""A proposal that is overdue is expected to take such a share of what it has taken yet."""
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -297,11 +296,7 @@ class CommandSender:
         now_ns = self._post.now_ns()
         if worker.held_until_ns is not None and now_ns >= worker.held_until_ns:
             return False
-        waits = [
-            wait
-            for draft in self._drafts_of(worker)
-            for wait in self._coming_s(draft, worker, now_ns)
-        ]
+        waits = due_s(worker, self._running, now_ns)
         pass_s = 0.0
         if waits and worker.verifying.known:
             pass_s = worker.verifying.at(len(sessions) + len(waits))
@@ -319,35 +314,6 @@ class CommandSender:
         if worker.held_until_ns == until_ns:
             worker.held_until_ns = 0
             self.next(worker)
-
-    def _drafts_of(self, target: Worker) -> Sequence[Worker]:
-        """Return where trees for a target's sessions grow at present."""
-        drafts = {
-            running.draft.peer: running.draft
-            for running in self._running.values()
-            if running.target is target
-            and running.session.state is State.DRAFTING
-            and running.draft
-        }
-        return [draft for draft in drafts.values() if draft is not target]
-
-    def _coming_s(self, draft: Worker, target: Worker, now_ns: int) -> Iterator[float]:
-        """In how many seconds each proposal for sessions of a target is expected, in their order,
-        as far as nothing else has to be read before."""
-        begins_s = ends_s = 0.0
-        room = draft.turns.together
-        for number, order in draft.turns.orders():
-            running = self._running.get(number)
-            if not order or running is None:
-                return
-            elapsed_s = (now_ns - running.mark_ns) / 1e9 if running.sent else 0.0
-            if not room or (draft.turns.together > 1 and not running.sent and begins_s == 0.0):
-                begins_s, room = ends_s, draft.turns.together
-            room -= 1
-            at_s = begins_s + max(running.controller.order_s - elapsed_s, LATE * elapsed_s)
-            ends_s = max(ends_s, at_s)
-            if running.target is target:
-                yield at_s
 
     def share(
         self, worker: Worker, items: Sequence[VerifyItem], logs: Sequence[Rest]

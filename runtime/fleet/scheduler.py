@@ -10,8 +10,9 @@ but its number; `cut` says how many nodes of a tree go into a pass, `share` how 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dovetail.protocol.arrays import stack
 from dovetail.protocol.messages import (
@@ -41,8 +42,7 @@ Waiting = Command | Rest
 Sent = Command | Drafts | Read
 
 
-@dataclass(frozen=True)
-class Owed:
+class Owed(NamedTuple):
     """The answer that a worker owes to a command."""
 
     type: type[Opened | Fed | Refed | Drafted | Verified]
@@ -148,11 +148,14 @@ class Turns:
         )
         return self.prompted
 
-    def orders(self) -> Iterator[tuple[int, bool]]:
-        """The sessions that are served next, in their order, and whether it is a proposal that each
-        wants."""
-        yield from ((session, owed.type is Drafted) for session, owed in self.owed.items())
-        yield from ((session, isinstance(command, Draft)) for session, command in self.waiting)
+    @property
+    def orders(self) -> Sequence[tuple[int, bool]]:
+        """Return the sessions that are served next, in their order, and whether it is a proposal
+        that each wants."""
+        return [
+            *[(session, owed.type is Drafted) for session, owed in self.owed.items()],
+            *[(session, isinstance(command, Draft)) for session, command in self.waiting],
+        ]
 
     def answered(self, session: int, answer: Owed) -> bool:
         """Return whether the worker owed this session this answer, and it is wanted; it does no
@@ -329,17 +332,17 @@ class Turns:
         and whether other sessions wait for something else than unread rows of a log."""
         if len(self.waiting) == 1:
             return {self.waiting[0][0]: command}, False
-        first: dict[int, Waiting] = {}
+        width, ready, rests = drawn_from(command), dict[int, Verify](), 0
+        seen: set[int] = set()
         for session, asked in self.waiting:
-            first.setdefault(session, asked)  # what a session asked for before is done before
-        width = drawn_from(command)
-        ready = [
-            (session, asked)
-            for session, asked in first.items()
-            if isinstance(asked, Verify) and drawn_from(asked) == width
-        ][:most]
-        rests = sum(isinstance(asked, Rest) for asked in first.values())
-        return dict(ready), len(first) > len(ready) + rests
+            if session in seen:
+                continue  # what a session asked for before is done before
+            seen.add(session)
+            if isinstance(asked, Rest):
+                rests += 1
+            elif isinstance(asked, Verify) and drawn_from(asked) == width and len(ready) < most:
+                ready[session] = asked
+        return ready, len(seen) > len(ready) + rests
 
     def take_back(self) -> None:
         """Have what `next` returned wait again, before everything else, since it was not sent."""
@@ -354,11 +357,14 @@ class Turns:
             counts = self.cut(items)
             if len(commands) == 1 and counts[0] == len(items[0].tokens):
                 return commands[0]
-            return Verify(
+            kept = [beginning(item, nodes) for item, nodes in zip(items, counts, strict=True)]
+            return Verify.unchecked(
                 epoch=self.epoch,
-                items=tuple(
-                    beginning(item, nodes) for item, nodes in zip(items, counts, strict=True)
-                ),
+                type="verify",
+                items=tuple(kept),
+                candidates=None,
+                probabilities=None,
+                reads=(),
             )
         if len(commands) == 1:
             return commands[0]
