@@ -7,7 +7,7 @@ of things as it is by then.
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Message
@@ -17,8 +17,7 @@ from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.request import Request
 
 
-@dataclass(frozen=True)
-class Follow:
+class Follow(NamedTuple):
     """Carry out the actions of a session."""
 
     running: RunningRequest
@@ -64,8 +63,7 @@ class Lose:
     why: str
 
 
-@dataclass(frozen=True)
-class Free:
+class Free(NamedTuple):
     """Send a worker the command that waits for it, since it has answered the last one."""
 
     worker: Worker

@@ -79,7 +79,7 @@ class Loss:
     words: str
 
 
-@dataclass
+@dataclass(eq=False)
 class RunningRequest:
     """A session with its client, its workers, and the time up to which its life has been accounted
     for."""

@@ -331,16 +331,16 @@ class WorkerEvents:
         """The session that waits for this answer of this worker in one of these roles; `StaleError`
         if none does, and then it waits on."""
         running = self._running.get(session)
-        meant = (
-            [running.target if role == "target" else running.draft for role in roles]
-            if running
-            else []
+        meant = running is not None and (
+            (worker is running.target and "target" in roles)
+            or (worker is running.draft and "draft" in roles)
         )
-        if running and worker in (running.target, running.draft) and worker not in meant:
+        if running is not None and not meant and worker in (running.target, running.draft):
             raise StaleError(f"{worker.name} sent an event that is not of its role")
-        worker.stuck &= worker.turns.owed.get(session) != answer
+        if worker.stuck:
+            worker.stuck = worker.turns.owed.get(session) != answer
         wanted = worker.turns.answered(session, answer)
-        if not wanted or running is None or worker not in meant:
+        if not wanted or running is None or not meant:
             raise StaleError(
                 f"nobody is waiting for round {answer.round} of session {session} from "
                 f"{worker.name}"

@@ -57,7 +57,7 @@ class Pass:
     """Rows of logs that it reads, too."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """A registered draft or target worker."""
 
@@ -198,7 +198,7 @@ class Worker:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class ClientPeer:
     """A registered client and the sessions of its requests."""
 

@@ -1,6 +1,7 @@
 """The actions that follow an event of a session."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dovetail.protocol.messages import (
     Close,
@@ -15,16 +16,14 @@ from dovetail.protocol.messages import (
 )
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """Something for the draft or the target worker of this session to do."""
 
     role: str
     command: Open | Feed | Refeed | Draft | Verify | Close
 
 
-@dataclass(frozen=True)
-class Emit:
+class Emit(NamedTuple):
     """Newly committed tokens, the first `drafted` of which were drafted, and the text they
     complete."""
 
@@ -42,8 +41,7 @@ class Score:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True)
-class NextRound:
+class NextRound(NamedTuple):
     """A round is over and the request is not: the session waits for `next_round`. The last of its
     actions."""
 

@@ -28,6 +28,8 @@ Account = Literal["prefill", "draft_exposed", "verify", "transport", "queue", "c
 
 def extent_ns(spans: Sequence[Span]) -> int:
     """From the first start to the last end: how long the worker had the command."""
+    if len(spans) == 1:
+        return spans[0][2]
     if not spans:
         return 0
     return max(start + duration for _, start, duration in spans) - min(

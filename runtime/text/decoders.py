@@ -105,6 +105,8 @@ class WholeTokens(Stage):
         self._parts: list[str] = []
 
     def push(self, text: str, end: bool) -> Iterable[Piece]:
+        if end and not self._parts:
+            return self.take(text)
         self._parts.append(text)
         if not end:
             return ()
@@ -255,7 +257,7 @@ def through(stages: Sequence[Stage], pieces: Iterable[Piece]) -> str:
     """The text that comes out of a chain into which these go."""
     for stage in stages:
         pieces = [out for text, end in pieces for out in stage.push(text, end)]
-    return "".join(text for text, _ in pieces)
+    return "".join([text for text, _ in pieces])
 
 
 def flushed(stages: Sequence[Stage]) -> str:

@@ -197,9 +197,15 @@ class Detokenizer:
         """Return the text that these tokens complete, of one often a word, sometimes nothing
         yet."""
         spell, special = self._tokenizer.id_to_token, self._special
-        spelt = [spell(token) if 0 <= token <= LARGEST_ID else None for token in tokens]
         return through(
-            self._stages, [(one, True) for one in spelt if one is not None and one not in special]
+            self._stages,
+            [
+                (one, True)
+                for token in tokens
+                if 0 <= token <= LARGEST_ID
+                and (one := spell(token)) is not None
+                and one not in special
+            ],
         )
 
     def flush(self) -> str:
