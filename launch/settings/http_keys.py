@@ -27,16 +27,32 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
     try:
         mode, text = path.stat().st_mode, decode(path.read_bytes(), f"http.api_key_file {path}")
     except OSError as error:
-        raise SettingsError(f"http.api_key_file {path} cannot be read: {error.strerror}") from None
+        raise SettingsError(
+            f"http.api_key_file {path} cannot be read: {error.strerror}; make one with "
+            f"`(umask 077; openssl rand -hex 32 > {path})`"
+        ) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SettingsError(f"http.api_key_file {path} can be read by others: chmod 600 {path}")
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not keys or min(map(len, keys)) < SHORTEST_KEY or not all(key.isascii() for key in keys):
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    keys = {number: line for number, line in lines if line}
+    wrong = {number: what for number, key in keys.items() if (what := _fault(key))}
+    if wrong or not keys:
+        place, what = next(iter(wrong.items()), (1, "holds no key"))
         raise SettingsError(
-            f"http.api_key_file {path} holds no key of at least {SHORTEST_KEY} ASCII "
-            "characters a line: write one, such as `openssl rand -hex 32`"
+            f"http.api_key_file {path}, line {place}, {what}: write one key a line and nothing "
+            f"else, of at least {SHORTEST_KEY} ASCII characters, such as `openssl rand -hex 32` "
+            "prints"
         )
-    return keys
+    return tuple(keys.values())
+
+
+def _fault(line: str) -> str:
+    """Return what a line has that no key has, without what it says; empty for a key."""
+    if line.startswith("#") or len(line.split()) > 1:
+        return "has more than a key"
+    if len(line) < SHORTEST_KEY:
+        return f"has {len(line)} characters"
+    return "" if line.isascii() else "has characters that are not ASCII"
 
 
 def is_here_only(host: str) -> bool:

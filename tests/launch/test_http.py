@@ -99,9 +99,13 @@ def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
     ("content", "mode", "complaint"),
     [
         ("0123456789abcdef", 0o644, "chmod"),
-        ("short", 0o600, "16"),
-        ("", 0o600, "16"),
-        (None, 0, "read"),
+        ("short", 0o600, "line 1, has 5 characters: .* 16"),
+        ("", 0o600, "line 1, holds no key"),
+        ("0123456789abcdef\n\n# the key of Alice", 0o600, "line 3, has more than a key"),
+        ("0123456789abcdef weight=2", 0o600, "line 1, has more than a key"),
+        ("#0123456789abcdef", 0o600, "line 1, has more than a key"),
+        ("\u00e40123456789abcdef", 0o600, "not ASCII"),
+        (None, 0, "cannot be read: .* openssl rand"),
     ],
 )
 def test_a_file_of_keys_that_is_none_is_refused(
