@@ -106,6 +106,7 @@ def compose(configuration: Configuration, standby: bool) -> None:
     API has a network to the outside."""
     from dovetail.launch.files.deployment.compose import compose_file
 
+    _check_model(configuration)
     click.echo(compose_file(configuration, standby=standby), nl=False)
 
 
@@ -118,7 +119,17 @@ def kubernetes(configuration: Configuration, standby: bool) -> None:
     keys are Secrets, which a comment says how to make."""
     from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
 
+    _check_model(configuration)
     click.echo(kubernetes_manifest(configuration, standby=standby), nl=False)
+
+
+def _check_model(configuration: Configuration) -> None:
+    """`UserError` for an address behind --standby, which would be taken for a model."""
+    if (model := configuration.settings.target.model).startswith("tcp://"):
+        raise UserError(
+            f"{model} is an address and no model: --standby adds a container here, which has an "
+            "address by itself; leave it out"
+        )
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

@@ -83,6 +83,7 @@ def command(configuration: Configuration, engine: str, as_json: bool, standby: s
     """
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
+    _check_engine(engine, configuration)
     configuration, taken = with_generation_config(configuration)
     if standby:
         check_pair("--standby", standby, configuration.settings.coordinator)
@@ -117,6 +118,13 @@ def _open(
     from dovetail.launch.processes.ray.placed import open_services  # an extra, seconds to import
 
     return open_services(configuration, opened)
+
+
+def _check_engine(engine: str, configuration: Configuration) -> None:
+    """`UserError` for a flag that this engine does not read."""
+    flags = [origin for origin in configuration.origins.values() if origin.startswith("--ray.")]
+    if engine == "local" and flags:
+        raise UserError(f"{flags[0]} is for a Ray cluster: add --engine ray, or leave it out")
 
 
 def _check_addresses(configuration: Configuration) -> None:

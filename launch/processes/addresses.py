@@ -60,8 +60,8 @@ def check_pair(flag: str, address: str, settings: CoordinatorSettings) -> None:
     for name, one in ((flag, address), ("--listen", settings.listen)):
         if not one.startswith("tcp://"):
             raise UserError(
-                f"{name} {one}: a coordinator and its standby are on machines of their own, at "
-                "tcp://HOST:PORT"
+                f"{name} {one}: a coordinator and its standby are on machines of their own; write "
+                f"{name} tcp://HOST:PORT"
             )
         try:
             host, port = host_and_port(one)

@@ -215,7 +215,7 @@ def test_the_unit_of_a_standby_is_that_of_a_coordinator_alone(
     assert f"coordinator.key:{keys}/coordinator.key" in values(unit, "LoadCredential")
     check_units(units, tmp_path)
     near = invoke("config", "export", "systemd", "--standby-of", "tcp://192.0.2.1:5555")
-    assert (near.returncode, "at tcp://HOST:PORT" in near.stderr) == (2, True)
+    assert (near.returncode, "write --listen tcp://HOST:PORT" in near.stderr) == (2, True)
 
 
 def test_units_of_a_pair_go_to_both_addresses_and_may(keys: Path, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_units_of_a_pair_go_to_both_addresses_and_may(keys: Path, tmp_path: Path
             assert both == (name != "dovetail-coordinator.service")
             if both:
                 assert values(unit, "IPAddressAllow") == allowed
-    with pytest.raises(UserError, match=r"--listen ipc: .* at tcp://HOST:PORT"):
+    with pytest.raises(UserError, match=r"--listen ipc: .* write --listen tcp://HOST:PORT"):
         systemd_units(settings(), standby="tcp://192.0.2.2:5555")
     with pytest.raises(UserError, match=r"journal = 'off': a standby copies"):
         systemd_units(settings(**there, coordinator__journal="off"), "tcp://192.0.2.2:5555")
@@ -280,6 +280,8 @@ def test_what_a_service_could_not_use_is_a_mistake(invoke: Run, what: str) -> No
     if what != "systemd":
         off = invoke("config", "export", what, "--standby", "--coordinator.journal=off")
         assert (off.returncode, "a standby copies the journal" in off.stderr) == (2, True)
+        placed = invoke("config", "export", what, "--standby", "tcp://192.0.2.2:5555")
+        assert (placed.returncode, "is an address and no model" in placed.stderr) == (2, True)
     model = invoke("config", "export", what, "--target", "nobody/has-this", "--draft", "none")
     assert model.returncode == 2
     assert "hf download nobody/has-this" in model.stderr

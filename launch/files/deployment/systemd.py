@@ -137,7 +137,8 @@ def systemd_units(
     files = {f"{_unit(part.name)}.service": _service(part, settings, standby) for part in parts}
     wants = " ".join(files)
     return {
-        GROUP: f"# systemctl enable --now {GROUP}; systemctl restart {GROUP}\n"
+        GROUP: f"# to start: systemctl daemon-reload; systemctl enable --now {GROUP}\n"
+        f"# after a change: systemctl daemon-reload; systemctl restart {GROUP}\n"
         f"[Unit]\nDescription=Dovetail, speculative decoding\nWants={wants}\n\n"
         "[Install]\nWantedBy=multi-user.target\n",
         **files,
