@@ -48,7 +48,12 @@ class Setting:
     @cached_property
     def expected(self) -> str:
         """Describe the values that the setting takes."""
-        return " or ".join(_expected(self.type))
+        return " or ".join(self.alternatives)
+
+    @property
+    def alternatives(self) -> list[str]:
+        """Describe each kind of value that the setting takes; a word stands between quotes."""
+        return _expected(self.type)
 
     @property
     def is_table(self) -> bool:
@@ -147,22 +152,21 @@ def _bounded(words: str, bounds: Sequence[Any]) -> str:
         for key in ("ge", "gt", "le", "lt", "max_length")
         if getattr(b, key, None) is not None
     }
-    low = (
-        f" from {found['ge']}"
-        if "ge" in found
-        else f" above {found['gt']}"
-        if "gt" in found
-        else ""
-    )
-    high = (
-        f" to {found['le']}" if "le" in found else f" below {found['lt']}" if "lt" in found else ""
-    )
+    most = " and at most {}" if "gt" in found else " of at most {}"
+    ends = {
+        "ge": " from {}",
+        "gt": " above {}",
+        "le": " to {}" if "ge" in found else most,
+        "lt": " and below {}" if found.keys() & {"ge", "gt"} else " below {}",
+    }
+    written = {key: int(v) if v == int(v) else v for key, v in found.items()}
+    range_ = "".join(end.format(written[key]) for key, end in ends.items() if key in found)
     many = (
         f", at most {found['max_length']} of them"
         if "max_length" in found and words.startswith(SEVERAL)
         else ""
     )
-    return words + low + high + many
+    return words + range_ + many
 
 
 def names_in(sections: Sequence[str]) -> list[str]:

@@ -36,6 +36,8 @@ BASIC = (
     "sampling.max_tokens",
 )
 """Settings that `--help` shows; `--help-all` has the others."""
+LONGEST_METAVAR = 24
+"""Characters; kinds of values that take more are called TEXT in help."""
 LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
 """Settings that `--help` of a server shows as well."""
 HERE = tuple(section for section in ALL_SECTIONS if section != "ray")
@@ -223,5 +225,13 @@ def _metavar(setting: Setting) -> str:
         return "A=B"
     if get_origin(setting.field.annotation) is tuple:
         return "A,B,..."
-    kinds = {"whole number": "INTEGER", "number": "NUMBER"}
-    return next((metavar for words, metavar in kinds.items() if words in setting.expected), "TEXT")
+    together = "|".join(_kind(words) for words in setting.alternatives)
+    return together if len(together) <= LONGEST_METAVAR else "TEXT"
+
+
+def _kind(words: str) -> str:
+    """Return what stands in help for one kind of value, which these words describe."""
+    if words.startswith("'"):
+        return words.strip("'")
+    kinds = {"a whole number": "INTEGER", "a number": "NUMBER", "true or false": "true|false"}
+    return next((kind for said, kind in kinds.items() if words.startswith(said)), "TEXT")
