@@ -101,9 +101,8 @@ def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
     nodes = [node for node in topology.computing if node.memory_bytes]
     if len(nodes) < 2:
         raise UserError(
-            "target.numa = 'shard' spreads a target over memory nodes, and this process may use "
-            f"the cores and the memory of {len(nodes)} ({format_numbers(n.number for n in nodes)})"
-            ": leave it out"
+            "target.numa = 'shard' spreads a target over several memory nodes, and this process "
+            f"may use cores and memory of {_nodes(n.number for n in nodes)} alone: leave it out"
         )
     most = cpus_for(topology.quota) if topology.quota is not None else len(topology.threads)
     cores = _in_turn([(node, core) for core in node.cores] for node in nodes)[:most]
@@ -208,6 +207,12 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     return nodes
 
 
+def _nodes(numbers: Iterable[int]) -> str:
+    """Return nodes in words."""
+    known = sorted(numbers)
+    return f"node{'' if len(known) == 1 else 's'} {format_numbers(known)}" if known else "no node"
+
+
 def _named(topology: Topology, numa: str) -> list[Node]:
     known = {node.number: node for node in topology.nodes}
     numbers = _parse_list(numa)
@@ -216,7 +221,7 @@ def _named(topology: Topology, numa: str) -> list[Node]:
             f"target.numa = {numa!r} is not possible: write auto, off, shard, a node such as 0, or "
             "a list of nodes such as 0,1"
         )
-    here = f"this process may use the nodes {format_numbers(sorted(known))}"
+    here = f"this process may use {_nodes(known)}"
     if missing := sorted(set(numbers) - set(known)):
         raise UserError(
             f"target.numa = {numa}: there is no node {missing[0]} for this process; {here}"

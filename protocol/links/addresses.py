@@ -171,8 +171,8 @@ def host_and_port(address: str) -> tuple[str, str]:
     numbered = port.isascii() and port.isdigit() and int(port) < 65536
     if not HOST.fullmatch(host) or not (port == "*" or numbered):
         raise UserError(
-            f"{address!r} is not a tcp address: write tcp://HOST:PORT, with port * where any free "
-            "one will do"
+            f"{address!r} is not a tcp address: write tcp://HOST:PORT (to listen, port * is any "
+            "free one)"
         )
     return host, port
 

@@ -60,8 +60,8 @@ class CoordinatorSettings(Frozen):
     )
     latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
         "auto",
-        description="how long a target pass may take that includes a chunk of a prompt, so that "
-        "running streams go on; auto: three times as long as a round without",
+        description="the longest target pass that may include a chunk of a prompt, so that running "
+        "streams go on; auto: three times the time of a round without a chunk",
     )
     queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
         256,
@@ -106,7 +106,9 @@ class HttpSettings(Frozen):
         8000, description="port to listen on; 0: one that is free"
     )
     api_key_file: str = Field(
-        "", description="file with the keys that clients send, one a line; required beyond loopback"
+        "",
+        description="file with the keys that clients send, one a line, mode 0600; required beyond "
+        "loopback",
     )
     model: str = Field("", description="name under which the target is served; empty: its own")
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(

@@ -81,8 +81,8 @@ class Claims:
             name = request.ticket.rpartition("/")[0] or request.ticket
             why = "this coordinator keeps no journal"
             if self._journal is not None:
-                why = f"it is kept for {self._settings.journal_s:g} s after its end"
-            text = f"no response {name[:80]!r} of this client is known here: {why}"
+                why = f"one is kept for {self._settings.journal_s:g} s after its end"
+            text = f"no response {name[:80]!r} of this API key is known here: {why}"
             raise RequestError("ticket", text)
         epoch = self._shared.service.epoch
         return Recalled(epoch=epoch, request=request.request, memo=found.submit.memo)

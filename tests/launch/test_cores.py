@@ -222,7 +222,7 @@ def test_shards_have_as_many_threads_as_they_are_given_in_turn(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("nodes", "threads", "words"),
     [
-        (ONE_NODE, "auto", r"cores and the memory of 1 \(0\): leave it out"),
+        (ONE_NODE, "auto", r"cores and memory of node 0 alone: leave it out"),
         (TWO_SOCKETS, 1, r"1 of 2 memory nodes would have a thread"),
         (TWO_SOCKETS, 17, r"target.threads = 17 is more than .* \(0-15\), 16"),
     ],

@@ -74,7 +74,9 @@ def read_fleet(name: str) -> Description:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(f"the fleet in {path}: {where}: {first['msg']}") from None
+        raise UserError(
+            f"the fleet in {path}: {where}: {first['msg']}; {FOLDER / 'legacy.toml'} is an example"
+        ) from None
 
 
 def kinds_of(
