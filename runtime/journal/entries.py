@@ -6,6 +6,7 @@ what it makes of them is what the coordinator that wrote them had. Pure.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -130,11 +131,38 @@ def coordinated(epoch: int, sessions: int) -> bytes:
     return _record("coordinated", epoch, sessions)
 
 
+@dataclass(frozen=True, slots=True)
+class EndedReply:
+    """An entry that has ended, packed: thousands of these are kept, and few are asked for."""
+
+    sessions: tuple[int, ...]
+    left_s: float
+    weight: int
+    records: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, entry: Entry) -> "EndedReply":
+        assert entry.left_s is not None
+        return cls((*entry.sessions,), entry.left_s, entry.weight, (*entry.snapshot(),))
+
+    def entry(self) -> Entry:
+        """Return the entry that was packed."""
+        kind, *what = msgpack.unpackb(self.records[0], use_list=False)
+        assert kind == "begun"
+        entry = _begun(*what)
+        for record in self.records[1:]:
+            kind, _ticket, *what = msgpack.unpackb(record, use_list=False)
+            _CHANGES[kind](entry, *what)
+        return entry
+
+
 @dataclass
 class Entries:
     """The entries by their tickets, and what is known of the coordinators that wrote them."""
 
     of: dict[str, Entry] = field(default_factory=dict)
+    """Those that have not ended."""
+    ended: dict[str, EndedReply] = field(default_factory=dict)
     epochs: set[int] = field(default_factory=set)
     sessions: int = 0
     """The highest number that a session has had."""
@@ -151,8 +179,47 @@ class Entries:
         """Note that records are missing here. Entries stay as they are, since a token has its place
         from those before; and what workers hold is asked for by numbers of sessions, which may have
         been given again: nothing is known of it any more."""
-        self._doubted = {*self.of}
+        self._doubted = {*self.of, *self.ended}
         self.epochs.clear()
+
+    def __contains__(self, ticket: str) -> bool:
+        return ticket in self.of or ticket in self.ended
+
+    def find(self, ticket: str) -> Entry | None:
+        """Return the entry of a ticket, to be read."""
+        if (ended := self.ended.get(ticket)) is not None:
+            return ended.entry()
+        return self.of.get(ticket)
+
+    def every(self) -> dict[str, Entry]:
+        """Return all entries, to be read."""
+        return {**self.of, **{ticket: one.entry() for ticket, one in self.ended.items()}}
+
+    def open(self, ticket: str) -> Entry | None:
+        """Return the entry of a ticket, to be changed; then it is `settled`."""
+        if (ended := self.ended.pop(ticket, None)) is not None:
+            self.of[ticket] = ended.entry()
+        return self.of.get(ticket)
+
+    def settle(self, entry: Entry) -> None:
+        """Pack an entry, if it has ended."""
+        if entry.finished is not None and self.of.pop(entry.ticket, None) is not None:
+            self.ended[entry.ticket] = EndedReply.of(entry)
+
+    def forget(self, ticket: str) -> None:
+        """Let the entry of a ticket go."""
+        self.of.pop(ticket, None)
+        self.ended.pop(ticket, None)
+
+    def of_session(self, number: int) -> Entry | None:
+        """Return the entry that a session of this number was of."""
+        tickets = (
+            ticket
+            for ticket, one in chain(self.of.items(), self.ended.items())
+            if number in one.sessions
+        )
+        ticket = next(tickets, None)
+        return None if ticket is None else self.find(ticket)
 
     def known(self) -> Iterator[bytes]:
         """Yield records that say what is known of coordinators."""
@@ -176,18 +243,20 @@ class Entries:
                 self.followed = "".join(followed)
                 return ""
             if kind == "begun":
-                frame, key = what
-                submit = REQUEST.decode([frame])
-                assert isinstance(submit, Submit)
-                self.of[submit.ticket] = Entry(submit, key)
-                self._doubted.discard(submit.ticket)
-                return submit.ticket
+                entry = _begun(*what)
+                self.ended.pop(entry.ticket, None)
+                self.of[entry.ticket] = entry
+                self._doubted.discard(entry.ticket)
+                return entry.ticket
             ticket, *rest = what
             if ticket in self._doubted:
                 return str(ticket)
-            if (entry := self.of.get(ticket)) is not None:
-                _CHANGES[kind](entry, *rest)
-                self.sessions = max(self.sessions, *entry.sessions, 0)
+            if (changed := self.open(ticket)) is not None:
+                try:
+                    _CHANGES[kind](changed, *rest)
+                finally:
+                    self.settle(changed)
+                self.sessions = max(self.sessions, *changed.sessions, 0)
             return str(ticket)
         except (DecodeError, KeyError, TypeError, ValueError, AssertionError) as error:
             raise DecodeError(f"a record of the journal cannot be read: {error}") from None
@@ -196,6 +265,12 @@ class Entries:
 def _record(kind: str, *what: Any) -> bytes:
     record: bytes = msgpack.packb((kind, *what))
     return record
+
+
+def _begun(frame: bytes, key: str) -> Entry:
+    submit = REQUEST.decode([frame])
+    assert isinstance(submit, Submit)
+    return Entry(submit, key)
 
 
 def _serves(entry: Entry, session: int, fingerprint: str, load_s: float, tokens: int) -> None:

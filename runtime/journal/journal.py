@@ -72,7 +72,7 @@ class Journal:
         self._nothing_runs()
         self.copy_to: Callable[[bytes], None] | None = None
         """Hears of packed records as they are written; None: nobody copies them."""
-        self.found = sum(entry.finished is None for entry in self._entries.of.values())
+        self.found = len(self._entries.of)
         """Requests that an earlier coordinator has not ended."""
         self._begun_s = self._forgot_s = now_s()
 
@@ -120,11 +120,11 @@ class Journal:
         """Return the entry of a session of a coordinator that has gone."""
         if epoch not in self._entries.epochs:
             return None
-        return next((one for one in self._entries.of.values() if number in one.sessions), None)
+        return self._entries.of_session(number)
 
     def find(self, ticket: str, owner: str) -> Entry | None:
         """Return the owner's entry of this ticket."""
-        entry = self._entries.of.get(ticket)
+        entry = self._entries.find(ticket)
         return entry if entry is not None and entry.owner == owner else None
 
     @property
@@ -134,14 +134,14 @@ class Journal:
 
     def holds(self, ticket: str) -> bool:
         """Return whether this ticket is known, whoever's it is."""
-        return ticket in self._entries.of
+        return ticket in self._entries
 
     def state(self) -> JournalState:
         """Return its figures, for `status`."""
         return JournalState(
             folder=str(self._segments.folder)[-512:],
             bytes=self._segments.size,
-            replies=len(self._entries.of),
+            replies=len(self._entries.of) + len(self._entries.ended),
             write_us=self._write_us.value if self._write_us.known else None,
             sync_ms=self._sync_ms.value if self._sync_ms.known else None,
             failed=self.failed[:512],
@@ -159,7 +159,7 @@ class Journal:
     ) -> None:
         """Note a request that was accepted, as it was read with a vocabulary of this digest. One
         that is known is as it was; one that was forgotten while it waited is as `begun` has it."""
-        if submit.ticket in self._entries.of:
+        if submit.ticket in self._entries:
             return
         if begun is not None:
             self._entries.of[submit.ticket] = begun
@@ -181,7 +181,7 @@ class Journal:
         self, ticket: str, session: int, fingerprint: str, load_s: float, tokens: int
     ) -> None:
         """Note which session goes on with a request behind so many tokens, on which target."""
-        if (entry := self._entries.of.get(ticket)) is not None:
+        if (entry := self._entries.open(ticket)) is not None:
             self._note(entry.serves(session, fingerprint, load_s, tokens))
             self._entries.sessions = max(self._entries.sessions, session)
 
@@ -205,6 +205,7 @@ class Journal:
             self._note(entry.left(self._now_s()))
         else:
             self._note(entry.ended(finished, self._now_s()))
+            self._entries.settle(entry)
 
     def left(self, ticket: str) -> None:
         """Note that a request runs no more, if it has not ended."""
@@ -311,24 +312,24 @@ class Journal:
     def _as_records(self, *, ended: bool) -> bytes:
         """Return packed records of all that is known; `ended`: of replies that have ended, too."""
         entries = self._entries
-        kept = [entry for entry in entries.of.values() if ended or entry.finished is None]
-        return b"".join(map(packed, chain(entries.known(), *(entry.snapshot() for entry in kept))))
+        records = [entries.known(), *(entry.snapshot() for entry in entries.of.values())]
+        if ended:
+            records += [one.records for one in entries.ended.values()]
+        return b"".join(map(packed, chain(*records)))
 
     def _forget(self, now_s: float) -> None:
-        old = [
-            entry
-            for entry in self._entries.of.values()
-            if entry.left_s is not None and now_s - entry.left_s > self._keep_s
-        ]
-        for entry in old:
-            del self._entries.of[entry.ticket]
-        ended = [entry for entry in self._entries.of.values() if entry.left_s is not None]
-        tokens = sum(entry.weight for entry in ended)
-        for entry in sorted(ended, key=lambda entry: entry.left_s or 0.0):
-            if tokens <= MOST_TOKENS:
+        entries = self._entries
+        left = {
+            ticket: (one.left_s, one.weight)
+            for ticket, one in chain(entries.of.items(), entries.ended.items())
+            if one.left_s is not None
+        }
+        tokens = sum(weight for _, weight in left.values())
+        for ticket, (left_s, weight) in sorted(left.items(), key=lambda item: item[1]):
+            if now_s - left_s <= self._keep_s and tokens <= MOST_TOKENS:
                 break
-            tokens -= entry.weight
-            del self._entries.of[entry.ticket]
+            tokens -= weight
+            entries.forget(ticket)
 
     def _remove_segments(self, now_s: float) -> None:
         for number in self._segments.all[:-1]:

@@ -161,7 +161,7 @@ def _never(_right: Any) -> Any:
 
 def _confirmed_unread(right: Any) -> Any:
     def copy(self: Journal, records: bytes) -> None:
-        if len(self._entries.of) < 2:
+        if len(self._entries.every()) < 2:
             right(self, records)
 
     return copy

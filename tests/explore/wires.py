@@ -319,7 +319,7 @@ class StandbyLink:
         if self._gone:
             raise LinkClosed("the coordinator has gone")
         if isinstance(INBOUND.decode([*frames]), Confirmed):
-            self.confirmed = {one.ticket: len(one.tokens) for one in self._copied.of.values()}
+            self.confirmed = {one.ticket: len(one.tokens) for one in self._copied.every().values()}
         self.wire.up.send(frames)
 
     def receive(self, _timeout_s: float) -> list[bytes] | None:

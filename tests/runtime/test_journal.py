@@ -269,7 +269,7 @@ def test_damage_costs_what_it_hit_and_is_said(
     lives.ask(ticket="reply/1", seed=2)
     lives.run()
     lives.journal.close()
-    content, whole = first.read_bytes(), {**lives.journal._entries.of}
+    content, whole = first.read_bytes(), {**lives.journal._entries.every()}
     places = [len(MAGIC)]
     for record in Segments(first.parent).read(1):
         assert isinstance(record, bytes)
@@ -289,12 +289,12 @@ def test_damage_costs_what_it_hit_and_is_said(
         assert said.startswith(f"{file} is damaged at byte {place}: ")
         size = next(one for one in places if one >= place + end) - place
         assert f": {size} bytes are not read" in said
-        for ticket, entry in found.of.items():
+        for ticket, entry in found.every().items():
             assert entry.tokens == whole[ticket].tokens[: len(entry.tokens)]
         if place < first_ends - end:
-            assert found.of["reply/1"] == whole["reply/1"]
+            assert found.every()["reply/1"] == whole["reply/1"]
         else:
-            assert found.of[TICKET] == whole[TICKET]
+            assert found.every()[TICKET] == whole[TICKET]
         assert not found.epochs or place < places[2]
 
 
@@ -384,11 +384,11 @@ def test_segments_and_entries_go_when_nobody_wants_them(tmp_path: Path) -> None:
         house.replies()
         now[0] += 10.0
         journal.tick()
-    assert len(journal._entries.of) <= 7
+    assert len(journal._entries.every()) <= 7
     assert len(segments.all) <= 3
     assert sum(path.stat().st_size for path in tmp_path.glob("segment-*")) == segments.size
     journal.close()
-    assert len(Journal(Segments(tmp_path))._entries.of) <= 14
+    assert len(Journal(Segments(tmp_path))._entries.every()) <= 14
 
 
 def test_entries_are_what_their_records_say(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_entries_are_what_their_records_say(tmp_path: Path) -> None:
     again = Entries()
     for record in entry.snapshot():
         again.apply(record)
-    assert again.of[TICKET] == entry
+    assert again.every()[TICKET] == entry
     assert encode(entry.submit)
 
 

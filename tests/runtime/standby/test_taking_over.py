@@ -157,19 +157,19 @@ def test_a_copy_is_what_the_journal_says_and_a_stream_that_broke_off_is_followed
     pair.copies()
     mine, copied = pair.journal._entries, pair.copy._entries
     assert mine.of[TICKET].tokens
-    assert copied.of == mine.of
+    assert copied.every() == mine.every()
     pair.follower.close()
     pair.steps(10)
     pair.copies()
-    assert copied.of != mine.of
+    assert copied.every() != mine.every()
     pair.follow()
     pair.steps(10)
     pair.copies()
-    assert pair.copy._entries.of == mine.of
+    assert pair.copy._entries.every() == mine.every()
     assert pair.copy._entries.epochs == mine.epochs
     on_disk = Journal(_unlocked(tmp_path / "second"))._entries
     assert on_disk.copied
-    assert on_disk.of[TICKET].tokens == mine.of[TICKET].tokens
+    assert on_disk.every()[TICKET].tokens == mine.every()[TICKET].tokens
 
 
 def _unlocked(folder: Path) -> Segments:
