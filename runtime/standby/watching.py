@@ -85,7 +85,7 @@ class Opening:
                 return end
             if isinstance(end, UserError) or (strict and isinstance(end, LinkRefused)):
                 raise end
-            log.log(logging.WARNING if strict else logging.DEBUG, "%s: it is waited for", end)
+            log.log(logging.WARNING if strict else logging.DEBUG, "%s; it is waited for", end)
             return None
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._open, name="dovetail-follow", daemon=True)
