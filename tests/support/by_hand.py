@@ -67,8 +67,8 @@ class Stream:
             ) as reply:
                 for line in reply.iter_lines():
                     self._take(line)
-                    if most is not None and len(self.heard_s) >= most:
-                        break
+                    if not line and most is not None and len(self.heard_s) >= most:
+                        break  # behind the line that ends an event, which is whole then
         except httpx.HTTPError as error:
             self.error = repr(error)
         return self
