@@ -69,13 +69,9 @@ class Dialect(Generic[M]):
 def encode(message: Message) -> list[bytes]:
     """The frames of a message: the body, then one frame for each of its arrays that is present;
     `ProtocolError` if the body is beyond the limit."""
-    body, arrays = vars(message), list[bytes]()
-    for name in message.ARRAYS:
-        if (array := body[name]) is not None:
-            header = {field: value for field, value in vars(array).items() if field != "data"}
-            body = {**body, name: header}
-            arrays.append(array.data)
-    packed: bytes = msgpack.packb(body, default=vars)
+    body = message.model_dump()
+    arrays = [body[name].pop("data") for name in message.ARRAYS if body[name] is not None]
+    packed: bytes = msgpack.packb(body)
     if len(packed) > MAX_BODY_BYTES:
         raise ProtocolError(
             f"a message {body['type']!r} of {len(packed)} bytes is beyond the limit of "

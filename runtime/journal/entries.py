@@ -6,7 +6,6 @@ what it makes of them is what the coordinator that wrote them had. Pure.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import msgpack
@@ -191,6 +190,11 @@ class Entries:
             return ended.entry()
         return self.of.get(ticket)
 
+    def kept(self) -> Iterator[tuple[str, Entry | EndedReply]]:
+        """Yield all entries by their tickets, those that have ended as they are packed."""
+        yield from self.of.items()
+        yield from self.ended.items()
+
     def every(self) -> dict[str, Entry]:
         """Return all entries, to be read."""
         return {**self.of, **{ticket: one.entry() for ticket, one in self.ended.items()}}
@@ -213,11 +217,7 @@ class Entries:
 
     def of_session(self, number: int) -> Entry | None:
         """Return the entry that a session of this number was of."""
-        tickets = (
-            ticket
-            for ticket, one in chain(self.of.items(), self.ended.items())
-            if number in one.sessions
-        )
+        tickets = (ticket for ticket, one in self.kept() if number in one.sessions)
         ticket = next(tickets, None)
         return None if ticket is None else self.find(ticket)
 

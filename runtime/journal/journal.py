@@ -321,7 +321,7 @@ class Journal:
         entries = self._entries
         left = {
             ticket: (one.left_s, one.weight)
-            for ticket, one in chain(entries.of.items(), entries.ended.items())
+            for ticket, one in entries.kept()
             if one.left_s is not None
         }
         tokens = sum(weight for _, weight in left.values())

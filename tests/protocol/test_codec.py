@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from dovetail.protocol import codec, messages
 from dovetail.protocol.codec import COMMAND, EVENT, REPLY, REQUEST, Dialect, encode
 from dovetail.protocol.errors import DecodeError, ProtocolError
-from dovetail.protocol.messages import Closed, Emitted, Message, Probe
+from dovetail.protocol.messages import Closed, Emitted, Message, Probe, Submit
+from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from support import golden
 from support.strategies import messages_of
 
@@ -333,3 +334,9 @@ def test_a_frame_beyond_the_limit_is_refused_unread() -> None:
     body, _ = encode(REPRESENTATIVE["hello"])
     with pytest.raises(DecodeError, match="beyond the limit"):
         EVENT.decode([body, bytes(codec.MAX_FRAME_BYTES + 1)])
+
+
+def test_settings_with_more_fields_than_a_message_declares_are_packed_as_it_declares_them() -> None:
+    fields = {"epoch": 1, "request": 1, "tokens": (1,), "max_tokens": 4, "tree": TreeSettings()}
+    more = Submit(sampling=SamplingSettings(temperature=0.5, max_tokens=9), **fields)
+    assert REQUEST.decode(encode(more)) == Submit(sampling=Sampling(temperature=0.5), **fields)
