@@ -132,12 +132,14 @@ def coordinated(epoch: int, sessions: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EndedReply:
-    """An entry that has ended, packed: thousands of these are kept, and few are asked for."""
+    """The entry of a reply that has ended, packed: thousands are kept, and few are asked for."""
 
     sessions: tuple[int, ...]
     left_s: float
     weight: int
+    """Tokens, and scores of tokens, that the entry holds."""
     records: tuple[bytes, ...]
+    """The records that say all of it."""
 
     @classmethod
     def of(cls, entry: Entry) -> "EndedReply":
@@ -160,8 +162,9 @@ class Entries:
     """The entries by their tickets, and what is known of the coordinators that wrote them."""
 
     of: dict[str, Entry] = field(default_factory=dict)
-    """Those that have not ended."""
+    """Entries of replies that have not ended."""
     ended: dict[str, EndedReply] = field(default_factory=dict)
+    """Entries of replies that have ended; a ticket is in one of both."""
     epochs: set[int] = field(default_factory=set)
     sessions: int = 0
     """The highest number that a session has had."""
@@ -195,12 +198,8 @@ class Entries:
         yield from self.of.items()
         yield from self.ended.items()
 
-    def every(self) -> dict[str, Entry]:
-        """Return all entries, to be read."""
-        return {**self.of, **{ticket: one.entry() for ticket, one in self.ended.items()}}
-
     def open(self, ticket: str) -> Entry | None:
-        """Return the entry of a ticket, to be changed; then it is `settled`."""
+        """Return the entry of a ticket, to be changed; `settle` it afterwards if it has ended."""
         if (ended := self.ended.pop(ticket, None)) is not None:
             self.of[ticket] = ended.entry()
         return self.of.get(ticket)

@@ -41,7 +41,8 @@ class Score:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-class NextRound(NamedTuple):
+@dataclass(frozen=True)
+class NextRound:
     """A round is over and the request is not: the session waits for `next_round`. The last of its
     actions."""
 

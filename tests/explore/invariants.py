@@ -19,6 +19,7 @@ from explore.clock import S, Time
 from explore.processes import Process
 from explore.told import Told
 from explore.wires import FaultyHub
+from support.lives import every
 
 if TYPE_CHECKING:
     from explore.coordinators import Machine
@@ -184,7 +185,7 @@ def who_was_taken_over_from_falls_silent(
 def a_copy_has_all_that_was_confirmed(confirmed: Mapping[str, int], journal: Journal) -> None:
     """The journal that a standby takes over with has all that it has confirmed. `confirmed`: the
     tokens by ticket."""
-    has = {ticket: len(entry.tokens) for ticket, entry in journal._entries.every().items()}
+    has = {ticket: len(entry.tokens) for ticket, entry in every(journal._entries).items()}
     lacks = {ticket: one for ticket, one in confirmed.items() if has.get(ticket, -1) < one}
     if lacks:
         _broken(a_copy_has_all_that_was_confirmed, f"confirmed were {lacks}, and there is {has}")
@@ -248,7 +249,7 @@ def held(lead: "Machine", machines: Sequence["Machine"], processes: Sequence[Pro
         - len(processes)
         - len(standbys),
         "records that the standby lacks": sum(
-            one._journal._entries.every() != coordinator._journal._entries.every()  # type: ignore[union-attr]
+            every(one._journal._entries) != every(coordinator._journal._entries)  # type: ignore[union-attr]
             for one in standbys
         ),
         "sessions that workers hold": sum(

@@ -20,6 +20,7 @@ from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
 from dovetail.runtime.standby.succession import Tenure, Watch
 from dovetail.workers.serving.registration import Standing
+from support.lives import every
 
 MOST = 6000
 """Each planted bug is found within so many schedules."""
@@ -161,7 +162,7 @@ def _never(_right: Any) -> Any:
 
 def _confirmed_unread(right: Any) -> Any:
     def copy(self: Journal, records: bytes) -> None:
-        if len(self._entries.every()) < 2:
+        if len(every(self._entries)) < 2:
             right(self, records)
 
     return copy

@@ -18,6 +18,7 @@ from dovetail.protocol.messages import Confirmed, Copied
 from dovetail.runtime.journal.entries import Entries
 from dovetail.runtime.journal.segments import unpacked
 from explore.clock import MS, Time
+from support.lives import every
 
 if TYPE_CHECKING:
     from explore.coordinators import Machine
@@ -319,7 +320,7 @@ class StandbyLink:
         if self._gone:
             raise LinkClosed("the coordinator has gone")
         if isinstance(INBOUND.decode([*frames]), Confirmed):
-            self.confirmed = {one.ticket: len(one.tokens) for one in self._copied.every().values()}
+            self.confirmed = {one.ticket: len(one.tokens) for one in every(self._copied).values()}
         self.wire.up.send(frames)
 
     def receive(self, _timeout_s: float) -> list[bytes] | None:

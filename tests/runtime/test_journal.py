@@ -26,7 +26,7 @@ from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import MAGIC, Segments, packed
 from support.cases import everyday
 from support.houses import DYNAMIC, PROMPT, House
-from support.lives import LONG_PROMPT, MOST, TICKET, Lives, undisturbed
+from support.lives import LONG_PROMPT, MOST, TICKET, Lives, every, undisturbed
 from support.scripted import (
     READS,
     ROOMY,
@@ -269,7 +269,7 @@ def test_damage_costs_what_it_hit_and_is_said(
     lives.ask(ticket="reply/1", seed=2)
     lives.run()
     lives.journal.close()
-    content, whole = first.read_bytes(), {**lives.journal._entries.every()}
+    content, whole = first.read_bytes(), {**every(lives.journal._entries)}
     places = [len(MAGIC)]
     for record in Segments(first.parent).read(1):
         assert isinstance(record, bytes)
@@ -289,12 +289,12 @@ def test_damage_costs_what_it_hit_and_is_said(
         assert said.startswith(f"{file} is damaged at byte {place}: ")
         size = next(one for one in places if one >= place + end) - place
         assert f": {size} bytes are not read" in said
-        for ticket, entry in found.every().items():
+        for ticket, entry in every(found).items():
             assert entry.tokens == whole[ticket].tokens[: len(entry.tokens)]
         if place < first_ends - end:
-            assert found.every()["reply/1"] == whole["reply/1"]
+            assert every(found)["reply/1"] == whole["reply/1"]
         else:
-            assert found.every()[TICKET] == whole[TICKET]
+            assert every(found)[TICKET] == whole[TICKET]
         assert not found.epochs or place < places[2]
 
 
@@ -384,11 +384,11 @@ def test_segments_and_entries_go_when_nobody_wants_them(tmp_path: Path) -> None:
         house.replies()
         now[0] += 10.0
         journal.tick()
-    assert len(journal._entries.every()) <= 7
+    assert len(every(journal._entries)) <= 7
     assert len(segments.all) <= 3
     assert sum(path.stat().st_size for path in tmp_path.glob("segment-*")) == segments.size
     journal.close()
-    assert len(Journal(Segments(tmp_path))._entries.every()) <= 14
+    assert len(every(Journal(Segments(tmp_path))._entries)) <= 14
 
 
 def test_entries_are_what_their_records_say(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_entries_are_what_their_records_say(tmp_path: Path) -> None:
     again = Entries()
     for record in entry.snapshot():
         again.apply(record)
-    assert again.every()[TICKET] == entry
+    assert every(again)[TICKET] == entry
     assert encode(entry.submit)
 
 

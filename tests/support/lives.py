@@ -15,6 +15,7 @@ from dovetail.protocol.messages import (
     Told,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling
+from dovetail.runtime.journal.entries import Entries, Entry
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import Segments
 from support.houses import DYNAMIC, PROMPT, House
@@ -135,3 +136,8 @@ def undisturbed(folder: Path, **asked: Any) -> Lives:
     lives.run()
     assert isinstance(lives.end, Finished)
     return lives
+
+
+def every(entries: Entries) -> dict[str, Entry]:
+    """Return all entries by their tickets, those that have ended unpacked."""
+    return {**entries.of, **{ticket: one.entry() for ticket, one in entries.ended.items()}}

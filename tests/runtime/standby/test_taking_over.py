@@ -17,7 +17,7 @@ from dovetail.runtime.standby.follower import ANSWER_S, GRACE_S, HOLD_S, Followe
 from dovetail.runtime.standby.succession import PATIENCE_S
 from dovetail.workers.serving.registration import Standing
 from support.houses import PROMPT, House
-from support.lives import LONG_PROMPT, MOST, TICKET, Lives, undisturbed
+from support.lives import LONG_PROMPT, MOST, TICKET, Lives, every, undisturbed
 from support.memory_links import MemoryHub, memory_links
 from support.scripted import ScriptedTarget, continuation, hello
 
@@ -157,19 +157,19 @@ def test_a_copy_is_what_the_journal_says_and_a_stream_that_broke_off_is_followed
     pair.copies()
     mine, copied = pair.journal._entries, pair.copy._entries
     assert mine.of[TICKET].tokens
-    assert copied.every() == mine.every()
+    assert every(copied) == every(mine)
     pair.follower.close()
     pair.steps(10)
     pair.copies()
-    assert copied.every() != mine.every()
+    assert every(copied) != every(mine)
     pair.follow()
     pair.steps(10)
     pair.copies()
-    assert pair.copy._entries.every() == mine.every()
+    assert every(pair.copy._entries) == every(mine)
     assert pair.copy._entries.epochs == mine.epochs
     on_disk = Journal(_unlocked(tmp_path / "second"))._entries
     assert on_disk.copied
-    assert on_disk.every()[TICKET].tokens == mine.every()[TICKET].tokens
+    assert every(on_disk)[TICKET].tokens == every(mine)[TICKET].tokens
 
 
 def _unlocked(folder: Path) -> Segments:
