@@ -4,8 +4,9 @@ on when the coordinator is killed."""
 import contextlib
 import shlex
 import socket
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import yaml
 from dovetail.launch.files.deployment.compose import compose_file
 from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
 from dovetail.launch.files.deployment.systemd import systemd_units
-from dovetail.protocol.keys import generate_keys
+from dovetail.protocol.keys import generate_keys, generate_peer
 from support import deployed
 from support.by_hand import ByHand, Stream, bodies, ended, together, why_not
 from support.deployed import parsed, settings
 
 API_KEY = "a-key-of-at-least-16-characters"
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Commands = dict[str, tuple[str, list[str]]]
 """A process by a name of its own -> its host and its command."""
 
@@ -76,6 +78,52 @@ def test_a_manifest_has_a_standby_in_a_pod_of_its_own_that_serves_too(tmp_path: 
     for container in (*others, *worker["spec"]["containers"], server):
         given = parsed(container["args"])
         assert given["connect"] == ",".join(f"tcp://{name}:5555" for name in names)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A folder of keys with a file of API keys in it, whose names are words of a shell."""
+    folder = tmp_path / "some keys"
+    generate_keys(folder)
+    (folder / "api keys").write_text(f"{API_KEY}\n")
+    (folder / "api keys").chmod(0o600)
+    return folder
+
+
+def test_keys_that_are_here_are_those_of_the_containers(keys: Path) -> None:
+    """Their folder and their names go into the files; the file of API keys is not made anew."""
+    generate_peer(keys, "laptop", ("client",))
+    file = keys / "api keys"
+    named = settings(coordinator__keys=str(keys), http__api_key_file=str(file))
+    made = f"test -e '{file}' || (umask 077; openssl rand -hex 32 > '{file}')"
+    text = compose_file(named, standby=True)
+    assert made in text
+    secrets = yaml.safe_load(text)["secrets"]
+    assert secrets["api-keys"] == {"file": str(file)}
+    assert secrets["laptop.pub"] == {"file": f"{keys}/laptop.pub"}
+    text = kubernetes_manifest(named)
+    assert made in text
+    assert f"dovetail keygen --out '{keys}'\n" in text
+    for own, other in (("http-keys", "draft.key"), ("coordinator-keys", "api-keys")):
+        command = text.partition(f"secret generic dovetail-{own} ")[2].replace("\\\n#", "")
+        words = shlex.split(command.partition("\n")[0])
+        files = dict(word.removeprefix("--from-file=").split("=") for word in words)
+        assert files["coordinator.pub"] == str(keys / "coordinator.pub")
+        assert other not in files
+        assert {"http-keys": "api-keys", "coordinator-keys": "laptop.pub"}[own] in files
+
+
+@pytest.mark.parametrize("what", ["compose", "kubernetes"])
+def test_keys_that_others_can_read_are_refused_as_by_serve(
+    invoke: Run, what: str, keys: Path
+) -> None:
+    asked = ("config", "export", what, "--standby", "--keys", str(keys))
+    (keys / "draft.key").chmod(0o640)
+    (keys / "api keys").chmod(0o640)
+    said = invoke(*asked, "--draft", "ngram")
+    assert (said.returncode, f"chmod 600 {keys}/draft.key" in said.stderr) == (2, True)
+    said = invoke(*asked, "--http.api_key_file", str(keys / "api keys"))
+    assert (said.returncode, f"chmod 600 {keys}/api keys" in said.stderr) == (2, True)
 
 
 # -- processes -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dovetail.launch.files.deployment.containers import (
     READY,
     RUN,
     USER,
+    check_api_keys,
     documents,
     image,
     in_container,
@@ -46,7 +47,7 @@ COMMENT = """\
 The image is built from the sources:
   docker build -f {dockerfile} -t {image} .
 {keys} holds the API keys, one a line, and belongs to the user of the containers:
-  (umask 077; openssl rand -hex 32 > {keys}); sudo chown {user} {keys}
+  test -e {keys} || (umask 077; openssl rand -hex 32 > {keys}); sudo chown {user} {keys}
 Memory policies need a capability that these containers do not have: a target on several memory
 nodes is bound to its cores only (cap_add: [SYS_NICE] allows more).
 mem_limit: weights while they load, and keys and values of 8 long conversations, estimated."""
@@ -60,7 +61,8 @@ machine is: both are on it. What was taken over from is the next standby."""
 def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
     """Return the compose file for these settings on this machine, with a `standby` if there is to
     be one. `UserError` for a model that is not here, for a coordinator that is to listen
-    elsewhere, and for a standby without a journal."""
+    elsewhere, and for a standby without a journal; `SettingsError` and `KeysError` for keys that
+    are here and would be refused."""
     if (listen := configuration.settings.coordinator.listen) != "ipc":
         raise UserError(
             f"coordinator.listen = {listen!r}, and the containers of one compose file speak over a "
@@ -71,7 +73,8 @@ def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
     asked = configuration.settings.http
     keys = str(Path(asked.api_key_file or "api-keys").expanduser())
     keys = keys if asked.api_key_file else f"./{keys}"
-    folder = configuration.settings.coordinator.keys or "./keys"
+    check_api_keys(Path(keys))
+    folder = Path(configuration.settings.coordinator.keys or "keys").expanduser()
     configuration = listening(settled(configuration), f"{SECRETS}/api-keys")
     lead, second = (f"tcp://{name}:{PORT}" for name in (LEAD, STANDBY))
     there = Destination(
@@ -87,7 +90,10 @@ def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
     comment = COMMENT.format(dockerfile=DOCKERFILE, image=image(), keys=quote(keys), user=USER)
     content: dict[str, Any] = {"name": "dovetail", "services": services}
     for part in parts:
-        services[part.name] |= (_linked if standby else _at_socket)(services[part.name], part.name)
+        service = services[part.name]
+        service |= (
+            _linked(service, part.name, folder) if standby else _at_socket(service, part.name)
+        )
     if standby:
         services[STANDBY] = {
             **deepcopy(services[LEAD]),
@@ -96,10 +102,10 @@ def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
             "volumes": [f"{STANDBY}:{CACHE}"],
         }
         volumes[STANDBY] = {}
-        names = sorted({name for part in parts for name in key_names(part.name)})
+        names = sorted({name for part in parts for name in key_names(folder, part.name)})
         secrets |= {name: {"file": _literal(f"{folder}/{name}")} for name in names}
         content["networks"] = {LINKS: {"internal": True}}
-        comment += PAIR.format(folder=quote(folder), user=USER)
+        comment += PAIR.format(folder=quote(str(folder)), user=USER)
     else:
         options = {
             "type": "tmpfs",
@@ -110,11 +116,11 @@ def compose_file(configuration: Configuration, *, standby: bool = False) -> str:
     return documents(comment, {**content, "volumes": volumes, "secrets": secrets})
 
 
-def _linked(service: dict[str, Any], name: str) -> dict[str, Any]:
+def _linked(service: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
     """Return what a service has beside the rest where there is a pair."""
     return {
         "networks": [*(["default"] if name == "http" else []), LINKS],
-        "secrets": [*service.get("secrets", []), *key_names(name)],
+        "secrets": [*service.get("secrets", []), *key_names(folder, name)],
         **({"hostname": LEAD} if name == LEAD else _after("service_started")),
     }
 

@@ -1,6 +1,7 @@
 """Facts that compose and Kubernetes have in common: the image, its user, and where in a container
 things are. The Dockerfile beside this file makes the image."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import yaml
 
 from dovetail.launch.cli import installed_version
-from dovetail.launch.files.deployment.parts import WORKER_ROLES, keeping
+from dovetail.launch.files.deployment.parts import WORKER_ROLES, keeping, key_files
 from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.http_keys import read_keys
+from dovetail.protocol.settings import HttpSettings
 
 USER = 10001
 """The user and the group in the container, as the Dockerfile has them."""
@@ -45,8 +48,19 @@ def listening(configuration: Configuration, keys: str) -> Configuration:
     return keeping(configuration.over("the container", taken), "the container", CACHE)
 
 
-def key_names(name: str) -> list[str]:
-    """Return the files of a folder of keys that a part needs, as `dovetail keygen` names them."""
+def check_api_keys(file: Path) -> None:
+    """`SettingsError` for a file of API keys that `serve` would refuse. One that is not here is
+    made later, and one that belongs to the user of the containers may be hidden from this one."""
+    if os.access(file, os.R_OK):
+        read_keys(HttpSettings(api_key_file=str(file)))
+
+
+def key_names(folder: Path, name: str) -> list[str]:
+    """Return the files of a folder of keys that a part needs: as `dovetail keygen` names them, if
+    it is to be made or is hidden from this user. `KeysError` for a folder without them, or with
+    secret keys that others can read."""
+    if os.access(folder, os.R_OK | os.X_OK):
+        return [file.name for file in key_files(folder, name)]
     if name == "coordinator":
         return ["coordinator.key", *(f"{role}.pub" for role in ("target", "draft", "client"))]
     own = (f"{role}.key" for role in WORKER_ROLES.get(name, ("client",)))

@@ -8,6 +8,7 @@ about the machine on which the manifest is written but the sizes of models and t
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from dovetail.launch.files.deployment.containers import (
@@ -18,6 +19,7 @@ from dovetail.launch.files.deployment.containers import (
     PORT,
     RUN,
     USER,
+    check_api_keys,
     documents,
     image,
     in_container,
@@ -52,7 +54,8 @@ Needs the LeaderWorkerSet controller ({set}); the image, where the nodes can
 pull it:
   docker build -f {dockerfile} -t {image} .
 and these, which are made once:
-  dovetail keygen --out keys
+  dovetail keygen --out {folder}
+  test -e {api_keys} || (umask 077; openssl rand -hex 32 > {api_keys})
 {secrets}{claim}Whatever a worker holds can be rebuilt, so a pod that fails takes no other with it
 (restartPolicy None). A worker that is stuck ends itself, and is started again: only the HTTP API
 has probes.
@@ -67,7 +70,8 @@ than the coordinator's come to it; what was in the lost pod is made anew by its 
 def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) -> str:
     """Return the manifest for these settings, with a `standby` if there is to be one. `UserError`
     for a model that is not here, by whose size the memory is asked for, for a coordinator that is
-    to listen elsewhere, and for a standby without a journal."""
+    to listen elsewhere, and for a standby without a journal; `SettingsError` and `KeysError` for
+    keys that are here and would be refused."""
     listen = configuration.settings.coordinator.listen
     if listen not in ("ipc", LISTEN):
         raise UserError(
@@ -75,6 +79,10 @@ def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) 
             "where the containers find it: leave it out"
         )
     check_copied(configuration, standby=standby)
+    folder = Path(configuration.settings.coordinator.keys or "keys").expanduser()
+    asked = configuration.settings.http.api_key_file
+    api_keys = Path(asked).expanduser() if asked else folder / "api-keys"
+    check_api_keys(api_keys)
     configuration = listening(settled(configuration), f"{RUN}/http/api-keys")
     lead = f"tcp://{LEAD if standby else LEADER}:{PORT}"
     there = Destination(
@@ -116,7 +124,9 @@ def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) 
     if standby:
         second = _standby([standby_of(parts[0], lead), parts[1]], served)
         services += [_found(LEAD, "leader"), _found(STANDBY, "standby"), second]
-    return documents(_comment(parts, models) + (PAIR if standby else ""), content, *services)
+    return documents(
+        _comment(parts, models, folder, api_keys) + (PAIR if standby else ""), content, *services
+    )
 
 
 def _service(name: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -150,14 +160,16 @@ def _standby(parts: Sequence[Part], served: int) -> dict[str, Any]:
     }
 
 
-def _comment(parts: Sequence[Part], models: Sequence[Path]) -> str:
+def _comment(parts: Sequence[Part], models: Sequence[Path], folder: Path, api_keys: Path) -> str:
     secrets = "".join(
         f"  kubectl create secret generic {_secret(part.name)} \\\n    "
-        + " \\\n    ".join(f"--from-file=keys/{file}" for file in _secret_files(part.name))
+        + " \\\n    ".join(
+            f"--from-file={quote(f'{name}={file}')}"
+            for name, file in _secret_files(part.name, folder, api_keys).items()
+        )
         + "\n"
         for part in parts
     )
-    secrets = f"  (umask 077; openssl rand -hex 32 > keys/api-keys)\n{secrets}"
     claim = (
         f"  a PersistentVolumeClaim {NAME}-models, read by several nodes if need be, with\n"
         + "".join(f"    {path.name} (here {path})\n" for path in models)
@@ -165,13 +177,20 @@ def _comment(parts: Sequence[Part], models: Sequence[Path]) -> str:
         else ""
     )
     return COMMENT.format(
-        set=SET, image=image(), dockerfile=DOCKERFILE, secrets=secrets, claim=claim
+        set=SET,
+        image=image(),
+        dockerfile=DOCKERFILE,
+        folder=quote(str(folder)),
+        api_keys=quote(str(api_keys)),
+        secrets=secrets,
+        claim=claim,
     )
 
 
-def _secret_files(name: str) -> list[str]:
-    """Return the files of the folder `keys` that the secret of a part is made of."""
-    return [*key_names(name), *(["api-keys"] if name == "http" else [])]
+def _secret_files(name: str, folder: Path, api_keys: Path) -> dict[str, Path]:
+    """Return the files that the secret of a part is made of, by their names in it."""
+    files = {file: folder / file for file in key_names(folder, name)}
+    return {**files, "api-keys": api_keys} if name == "http" else files
 
 
 def _pod(parts: Sequence[Part], role: str, served: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.launch.settings.generation import with_generation_config
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.keys import COORDINATOR, OwnKey, check_folder, own_key_for
+from dovetail.protocol.keys import COORDINATOR, OwnKey, load_own_key, own_key_for
 from dovetail.protocol.settings import HOST_DEVICES, SHARED_DEVICES, Settings
 from dovetail.workers.models.checkpoints.gguf.view import spelled
 
@@ -148,8 +148,8 @@ def standby_of(coordinator: Part, address: str) -> Part:
 def key_files(folder: Path, name: str) -> list[Path]:
     """Return the files of a folder of keys that a part needs; `KeysError` if its own is not
     there."""
-    check_folder(folder)
     if name == COORDINATOR:
+        load_own_key(folder, COORDINATOR)
         return [folder / f"{COORDINATOR}.key", *sorted(folder.glob("*.pub"))]
     own: list[OwnKey] = [own_key_for(folder, role) for role in WORKER_ROLES.get(name, ("client",))]
     return [
