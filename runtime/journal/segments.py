@@ -21,6 +21,7 @@ from dovetail.protocol.errors import DecodeError, UserError
 from dovetail.protocol.files import refusal
 
 MAGIC = b"dovetail journal 1\n"
+ANY_MAGIC = re.compile(rb"dovetail journal [0-9]+\n")
 HEAD = struct.Struct("<II")
 MAX_RECORD = 64 << 20
 NAME = "segment-{:08}"
@@ -144,11 +145,14 @@ class Segments:
 
     def read(self, number: int) -> Iterator[bytes | Gap]:
         """Yield the records of a segment, and the gaps between them; a last record that is torn is
-        none. `DecodeError` for a file that is no segment."""
+        none. `DecodeError` for a file that is no segment, or one of another release."""
         file = self._path(number)
         content, place = file.read_bytes(), len(MAGIC)
         if not content.startswith(MAGIC):
-            raise DecodeError(f"{file} is no segment of a journal")
+            place = _behind(content, 0)
+            if place == len(content) or ANY_MAGIC.match(content):
+                raise DecodeError(f"{file} is no segment of a journal that can be read here")
+            yield Gap(file, 0, place)
         while place < len(content):
             if (record := _at(content, place)) is not None:
                 yield record

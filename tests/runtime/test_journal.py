@@ -319,7 +319,7 @@ def test_a_reply_whose_journal_is_damaged_goes_on_to_the_same_tokens(tmp_path: P
     assert (lives.tokens, lives.text) == (whole.tokens, whole.text)
 
 
-def test_zeros_where_a_machine_failed_are_no_damage_and_garbage_is(
+def test_zeros_where_a_machine_failed_are_no_damage_and_a_wrong_byte_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lives = undisturbed(tmp_path)
@@ -334,14 +334,20 @@ def test_zeros_where_a_machine_failed_are_no_damage_and_garbage_is(
         file.write(b"\1" * 100)
     Journal(_unlocked(tmp_path))
     assert f"damaged at byte {size}: 200 bytes are not read" in caplog.text
+    path.write_bytes(b"D" + path.read_bytes()[1:size])
+    assert every(Journal(_unlocked(tmp_path))._entries) == every(lives.journal._entries)
+    assert f"damaged at byte 0: {len(MAGIC)} bytes are not read" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "content", [b"something else\n", b"dovetail journal 2\n" + packed(b"\x91\xa4term")]
+)
 def test_a_file_that_is_no_segment_is_said_to_be_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "segment-00000001").write_bytes(b"something else\n")
+    (tmp_path / "segment-00000001").write_bytes(content)
     assert Journal(Segments(tmp_path)).found == 0
-    assert "segment-00000001 is no segment of a journal" in caplog.text
+    assert "segment-00000001 is no segment of a journal that can be read here" in caplog.text
 
 
 def _unlocked(folder: Path) -> Segments:
