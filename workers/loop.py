@@ -143,7 +143,7 @@ def _register_again(
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         else:
-            reconnecting.say("registered anew")
+            reconnecting.say(f"registered anew at {link.address}")
             return loop
     if refusal is not None:
         raise refusal

@@ -192,7 +192,7 @@ class ZmqLink:
     """A connected DEALER socket with its monitor."""
 
     def __init__(self, address: str, keys: Path | None, role: str, timeout_s: float) -> None:
-        self._address = address
+        self.address = address
         works = role not in _CLIENTS
         self._entrance = WORKERS_SUFFIX if keys is None and works else ""
         self._gone = ""
@@ -230,10 +230,10 @@ class ZmqLink:
         is over."""
         assert self._monitor is not None
         try:
-            self._socket.connect(self._address + self._entrance)
+            self._socket.connect(self.address + self._entrance)
         except zmq.ZMQError as error:
             raise UserError(
-                f"{self._address!r} is not an address to connect to ({error.strerror}): write "
+                f"{self.address!r} is not an address to connect to ({error.strerror}): write "
                 "ipc://PATH or tcp://HOST:PORT"
             ) from None
         deadline = time.monotonic() + timeout_s
@@ -245,7 +245,7 @@ class ZmqLink:
                     return
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise LinkRefused(
-                        f"the coordinator at {self._address} refuses the key "
+                        f"the coordinator at {self.address} refuses the key "
                         f"{self._key_name!r}: allow its public key there, or copy the present "
                         "one here"
                     )
@@ -255,25 +255,23 @@ class ZmqLink:
                 "it may need keys, have other keys than coordinator.pub says, or not be a "
                 "coordinator"
             )
-            raise LinkRefused(
-                f"what answers at {self._address} breaks the connection off: {advice}"
-            )
+            raise LinkRefused(f"what answers at {self.address} breaks the connection off: {advice}")
         self._check_host()
         raise LinkClosed(
-            f"no coordinator answers at {self._address} within {timeout_s:g} s: start it, or "
+            f"no coordinator answers at {self.address} within {timeout_s:g} s: start it, or "
             "correct the address"
         )
 
     def _check_host(self) -> None:
         """`LinkClosed` for the name of a host that is none here."""
-        if not self._address.startswith("tcp://"):
+        if not self.address.startswith("tcp://"):
             return
-        host, _ = host_and_port(self._address)
+        host, _ = host_and_port(self.address)
         try:
             socket.getaddrinfo(host.strip("[]"), None)
         except OSError as error:
             raise LinkClosed(
-                f"{host!r} in {self._address} is not a host that is known here ({error.strerror}): "
+                f"{host!r} in {self.address} is not a host that is known here ({error.strerror}): "
                 "correct the address"
             ) from None
 
@@ -300,7 +298,7 @@ class ZmqLink:
             self._notice()
             self._check_open()
             raise PeerBusy(
-                f"the coordinator at {self._address} reads nothing from its queue of "
+                f"the coordinator at {self.address} reads nothing from its queue of "
                 f"{QUEUE_MESSAGES} messages"
             ) from None
 
@@ -334,7 +332,7 @@ class ZmqLink:
         try:
             while not _bounded(frames := self._socket.recv_multipart(zmq.NOBLOCK)):
                 self._gone = (
-                    f"the coordinator at {self._address} sent a message of "
+                    f"the coordinator at {self.address} sent a message of "
                     f"{len(frames)} frames and {sum(map(len, frames))} bytes, beyond the bounds"
                 )
         except zmq.Again:
@@ -350,7 +348,7 @@ class ZmqLink:
                 event != zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _value in self._monitor.take()
             )
         ):
-            self._gone = f"the coordinator at {self._address} disconnected"
+            self._gone = f"the coordinator at {self.address} disconnected"
 
     def check(self) -> None:
         self._notice()
@@ -367,7 +365,7 @@ class ZmqLink:
     def close(self) -> None:
         if self._context.closed:
             return
-        self._gone = self._gone or f"the link to {self._address} was closed here"
+        self._gone = self._gone or f"the link to {self.address} was closed here"
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None

@@ -117,6 +117,8 @@ class MemoryHub:
 class MemoryLink:
     """A link to a `MemoryHub`."""
 
+    address = "memory"
+
     def __init__(self, hub: MemoryHub, peer: bytes) -> None:
         self.inbox: deque[list[bytes]] = deque()
         self.waiting = 0
