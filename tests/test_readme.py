@@ -13,6 +13,7 @@ import pytest
 
 from dovetail.launch.cli import COMMANDS
 from dovetail.launch.console import migration
+from dovetail.launch.console.help import common
 from dovetail.launch.settings.configure import SETTINGS
 from dovetail.protocol.messages import VERSION
 from dovetail.runtime.http.fields import INSTEAD
@@ -133,12 +134,13 @@ def test_paths_are_there(page: Path) -> None:
             assert any((at / name).exists() for at in (ROOT, page.parent)), f"{page.name}: {code}"
 
 
-def test_commands_and_their_options_are_there(page: Path) -> None:
+def typed(page: Path) -> Iterator[tuple[str, str, set[str]]]:
+    """Commands of ours that a page has: the line, the command, its options."""
     text = page.read_text(encoding="utf-8")
-    typed = [line for line in shell_lines(text) if "dovetail " in line] + [
+    lines = [line for line in shell_lines(text) if "dovetail " in line] + [
         code for code in inline(text) if code.startswith("dovetail ")
     ]
-    for line in typed:
+    for line in lines:
         for part in re.findall(r"(?:^|&& |\.venv/bin/)dovetail (.*?)(?:$| && )", line):
             words = shlex.split(part.replace("...", ""))
             if not words or words[0].startswith("-") or words[0].isupper():
@@ -146,8 +148,21 @@ def test_commands_and_their_options_are_there(page: Path) -> None:
             names = (" ".join(words[:length]) for length in (3, 2, 1))
             name = next((name for name in names if name in commands()), "")
             assert name, f"{page.name}: {line}"
-            named = {word.partition("=")[0] for word in words if OPTION.match(word)}
-            assert named <= options_of(commands()[name]), f"{page.name}: {line}"
+            yield line, name, {word.partition("=")[0] for word in words if OPTION.match(word)}
+
+
+def test_commands_and_their_options_are_there(page: Path) -> None:
+    for line, name, named in typed(page):
+        assert named <= options_of(commands()[name]), f"{page.name}: {line}"
+
+
+def test_help_shows_the_options_that_the_first_page_teaches() -> None:
+    taught = [*typed(ROOT / "README.md")]
+    assert {"--inflate", "--limit"} <= {option for *_, named in taught for option in named}
+    for line, name, named in taught:
+        command = commands()[name]
+        options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+        assert named <= {opt for p in common(options) for opt in p.opts}, line
 
 
 def test_options_in_sentences_are_there(page: Path) -> None:

@@ -57,7 +57,7 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.processes.connection import with_choices
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
+from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 
@@ -103,7 +103,7 @@ COMPARING = {
     type=float,
     help="Can be repeated.  [default: sampling.temperature]",
 )
-@click.option("--limit", type=COUNT, cls=Rare, help="Prompts taken of each set.  [default: all]")
+@click.option("--limit", type=COUNT, help="Prompts taken of each set.  [default: all]")
 @click.option(
     "--repeat",
     type=COUNT,
@@ -175,11 +175,17 @@ COMPARING = {
 @click.option(
     "--out",
     type=FILE,
+    cls=Rare,
     help="Save every reply in this file, and the JSON object at its end; an interrupted run "
     "is continued from there.",
 )
 @json_instead_of("a table")
-@settings_flags(*DECODING_SECTIONS, "http.api_key_file", without=("--temperature",), named=True)
+@settings_flags(
+    *(*DECODING_SECTIONS, "http.api_key_file"),
+    without=("--temperature",),
+    shown=(*DEMONSTRATED, "target.threads"),
+    named=True,
+)
 @click.pass_context
 def command(
     context: click.Context,

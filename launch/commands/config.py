@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import LISTENING, settings_flags
+from dovetail.launch.settings.flags import SERVING, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal
 
@@ -22,7 +22,6 @@ SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http"
 WITH_STANDBY = click.option(
     "--standby",
     is_flag=True,
-    cls=Rare,
     help="Add a second coordinator, which takes over when the first is lost.",
 )
 
@@ -74,17 +73,15 @@ def grafana() -> None:
     "--standby-of",
     metavar="ADDRESS",
     default="",
-    cls=Rare,
     help="Print the standby of the coordinator at tcp://HOST:PORT, and nothing else.",
 )
 @click.option(
     "--standby",
     metavar="ADDRESS",
     default="",
-    cls=Rare,
     help="Have workers and the HTTP API go to the standby at tcp://HOST:PORT as well.",
 )
-@settings_flags(*SERVED, shown=LISTENING, named=True)
+@settings_flags(*SERVED, shown=SERVING, named=True)
 def systemd(configuration: Configuration, out: Path | None, standby_of: str, standby: str) -> None:
     """Print hardened units for this machine: the coordinator, its workers and the HTTP API, each on
     its cores and within its memory, watched by their progress."""
@@ -100,7 +97,7 @@ def systemd(configuration: Configuration, out: Path | None, standby_of: str, sta
 
 @export.command("compose", cls=HelpCommand)
 @WITH_STANDBY
-@settings_flags(*SERVED, shown=LISTENING, named=True)
+@settings_flags(*SERVED, shown=SERVING, named=True)
 def compose(configuration: Configuration, standby: bool) -> None:
     """Print a compose file for this machine: a container for each process, of which only the HTTP
     API has a network to the outside."""
@@ -112,7 +109,7 @@ def compose(configuration: Configuration, standby: bool) -> None:
 
 @export.command("kubernetes", cls=HelpCommand)
 @WITH_STANDBY
-@settings_flags(*SERVED, shown=LISTENING, named=True)
+@settings_flags(*SERVED, shown=SERVING, named=True)
 def kubernetes(configuration: Configuration, standby: bool) -> None:
     """Print a LeaderWorkerSet: a pod with the coordinator, the HTTP API and the target, and one
     with the draft; beside it, with --standby, a pod with a second coordinator and HTTP API. The

@@ -77,7 +77,10 @@ ALONE = (
     hidden=True,
     help="Standard input is the pipe of a supervisor, which reports the state of the other parts.",
 )
-@settings_flags("coordinator")
+@settings_flags(
+    "coordinator",
+    shown=tuple(f"coordinator.{name}" for name in ("listen", "keys", "journal", "record")),
+)
 def command(
     configuration: Configuration,
     cores: str | None,

@@ -31,7 +31,7 @@ from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records
 from dovetail.launch.processes.connection import Connection, is_url, speaks_http
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import HERE, settings_flags
+from dovetail.launch.settings.flags import DEMONSTRATED, HERE, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Result
 
@@ -92,7 +92,7 @@ from dovetail.protocol.messages import Result
 )
 @template_option
 @json_option("The result as one JSON object on stdout.")
-@settings_flags(*HERE)
+@settings_flags(*HERE, shown=(*DEMONSTRATED, "coordinator.keys"))
 def command(
     configuration: Configuration,
     prompt: str | None,

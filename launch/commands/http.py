@@ -28,7 +28,7 @@ from dovetail.launch.processes.child import (
 from dovetail.launch.processes.connection import ahead_of, only_coordinator
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import LISTENING, settings_flags
+from dovetail.launch.settings.flags import LISTENING, REPLIES, settings_flags
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.links import open_link
@@ -59,7 +59,14 @@ log = logging.getLogger("dovetail.http")
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
 )
-@settings_flags("http", "sampling", "tree", "draft", "coordinator.keys", shown=LISTENING)
+@settings_flags(
+    "http",
+    "sampling",
+    "tree",
+    "draft",
+    "coordinator.keys",
+    shown=(*LISTENING, *REPLIES, "coordinator.keys"),
+)
 def command(configuration: Configuration, connect: str | None, parent: int | None) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 

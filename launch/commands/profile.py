@@ -28,7 +28,7 @@ from dovetail.launch.profiling.stages import attached, own_run
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
+from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal, writing
 from dovetail.runtime.telemetry.trace import write_trace
@@ -93,7 +93,7 @@ WORDS = {
     help="Folder for report.html, profile.json, trace.json, plots.",
 )
 @json_instead_of("tables")
-@settings_flags(*DECODING_SECTIONS)
+@settings_flags(*DECODING_SECTIONS, shown=DEMONSTRATED)
 def command(
     configuration: Configuration,
     prompt: str | None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
@@ -30,7 +30,7 @@ from dovetail.launch.processes.stack import check_models, check_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import LISTENING, settings_flags
+from dovetail.launch.settings.flags import SERVING, settings_flags
 from dovetail.launch.settings.generation import with_generation_config
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.protocol.errors import UserError
@@ -52,20 +52,18 @@ ANYWHERE = ("0.0.0.0", "[::]")
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    cls=Rare,
     help="Where the processes run: on this machine, or on the nodes of a Ray cluster (--ray.*).",
 )
 @click.option(
     "--standby",
     metavar="ADDRESS",
     default="",
-    cls=Rare,
     help="Go on with the coordinator at tcp://HOST:PORT, which is started there with --standby-of "
     "this one, when it has taken over.",
 )
 @settings_flags(
     *("target", "draft", "tree", "sampling", "memory", "coordinator", "http", "ray"),
-    shown=LISTENING,
+    shown=SERVING,
     named=True,
 )
 def command(configuration: Configuration, engine: str, as_json: bool, standby: str) -> None:

@@ -18,7 +18,7 @@ from dovetail.launch.console.terminal import counted, explained, print_table
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
+from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
 from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.fleet.command import fleet
 from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine, read_size
@@ -223,7 +223,7 @@ def run(
     help="How far tokens/s may be off.",
 )
 @json_instead_of("a table")
-@settings_flags(*DECODING_SECTIONS)
+@settings_flags(*DECODING_SECTIONS, shown=DEMONSTRATED)
 @click.pass_context
 def validate(
     context: click.Context,

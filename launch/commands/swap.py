@@ -27,7 +27,7 @@ from dovetail.launch.processes.replacement import Change, leaver, serving
 from dovetail.launch.processes.stack import SECTIONS, Played, layout_of, worker_arguments
 from dovetail.launch.processes.worker_settings import settings_of
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.flags import BASIC, settings_flags
 from dovetail.protocol.errors import DovetailError, LinkError, UserError
 from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.messages import Role, WorkerState
@@ -90,7 +90,7 @@ LOCAL = (
     "memory",
     "coordinator.keys",
     "coordinator.stuck_s",
-    shown=("draft.device", "coordinator.keys"),
+    shown=(*BASIC, "draft.device", "coordinator.keys"),
 )
 def command(
     configuration: Configuration,

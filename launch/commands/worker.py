@@ -38,7 +38,7 @@ from dovetail.launch.processes.worker import (
     thread_count,
 )
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.flags import BASIC, settings_flags
 
 RECONNECT_S = 300.0
 
@@ -100,7 +100,7 @@ RECONNECT_S = 300.0
     "memory",
     "coordinator.keys",
     "coordinator.stuck_s",
-    shown=("draft.device", "coordinator.keys"),
+    shown=(*BASIC, "draft.device", "coordinator.keys"),
 )
 def command(
     configuration: Configuration,

@@ -27,19 +27,17 @@ GROUPS = {
     "ray": "Serving",
 }
 """Section -> the heading of its options in the help."""
-BASIC = (
-    "target.model",
-    "target.weights",
-    "memory.vram",
-    "tree.policy",
-    "sampling.temperature",
-    "sampling.max_tokens",
-)
-"""Settings that `--help` shows; `--help-all` has the others."""
+MODELS = ("target.model", "target.weights")
+REPLIES = ("sampling.temperature", "sampling.max_tokens")
+BASIC = (*MODELS, "memory.vram", "tree.policy", *REPLIES)
+"""Settings that `--help` shows if a command does not say which; `--help-all` has the others."""
+DEMONSTRATED = (*MODELS, "target.inflate", *REPLIES)
+"""Those of a command that is tried first with the embedded pair."""
 LONGEST_METAVAR = 24
 """Characters; kinds of values that take more are called TEXT in help."""
 LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
-"""Settings that `--help` of a server shows as well."""
+SERVING = (*MODELS, *LISTENING, "coordinator.listen", "coordinator.keys")
+"""Those of a command that says where a service is reached."""
 HERE = tuple(section for section in ALL_SECTIONS if section != "ray")
 """Sections of the settings of a command whose processes run on this machine."""
 DECODING_SECTIONS = tuple(section for section in HERE if section != "http")
@@ -88,7 +86,7 @@ class SettingsFile(click.Path):
 def settings_flags(
     *sections: str,
     without: Sequence[str] = (),
-    shown: Sequence[str] = (),
+    shown: Sequence[str] = BASIC,
     stratified: bool = True,
     named: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -96,9 +94,8 @@ def settings_flags(
     `--config`, and calls it with the settings in force as `configuration`.
 
     `without` are short forms that the command has another use for, `shown` the settings that its
-    `--help` has beside those of `BASIC`. `stratified`: whether a command
-    that has flags for the tree needs the thresholds of `heterospec`. `named`: whether the target
-    may be named without a flag.
+    `--help` has. `stratified`: whether a command that has flags for the tree needs the thresholds
+    of `heterospec`. `named`: whether the target may be named without a flag.
     """
     stratified = stratified and "tree" in sections
 
@@ -174,7 +171,7 @@ def _options(
                 multiple=setting.is_table,
                 cls=Grouped,
                 group=group,
-                rare=name not in (*BASIC, *shown) or short in without,
+                rare=name not in shown or short in without,
                 help=text,
             )
         )

@@ -15,7 +15,7 @@ from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import check_draft, check_target
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
-from dovetail.launch.settings.flags import settings_flags
+from dovetail.launch.settings.flags import DEMONSTRATED, settings_flags
 from dovetail.launch.simulation.recording import Folder
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, MAX_WIDTH
@@ -83,7 +83,7 @@ grows ahead."""
     cls=Rare,
     help="CPU threads.",
 )
-@settings_flags("target", "draft", "sampling")
+@settings_flags("target", "draft", "sampling", shown=DEMONSTRATED)
 def record(
     configuration: Configuration,
     file: Path | None,

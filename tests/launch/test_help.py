@@ -59,9 +59,12 @@ def test_help_shows_about_a_dozen_options_and_help_all_every_one(
 
 
 def test_options_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    for length in ("--help", "--help-all"):
-        shown = HEADING.findall(help_of(capsys, "serve", length))
-        assert shown == ["Options", "Models", "Decoding", "Serving"]
+    for name, length, headings in (
+        ("generate", "--help", ["Options", "Models", "Decoding", "Serving"]),
+        ("serve", "--help", ["Options", "Models", "Serving"]),
+        ("serve", "--help-all", ["Options", "Models", "Decoding", "Serving"]),
+    ):
+        assert HEADING.findall(help_of(capsys, name, length)) == headings
 
 
 def test_the_list_of_commands_is_in_groups_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
