@@ -4,6 +4,7 @@ A record is MessagePack: its kind, then what it says. `apply` reads records one 
 what it makes of them is what the coordinator that wrote them had. Pure.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ import msgpack
 
 from dovetail.protocol.codec import REPLY, REQUEST, encode
 from dovetail.protocol.errors import DecodeError
-from dovetail.protocol.messages import Finished, Submit, TokenLogprobs
+from dovetail.protocol.messages import Finished, Result, Submit, TokenLogprobs
+from dovetail.protocol.settings import Sampling
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.kept import pack
 
@@ -95,9 +97,9 @@ class Entry:
         return self._said("left", now_s)
 
     def ended(self, finished: Finished, now_s: float) -> bytes:
-        """Note how it ended; the record of that."""
-        self.finished, self.left_s = finished, now_s
-        return _record("ended", self.ticket, encode(finished)[0], now_s)
+        """Note how it ended; the record of that. Spans are told once."""
+        self.finished, self.left_s = finished.model_copy(update={"spans": ()}), now_s
+        return _record("ended", self.ticket, encode(self.finished)[0], now_s)
 
     def _said(self, kind: str, *what: Any) -> bytes:
         _CHANGES[kind](self, *what)
@@ -130,28 +132,43 @@ def coordinated(epoch: int, sessions: int) -> bytes:
     return _record("coordinated", epoch, sessions)
 
 
+_NAMES: bytes = msgpack.packb(
+    [dict.fromkeys(message.model_fields, 0) for message in (Finished, Result, Submit, Sampling)]
+)
+"""The names of fields as zlib is told of them: a short reply is hardly anything else."""
+
+
 @dataclass(frozen=True, slots=True)
 class EndedReply:
-    """The entry of a reply that has ended, packed: thousands are kept, and few are asked for."""
+    """The entry of a reply that has ended, compressed: thousands are kept, few asked for."""
 
     sessions: tuple[int, ...]
     left_s: float
     weight: int
     """Tokens, and scores of tokens, that the entry holds."""
-    records: tuple[bytes, ...]
+    content: bytes
     """The records that say all of it."""
 
     @classmethod
     def of(cls, entry: Entry) -> "EndedReply":
         assert entry.left_s is not None
-        return cls((*entry.sessions,), entry.left_s, entry.weight, (*entry.snapshot(),))
+        deflate = zlib.compressobj(level=1, zdict=_NAMES)
+        content = deflate.compress(msgpack.packb([*entry.snapshot()])) + deflate.flush()
+        return cls((*entry.sessions,), entry.left_s, entry.weight, content)
+
+    def records(self) -> Sequence[bytes]:
+        """Return the records that say all of the entry."""
+        inflate = zlib.decompressobj(zdict=_NAMES)
+        records: list[bytes] = msgpack.unpackb(inflate.decompress(self.content))
+        return records
 
     def entry(self) -> Entry:
-        """Return the entry that was packed."""
-        kind, *what = msgpack.unpackb(self.records[0], use_list=False)
+        """Return the entry that was compressed."""
+        begun, *later = self.records()
+        kind, *what = msgpack.unpackb(begun, use_list=False)
         assert kind == "begun"
         entry = _begun(*what)
-        for record in self.records[1:]:
+        for record in later:
             kind, _ticket, *what = msgpack.unpackb(record, use_list=False)
             _CHANGES[kind](entry, *what)
         return entry

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (
     Cancel,
@@ -397,15 +396,19 @@ def test_segments_and_entries_go_when_nobody_wants_them(tmp_path: Path) -> None:
     assert len(every(Journal(Segments(tmp_path))._entries)) <= 14
 
 
-def test_entries_are_what_their_records_say(tmp_path: Path) -> None:
-    lives = undisturbed(tmp_path, logprobs=2)
+def test_entries_are_what_their_records_say_and_are_compressed_without_spans(
+    tmp_path: Path,
+) -> None:
+    lives = undisturbed(tmp_path, logprobs=2, trace=True)
     entry = lives.journal.find(TICKET, "/")
     assert entry is not None
+    assert lives.end.spans
+    assert entry.finished == lives.end.model_copy(update={"spans": ()})
     again = Entries()
     for record in entry.snapshot():
         again.apply(record)
     assert every(again)[TICKET] == entry
-    assert encode(entry.submit)
+    assert len(again.ended[TICKET].content) < sum(map(len, entry.snapshot())) / 2
 
 
 def test_everybody_who_has_no_ticket_ends_with_the_coordinator(tmp_path: Path) -> None:
