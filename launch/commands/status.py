@@ -77,6 +77,8 @@ def _show(state: Reported) -> None:
     label = "note" if not state.degraded else "degraded" if served else "not ready"
     for reason in state.reasons:
         click.echo(f"{label:<12}{reason}")
+    if queue := state.totals.queue_words:
+        click.echo(f"note        {queue}")
     if state.workers:
         print_table(
             ("worker", "roles", "model", "device", "busy so far", "sessions", "MB", "pid"),

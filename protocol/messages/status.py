@@ -204,6 +204,13 @@ class Totals(Frozen):
     """Times that a draft could not carry out a command, or gave an invalid answer, and its
     session continued without it."""
 
+    @property
+    def queue_words(self) -> str:
+        """Return in words how many requests are queued, and for how long; empty if none is."""
+        longest_s = max((own.longest_s for own in self.queue), default=0.0)
+        said = f"queued requests: {self.queued}, the first for {longest_s:.1f} s"
+        return said if self.queued else ""
+
 
 class Fault(Frozen):
     """A part that does not do its work, though requests may be served without it."""

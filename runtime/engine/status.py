@@ -127,7 +127,6 @@ class Status:
         reasons += [DRAINED.format(role=role) for role in drained]
         reasons += [state.words[:MAX_WORDS] for state in loading]
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
-        reasons += [queued] if (queued := self._queued()) else []
         reasons += [medley[:MAX_WORDS]] if (medley := self._registry.medley()) else []
         offs: list[str | None] = []
         for running in [*self._running.values()]:
@@ -186,12 +185,6 @@ class Status:
                 for own in self._queue.keys(self._now_ns())
             ],
         )
-
-    def _queued(self) -> str:
-        """Return in words how many requests wait, and for how long; empty if none does."""
-        count = len(self._queue)
-        longest_s = max((own.longest_s for own in self._queue.keys(self._now_ns())), default=0.0)
-        return f"queued requests: {count}, the first for {longest_s:.1f} s" if count else ""
 
 
 def label_of(key: str) -> str:

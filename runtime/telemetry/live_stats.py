@@ -192,7 +192,7 @@ class LiveStats:
             },
             "speculation": speculation(state),
             "degraded": state.degraded,
-            "reasons": list(state.reasons),
+            "reasons": [*state.reasons, *filter(None, [state.totals.queue_words])],
             "faults": [fault.model_dump() for fault in state.faults],
             "loading": [{**told.model_dump(), "words": told.words} for told in state.loading],
             "counts": counts(state, self._missed),
