@@ -62,7 +62,10 @@ class Dialect(Generic[M]):
         try:
             message: M = check.validate_python(body)
         except ValidationError as error:
-            raise DecodeError(_explain(error, *(() if member is None else (tag,)))) from None
+            unread = DecodeError(_explain(error, *(() if member is None else (tag,))))
+            if type(number := body.get("request")) is int and 0 <= number < 1 << 63:
+                unread.request = number
+            raise unread from None
         return message
 
 

@@ -58,6 +58,9 @@ class DecodeError(ProtocolError):
     """Bytes that are no message: truncated, oversized, of the wrong type, with trailing bytes,
     nested too deep."""
 
+    request: int | None = None
+    """The number of the client's request, if it can be read nevertheless."""
+
 
 class StaleError(ProtocolError):
     """A message that is late, a duplicate or of another incarnation: counted, and it changes

@@ -4,7 +4,7 @@ revoked."""
 import logging
 
 from dovetail.protocol.codec import encode
-from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
+from dovetail.protocol.errors import DecodeError, RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_STRIKES,
     Confirmed,
@@ -39,8 +39,9 @@ class Admission:
         self._claims, self._journal, self._lead = claims, shared.journal, Lead(shared, post)
         self._strikes: dict[bytes, int] = {}
 
-    def strike(self, peer: bytes, error: ProtocolError) -> Effects[None]:
+    def strike(self, peer: bytes, error: DecodeError) -> Effects[None]:
         """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
+        A client is told that its request is not read.
 
         Nor is a worker that owes an answer: this may have been it, and its session would wait for
         it in vain.
@@ -52,6 +53,11 @@ class Admission:
         strikes = self._strikes[peer] = self._strikes.get(peer, 0) + 1
         if strikes == 1:
             log.warning("a message of peer %s was dropped: %s", peer.hex()[:12], error)
+        client = self._registry.clients.get(peer)
+        if client is not None and error.request is not None and strikes < MAX_STRIKES:
+            text = f"{error}: is the coordinator of the version of this client?"
+            unread = RequestError("protocol", f"the coordinator cannot read this request: {text}")
+            self._post.to_client(client, refusal(self._service.epoch, unread, error.request))
         if strikes == MAX_STRIKES or (worker is not None and worker.turns.owed):
             log.warning(
                 "peer %s broke the protocol and is no longer listened to (%d)",
@@ -64,7 +70,7 @@ class Admission:
             )
             if worker is not None:
                 yield Gone(worker, "broke the protocol")
-            if (client := self._registry.clients.get(peer)) is not None:
+            if client is not None:
                 yield ClientGone(client)
 
     def newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> Effects[None]:

@@ -5,6 +5,7 @@ import contextlib
 import random
 from collections.abc import Callable
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -401,6 +402,19 @@ def test_hostile_bytes_are_counted_and_hurt_nobody() -> None:
             stranger.send([rng.randbytes(rng.randint(0, 60)) for _ in range(rng.randint(1, 4))])
     assert list(house.complete().result.token_ids) == continuation(PROMPT, 60)
     assert house.report().refused >= MAX_STRIKES
+
+
+def test_a_client_is_told_that_its_request_cannot_be_read_and_a_flood_is_not_answered() -> None:
+    house = House()
+    body = msgpack.packb({"type": "submit", "epoch": house.client.epoch, "request": 7})
+    for _ in range(3 * MAX_STRIKES):
+        house.client._link.send([body])
+    house.run()
+    told = house.replies()
+    assert 1 < len(told) <= MAX_STRIKES
+    assert {(failed.code, failed.session) for failed in told[:-1]} == {("protocol", 7)}
+    assert "cannot read this request: submit.sampling: Field required" in told[0].text
+    assert "version" in told[0].text
 
 
 def test_a_worker_that_keeps_breaking_the_protocol_is_let_go() -> None:
