@@ -64,6 +64,10 @@ BUSY_S = 0.005
 MAX_UNSENT = 4096
 AWAY_S = 60.0
 """For so long requests with a ticket wait for another coordinator."""
+COMES_BACK = (
+    "try again in some seconds; `dovetail serve` starts its coordinator again by itself, and one "
+    "that was started alone has to be started again"
+)
 
 
 class Gateway:
@@ -300,7 +304,7 @@ class Gateway:
         except PeerBusy:
             self._unsent.append(message)
         except LinkError as error:
-            self._lose(str(error))
+            self._lose(f"{error}: {COMES_BACK}")
             return
         if not self._due:
             self._due = True
@@ -333,7 +337,7 @@ class Gateway:
             while link is not None and link is self._link and (frames := take(link)) is not None:
                 self._heard(REPLY.decode(frames))
         except LinkError as error:
-            self._lose(str(error))
+            self._lose(f"{error}: {COMES_BACK}")
         except DecodeError as error:
             self._lose(f"the coordinator sent something that is not a message: {error}")
 
