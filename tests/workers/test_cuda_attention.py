@@ -59,7 +59,7 @@ def test_the_heads_of_many_scores_are_computed_one_after_the_other(
     functions.launches.clear()
     monkeypatch.setattr(attention, "MOST_SCORES", GROUPS * 1500)
     assert torch.equal(own_attention(functions, *parts), whole)
-    assert functions.launches == ["scores_128", "weights_of", "values_of"] * 2
+    assert functions.launches == ["scores_128", "values_of"] * 2
 
 
 class Wrong(Emulated):
@@ -91,7 +91,7 @@ def test_ours_is_not_used_where_it_is_wrong_or_cannot_be() -> None:
     assert asked(keys.float(), values.float()) == 0
     assert asked(keys, values, cap=5.0) == 0
     assert asked(keys, values[..., :32]) == 0
-    assert asked(keys, values) >= 3
+    assert asked(keys, values) >= 2
     assert wrong.owner(CONTEST) is None
     assert wrong.said[CONTEST.kind].startswith(
         "cpu: torch's attention reads keys and values of 16 bits: dovetail's own is not proved "
@@ -119,5 +119,5 @@ def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert not isinstance(NVRTC, str)
     code = NVRTC.compile(SOURCE, architecture)
     assert isinstance(code, bytes), code
-    for name in ("scores_128", "scores_256", "weights_of", "values_of"):
+    for name in ("scores_128", "scores_256", "values_of"):
         assert name.encode() in code

@@ -397,12 +397,17 @@ def test_levels_that_a_gpu_replays_are_what_it_computes_one_by_one(
     assert device.capture is not None
     replayed, launched = (
         Story(head, contrast=head.spec.contrast, capture=capture).fed()
-        for capture in (device.capture, None)
+        for capture in (device.capture, launched_each_time)
     )
     for bonus in range(2, 8):
         found, expected = replayed.draft(bonus=bonus), launched.draft(bonus=bonus)
         assert found.tree == expected.tree
-        assert found.scores == pytest.approx(expected.scores, abs=0.05)
+        assert found.scores == pytest.approx(expected.scores, abs=1e-4)
+
+
+def launched_each_time(function: Callable[[], Predicted]) -> Callable[[], Predicted]:
+    """Return the function of a pass of fixed shape as it is: a capture that captures nothing."""
+    return function
 
 
 @pytest.mark.gpu
@@ -448,13 +453,17 @@ def test_sessions_whose_graphs_share_memory_propose_what_each_does_alone(
     head = open_head(
         str(write_head(tmp_path, "eagle", gain=1.0)),
         target=str(llama_folder),
+        weights="fp32",
         device=where,
         backend="library",
     )
-    capture = sharing() if where == "cpu" else open_device(where, 1).capture
+    # a GPU's passes of other shapes round otherwise, which may decide between equals
+    shared, own = (
+        (sharing(), None) if where == "cpu" else (open_device(where, 1).capture, launched_each_time)
+    )
     together, alone = (
         [Story(head, sampling=sampling, seed=seed, capture=how).fed() for seed in range(3)]
-        for how in (capture, None)
+        for how in (shared, own)
     )
     for bonus in range(2, 6):
         for story in together:

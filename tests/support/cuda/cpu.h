@@ -168,6 +168,7 @@ static inline void __syncthreads() {
 }
 
 static inline unsigned __shfl_xor_sync(unsigned, unsigned value, int by) { return cpu::exchange(value, threadIdx.x ^ (unsigned)by); }
+static inline void __syncwarp() { cpu::exchange(0, threadIdx.x); }
 static inline unsigned __shfl_sync(unsigned, unsigned value, int lane) { return cpu::exchange(value, threadIdx.x / 32 * 32 + (unsigned)lane); }
 
 template <bool SIGNED>

@@ -7,9 +7,9 @@
 //   sum (and of a sink's weight, which has no value)
 //
 // Hidden slots change no chain, so that a row's numbers follow from the slots that it sees, in
-// their order: not from its neighbours, nor from the slots between. Three functions, one after the
+// their order: not from its neighbours, nor from the slots between. Two functions, one after the
 // other, with the scores in memory between them. Rows are query heads of one key head, one head
-// behind the other.
+// behind the other; a block has 8 of them.
 //
 // Keys and values of all rows lie in one cache, or those of each token where `places` says, so that
 // tokens of several sessions share a launch.
@@ -17,7 +17,8 @@
 // Compiled behind numbers.cu.
 
 constexpr int SLOTS = 64, ROWS = 8;  // of a block
-constexpr int THREADS = 128, VALUE_THREADS = 160, COLUMNS = 64;
+constexpr int THREADS = 128, COLUMNS = 32;
+constexpr int STAGES = 4;  // tiles of values that are on their way, or read
 constexpr float HIDDEN = -3.0e38f;  // scores below are of slots that are not seen
 
 // e^x for x <= 0 (native/lanes.h): x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 in
@@ -44,262 +45,252 @@ struct Place {
     Int address, slots, stop;
 };
 
-// The rows of a key head as blocks take them: as they come, or, where tokens have places, token by
-// token, so that rows with the same keys are neighbours.
-struct Order {
-    const Place* places;
-    Int of_head, groups;
+// A row of a block: its number among those of its key head, and the keys or values that it reads.
+struct Row {
+    const unsigned short* numbers;
+    int number, stop;
+};
 
-    __device__ Int row(Int at) const {
-        return places == nullptr ? at : at % groups * of_head + at / groups;
+// The rows of a block: `count` of those of a key head, from `first` on.
+struct Block {
+    int head, first, count;
+
+    __device__ Block(int rows) {
+        const int blocks = (rows + ROWS - 1) / ROWS;
+        head = (int)blockIdx.y / blocks, first = (int)blockIdx.y % blocks * ROWS;
+        count = smaller(ROWS, rows - first);
     }
 };
 
-// Rows of a block from `first` on that read the same keys or values, and where these lie.
-struct Run {
-    const unsigned short* numbers;
-    Int stop;
-    int to;  // behind the last of them
-};
-
-// The run that begins with row `from` of the `count` rows from `first` on. `apart`: numbers between
-// two heads of `numbers`, or, with places, the number of the first head.
-static __device__ Run run_of(const Order& order, Int first, int from, int count,
-                             const unsigned short* numbers, Int apart, Int head, Int slots,
-                             Int width) {
-    if (order.places == nullptr) return {numbers + head * apart, slots, count};
-    const Place own = order.places[(first + from) / order.groups];
-    int to = from + 1;
-    while (to < count && order.places[(first + to) / order.groups].address == own.address) to++;
-    return {(const unsigned short*)own.address + (apart + head) * own.slots * width,
-            own.stop < slots ? own.stop : slots, to};
+// Find the rows of a block. With places they go token by token, so that rows with the same keys are
+// neighbours. `apart`: numbers between two heads of `numbers`, or, with places, the number of the
+// first head. Every thread has to wait before it reads what it did not find itself.
+static __device__ void find_rows(Row* found, const Block& block, int rows,
+                                 const unsigned short* numbers, Int apart, int slots, int width,
+                                 int of_head, const Place* places) {
+    const int thread = (int)threadIdx.x;
+    if (thread >= block.count) return;
+    const int at = block.first + thread;
+    if (places == nullptr) {
+        found[thread] = {numbers + block.head * apart, at, slots};
+        return;
+    }
+    const int groups = rows / of_head, token = at / groups;
+    const Place own = places[token];
+    found[thread] = {(const unsigned short*)own.address + (apart + block.head) * own.slots * width,
+                     at % groups * of_head + token, smaller(own.stop, slots)};
 }
 
-// Scores of 8 rows with 64 slots: each thread one slot, for four rows. `apart`: numbers between the
-// keys of two heads; `mask` [rows, mask_apart] or null; `places` [of_head] or null, and then
-// `apart` is the number of the first head, and slots behind the last that may be read are hidden.
+// The end of the rows that read what row `from` reads.
+static __device__ int end_of_run(const Row* rows, int from, int count) {
+    int to = from + 1;
+    while (to < count && rows[to].numbers == rows[from].numbers) to++;
+    return to;
+}
+
+// Four numbers of a tile.
+static __device__ void four_of(const uint4& bits, float* to) {
+    to[0] = __uint_as_float(bits.x), to[1] = __uint_as_float(bits.y);
+    to[2] = __uint_as_float(bits.z), to[3] = __uint_as_float(bits.w);
+}
+
+// Scores lie in rows that begin at multiples of 16 bytes.
+static __device__ Int row_of_scores(int slots) { return (slots + 3) / 4 * 4; }
+
+// Scores of 8 rows with 64 slots: each thread one slot, for four rows. `mask` [rows, mask_apart] or
+// null; `places` [of_head] or null, and then slots behind the last that may be read are hidden.
 template <int MOST>
 static __device__ void scores_of(const float* queries, const unsigned short* keys, Int apart,
-                                 const float* mask, Int mask_apart, float* scores, Int rows,
-                                 Int slots, Int width, Int scale_bits, Int of_head,
+                                 const float* mask, Int mask_apart, float* scores, int rows,
+                                 int slots, int width, float scale, int of_head,
                                  const Place* places) {
-    constexpr int STRIDE =
-        MOST / 2 + 1;  // words of a key: those of neighbouring slots lie in other banks
-    __shared__ unsigned key_tile[SLOTS * STRIDE];
-    __shared__ float query_tile[ROWS][MOST];
+    constexpr int CHUNKS = MOST / 8, FOURS = MOST / 4;
+    constexpr int STRIDE = CHUNKS + 1;  // chunks of neighbouring slots lie in other banks
+    __shared__ uint4 key_tile[SLOTS * STRIDE];
+    __shared__ uint4 query_tile[ROWS * FOURS];
+    __shared__ Row found[ROWS];
     start_early();
-    const int thread = (int)threadIdx.x, words = (int)(width / 2), slot = thread % SLOTS,
-              first = thread / SLOTS * (ROWS / 2);
-    const Int first_slot = (Int)blockIdx.x * SLOTS, row_blocks = (rows + ROWS - 1) / ROWS;
-    const Int head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * ROWS;
-    const int count = smaller(ROWS, rows - first_row);
-    const Order order = {places, of_head, rows / of_head};
-    for (int i = thread; i < ROWS * width; i += THREADS) {
-        const int row = i / (int)width;
-        const Int from = row < count ? (head * rows + order.row(first_row + row)) * width : 0;
-        query_tile[row][i % (int)width] = row < count ? queries[from + i % (int)width] : 0.0f;
+    const int thread = (int)threadIdx.x, slot = thread % SLOTS, first = thread / SLOTS * (ROWS / 2);
+    const int first_slot = (int)blockIdx.x * SLOTS, at = first_slot + slot, chunks = width / 8;
+    const Block block(rows);
+    find_rows(found, block, rows, keys, apart, slots, width, of_head, places);
+    __syncthreads();
+    for (int i = thread; i < ROWS * FOURS; i += THREADS) {
+        const int row = i / FOURS, four = i % FOURS;
+        if (row >= block.count || four >= 2 * chunks) query_tile[i] = make_uint4(0u, 0u, 0u, 0u);
+        else
+            fetch(&query_tile[i],
+                  queries + ((Int)block.head * rows + found[row].number) * width + 4 * four);
     }
-    for (int from = 0; from < count;) {
-        const Run run = run_of(order, first_row, from, count, keys, apart, head, slots, width);
-        const int there = smaller(SLOTS, run.stop - first_slot);
-        const unsigned* const own = (const unsigned*)(run.numbers + first_slot * width);
+    bool hidden[ROWS / 2];
+#pragma unroll
+    for (int r = 0; r < ROWS / 2; r++)
+        hidden[r] = mask != nullptr && first + r < block.count && at < slots &&
+                    mask[found[first + r].number * mask_apart + at] < HIDDEN;
+    for (int from = 0, to; from < block.count; from = to) {
+        to = end_of_run(found, from, block.count);
+        const int there = smaller(SLOTS, found[from].stop - first_slot);
+        const unsigned short* const own = found[from].numbers + (Int)first_slot * width;
         if (from > 0) __syncthreads();
-        for (int i = thread; i < there * words; i += THREADS)
-            key_tile[i / words * STRIDE + i % words] = own[i];
+#pragma unroll
+        for (int i = 0; i < SLOTS * CHUNKS / THREADS; i++) {
+            const int which = (thread + i * THREADS) / CHUNKS,
+                      chunk = (thread + i * THREADS) % CHUNKS;
+            if (which < there && chunk < chunks)
+                fetch(&key_tile[which * STRIDE + chunk], own + which * width + 8 * chunk);
+        }
+        end_group();
+        wait_for_groups<0>();
         __syncthreads();
         float sums[ROWS / 2] = {};
-        const bool reads = slot < there && first < run.to && first + ROWS / 2 > from;
-#pragma unroll 4
-        for (int word = 0; word < (reads ? words : 0); word++) {
-            const unsigned both = key_tile[slot * STRIDE + word];
-            const float low = half_to_float(both & 0xffffu), high = half_to_float(both >> 16);
+        const bool reads = slot < there && first < to && first + ROWS / 2 > from;
+#pragma unroll 2
+        for (int chunk = 0; chunk < (reads ? chunks : 0); chunk++) {
+            const uint4 eight = key_tile[slot * STRIDE + chunk];
+            const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+            float key[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) key[i] = half_to_float(pairs[i / 2] >> i % 2 * 16 & 0xffffu);
 #pragma unroll
             for (int r = 0; r < ROWS / 2; r++) {
-                sums[r] = __fmaf_rn(query_tile[first + r][2 * word], low, sums[r]);
-                sums[r] = __fmaf_rn(query_tile[first + r][2 * word + 1], high, sums[r]);
+                float query[8];
+                four_of(query_tile[(first + r) * FOURS + 2 * chunk], query);
+                four_of(query_tile[(first + r) * FOURS + 2 * chunk + 1], query + 4);
+#pragma unroll
+                for (int i = 0; i < 8; i++) sums[r] = __fmaf_rn(query[i], key[i], sums[r]);
             }
         }
 #pragma unroll
         for (int r = 0; r < ROWS / 2; r++) {
-            const Int at = first_slot + slot;
-            if (first + r < from || first + r >= run.to || at >= slots) continue;
-            const Int row = order.row(first_row + first + r);
-            const bool hidden =
-                slot >= there || (mask != nullptr && mask[row * mask_apart + at] < HIDDEN);
-            scores[(head * rows + row) * slots + at] =
-                hidden ? __uint_as_float(0xff800000u)
-                       : __fmul_rn(sums[r], __uint_as_float((unsigned)scale_bits));
+            if (first + r < from || first + r >= to || at >= slots) continue;
+            const Int row = (Int)block.head * rows + found[first + r].number;
+            scores[row * row_of_scores(slots) + at] = slot >= there || hidden[r]
+                                                          ? __uint_as_float(0xff800000u)
+                                                          : __fmul_rn(sums[r], scale);
         }
-        from = run.to;
     }
 }
 
-#define DT_SCORES(MOST)                                                                     \
-    extern "C" __global__ void __launch_bounds__(THREADS) scores_##MOST(                    \
-        const float* queries, const unsigned short* keys, Int apart, const float* mask,     \
-        Int mask_apart, float* scores, Int rows, Int slots, Int width, Int scale_bits,      \
-        Int of_head, const Place* places) {                                                 \
-        scores_of<MOST>(queries, keys, apart, mask, mask_apart, scores, rows, slots, width, \
-                        scale_bits, of_head, places);                                       \
+#define DT_SCORES(MOST)                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS) scores_##MOST(                           \
+        const float* queries, const unsigned short* keys, Int apart, const float* mask,            \
+        Int mask_apart, float* scores, Int rows, Int slots, Int width, Int scale_bits,             \
+        Int of_head, const Place* places) {                                                        \
+        scores_of<MOST>(queries, keys, apart, mask, mask_apart, scores, (int)rows, (int)slots,     \
+                        (int)width, __uint_as_float((unsigned)scale_bits), (int)of_head, places);  \
     }
 
 DT_SCORES(128)
 DT_SCORES(256)
 
-// Scores of a row become weights, in place; a block a row. `sinks` [heads] of this row's head, or
-// null; `sink_weights`: what becomes of them.
+// Values of 8 rows with the weights that their scores are: each warp 32 columns of two rows. A
+// thread makes weights of the four scores that it has fetched, of a row of its warp. `sinks`: one
+// for each query head, or null. A token's heads lie side by side in `out`, and tokens `apart_out`.
+// `apart` and `places`: as of scores.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    weights_of(float* scores, const float* sinks, float* sink_weights, Int slots,
-               Int rows_of_head) {
-    __shared__ float of_warps[THREADS / 32];
+    values_of(const float* scores, const unsigned short* values, Int apart, const float* sinks,
+              float* out, Int all_rows, Int all_slots, Int all_width, Int of_head, Int apart_out,
+              const Place* places) {
+    constexpr int CHUNKS = COLUMNS / 8;
+    __shared__ uint4 value_tiles[STAGES][SLOTS * CHUNKS];
+    __shared__ uint4 weight_tiles[STAGES][ROWS * SLOTS / 4];
+    __shared__ Row found[ROWS];
     start_early();
-    float* const own = scores + (Int)blockIdx.x * slots;
-    const float sink =
-        sinks == nullptr ? __uint_as_float(0xff800000u) : sinks[blockIdx.x / rows_of_head];
-    float most = sink;
-    for (Int s = threadIdx.x; s < slots; s += THREADS) most = larger(own[s], most);
-    for (int by = 16; by > 0; by /= 2)
-        most =
-            larger(__uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most), by)), most);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
-    __syncthreads();
-    for (int warp = 0; warp < THREADS / 32; warp++) most = larger(of_warps[warp], most);
-    for (Int s = threadIdx.x; s < slots; s += THREADS) {
-        const float score = own[s];
-        own[s] = score < HIDDEN ? 0.0f : exp_of(__fsub_rn(score, most));
-    }
-    if (sinks != nullptr && threadIdx.x == 0)
-        sink_weights[blockIdx.x] = exp_of(__fsub_rn(sink, most));
-}
-
-// The weighted values of 8 rows: each of 128 threads has two columns of two rows, and a warp beside
-// them adds up the weights. 64 slots lie in shared memory, while the next ones are on their way
-// into registers. Every `of_head` rows are of another query head; a token's heads lie side by side
-// in `out`, and tokens `apart_out`. `places` and `apart`: as of scores.
-extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
-    values_of(const float* weights, const unsigned short* values, Int apart,
-              const float* sink_weights, float* out, Int rows, Int slots, Int width,
-              Int of_head, Int apart_out, const Place* places) {
-    constexpr int CHUNKS = COLUMNS / 8, LOADS = SLOTS * CHUNKS / THREADS,
-                  NUMBERS = ROWS * SLOTS / THREADS;
-    __shared__ uint4 value_tile[SLOTS * CHUNKS];
-    __shared__ uint4 weight_tile[ROWS * SLOTS / 4];
-    __shared__ float totals[ROWS];
-    start_early();
-    const unsigned* const value_words = (const unsigned*)value_tile;
-    float* const weight_numbers = (float*)weight_tile;
-    const int thread = (int)threadIdx.x, word = thread % 32, warp = thread / 32;
-    const Int first_column = (Int)blockIdx.x * COLUMNS, row_blocks = (rows + ROWS - 1) / ROWS;
-    const Int head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * ROWS;
-    const int count = smaller(ROWS, rows - first_row),
+    const int rows = (int)all_rows, slots = (int)all_slots, width = (int)all_width;
+    const int thread = (int)threadIdx.x, lane = thread % 32, mine = thread / 32 * 2;
+    const int first_column = (int)blockIdx.x * COLUMNS,
               chunks = smaller(COLUMNS, width - first_column) / 8;
-    const bool sums_weights = warp == THREADS / 32;
-    const Order order = {places, of_head, rows / of_head};
+    const int row = thread / (SLOTS / 4), four = thread % (SLOTS / 4);  // of its four scores
+    const Block block(rows);
+    find_rows(found, block, rows, values, apart, slots, width, (int)of_head, places);
+    __syncthreads();
 
-    uint4 next_values[LOADS];
-    float next_weights[NUMBERS], sums[2][2] = {}, total = 0.0f;
-    const float* own_weights[NUMBERS];
+    float sums[2] = {}, totals[2] = {}, most[2];
+    const float* own_scores[2];
+    Int heads[2];
 #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) {
-        const int row = (thread + i * THREADS) / SLOTS;
-        const Int own_row = row < count ? order.row(first_row + row) : 0;
-        own_weights[i] = weights + (head * rows + own_row) * slots;
+    for (int r = 0; r < 2; r++) {
+        const int number = found[smaller(mine + r, block.count - 1)].number;
+        own_scores[r] = scores + ((Int)block.head * rows + number) * row_of_scores(slots);
+        heads[r] = ((Int)block.head * rows + number) / of_head;
+        most[r] = sinks == nullptr ? __uint_as_float(0xff800000u) : sinks[heads[r]];
+#pragma unroll 8
+        for (int s = lane; s < slots; s += 32) most[r] = larger(own_scores[r][s], most[r]);
+        for (int by = 16; by > 0; by /= 2)
+            most[r] = larger(
+                __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most[r]), by)),
+                most[r]);
     }
-    for (int first = 0; first < count;) {
-        const Run run = run_of(order, first_row, first, count, values, apart, head, slots, width);
-        const unsigned short* const own = run.numbers + first_column;
-        for (Int slot = -SLOTS; slot < run.stop; slot += SLOTS) {
-            if (slot >= 0) {  // what was on its way has come
-                __syncthreads();
-                if (!sums_weights) {
-#pragma unroll
-                    for (int i = 0; i < LOADS; i++)
-                        value_tile[thread + i * THREADS] = next_values[i];
-#pragma unroll
-                    for (int i = 0; i < NUMBERS; i++)
-                        weight_numbers[thread + i * THREADS] = next_weights[i];
-                }
+    const float* const four_scores = own_scores[row % 2] + 4 * four;
+    const float own_most = most[row % 2];
+
+    for (int from = 0, to; from < block.count; from = to) {
+        to = end_of_run(found, from, block.count);
+        const int stop = found[from].stop;
+        const unsigned short* const own = found[from].numbers + first_column;
+        const bool weighs = row >= from && row < to, adds = mine < to && mine + 2 > from;
+        int filled = 0, read = 0;
+        if (from > 0) __syncthreads();
+        for (int slot = -(STAGES - 1) * SLOTS; slot < stop; slot += SLOTS) {
+            if (slot >= 0) {
+                wait_for_groups<STAGES - 2>();
                 __syncthreads();
             }
-            const Int ahead = slot + SLOTS;
-            if (ahead < run.stop && !sums_weights) {
+            const int ahead = slot + (STAGES - 1) * SLOTS;
 #pragma unroll
-                for (int i = 0; i < LOADS; i++) {
-                    const int at = thread + i * THREADS, chunk = at % CHUNKS;
-                    const Int from = ahead + at / CHUNKS;
-                    next_values[i] = from < run.stop && chunk < chunks
-                                         ? *(const uint4*)(own + from * width + 8 * chunk)
-                                         : make_uint4(0u, 0u, 0u, 0u);
-                }
-#pragma unroll
-                for (int i = 0; i < NUMBERS; i++) {
-                    const int at = thread + i * THREADS, row = at / SLOTS;
-                    const Int from = ahead + at % SLOTS;
-                    next_weights[i] = row >= first && row < run.to && from < run.stop
-                                          ? own_weights[i][from]
-                                          : 0.0f;
-                }
+            for (int i = 0; i < SLOTS * CHUNKS / THREADS; i++) {
+                const int at = thread + i * THREADS, chunk = at % CHUNKS;
+                if (ahead + at / CHUNKS < stop && chunk < chunks)
+                    fetch(&value_tiles[filled][at],
+                          own + (Int)(ahead + at / CHUNKS) * width + 8 * chunk);
             }
+            if (weighs && ahead + 4 * four < stop)
+                fetch(&weight_tiles[filled][thread], four_scores + ahead);
+            end_group();
+            filled = (filled + 1) % STAGES;
             if (slot < 0) continue;
-            // weights behind the last slot and of rows of other runs are 0, and change neither a
-            // sum nor a chain
-            if (sums_weights) {
-                for (int four = 0; four < SLOTS / 4 && word < count; four++) {
-                    const uint4 bits = weight_tile[word * SLOTS / 4 + four];
-                    total = __fadd_rn(__fadd_rn(total, __uint_as_float(bits.x)),
-                                      __uint_as_float(bits.y));
-                    total = __fadd_rn(__fadd_rn(total, __uint_as_float(bits.z)),
-                                      __uint_as_float(bits.w));
-                }
-                continue;
-            }
-#pragma unroll 4
-            for (int four = 0; four < SLOTS / 4; four++) {
-                float own_weights_of[2][4];
+            uint4* const weights = weight_tiles[read];
+            const unsigned short* const numbers = (const unsigned short*)value_tiles[read];
+            read = (read + 1) % STAGES;
+            float given[4];
+            four_of(weights[thread], given);
 #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const uint4 bits = weight_tile[((2 * warp + r) * SLOTS) / 4 + four];
-                    own_weights_of[r][0] = __uint_as_float(bits.x),
-                    own_weights_of[r][1] = __uint_as_float(bits.y);
-                    own_weights_of[r][2] = __uint_as_float(bits.z),
-                    own_weights_of[r][3] = __uint_as_float(bits.w);
-                }
+            for (int i = 0; i < 4; i++)  // weights of other runs and behind the last slot are 0
+                given[i] = !weighs || slot + 4 * four + i >= stop || given[i] < HIDDEN
+                               ? 0.0f
+                               : exp_of(__fsub_rn(given[i], own_most));
+            weights[thread] = make_uint4(__float_as_uint(given[0]), __float_as_uint(given[1]),
+                                         __float_as_uint(given[2]), __float_as_uint(given[3]));
+            __syncwarp();
+            if (!adds) continue;
+#pragma unroll 4
+            for (int next = 0; next < SLOTS / 4; next++) {
+                float own_weights[2][4];
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    four_of(weights[(mine + r) * (SLOTS / 4) + next], own_weights[r]);
 #pragma unroll
                 for (int s = 0; s < 4; s++) {
-                    const unsigned both = value_words[(4 * four + s) * (COLUMNS / 2) + word];
-                    const float low = half_to_float(both & 0xffffu),
-                                high = half_to_float(both >> 16);
+                    const float value = half_to_float(numbers[(4 * next + s) * COLUMNS + lane]);
 #pragma unroll
-                    for (int r = 0; r < 2;
-                         r++) {  // adding 0 would turn -0 into 0; chosen, not branched on: the
-                                 // chains of a warp go on side by side
-                        const float weight = own_weights_of[r][s];
-                        const float one = __fmaf_rn(weight, low, sums[r][0]),
-                                    two = __fmaf_rn(weight, high, sums[r][1]);
-                        sums[r][0] = weight == 0.0f ? sums[r][0] : one;
-                        sums[r][1] = weight == 0.0f ? sums[r][1] : two;
+                    for (int r = 0; r < 2; r++) {
+                        // chosen in front of the chain: no sum that begins with +0 becomes -0
+                        const float weight = own_weights[r][s], seen = weight == 0.0f ? 0.0f : value;
+                        sums[r] = __fmaf_rn(weight, seen, sums[r]);
+                        totals[r] = __fadd_rn(totals[r], weight);
                     }
                 }
             }
         }
-        first = run.to;
     }
-    if (sums_weights && word < count) {
-        const Int row = head * rows + order.row(first_row + word);
-        totals[word] =
-            __fdiv_rn(1.0f, sink_weights == nullptr ? total : __fadd_rn(total, sink_weights[row]));
-    }
-    __syncthreads();
-    if (sums_weights || 2 * word >= width - first_column) return;
+    if (first_column + lane >= width) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int row = 2 * warp + r;
-        if (row >= count) continue;
-        const Int own_row = order.row(first_row + row),
-                  query_head = head * order.groups + own_row / of_head;
-        float* const to =
-            out + own_row % of_head * apart_out + query_head * width + first_column + 2 * word;
-        to[0] = __fmul_rn(sums[r][0], totals[row]);
-        to[1] = __fmul_rn(sums[r][1], totals[row]);
+        if (mine + r >= block.count) continue;
+        const float sink =
+            sinks == nullptr ? 0.0f : exp_of(__fsub_rn(sinks[heads[r]], most[r]));
+        const Int token = found[mine + r].number % (int)of_head;
+        out[token * apart_out + heads[r] * width + first_column + lane] =
+            __fmul_rn(sums[r], __fdiv_rn(1.0f, __fadd_rn(totals[r], sink)));
     }
 }

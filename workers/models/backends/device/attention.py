@@ -26,11 +26,13 @@ from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.cache import HALF
 
 SOURCE = source_of("attention")
-ROWS, SLOTS, COLUMNS = 8, 64, 64
+ROWS, SLOTS, COLUMNS = 8, 64, 32
 """Rows, slots and columns of values of a block."""
 PLACE = 3
 """Numbers of a place: address, slots, slots that may be read."""
-THREADS, VALUE_THREADS = 128, 160
+THREADS = 128
+FOUR = 4
+"""Rows of scores begin at multiples of so many."""
 WIDTHS = (128, 256)
 """The most numbers of a key that a function takes."""
 MULTIPLE = 8
@@ -159,8 +161,7 @@ def _attend(
     mask = None if mask is None else mask.view(mask.shape[-2:])
     at_once, blocks = min(heads, max(1, MOST_SCORES // (rows * slots))), -(-rows // ROWS)
     out = query.new_empty(of_head, all_heads, width)
-    scores = query.new_empty(at_once, rows, slots)
-    sink_weights = None if sinks is None else query.new_empty(at_once, rows)
+    scores = query.new_empty(at_once, rows, -(-slots // FOUR) * FOUR)
     size = next(most for most in WIDTHS if width <= most)
     for first in range(0, heads, at_once):
         part = slice(first, min(heads, first + at_once))
@@ -175,19 +176,13 @@ def _attend(
                 *(scores, rows, slots, width, bits_of(scale), of_head, places),
             ),
         )
-        own_sinks = None if sinks is None else sinks[part.start * groups :]
-        program.launch(
-            "weights_of",
-            (count * rows, 1),
-            THREADS,
-            (scores, own_sinks, sink_weights, slots, of_head),
-        )
+        own_sinks = None if sinks is None else sinks[first * groups :]
         program.launch(
             "values_of",
             (-(-width // COLUMNS), count * blocks),
-            VALUE_THREADS,
+            THREADS,
             (
-                *(scores, values, of_values, sink_weights, out[:, first * groups :]),
+                *(scores, values, of_values, own_sinks, out[:, first * groups :]),
                 *(rows, slots, width, of_head, out.stride(0), places),
             ),
         )
