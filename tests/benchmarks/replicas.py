@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,8 @@ def replicas(
     as_json: bool,
 ) -> None:
     """Two replicas on separate cores behind the router over one of them, each with as many
-    streams: the ratio of their rates."""
+    streams: the ratio of their rates, and that of two which are asked without the router, which is
+    what the machine has for two."""
     models = [f"--draft={draft}", *([f"--inflate={inflate}"] if inflate != "0B" else [])]
     with ExitStack() as opened:
         urls = [
@@ -125,27 +127,30 @@ def replicas(
         ]
         flags = [f"--connect={url}" for url in urls]
         both = opened.enter_context(started("router", *flags)).url
-        texts: list[dict[int, str]] = [{}, {}]
+        texts: dict[str, dict[int, str]] = {}
 
-        def side(number: int) -> float:
-            count = 1 if number else len(urls)
-            rated, said = rate(
-                urls[0] if number else both, requests * count, streams * count, tokens, whole=whole
-            )
-            texts[number] = said
+        def asked(url: str) -> float:
+            count = len(urls) if url == both else 1
+            rated, texts[url] = rate(url, requests * count, streams * count, tokens, whole=whole)
             return rated
 
-        for number in range(2):
-            side(number)
-        pairs = [take_turns((lambda: side(0), lambda: side(1)), turn) for turn in range(repeat)]
-    differ = sum(texts[0][number] != text for number, text in texts[1].items())
+        def direct() -> float:
+            with ThreadPoolExecutor(len(urls)) as pool:
+                return sum(pool.map(asked, urls))
+
+        sides = (lambda: asked(both), direct, lambda: asked(urls[0]))
+        for side in sides:
+            side()
+        two, beside, one = zip(*(take_turns(sides, turn) for turn in range(repeat)), strict=True)
+    differ = sum(texts[both][number] != text for number, text in texts[urls[0]].items())
     row = {
         "target": inflate,
         "draft": draft,
         "whole" if whole else "streams": streams,
-        "tokens/s, 1": statistics.median(one for _, one in pairs),
-        "tokens/s, 2": statistics.median(two for two, _ in pairs),
-        "ratio": str(ratio([two for two, _ in pairs], [one for _, one in pairs])),
+        "tokens/s, 1": statistics.median(one),
+        "tokens/s, 2": statistics.median(two),
+        "ratio": str(ratio(two, one)),
+        "without the router": str(ratio(beside, one)),
         "differ": differ,
     }
     report({"replicas": [row]}, as_json, lambda: shown([row]))
