@@ -17,17 +17,17 @@
 // Compiled behind numbers.cu.
 
 constexpr int SLOTS = 64, ROWS = 8;  // of a block
-constexpr int THREADS = 128, COLUMNS = 32;
+constexpr int THREADS = 128, VALUE_THREADS = 256, COLUMNS = 32;
 constexpr int STAGES = 4;  // tiles of values that are on their way, or read
 constexpr float HIDDEN = -3.0e38f;  // scores below are of slots that are not seen
 
 // e^x for x <= 0 (native/lanes.h): x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 in
 // r. Below -87 exactly 0.
 static __device__ float exp_of(float x) {
-    if (!(x >= -87.0f)) return x != x ? x : 0.0f;
-    const float rounder = 12582912.0f;
-    const float n = __fsub_rn(__fadd_rn(__fmul_rn(x, 1.44269504f), rounder), rounder);
-    float r = __fmaf_rn(n, -0.693359375f, x);
+    const bool small = !(x >= -87.0f);
+    const float rounder = 12582912.0f, given = small ? 0.0f : x;
+    const float n = __fsub_rn(__fadd_rn(__fmul_rn(given, 1.44269504f), rounder), rounder);
+    float r = __fmaf_rn(n, -0.693359375f, given);
     r = __fmaf_rn(n, 2.12194440e-4f, r);
     float p = 1.9875691500e-4f;
     p = __fmaf_rn(p, r, 1.3981999507e-3f);
@@ -36,7 +36,8 @@ static __device__ float exp_of(float x) {
     p = __fmaf_rn(p, r, 1.6666665459e-1f);
     p = __fmaf_rn(p, r, 5.0000001201e-1f);
     p = __fadd_rn(__fmaf_rn(__fmul_rn(r, r), p, r), 1.0f);
-    return __fmul_rn(p, __uint_as_float((unsigned)((int)n + 127) << 23));
+    const float found = __fmul_rn(p, __uint_as_float((unsigned)((int)n + 127) << 23));
+    return small ? (x != x ? x : 0.0f) : found;
 }
 
 // The cache of a token's session: where it begins, the slots of each of its heads, and how many of
@@ -62,7 +63,7 @@ struct Block {
     }
 };
 
-// Find the rows of a block. With places they go token by token, so that rows with the same keys are
+// Find the rows of a block, which no kernel in front of this one writes. With places they go token by token, so that rows with the same keys are
 // neighbours. `apart`: numbers between two heads of `numbers`, or, with places, the number of the
 // first head. Every thread has to wait before it reads what it did not find itself.
 static __device__ void find_rows(Row* found, const Block& block, int rows,
@@ -94,7 +95,7 @@ static __device__ void four_of(const uint4& bits, float* to) {
     to[2] = __uint_as_float(bits.z), to[3] = __uint_as_float(bits.w);
 }
 
-// Scores lie in rows that begin at multiples of 16 bytes.
+// Scores lie in rows that begin at multiples of 16 bytes, with -inf behind the last.
 static __device__ Int row_of_scores(int slots) { return (slots + 3) / 4 * 4; }
 
 // Scores of 8 rows with 64 slots: each thread one slot, for four rows. `mask` [rows, mask_apart] or
@@ -109,11 +110,11 @@ static __device__ void scores_of(const float* queries, const unsigned short* key
     __shared__ uint4 key_tile[SLOTS * STRIDE];
     __shared__ uint4 query_tile[ROWS * FOURS];
     __shared__ Row found[ROWS];
-    start_early();
     const int thread = (int)threadIdx.x, slot = thread % SLOTS, first = thread / SLOTS * (ROWS / 2);
     const int first_slot = (int)blockIdx.x * SLOTS, at = first_slot + slot, chunks = width / 8;
     const Block block(rows);
     find_rows(found, block, rows, keys, apart, slots, width, of_head, places);
+    start_early();
     __syncthreads();
     for (int i = thread; i < ROWS * FOURS; i += THREADS) {
         const int row = i / FOURS, four = i % FOURS;
@@ -162,7 +163,7 @@ static __device__ void scores_of(const float* queries, const unsigned short* key
         }
 #pragma unroll
         for (int r = 0; r < ROWS / 2; r++) {
-            if (first + r < from || first + r >= to || at >= slots) continue;
+            if (first + r < from || first + r >= to || at >= row_of_scores(slots)) continue;
             const Int row = (Int)block.head * rows + found[first + r].number;
             scores[row * row_of_scores(slots) + at] = slot >= there || hidden[r]
                                                           ? __uint_as_float(0xff800000u)
@@ -183,52 +184,67 @@ static __device__ void scores_of(const float* queries, const unsigned short* key
 DT_SCORES(128)
 DT_SCORES(256)
 
-// Values of 8 rows with the weights that their scores are: each warp 32 columns of two rows. A
-// thread makes weights of the four scores that it has fetched, of a row of its warp. `sinks`: one
-// for each query head, or null. A token's heads lie side by side in `out`, and tokens `apart_out`.
-// `apart` and `places`: as of scores.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    values_of(const float* scores, const unsigned short* values, Int apart, const float* sinks,
-              float* out, Int all_rows, Int all_slots, Int all_width, Int of_head, Int apart_out,
-              const Place* places) {
-    constexpr int CHUNKS = COLUMNS / 8;
-    __shared__ uint4 value_tiles[STAGES][SLOTS * CHUNKS];
-    __shared__ uint4 weight_tiles[STAGES][ROWS * SLOTS / 4];
-    __shared__ Row found[ROWS];
-    start_early();
-    const int rows = (int)all_rows, slots = (int)all_slots, width = (int)all_width;
-    const int thread = (int)threadIdx.x, lane = thread % 32, mine = thread / 32 * 2;
-    const int first_column = (int)blockIdx.x * COLUMNS,
-              chunks = smaller(COLUMNS, width - first_column) / 8;
-    const int row = thread / (SLOTS / 4), four = thread % (SLOTS / 4);  // of its four scores
-    const Block block(rows);
-    find_rows(found, block, rows, values, apart, slots, width, (int)of_head, places);
-    __syncthreads();
+// Scores of a row that a lane looks at, 4 at a time.
+constexpr int LOOKS = 4, LOOKED = 32 * 4 * LOOKS;
 
-    float sums[2] = {}, totals[2] = {}, most[2];
-    const float* own_scores[2];
-    Int heads[2];
+// The largest of a row's scores, and of `most`, by a warp.
+static __device__ float largest_of(const float* scores, int slots, float most) {
+    const int lane = (int)threadIdx.x % 32;
+    for (int slot = 4 * lane; slot < slots; slot += LOOKED) {
+        uint4 seen[LOOKS];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int number = found[smaller(mine + r, block.count - 1)].number;
-        own_scores[r] = scores + ((Int)block.head * rows + number) * row_of_scores(slots);
-        heads[r] = ((Int)block.head * rows + number) / of_head;
-        most[r] = sinks == nullptr ? __uint_as_float(0xff800000u) : sinks[heads[r]];
-#pragma unroll 8
-        for (int s = lane; s < slots; s += 32) most[r] = larger(own_scores[r][s], most[r]);
-        for (int by = 16; by > 0; by /= 2)
-            most[r] = larger(
-                __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most[r]), by)),
-                most[r]);
+        for (int i = 0; i < LOOKS; i++)  // which are on their way together
+            seen[i] = *(const uint4*)(scores + smaller(slot + i * LOOKED / LOOKS, slots - 1) / 4 * 4);
+#pragma unroll
+        for (int i = 0; i < LOOKS; i++) {
+            float four[4];
+            four_of(seen[i], four);
+#pragma unroll
+            for (int j = 0; j < 4; j++) most = larger(four[j], most);
+        }
     }
-    const float* const four_scores = own_scores[row % 2] + 4 * four;
-    const float own_most = most[row % 2];
+    for (int by = 16; by > 0; by /= 2)
+        most =
+            larger(__uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most), by)), most);
+    return most;
+}
 
+// Values of 8 rows with the weights that their scores are: each warp 32 columns of a row. Half of
+// its lanes make weights of the scores that they have fetched. `sinks`: one for each query head, or
+// null. A token's heads lie side by side in `out`, and tokens `apart_out`. `apart` and `places`: as
+// of scores.
+extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
+    values_of(const float* scores, const unsigned short* values, Int apart, const float* sinks,
+              float* out, Int all_rows, Int all_slots, Int all_width, Int all_of_head,
+              Int apart_out, const Place* places) {
+    constexpr int CHUNKS = COLUMNS / 8, FOURS = SLOTS / 4;
+    static_assert(SLOTS * CHUNKS == VALUE_THREADS, "a thread fetches a chunk");
+    __shared__ uint4 value_tiles[STAGES][SLOTS * CHUNKS];
+    __shared__ uint4 weight_tiles[STAGES][ROWS * FOURS];
+    __shared__ Row found[ROWS];
+    const int rows = (int)all_rows, slots = (int)all_slots, width = (int)all_width,
+              of_head = (int)all_of_head;
+    const int thread = (int)threadIdx.x, lane = thread % 32, mine = thread / 32;
+    const int first_column = (int)blockIdx.x * COLUMNS, chunk = thread % CHUNKS;
+    const Block block(rows);
+    find_rows(found, block, rows, values, apart, slots, width, of_head, places);
+    __syncthreads();
+    const int number = found[smaller(mine, block.count - 1)].number;
+    const int head = block.head * (rows / of_head) + number / of_head, token = number % of_head;
+    const float sink = sinks == nullptr ? __uint_as_float(0xff800000u) : sinks[head];
+    const float* const own_scores =
+        scores + ((Int)block.head * rows + number) * row_of_scores(slots);
+    const bool fetches = first_column + 8 * chunk < width;
+    start_early();
+
+    float sum = 0.0f, total = 0.0f;
+    const float most = largest_of(own_scores, slots, sink);
     for (int from = 0, to; from < block.count; from = to) {
         to = end_of_run(found, from, block.count);
         const int stop = found[from].stop;
-        const unsigned short* const own = found[from].numbers + first_column;
-        const bool weighs = row >= from && row < to, adds = mine < to && mine + 2 > from;
+        const unsigned short* const own =
+            found[from].numbers + first_column + (Int)(thread / CHUNKS) * width + 8 * chunk;
+        const bool adds = mine >= from && mine < to;
         int filled = 0, read = 0;
         if (from > 0) __syncthreads();
         for (int slot = -(STAGES - 1) * SLOTS; slot < stop; slot += SLOTS) {
@@ -237,60 +253,45 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 __syncthreads();
             }
             const int ahead = slot + (STAGES - 1) * SLOTS;
-#pragma unroll
-            for (int i = 0; i < SLOTS * CHUNKS / THREADS; i++) {
-                const int at = thread + i * THREADS, chunk = at % CHUNKS;
-                if (ahead + at / CHUNKS < stop && chunk < chunks)
-                    fetch(&value_tiles[filled][at],
-                          own + (Int)(ahead + at / CHUNKS) * width + 8 * chunk);
-            }
-            if (weighs && ahead + 4 * four < stop)
-                fetch(&weight_tiles[filled][thread], four_scores + ahead);
+            if (fetches && ahead + thread / CHUNKS < stop)
+                fetch(&value_tiles[filled][thread], own + (Int)ahead * width);
+            if (adds && lane < FOURS && ahead + 4 * lane < stop)
+                fetch(&weight_tiles[filled][mine * FOURS + lane], own_scores + ahead + 4 * lane);
             end_group();
             filled = (filled + 1) % STAGES;
             if (slot < 0) continue;
-            uint4* const weights = weight_tiles[read];
-            const unsigned short* const numbers = (const unsigned short*)value_tiles[read];
+            uint4* const weights = weight_tiles[read] + mine * FOURS;
+            const unsigned short* const numbers = (const unsigned short*)value_tiles[read] + lane;
             read = (read + 1) % STAGES;
-            float given[4];
-            four_of(weights[thread], given);
-#pragma unroll
-            for (int i = 0; i < 4; i++)  // weights of other runs and behind the last slot are 0
-                given[i] = !weighs || slot + 4 * four + i >= stop || given[i] < HIDDEN
-                               ? 0.0f
-                               : exp_of(__fsub_rn(given[i], own_most));
-            weights[thread] = make_uint4(__float_as_uint(given[0]), __float_as_uint(given[1]),
-                                         __float_as_uint(given[2]), __float_as_uint(given[3]));
-            __syncwarp();
             if (!adds) continue;
+            if (lane < FOURS) {
+                float four[4];
+                four_of(weights[lane], four);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {  // a score that is not seen is far below
+                    const bool seen = slot + 4 * lane + i < stop && !(four[i] < HIDDEN);
+                    four[i] = exp_of(seen ? __fsub_rn(four[i], most) : HIDDEN);
+                }
+                weights[lane] = make_uint4(__float_as_uint(four[0]), __float_as_uint(four[1]),
+                                           __float_as_uint(four[2]), __float_as_uint(four[3]));
+            }
+            __syncwarp();
 #pragma unroll 4
-            for (int next = 0; next < SLOTS / 4; next++) {
-                float own_weights[2][4];
+            for (int next = 0; next < FOURS; next++) {
+                float four[4];
+                four_of(weights[next], four);
 #pragma unroll
-                for (int r = 0; r < 2; r++)
-                    four_of(weights[(mine + r) * (SLOTS / 4) + next], own_weights[r]);
-#pragma unroll
-                for (int s = 0; s < 4; s++) {
-                    const float value = half_to_float(numbers[(4 * next + s) * COLUMNS + lane]);
-#pragma unroll
-                    for (int r = 0; r < 2; r++) {
-                        // chosen in front of the chain: no sum that begins with +0 becomes -0
-                        const float weight = own_weights[r][s], seen = weight == 0.0f ? 0.0f : value;
-                        sums[r] = __fmaf_rn(weight, seen, sums[r]);
-                        totals[r] = __fadd_rn(totals[r], weight);
-                    }
+                for (int i = 0; i < 4; i++) {
+                    const float value = half_to_float(numbers[(4 * next + i) * COLUMNS]);
+                    // what no row sees may be no number
+                    if (four[i] != 0.0f) sum = __fmaf_rn(four[i], value, sum);
+                    total = __fadd_rn(total, four[i]);
                 }
             }
         }
     }
-    if (first_column + lane >= width) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (mine + r >= block.count) continue;
-        const float sink =
-            sinks == nullptr ? 0.0f : exp_of(__fsub_rn(sinks[heads[r]], most[r]));
-        const Int token = found[mine + r].number % (int)of_head;
-        out[token * apart_out + heads[r] * width + first_column + lane] =
-            __fmul_rn(sums[r], __fdiv_rn(1.0f, __fadd_rn(totals[r], sink)));
-    }
+    if (mine >= block.count || first_column + lane >= width) return;
+    if (sinks != nullptr) total = __fadd_rn(total, exp_of(__fsub_rn(sink, most)));
+    out[token * apart_out + (Int)head * width + first_column + lane] =
+        __fmul_rn(sum, __fdiv_rn(1.0f, total));
 }

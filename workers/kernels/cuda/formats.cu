@@ -107,18 +107,17 @@ struct Format {
     unsigned low[LANE_OUTPUTS][Low::HELD], high[LANE_OUTPUTS][HIGH == 0 ? 1 : High::HELD];
     unsigned numbers[NUMBERS], super[2];
 
-    static __device__ Int vector_bytes(Int groups) {
-        return groups * SIZE + groups / SUPER * SUPER_BYTES;
+    static __device__ Int vector_bytes(int groups) {
+        return (Int)groups * SIZE + groups / SUPER * SUPER_BYTES;
     }
 
-    __device__ void load(const char* vector, int group, const Lane& lane) {
-        const char* const at = vector + (Int)group * SIZE + (Int)(group / SUPER + 1) * SUPER_BYTES;
+    // Load the group at an address; the scales of its scales lie `above`.
+    __device__ void load(const char* at, const char* above, const Lane& lane) {
         constexpr int BYTES_EACH = NUMBER_BYTES / VECTOR;
 #pragma unroll
         for (int i = 0; i < NUMBERS; i++)
             numbers[i] = beside<8 * BYTES_EACH>(at + i * NUMBER_BYTES + BYTES_EACH * lane.output);
         if constexpr (TWICE) {
-            const char* const above = vector + (Int)(group / SUPER) * (SUPER * SIZE + SUPER_BYTES);
             super[0] = beside<16>(above + 2 * lane.output);
             if constexpr (LESS) super[1] = beside<16>(above + 32 + 2 * lane.output);
         }

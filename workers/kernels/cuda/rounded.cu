@@ -54,30 +54,38 @@ static __device__ void hand_over_chain(int warp) {
 
 constexpr int ROUND_THREADS = 128;
 
+// Where a group of a row of x lies among all, of which 8 rows lie side by side, and behind them
+// those of the next group; the groups of 8 rows are rounded up to a multiple of 4.
+static __device__ Int place_of(int row, int group, int groups) {
+    return ((Int)(row / RELAY_ROWS) * ((groups + 3) / 4 * 4) + group) * RELAY_ROWS +
+           row % RELAY_ROWS;
+}
+
 // x [rows, k] -> for each row and group WIDTH / 4 words of four int8, zeros behind the last input,
 // with every fourth step side by side, since a lane reads these at once; and four numbers about the
 // group: its scale, the scale times the sum of the int8, that sum, and the sum of the first half.
 // One warp for each row and group.
 template <int WIDTH>
 static __device__ void round_row(const float* x, signed char* values, uint4* abouts, Int k,
-                                 Int groups, Int rows) {
+                                 int groups, int rows) {
     constexpr int STEPS = WIDTH / 4, NUMBERS = WIDTH / 32;
     start_early();
     const int lane = (int)(threadIdx.x % 32), step = NUMBERS * lane / 4;
-    const Int which = (Int)blockIdx.x * (ROUND_THREADS / 32) + threadIdx.x / 32;
-    if (which >= rows * groups) return;
-    const Int row = which / groups, at = which % groups * WIDTH + NUMBERS * lane;
+    const int which = (int)blockIdx.x * (ROUND_THREADS / 32) + (int)threadIdx.x / 32,
+              row = which / groups, group = which % groups;
+    if (row >= rows) return;
+    const Int place = place_of(row, group, groups), at = (Int)group * WIDTH + NUMBERS * lane;
     float own[NUMBERS];
     unsigned most = 0;
 #pragma unroll
     for (int i = 0; i < NUMBERS; i++) {
-        own[i] = at + i < k ? x[row * k + at + i] : 0.0f;
+        own[i] = at + i < k ? x[(Int)row * k + at + i] : 0.0f;
         const unsigned size = magnitude(own[i]);
         most = size > most ? size : most;
     }
     const RowScale scale = row_scale(largest_of_warp(most));
     signed char* const to =
-        values + which * WIDTH + (step % 4 * (STEPS / 4) + step / 4) * 4 + NUMBERS * lane % 4;
+        values + place * WIDTH + (step % 4 * (STEPS / 4) + step / 4) * 4 + NUMBERS * lane % 4;
     int half = 0;
 #pragma unroll
     for (int i = 0; i < NUMBERS; i++) {
@@ -87,7 +95,7 @@ static __device__ void round_row(const float* x, signed char* values, uint4* abo
     for (int by = 8; by > 0; by /= 2) half += (int)__shfl_xor_sync(0xffffffffu, (unsigned)half, by);
     const int whole = half + (int)__shfl_xor_sync(0xffffffffu, (unsigned)half, 16);
     if (lane == 0)
-        abouts[which] = make_uint4(__float_as_uint(scale.from),
+        abouts[place] = make_uint4(__float_as_uint(scale.from),
                                    __float_as_uint(__fmul_rn(scale.from, __int2float_rn(whole))),
                                    (unsigned)whole, (unsigned)half);
 }
@@ -95,7 +103,7 @@ static __device__ void round_row(const float* x, signed char* values, uint4* abo
 #define DT_ROUND(WIDTH)                                                                    \
     extern "C" __global__ void __launch_bounds__(ROUND_THREADS) round_##WIDTH(             \
         const float* x, signed char* values, uint4* abouts, Int k, Int groups, Int rows) { \
-        round_row<WIDTH>(x, values, abouts, k, groups, rows);                              \
+        round_row<WIDTH>(x, values, abouts, k, (int)groups, (int)rows);                    \
     }
 
 DT_ROUND(64)
@@ -186,12 +194,20 @@ struct Place {
 };
 
 template <class F>
-static __device__ void load(F* weights, const char* packed, const Place& at, Int groups,
+static __device__ void load(F* weights, const char* packed, const Place& at, int groups,
                             const Lane& lane) {
-    const char* const vector = packed + at.vector * F::vector_bytes(groups);
+    const int first = at.tile * DEPTH, super = first / SUPER;  // of the whole tile
+    const char* const above = packed + at.vector * F::vector_bytes(groups) +
+                              (Int)super * (SUPER * F::SIZE + F::SUPER_BYTES);
+    const char* const own = above + F::SUPER_BYTES + (first - super * SUPER) * F::SIZE;
+    if (first + DEPTH <= groups) {
 #pragma unroll
-    for (int i = 0; i < DEPTH; i++)  // what lies beyond the last group is that one
-        weights[i].load(vector, smaller(at.tile * DEPTH + i, groups - 1), lane);
+        for (int i = 0; i < DEPTH; i++) weights[i].load(own + i * F::SIZE, above, lane);
+    } else {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++)  // what lies beyond the last group is that one
+            weights[i].load(own + smaller(i, groups - 1 - first) * F::SIZE, above, lane);
+    }
 }
 
 // Where the rows of a lane begin. Rows beyond the last one are read as the last one, and not
@@ -205,17 +221,18 @@ struct Inputs {
     const char* values[READ];
     const uint4* abouts[LANE_ROWS];
 
-    __device__ Inputs(const char* all, const uint4* all_abouts, Int first_row, int count,
-                      Int groups, int width, const Lane& lane) {
+    __device__ Inputs(const char* all, const uint4* all_abouts, int first_row, int count,
+                      int groups, int width, const Lane& lane) {
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) {
-            const Int row = first_row + smaller(lane.row + r * lane.rows_apart, count - 1);
-            abouts[r] = all_abouts + row * groups;
-            if constexpr (READ > 1) values[r] = all + row * groups * width;
+            const int row = first_row + smaller(lane.row + r * lane.rows_apart, count - 1);
+            const Int place = place_of(row, 0, groups);
+            abouts[r] = all_abouts + place;
+            if constexpr (READ > 1) values[r] = all + place * width;
         }
         if constexpr (READ == 1) {
-            const Int row = first_row + smaller(lane.output / 2, count - 1);
-            values[0] = all + row * groups * width + lane.quarter * (width / 4);
+            const int row = first_row + smaller(lane.output / 2, count - 1);
+            values[0] = all + place_of(row, 0, groups) * width + lane.quarter * (width / 4);
         }
     }
 };
@@ -227,7 +244,7 @@ static __device__ void link(const F& weights, const Inputs& inputs, int group, c
     int exact[F::HALVES][LANE_OUTPUTS * LANE_ROWS];
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) {
-        const uint4 found = inputs.abouts[r][group];
+        const uint4 found = inputs.abouts[r][group * RELAY_ROWS];
         const int whole = (int)found.z, half = (int)found.w;
         to.factors[r] = __uint_as_float(found.x);
         if constexpr (F::HALVES == 1) to.of_more[0][r] = __uint_as_float(found.y);
@@ -244,7 +261,7 @@ static __device__ void link(const F& weights, const Inputs& inputs, int group, c
     const unsigned* own[Inputs::READ];
 #pragma unroll
     for (int r = 0; r < Inputs::READ; r++)
-        own[r] = (const unsigned*)(inputs.values[r] + (Int)group * F::WIDTH);
+        own[r] = (const unsigned*)(inputs.values[r] + group * (RELAY_ROWS * F::WIDTH));
     multiply(weights, own, lane, table, exact);
 #pragma unroll
     for (int o = 0; o < LANE_OUTPUTS; o++) {
@@ -266,12 +283,12 @@ static __device__ void link(const F& weights, const Inputs& inputs, int group, c
 // them, so that weights keep coming from the end of one vector to the beginning of the next.
 template <class F>
 static __device__ void relay(const char* packed, const char* values, const uint4* abouts,
-                             const float* bias, float* y, Int n, Int apart, Int groups, Int rows,
+                             const float* bias, float* y, Int n, Int apart, int groups, int rows,
                              const unsigned* table) {
     __shared__ uint4 handed[WARPS][32];
     const int warp = (int)threadIdx.x / 32, in_warp = (int)threadIdx.x % 32;
-    const int tiles = ((int)groups + DEPTH - 1) / DEPTH;
-    const Int vectors = (n + VECTOR - 1) / VECTOR, first_row = (Int)blockIdx.y * RELAY_ROWS;
+    const int tiles = (groups + DEPTH - 1) / DEPTH, first_row = (int)blockIdx.y * RELAY_ROWS;
+    const Int vectors = (n + VECTOR - 1) / VECTOR;
     const int count = smaller(RELAY_ROWS, rows - first_row);
     const Lane lane = lane_of(in_warp);
     Place at = {blockIdx.x, 0};
@@ -284,8 +301,7 @@ static __device__ void relay(const char* packed, const char* values, const uint4
         Links<F> links[DEPTH];
 #pragma unroll
         for (int i = 0; i < DEPTH; i++)
-            link(weights[i], inputs, smaller(at.tile * DEPTH + i, groups - 1), lane, table,
-                 links[i]);
+            link(weights[i], inputs, at.tile * DEPTH + i, lane, table, links[i]);
         Place next = at;
         next.advance(WARPS, tiles, gridDim.x);
         if (next.vector < vectors) load(weights, packed, next, groups, lane);
@@ -314,7 +330,7 @@ static __device__ void relay(const char* packed, const char* values, const uint4
                 const int row = lane.row + i % LANE_ROWS * lane.rows_apart;
                 const Int output = at.vector * VECTOR + lane.output + i / LANE_ROWS;
                 if (row < count && output < n)
-                    y[(first_row + row) * apart + output] =
+                    y[(Int)(first_row + row) * apart + output] =
                         bias == nullptr ? own[i] : __fadd_rn(own[i], bias[output]);
             }
         at = next;
@@ -334,6 +350,6 @@ static __device__ void relay(const char* packed, const char* values, const uint4
                 for (int i = 0; i < 4; i++) table[i] = OWN[i];                                     \
             __syncthreads();                                                                       \
         }                                                                                          \
-        relay<Format<WIDTH, BITS, MIDDLE, SIGNED, SCALES, TABLE>>(packed, values, abouts, bias, y, \
-                                                                  n, apart, groups, rows, table);  \
+        relay<Format<WIDTH, BITS, MIDDLE, SIGNED, SCALES, TABLE>>(                                 \
+            packed, values, abouts, bias, y, n, apart, (int)groups, (int)rows, table);             \
     }

@@ -103,6 +103,8 @@ ROW_THREADS, GROUP_THREADS = 512, 128
 """Threads of a block that rounds a row, or groups of rows, a warp each."""
 RELAY_ROWS, RELAY_THREADS = 8, 256
 """Rows and threads of a block over codes, of a substitute or of a GGUF file."""
+DEPTH = 4
+"""Rows of x have their groups in multiples of so many."""
 RELAY_BLOCKS = 2
 """Blocks of that kind that a multiprocessor has at a time."""
 WARP = 32
@@ -174,22 +176,26 @@ def own_matrix(program: Program, lying: Lying, memory: Tensor) -> OwnMatrix:
 class RoundedRows:
     """Rows in int8 as our products over codes read them (`kernels/cuda/rounded.cu`)."""
 
+    rows: int
+    groups: int
     values: Tensor
-    """int8 [T, groups, inputs of a group], with steps of four inputs in the order of the kernel."""
+    """int8 [tiles of 8 rows, groups up to a multiple of 4, 8, inputs of a group], with steps of
+    four inputs in the order of the kernel."""
     abouts: Tensor
-    """[T, groups, 4]: scales and sums."""
+    """[tiles, groups up to a multiple of 4, 8, 4]: scales and sums."""
 
 
 def rounded_rows(program: Program, x: Tensor, width: int) -> RoundedRows:
     """Return x [T, k] fp32 rounded to 8 bits, with a scale for every `width` inputs (64 or 32)."""
     (rows, k), x = x.shape, x.contiguous()
     groups = -(-k // width)
-    values = x.new_empty(rows, groups, width, dtype=torch.int8)
-    abouts = x.new_empty(rows, groups, 4)
+    shape = -(-rows // RELAY_ROWS), -(-groups // DEPTH) * DEPTH, RELAY_ROWS
+    values = x.new_empty(*shape, width, dtype=torch.int8)
+    abouts = x.new_empty(*shape, 4)
     grid = (-(-rows * groups // (GROUP_THREADS // WARP)), 1)
     arguments = (x, values, abouts, k, groups, rows)
     program.launch(f"round_{width}", grid, GROUP_THREADS, arguments)
-    return RoundedRows(values, abouts)
+    return RoundedRows(rows, groups, values, abouts)
 
 
 def multiply(
@@ -197,11 +203,10 @@ def multiply(
 ) -> None:
     """Write x W^T + bias to y [T, n], which may be some columns of a wider matrix. `name`: the
     function for the format of `packed`."""
-    rows, groups, _ = x.abouts.shape
-    count, tiles = y.shape[1], -(-rows // RELAY_ROWS)
+    count, tiles = y.shape[1], len(x.abouts)
     at_once = -(-RELAY_BLOCKS * program.units // tiles)
     grid = (min(-(-count // VECTOR), at_once), tiles)
-    arguments = (packed, x.values, x.abouts, bias, y, count, y.stride(0), groups, rows)
+    arguments = (packed, x.values, x.abouts, bias, y, count, y.stride(0), x.groups, x.rows)
     program.launch(name, grid, RELAY_THREADS, arguments)
 
 
