@@ -333,6 +333,9 @@ class Controller:
         alone_s = self._now.costs.alone_s(context=done.context, rows=done.other_rows)
         if alone_s <= 0.0:
             return
+        if done.disturbed and on_off.drafting:
+            on_off.catching_up(done.tokens, seconds, alone_s, among=1)
+            return
         words = None
         if done.drafted is None:
             before_s = self._pricing.reading_s(done.unread)

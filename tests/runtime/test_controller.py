@@ -27,7 +27,9 @@ PROPOSAL = Drafted(
 ROW_NS = 1_000_000
 
 
-def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Controller:
+def after(
+    rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0, disturbed: bool = False
+) -> Controller:
     """A controller after drafted rounds whose pass took a millisecond a row."""
     costs = PairCosts()
     for rows in (1, other_rows, other_rows + 3):
@@ -54,6 +56,7 @@ def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Co
                 verified=3,
                 drafted=PROPOSAL,
                 other_rows=other_rows,
+                disturbed=disturbed,
                 begun=controller.end_round(),
             )
         )
@@ -63,6 +66,10 @@ def after(rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0) -> Co
 def test_drafting_is_not_blamed_for_the_rows_that_other_sessions_have_in_a_pass() -> None:
     assert after(40, tokens=2, other_rows=61).off is None
     assert after(40, tokens=2, other_rows=1).off is not None
+
+
+def test_drafting_is_not_blamed_for_rounds_in_whose_passes_prompts_were_read() -> None:
+    assert after(40, tokens=2, other_rows=1, disturbed=True).off is None
 
 
 def test_drafting_is_blamed_for_the_pass_that_it_made_a_session_miss_and_not_for_a_prompt_that_was_read() -> (  # noqa: E501
