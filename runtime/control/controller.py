@@ -30,6 +30,9 @@ EMPTY = 4
 """Proposals of nothing in a row after which what was learned of the draft is doubted."""
 RESTING = 16
 """Rounds without an order after so many, where other sessions wait for the draft meanwhile."""
+MOST_BESIDE_PROMPTS = 4.0
+"""Rounds of the target alone that a round in which a prompt was read may lose. A burst that begins
+else stops drafting with a loss that is worth no try for long. So much stops it nevertheless."""
 STALE = 0.95
 """tau of a head that grows ahead over that of one that does not: what is below the new root was
 guessed from guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and
@@ -319,6 +322,11 @@ class Controller:
 
     def _weigh(self, on_off: OnOff, done: Round, tokens: float, judged_s: float) -> None:
         """Judge whether drafting pays, by a round at the present load."""
+        if done.disturbed and self._now.crowd is None:
+            if done.drafted is None:
+                return  # drafting would be tried beside the prompt
+            most_s = (tokens + MOST_BESIDE_PROMPTS) * self._pricing.alone_s(done.context)
+            judged_s = min(judged_s, most_s)
         if on_off.era != done.begun.era:
             alone_s, among = self._pricing.alone_s(done.context), done.begun.load.draft
             on_off.straggled(done.begun.era, tokens, judged_s, alone_s, among=among)
@@ -332,9 +340,6 @@ class Controller:
         pair = self._now.pair
         alone_s = self._now.costs.alone_s(context=done.context, rows=done.other_rows)
         if alone_s <= 0.0:
-            return
-        if done.disturbed and on_off.drafting:
-            on_off.catching_up(done.tokens, seconds, alone_s, among=1)
             return
         words = None
         if done.drafted is None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -67,7 +68,7 @@ def gaps(
         httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client,
         progress_bar(prompts, "prompts") as step,
     ):
-        quiet_s = prompt_s(client, tokens, seed=1)
+        quiet_s = median(prompt_s(client, tokens, seed=1 + seed) for seed in range(prompts))
         watched = [Watched(url, seed) for seed in range(streams)]
         read: list[tuple[float, float]] = []
         for seed in range(prompts):
@@ -86,7 +87,7 @@ def gaps(
         "alone": figures(alone),
         "beside": figures(beside),
         "share": percentile(beside, 99) / percentile(alone, 99),
-        "prompt_s": {"quiet": quiet_s, "beside": sum(b - a for a, b in read) / prompts},
+        "prompt_s": {"quiet": quiet_s, "beside": median(b - a for a, b in read)},
     }
     report(found, as_json, lambda: show(found, tokens))
 

@@ -1,6 +1,7 @@
 """The conclusions that a session draws from its rounds, which are made up."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -28,7 +29,7 @@ ROW_NS = 1_000_000
 
 
 def after(
-    rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0, disturbed: bool = False
+    rounds: int, *, tokens: int, other_rows: int, queue_ns: int = 0, prompt_ns: int = 0
 ) -> Controller:
     """A controller after drafted rounds whose pass took a millisecond a row."""
     costs = PairCosts()
@@ -47,7 +48,8 @@ def after(
     )
     for _ in range(rounds):
         controller.sends(100, PROPOSAL.scores, other_rows + 3)
-        times = RoundTimes(verify_ns=(other_rows + 3) * ROW_NS, target_queue_ns=queue_ns)
+        verify_ns = (other_rows + 3) * ROW_NS
+        times = RoundTimes(verify_ns=verify_ns, target_queue_ns=queue_ns, draft_ns=prompt_ns)
         controller.learn(
             Round(
                 times,
@@ -56,7 +58,7 @@ def after(
                 verified=3,
                 drafted=PROPOSAL,
                 other_rows=other_rows,
-                disturbed=disturbed,
+                disturbed=prompt_ns > 0,
                 begun=controller.end_round(),
             )
         )
@@ -68,8 +70,14 @@ def test_drafting_is_not_blamed_for_the_rows_that_other_sessions_have_in_a_pass(
     assert after(40, tokens=2, other_rows=1).off is not None
 
 
-def test_drafting_is_not_blamed_for_rounds_in_whose_passes_prompts_were_read() -> None:
-    assert after(40, tokens=2, other_rows=1, disturbed=True).off is None
+def test_drafting_that_stopped_while_prompts_were_read_is_tried_again() -> None:
+    controller = after(10, tokens=2, other_rows=1, prompt_ns=10**9)
+    assert controller.off is not None
+    alone = Round(RoundTimes(verify_ns=ROW_NS), 100, 1, verified=0, drafted=None)
+    for _ in range(3000):
+        controller.learn(replace(alone, begun=controller.end_round()))
+        controller.begin_round(ALONE)
+    assert controller.off is None
 
 
 def test_drafting_is_blamed_for_the_pass_that_it_made_a_session_miss_and_not_for_a_prompt_that_was_read() -> (  # noqa: E501
