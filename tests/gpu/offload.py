@@ -60,6 +60,7 @@ from dovetail.workers.verifier import Verifier
 from gpu import chip
 from gpu.grown import SEVEN, SMALL, Shape, grow
 from gpu.report import Report
+from support.drafts import DEEP, Timed, of_a_level
 from support.opening import opening
 from support.stacks import PROMPTS
 
@@ -221,6 +222,16 @@ class Bench:
         over.fill(CONTEXT_ROWS)
         over.once(max(rows))
         return {count: statistics.median(over.once(count) for _ in range(times)) for count in rows}
+
+    def drafted_level(self, tree: TreeSettings, *, quick: bool) -> float:
+        """Median seconds of a level of the substitute's tree, with all that the host does."""
+        drafts = Timed(Drafter(self.substitute, Spans()), tree.width, 0.0)
+
+        def of_proposal(depth: int) -> float:
+            return statistics.median(drafts.seconds(depth) for _ in range(3 if quick else 9))
+
+        of_proposal(DEEP)  # what it takes is captured
+        return of_a_level(of_proposal)
 
     def play(
         self,
@@ -424,8 +435,12 @@ def _under(bench: Bench, cap: float) -> None:
         " %",
         least=60,
     )
+    step = bench.drafted_level(tree, quick=report.quick)
+    report.note(
+        f"{cap:g} GB: t_D with its ranking and the growth of the tree", f"{1e3 * step:.2f} ms"
+    )
     HELD.let_go()
-    _rounds(bench, cap, tree, target, level)
+    _rounds(bench, cap, tree, target, step)
     if not bench.on_cpu:
         peak = torch.cuda.max_memory_reserved(device.torch_device) / 1e9
         report.check(f"{cap:g} GB: peak memory", peak <= cap, f"{peak:.2f} GB", f"<= {cap:g} GB")
@@ -447,7 +462,8 @@ def _step_bytes(bench: Bench, resident: int, head: int) -> int:
 def _rounds(
     bench: Bench, cap: float, tree: TreeSettings, target: dict[int, float], level: float
 ) -> None:
-    """Plain offloading and speculation, and what the parts say of it."""
+    """Plain offloading and speculation, and what the parts say of it. `level`: the seconds of a
+    draft step."""
     report, quick = bench.report, bench.report.quick
     plain_tokens, tokens = (6, 24) if quick else (12, 160)
     for temperature in (0.0,) if quick else (0.0, 0.6):
