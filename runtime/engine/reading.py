@@ -18,12 +18,9 @@ from dovetail.runtime.fleet.peers import Pass, Worker
 from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.telemetry.metrics import extent_ns
 
-LATENCY = 3.5
+LATENCY = 3.0
 """The most that a pass with chunks takes, as a multiple of a round without any, unless `latency_ms`
-says otherwise. A pass has milliseconds that do not depend on its rows, so that a prompt is read
-sooner in fewer; with 4 the 99th percentile of pauses is at times over three times that without."""
-FIRST = 2
-"""The part of those rows that a first chunk has: nobody has touched the memory of its log yet."""
+says otherwise: a prompt then has up to two thirds of the target's time beside running streams."""
 LEAST_ROWS = 8
 """The least rows of a pass that are for logs, so that prompts are read whatever the bound."""
 AT_ONCE = 4
@@ -50,10 +47,7 @@ def share(
     if others and not items and logs[0].done < 0:
         return [0]  # opened now, and read in the passes of the others
     if others:
-        beside = _rows_beside(worker, items, others, latency_ms)
-        if len(logs) == 1 and logs[0].done <= 0:
-            beside //= FIRST
-        most = min(most, max(LEAST_ROWS, beside))
+        most = min(most, max(LEAST_ROWS, _rows_beside(worker, items, others, latency_ms)))
     first = _in_order(logs, running, now_ns, worker.reading.row_s)
     rows = shares([logs[place].left for place in first], most, at_once=AT_ONCE)
     given = dict(zip(first, rows, strict=True))

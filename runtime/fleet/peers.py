@@ -17,9 +17,6 @@ from dovetail.runtime.text.tokenizer import TextCodec
 
 LATE_TRIPS = 16
 """Probes that a worker's round trip is the least of."""
-STEADY_ROUNDS = 128.0
-"""Rounds after which the mean of their seconds has forgotten all but a third. It is to be that of
-drafted and plain rounds together, which come some dozens at a time."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Worker:
     drafting: RowCosts = field(default_factory=RowCosts)
     reading: ReadingCosts = field(default_factory=ReadingCosts)
     """The cost of prefill, by rows of logs."""
-    round_s: Average = field(default_factory=lambda: Average(STEADY_ROUNDS))
+    round_s: Average = field(default_factory=Average)
     """Seconds of a round of its sessions, as a target, while nothing is read."""
     passing: Pass | None = None
     """The pass that it computes as a target."""
