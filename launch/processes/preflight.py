@@ -276,6 +276,27 @@ def draft_bytes(settings: Settings) -> int:
     return placement.draft_bytes(own, device) + _bytes_beyond(own, draft, target)
 
 
+def draft_has_gpu_alone(settings: Settings) -> bool:
+    """Return whether a draft may be on a GPU, and nothing of the target asks for one."""
+    target, draft = settings.target, settings.draft
+    return (
+        draft.device not in HOST_DEVICES
+        and draft.kind not in ("none", "ngram")
+        and draft.share is not True
+        and target.device == "cpu"
+        and not target.split.device
+        and target.prefill in ("auto", "local")
+    )
+
+
+def draft_room(settings: Settings) -> int:
+    """Return how much of memory.vram a draft may take; 0: it is not limited."""
+    room = settings.memory.vram_bytes
+    if room is None:
+        return 0
+    return room if draft_has_gpu_alone(settings) else draft_bytes(settings)
+
+
 def _bytes_beyond(sizes: Sizes, draft: DraftSettings, target: TargetSettings) -> int:
     """Return what the matrices of a head, and the tables that it has of its target, take beyond
     what the sizes tell; 0 for a smaller model."""

@@ -21,6 +21,8 @@ from dovetail.launch.processes.preflight import (
     check_text,
     check_whole,
     draft_bytes,
+    draft_has_gpu_alone,
+    draft_room,
     text_here,
 )
 from dovetail.launch.processes.supervise import Child, Supervisor
@@ -254,9 +256,8 @@ def worker_arguments(
             if flag.startswith("--target.inflate=")
         ]
     own = configuration.arguments(*SECTIONS[role])
-    if role == "draft" and configuration.settings.memory.vram_bytes is not None:
-        taken = draft_bytes(configuration.settings)
-        own += [f"--memory.vram={taken}B"] if taken else []
+    if role == "draft" and (room := draft_room(configuration.settings)):
+        own.append(f"--memory.vram={room}B")
     stuck = f"--coordinator.stuck_s={configuration.settings.coordinator.stuck_s}"
     return [
         "worker",
@@ -279,8 +280,13 @@ def _place_arguments(role: Role | Played, layout: CoreLayout) -> list[str]:
 
 def with_room_for_draft(configuration: Configuration) -> Configuration:
     """The settings of a target that is started with its draft: of a GPU that both have, the draft
-    gets its memory first. `SettingsError` if nothing is left."""
+    gets its memory first, and all of it where the CPU computes the target, which then reads prompts
+    too. `SettingsError` if nothing is left."""
     memory, taken = configuration.settings.memory, draft_bytes(configuration.settings)
+    if memory.vram_bytes is not None and draft_has_gpu_alone(configuration.settings):
+        return configuration.over(
+            "memory.vram, which is the draft's", {"memory.vram": "auto", "target.prefill": "local"}
+        )
     if memory.vram_bytes is None or not taken:
         return configuration
     if taken >= memory.vram_bytes:

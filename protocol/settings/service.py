@@ -13,8 +13,9 @@ class MemorySettings(Frozen):
 
     vram: str = Field(
         "auto",
-        description="memory of a device that the target may take, such as 7GB (10^9) or 7GiB "
-        "(2^30); auto: what is free there",
+        description="memory of a GPU that target and draft may take, such as 7GB (10^9) or 7GiB "
+        "(2^30), the draft's alone if only that is there, and then the CPU reads prompts; auto: "
+        "what is free",
     )
     ram: str = Field("auto", description="the same of the host, such as 16GB; auto: what is free")
 

@@ -354,6 +354,24 @@ def test_a_draft_that_is_elsewhere_takes_nothing_of_the_targets_gpu(draft: dict[
     assert with_room_for_draft(settings) is settings
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda:0"])
+def test_a_draft_that_has_the_gpu_alone_gets_the_whole_limit(device: str) -> None:
+    given = {"draft.device": device, "memory.vram": "1GB"}
+    settings = configure(flags=given, environment={})
+    layout = layout_of(settings.settings)
+    assert "--memory.vram=1000000000B" in worker_arguments(settings, "draft", "ipc", layout)
+    target = worker_arguments(with_room_for_draft(settings), "target", "ipc", layout)
+    assert {"--memory.vram=auto", "--target.prefill=local"} <= set(target)
+
+
+@pytest.mark.parametrize(
+    "given", [{"draft.kind": "ngram"}, {"draft.device": "cpu"}, {"target.prefill": "cuda:0"}]
+)
+def test_a_limit_that_is_not_the_drafts_goes_to_the_target(given: dict[str, str]) -> None:
+    settings = configure(flags={**given, "memory.vram": "1GB"}, environment={})
+    assert with_room_for_draft(settings) is settings
+
+
 def test_a_limit_that_the_draft_alone_exceeds_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"memory\.vram = '10MB', and the draft alone takes"):
         with_room_for_draft(configure(flags={**GPU, "memory.vram": "10MB"}, environment={}))

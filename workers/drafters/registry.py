@@ -50,9 +50,11 @@ class Wanted:
     def open_device(self, *, for_head: bool = False) -> "Device":
         """Return the device that the settings name, limited to the memory that it may take."""
         from dovetail.workers.devices import open_device
-        from dovetail.workers.devices.memory import limit_memory
+        from dovetail.workers.devices.memory import HELD, limit_memory
 
         device = open_device(self.settings.device, self.threads, for_head=for_head)
+        if self.vram is not None and device.is_cpu:
+            HELD.tell("memory.vram limits nothing here: the draft is on the CPU")
         limit_memory(device, self.vram)
         return device
 
