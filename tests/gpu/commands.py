@@ -67,7 +67,7 @@ class Step:
     help="cuda:N; or cpu in place of a GPU, or pretended, the CPU behind the rules of one.",
 )
 @click.option(
-    "--vram", default="8,12,24", show_default=True, help="Caps of the device's memory in GB."
+    "--vram", default="8,24", show_default=True, help="Caps of the device's memory in GB."
 )
 @click.option(
     "--quick",
@@ -149,7 +149,7 @@ def _caps(vram: str) -> list[float]:
     try:
         caps = [float(part) for part in vram.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{vram!r} is no list of GB, such as 8,12,24") from None
+        raise click.BadParameter(f"{vram!r} is no list of GB, such as 8,24") from None
     if not all(0 < cap < MOST_GB for cap in caps):
         raise click.BadParameter(f"{vram!r}: a cap lies between 0 and {MOST_GB} GB")
     return caps

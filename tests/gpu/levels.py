@@ -9,6 +9,7 @@ are medians.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,8 @@ BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
 TARGET, SMALL_MODEL = Shape(4096, 11008, 9), Shape(2048, 5632, 22)
 QUICK_TARGET, QUICK_MODEL = Shape(512, 1024, 9), Shape(512, 1024, 9)
 KINDS = {"eagle": ("fp16", "int8", "int4"), "small": ("fp16",), "substitute": ("int4",)}
+MOST = 6
+"""Functions of which is said what they take."""
 ASKED = {
     "launches": ("LaunchKernel",),
     "graphs": ("GraphLaunch",),
@@ -73,6 +76,8 @@ class Looked:
     asked: str
     device_ms: float
     """The milliseconds in which the device computes."""
+    most: str
+    """The functions that take most of them, and how much."""
 
 
 def run(report: Report, device: Device, work: Path, progress: Callable[[str], None]) -> None:
@@ -139,6 +144,7 @@ def _look_into(report: Report, case: Case, drafts: Timed, level: float, memory: 
     a second of the device's memory."""
     looked, said = _looked(drafts), _said(case, drafts)
     report.note(f"{said}: the device", f"{looked.device_ms:.3f} ms; {looked.asked}")
+    report.note(f"{said}: most of it", looked.most)
     most = HOST_MS.get(case.settings.kind) if drafts.together == 1 else None
     report.figure(f"{said}: the host", level - looked.device_ms, " ms", most=most)
     if (drafts.width, drafts.together) == (1, 1):
@@ -152,33 +158,38 @@ def _median_ms(drafts: Timed, depth: int, *, quick: bool) -> float:
 
 
 def _looked(drafts: Timed) -> Looked:
-    """Return what a level asks of a CUDA device."""
-    found = []
+    """Return what a level asks of a CUDA device, and what that computes."""
+    counted, computed = [], []
     for depth in (DEEP, SHALLOW):
         drafts.begin(depth)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
             drafts.draft()
-        counts = [
-            sum(e.count for e in seen.key_averages() if any(word in e.key for word in words))
-            for words in ASKED.values()
-        ]
-        found.append([*counts, _busy_us(seen) / 1e3])
-    *counts, device_ms = (
-        (deep - shallow) / (DEEP - SHALLOW) for deep, shallow in zip(*found, strict=True)
-    )
+        averages = seen.key_averages()
+        counted.append(
+            [
+                sum(e.count for e in averages if any(word in e.key for word in words))
+                for words in ASKED.values()
+            ]
+        )
+        computed.append(_functions_us(seen))
+    levels, (deep, shallow) = DEEP - SHALLOW, computed
+    counts = [(many - few) / levels for many, few in zip(*counted, strict=True)]
     asked = ", ".join(f"{count:g} {what}" for what, count in zip(ASKED, counts, strict=True))
-    return Looked(asked, device_ms)
+    deep.subtract(shallow)
+    most = ", ".join(f"{name} {us / 1e3 / levels:.3f} ms" for name, us in deep.most_common(MOST))
+    return Looked(asked, deep.total() / 1e3 / levels, most)
 
 
-def _busy_us(seen: profile) -> float:
-    """Return the microseconds in which the device does anything: kernels overlap."""
+def _functions_us(seen: profile) -> Counter[str]:
+    """Return the microseconds that each function adds to those in which the device does anything:
+    a function may begin while the one in front of it still runs, and wait for that."""
     spans = sorted(
-        (e.time_range.start, e.time_range.end)
+        (e.time_range.start, e.time_range.end, e.name.partition("(")[0])
         for e in seen.events()
         if e.device_type == DeviceType.CUDA
     )
-    busy, until = 0.0, 0.0
-    for start, end in spans:
-        busy += max(0.0, end - max(start, until))
+    found, until = Counter[str](), 0.0
+    for start, end, name in spans:
+        found[name] += max(0.0, end - max(start, until))
         until = max(until, end)
-    return busy
+    return found
