@@ -350,7 +350,7 @@ class Controller:
             slowness = self._now.costs.slowness(
                 pass_s, rows=rows, context=done.context, experts=done.times.experts
             )
-            words = on_off.drafted(tokens, seconds, slowness * alone_s)
+            words = on_off.drafted(tokens, seconds, slowness * alone_s, disturbed=done.disturbed)
         if words is not None:
             self._say(f"session {self._number}, {self._names}: {words}")
 

@@ -197,17 +197,19 @@ class OnOff:
         *,
         among: int = 1,
         barren: bool = False,
+        disturbed: bool = False,
     ) -> str | None:
         """Count a round while drafting is on. Return in words what follows, None if nothing does.
         `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted;
-        `barren`: nothing was proposed that was worth verifying."""
+        `barren`: nothing was proposed that was worth verifying; `disturbed`: prompts were read in
+        it, so that it does not tell what a token takes with drafting."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
         self._barren = self._barren + 1 / among if barren else 0.0
         won = (tokens - (WORTH_OF_MANY if self._many else 1.0) * seconds / alone_s) / among
         if self.state == "try":
             return self._tested(tokens, seconds, alone_s, won, among)
-        self._count(tokens, seconds)
+        self._count(tokens, seconds, disturbed=disturbed)
         if self._rounds >= LASTING:
             won = max(won, -MOST_LOSS_OF_A_WINNER / among)
         self._won_s += won * alone_s
@@ -320,11 +322,12 @@ class OnOff:
         self._won_s = 0.0
         self._tokens = self._seconds = self._barren = 0.0
 
-    def _count(self, tokens: float, seconds: float) -> None:
+    def _count(self, tokens: float, seconds: float, *, disturbed: bool = False) -> None:
         """Count a round for the rate with drafting, in which early rounds fade."""
         kept = 1.0 - 1.0 / 16
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
-        self._experience.token_s = self._seconds / self._tokens
+        if not disturbed:
+            self._experience.token_s = self._seconds / self._tokens
 
 
 def _doubled(rounds: int, times: int) -> int:

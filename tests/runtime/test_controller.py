@@ -10,6 +10,7 @@ from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import ALONE, Load
+from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.costs.rounds import PairCosts
@@ -78,6 +79,25 @@ def test_drafting_that_stopped_while_prompts_were_read_is_tried_again() -> None:
         controller.learn(replace(alone, begun=controller.end_round()))
         controller.begin_round(ALONE)
     assert controller.off is None
+
+
+def test_a_draft_reads_prompts_while_drafting_is_on_however_slow_it_was_last() -> None:
+    """Nothing else would tell that it has become faster."""
+    pair = replace(pair_of(), shared=True)
+    pair.costs.prompts.add(30, 0.1)
+    pair.experiences[True].token_s = 0.05
+    controller = controller_of(pair)
+    assert controller.drafts_at(ALONE)
+    assert controller.worth_reading(30, 80, ALONE)
+    assert not controller.worth_reading(30, 8, ALONE)
+
+
+def test_rounds_in_which_prompts_were_read_do_not_tell_what_a_token_takes() -> None:
+    experience = Experience()
+    on_off = OnOff(experience)
+    on_off.drafted(4.0, 0.02, 0.01)
+    on_off.drafted(4.0, 0.06, 0.01, disturbed=True)
+    assert (on_off.state, experience.token_s) == ("on", 0.005)
 
 
 def test_drafting_is_blamed_for_the_pass_that_it_made_a_session_miss_and_not_for_a_prompt_that_was_read() -> (  # noqa: E501
