@@ -6,7 +6,7 @@ import gc
 import logging
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from dovetail.launch.processes.connection import ahead_of, only_coordinator
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import LISTENING, REPLIES, settings_flags
-from dovetail.launch.settings.http_keys import read_keys
+from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.links.ways import Way, split_addresses
@@ -87,7 +87,7 @@ def command(configuration: Configuration, connect: str | None, parent: int | Non
     with ExitStack() as opened:
         said = opened.enter_context(claim_stdout())
         listener = opened.enter_context(listen(settings.http.host, settings.http.port))
-        keys = read_keys(settings.http)
+        keys = KeyFile(settings.http)
         connections = Connections(
             receive_s=settings.http.receive_s, most=connections_of(configuration)
         )
@@ -143,7 +143,7 @@ def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
     return values
 
 
-def _terms(settings: Settings, keys: tuple[str, ...]) -> Terms:
+def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
     return Terms(
         defaults=Defaults(
             settings.sampling,

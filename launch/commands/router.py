@@ -24,7 +24,7 @@ from dovetail.launch.processes.child import (
 )
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.launch.settings.http_keys import read_keys
+from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import byte_count
 from dovetail.runtime.http.guard import Guard
@@ -95,7 +95,7 @@ def command(
     with ExitStack() as opened:
         said = opened.enter_context(claim_stdout())
         listener = opened.enter_context(listen(http.host, http.port))
-        keys = read_keys(http)
+        keys = KeyFile(http)
         connections = Connections(receive_s=http.receive_s, most=connections_of(configuration))
 
         def ready() -> None:

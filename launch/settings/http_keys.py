@@ -1,8 +1,12 @@
 """The keys that clients of the HTTP API may send, read from a file that nobody else can read."""
 
+import logging
 import socket
 import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import overload
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.files import decode
@@ -10,6 +14,55 @@ from dovetail.protocol.settings import HttpSettings
 from dovetail.runtime.http.guard import is_loopback
 
 SHORTEST_KEY = 16
+LOOK_EVERY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class KeyFile(Sequence[str]):
+    """The keys that clients may send, read again when their file changes. What is wrong with the
+    new file is logged, and the keys that were read before go on holding."""
+
+    def __init__(
+        self, settings: HttpSettings, *, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`SettingsError` as `read_keys` has it."""
+        self._settings, self._now_s = settings, now_s
+        self._looked_s, self._stamp = now_s(), self._look()
+        self._keys = read_keys(settings)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[str]: ...
+    def __getitem__(self, place: int | slice) -> str | Sequence[str]:
+        return self._present()[place]
+
+    def __len__(self) -> int:
+        return len(self._present())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._present())
+
+    def _present(self) -> tuple[str, ...]:
+        """Return the keys, once the file has been looked at in this second."""
+        if self._settings.api_key_file and self._now_s() - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = self._now_s()
+            if (stamp := self._look()) != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._keys = read_keys(self._settings)
+                except SettingsError as error:
+                    _log.warning("%s; until then the keys that were read before hold", error)
+        return self._keys
+
+    def _look(self) -> tuple[int, ...]:
+        """Return what changes with the file; empty if it is not there."""
+        try:
+            status = Path(self._settings.api_key_file).expanduser().stat()
+        except OSError:
+            return ()
+        return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def read_keys(settings: HttpSettings) -> tuple[str, ...]:

@@ -108,8 +108,8 @@ class HttpSettings(Frozen):
     )
     api_key_file: str = Field(
         "",
-        description="file with the keys that clients send, one a line, mode 0600; required beyond "
-        "loopback",
+        description="file with the keys that clients send, one a line, mode 0600, read again when "
+        "it changes; required beyond loopback",
     )
     model: str = Field("", description="name under which the target is served; empty: its own")
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(

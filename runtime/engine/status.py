@@ -130,6 +130,8 @@ class Status:
         reasons += [medley[:MAX_WORDS]] if (medley := self._registry.medley()) else []
         offs: list[str | None] = []
         for running in [*self._running.values()]:
+            if running.loss is not None:
+                continue  # it is not decoded at all, as said above
             self._attempt(running, lambda running=running: offs.append(running.controller.off))  # type: ignore[misc]
         reasons += [
             f"{count} session{'s are' if count > 1 else ' is'} decoded without a draft: {why}"[

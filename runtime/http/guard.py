@@ -46,11 +46,11 @@ class Guard:
         only_local_names: bool,
         open_paths: Container[str] = OPEN_PATHS,
     ) -> None:
-        """`open_paths` answer without a key. `only_local_names`: without a key, a browser on this
-        machine must not be led here by a web page whose host's name is made to mean this
-        machine."""
+        """`keys` are looked at for every request, and may change. `open_paths` answer without a
+        key. `only_local_names`: without a key, a browser on this machine must not be led here by a
+        web page whose host's name is made to mean this machine."""
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
         self._most = most_body_bytes
         self._only_local_names = only_local_names
         self._open_paths = open_paths
@@ -95,7 +95,8 @@ class Guard:
         """The key that a request comes with, if it is one of ours; compared with every one, in the
         same time whichever it is."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        equal = [key for key in self._keys if hmac.compare_digest(given.strip(), key)]
+        keys = [key.encode() for key in self._keys]
+        equal = [key for key in keys if hmac.compare_digest(given.strip(), key)]
         return equal[0] if scheme.lower() == b"bearer" and equal else None
 
     def _too_large(self) -> ApiError:

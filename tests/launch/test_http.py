@@ -17,7 +17,7 @@ import pytest
 from dovetail.launch.cli import run
 from dovetail.launch.commands import http as command
 from dovetail.launch.commands.http import shown, url_of
-from dovetail.launch.settings.http_keys import is_here_only, read_keys
+from dovetail.launch.settings.http_keys import LOOK_EVERY_S, KeyFile, is_here_only, read_keys
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import LinkClosed, SettingsError
 from dovetail.protocol.links import Link
@@ -93,6 +93,32 @@ def test_keys_are_read_one_a_line(tmp_path: Path) -> None:
         "0123456789abcdef",
         "fedcba9876543210",
     )
+
+
+def test_keys_are_read_again_when_their_file_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, now_s = tmp_path / "keys", 0.0
+    path.write_text("0123456789abcdef\n", encoding="utf-8")
+    path.chmod(0o600)
+    keys = KeyFile(HttpSettings(api_key_file=str(path)), now_s=lambda: now_s)
+    both = ["0123456789abcdef", "fedcba9876543210"]
+    path.write_text("\n".join(both), encoding="utf-8")
+    assert [*keys] == both[:1]
+    now_s += LOOK_EVERY_S
+    assert [*keys] == both
+    path.chmod(0o644)
+    now_s += LOOK_EVERY_S
+    assert [*keys] == both
+    now_s += LOOK_EVERY_S
+    assert len(keys) == 2
+    (told,) = caplog.messages
+    assert "can be read by others: chmod 600" in told
+    assert told.endswith("until then the keys that were read before hold")
+    path.write_text(both[1], encoding="utf-8")
+    path.chmod(0o600)
+    now_s += LOOK_EVERY_S
+    assert [*keys] == both[1:]
 
 
 @pytest.mark.parametrize(

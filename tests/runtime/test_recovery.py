@@ -271,13 +271,16 @@ def test_a_round_that_was_lost_is_recorded_with_what_it_committed() -> None:
     assert tokens[: len(expected)] == expected
 
 
-def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited_long_enough() -> (
-    None
-):
+def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited_long_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Controller, "off", "it does not pay")
     house = House(settings=CoordinatorSettings(recovery_s=20.0))
     assert house.target is not None
     request = house.submit()
     small_steps(house, 20)
+    undrafted = "1 session is decoded without a draft: it does not pay"
+    assert undrafted in house.coordinator.report().reasons
     house.lose(house.target)
     house.run()
     report = house.report()
@@ -289,6 +292,7 @@ def test_a_session_that_waits_says_so_and_ends_with_one_error_when_it_has_waited
         if reason.startswith("session 1 waits for a target, for ")
     )
     assert "the target worker target (pid 1 on here) disconnected after" in waits
+    assert undrafted not in report.reasons
     house.submit()
     house.later_ns = 19 * 10**9
     house.coordinator.tick()
