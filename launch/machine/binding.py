@@ -87,6 +87,17 @@ class Linux:
         os.sched_setaffinity(0, cores)
 
     def set_memory_policy(self, mode: int, nodes: Sequence[int]) -> None:
+        """Each of several nodes is tried alone first: in a list the kernel passes over those that
+        are not there."""
+        try:
+            for node in nodes if len(nodes) > 1 else ():
+                self._call(MPOL_BIND, (node,))
+        except OSError:
+            self._call(MPOL_DEFAULT, ())
+            raise
+        self._call(mode, nodes)
+
+    def _call(self, mode: int, nodes: Sequence[int]) -> None:
         number = SET_MEMPOLICY.get(platform.machine())
         if number is None or LONG_BITS != 64:
             raise OSError(
