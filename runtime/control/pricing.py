@@ -191,7 +191,7 @@ class Pricing:
         reading_s = pair.costs.prompts.expect(tokens)
         alone_s = self._now.costs.alone_s(context=pair.context, rows=load.target)
         drafted_s = on_off.token_s
-        slower = drafted_s is not None and drafted_s >= alone_s
+        slower = load.alone and drafted_s is not None and drafted_s >= alone_s
         if on_off.state == "try" or slower:  # only rounds with a draft tell whether it is still
             drafted_s = HOPED_GAIN * alone_s
         if reading_s is None or drafted_s is None or alone_s <= 0.0:
