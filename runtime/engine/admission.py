@@ -41,7 +41,8 @@ class Admission:
 
     def strike(self, peer: bytes, error: DecodeError) -> Effects[None]:
         """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
-        A client is told that its request is not read.
+        A client is told that its request is not read, unless one of that number is open: that one
+        goes on.
 
         Nor is a worker that owes an answer: this may have been it, and its session would wait for
         it in vain.
@@ -54,7 +55,12 @@ class Admission:
         if strikes == 1:
             log.warning("a message of peer %s was dropped: %s", peer.hex()[:12], error)
         client = self._registry.clients.get(peer)
-        if client is not None and error.request is not None and strikes < MAX_STRIKES:
+        if (
+            client is not None
+            and error.request is not None
+            and strikes < MAX_STRIKES
+            and not self._claims.is_open(client, error.request)
+        ):
             text = f"{error}: is the coordinator of the version of this client?"
             unread = RequestError("protocol", f"the coordinator cannot read this request: {text}")
             self._post.to_client(client, refusal(self._service.epoch, unread, error.request))

@@ -64,8 +64,7 @@ class ClientRequests:
         self._hub, self._service, self._running = shared.hub, shared.service, shared.running
         self._registry, self._placement = shared.registry, shared.placement
         self._changes, self._observing = shared.changes, shared.observing
-        self._queue, self._report = shared.queue, report
-        self._claims, self._starting = claims, starting
+        self._report, self._claims, self._starting = report, claims, starting
 
     def _user(self, client: ClientPeer) -> PeerKey | None:
         """Return the key that a client has shown; None over ipc."""
@@ -171,12 +170,8 @@ class ClientRequests:
 
     def _give_up(self, client: ClientPeer, number: int) -> Effects[None]:
         """Turn a request down that waits and that its client has cancelled."""
-        for one in self._queue.remove(lambda one: one.is_of(client, number)):
-            yield self._starting.turn_down(client, one.submit, given_up())
-        for claim in self._claims.withdraw(
-            lambda claim: (claim.client, claim.submit.request) == (client, number)
-        ):
-            yield self._starting.turn_down(client, claim.submit, given_up())
+        for submit in self._claims.give_up(client, number):
+            yield self._starting.turn_down(client, submit, given_up())
 
     def _recall(self, client: ClientPeer, request: Recall) -> Tell:
         try:
@@ -258,11 +253,7 @@ class ClientRequests:
                 "which is the limit: try again when one is done"
             )
             yield self._starting.turn_down(client, submit, RequestError("capacity", text))
-        elif (
-            submit.request in client.sessions
-            or submit.request in client.reading
-            or any(one.is_of(client, submit.request) for one in self._queue)
-        ):
+        elif self._claims.is_open(client, submit.request):
             yield self._starting.turn_down(
                 client,
                 submit,

@@ -179,6 +179,7 @@ class Coordinator:
         self._peers = Peers(
             shared,
             post,
+            claims,
             self._admission,
             self._sessions,
             self._dispatch,
@@ -239,9 +240,7 @@ class Coordinator:
             self._dropped.stale += 1
         except BaseException as error:
             reraise_exits(error)
-            log.exception(
-                "a message %r of peer %s could not be handled", message.type, peer.hex()[:12]
-            )
+            log.exception("%r of peer %s could not be handled", message.type, peer.hex()[:12])
             if client is not None:
                 self._peers.unanswered(client, getattr(message, "request", None), error)
             elif worker is None:

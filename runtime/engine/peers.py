@@ -19,6 +19,7 @@ from dovetail.runtime.engine.status import Status
 from dovetail.runtime.fleet.draft_failures import note_failure
 from dovetail.runtime.fleet.liveness import DEAF, LEAST_S
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.journal.claims import Claims
 
 log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")
@@ -31,6 +32,7 @@ class Peers:
         self,
         shared: Shared,
         post: Outgoing,
+        claims: Claims,
         admission: Admission,
         sessions: Sessions,
         dispatch: CommandSender,
@@ -45,7 +47,7 @@ class Peers:
         self._changes, self._failing, self._tally = shared.changes, shared.failing, shared.tally
         self._settings, self._now_ns = shared.settings, shared.now_ns
         self._post, self._admission, self._sessions = post, admission, sessions
-        self._dispatch, self._status = dispatch, status
+        self._dispatch, self._status, self._claims = dispatch, status, claims
         self._carry_out, self._decide = carry_out, decide
         self._gone: deque[tuple[Worker, str]] = deque()
         """Workers that are no longer registered and whose sessions have not been seen to, each with
@@ -208,6 +210,8 @@ class Peers:
         if request is not None:
             client.reading.pop(request, None)
             client.sessions.pop(request, None)
+            for submit in self._claims.give_up(client, request):
+                self._claims.let_lie(submit)
             self._tally.ended["error"] += 1
         self._post.refuse(client, refusal(self._service.epoch, fault(error), request))
 

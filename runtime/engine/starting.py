@@ -53,9 +53,12 @@ class Starting:
         now_ns: int,
         entry: Entry | None,
     ) -> Effects[None]:
-        """Start the session of a request that has been read, unless client or target have gone
-        meanwhile."""
-        if self._registry.clients.get(client.peer) is not client:
+        """Start the session of a request that has been read, unless the client has gone or the
+        request has failed meanwhile."""
+        if (
+            self._registry.clients.get(client.peer) is not client
+            or submit.request not in client.reading
+        ):
             return
         try:
             yield from self._start(client, submit, target, request, now_ns, entry)
@@ -179,7 +182,7 @@ class Starting:
         left = self._queue.remove(lambda one: clients.get(one.client.peer) is not one.client)
         self._tally.ended["cancelled"] += len(left)
         for one in left:
-            self._let_lie(one.submit)
+            self._claims.let_lie(one.submit)
         if self._service.ending:
             for one in self._queue.remove(lambda _: True):
                 yield self.turn_down(one.client, one.submit, self._service.refusal())
@@ -265,7 +268,7 @@ class Starting:
 
     def turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> Tell:
         """Count a request that does not begin, and return what its client is told."""
-        self._let_lie(submit)
+        self._claims.let_lie(submit)
         match error.code:
             case "internal":
                 self._tally.ended["error"] += 1
@@ -274,11 +277,6 @@ class Starting:
             case _:
                 self._tally.refused += 1
         return Tell(client, refusal(self._service.epoch, error, submit.request))
-
-    def _let_lie(self, submit: Submit) -> None:
-        """Have the journal know that a request runs no more."""
-        if self._journal is not None and submit.ticket:
-            self._journal.left(submit.ticket)
 
 
 def give_back(running: RunningRequest) -> None:

@@ -44,6 +44,10 @@ class Claim:
     entry: Entry | None
     since_ns: int
 
+    def is_of(self, client: ClientPeer, request: int) -> bool:
+        """Return whether this is the claim of the client's request of this number."""
+        return self.client is client and self.submit.request == request
+
 
 class Claims:
     """The replies that clients come back for."""
@@ -216,6 +220,29 @@ class Claims:
         tokens = max(0, told.tokens - len(session.tokens))
         characters = max(0, told.characters - len(session.text))
         return Told(tokens=tokens, characters=characters) if tokens or characters else NOTHING_TOLD
+
+    # -- requests by their numbers -----------------------------------------------------------------
+
+    def is_open(self, client: ClientPeer, number: int) -> bool:
+        """Return whether a client's request of this number runs, is being read or waits."""
+        return (
+            number in client.sessions
+            or number in client.reading
+            or any(one.is_of(client, number) for one in self._shared.queue)
+            or any(one.is_of(client, number) for one in self._waiting)
+        )
+
+    def give_up(self, client: ClientPeer, number: int) -> list[Submit]:
+        """Have a client's request of this number wait no more, for room or for a target, and return
+        it if it did."""
+        queued = self._shared.queue.remove(lambda one: one.is_of(client, number))
+        claims = self.withdraw(lambda claim: claim.is_of(client, number))
+        return [*(one.submit for one in queued), *(one.submit for one in claims)]
+
+    def let_lie(self, submit: Submit) -> None:
+        """Have the journal know that a request runs no more."""
+        if self._journal is not None and submit.ticket:
+            self._journal.left(submit.ticket)
 
     # -- what workers hold -------------------------------------------------------------------------
 

@@ -150,7 +150,12 @@ class Rebalancing:
         under.reader, under.heard = self._reader(under), None
         under.unread = under.reader.session.new_tokens
         base = under.reader.session.target_base
-        yield from self._moving.make_room(under.running.session.request, under.new, base)
+        try:
+            yield from self._moving.make_room(under.running.session.request, under.new, base)
+        except BaseException:
+            if base is not None:
+                under.new.shelf.give_back(base)
+            raise
         yield Start(under.reader)
 
     def _lags(self, under: Under) -> bool:

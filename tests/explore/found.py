@@ -4,6 +4,7 @@ from explore.sabotage import HANDLED
 from explore.schedules import Fault, Schedule, Wish
 
 LONG_PROMPT = tuple(range(3, 25))
+LONG_LOG = tuple(range(3, 40))
 PROBED = HANDLED.index(("_peers", "probe"))
 STRUCK = HANDLED.index(("_admission", "strike"))
 MADE_ROOM = HANDLED.index(("_moving", "make_room"))
@@ -18,6 +19,7 @@ FORGOTTEN = HANDLED.index(("_sessions", "close_on"))
 ADMITTED = HANDLED.index(("_admission", "newcomer"))
 CLAIMED = HANDLED.index(("_intake", "_submit"))
 ANSWERED = HANDLED.index(("_answers", "_probed"))
+ASKED_FOR = HANDLED.index(("_intake", "take"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
         reads=True, steps=((0, Wish(tokens=1)), (0, Fault("cut", for_ms=1)))
@@ -221,6 +223,33 @@ FOUND = {
             (0, Fault("alone", who=3, for_ms=4000)),
             (0, Fault("stick", for_ms=0)),
             (34, Fault("lead", for_ms=1)),
+        ),
+    ),
+    "the coordinator fails at cancelling a request that is being read": Schedule(
+        drafts=0,
+        steps=((0, Wish(tokens=0)), (0, Fault("handler", for_ms=ASKED_FOR)), (0, Fault("cancel"))),
+    ),
+    "the coordinator fails at cancelling a request that waits for room": Schedule(
+        drafts=0,
+        sessions=1,
+        journal=True,
+        steps=(
+            (0, Wish(tokens=40)),
+            (3, Wish(tokens=3)),
+            (10, Fault("handler", for_ms=ASKED_FOR)),
+            (0, Fault("cancel", who=1)),
+        ),
+    ),
+    "the coordinator fails at making room for a session that is to read another's log": Schedule(
+        targets=2,
+        drafts=0,
+        row_ms=12.0,
+        steps=(
+            (0, Wish(tokens=7)),
+            (0, Wish(prompt=LONG_LOG, tokens=1)),
+            (0, Wish(prompt=LONG_LOG, tokens=48)),
+            (32, Fault("stick")),
+            (0, Fault("handler", for_ms=len(HANDLED) + MADE_ROOM)),
         ),
     ),
 }

@@ -417,6 +417,18 @@ def test_a_client_is_told_that_its_request_cannot_be_read_and_a_flood_is_not_ans
     assert "version" in told[0].text
 
 
+def test_a_message_that_cannot_be_read_about_a_request_that_runs_ends_nothing() -> None:
+    house = House()
+    about = {"epoch": house.client.epoch, "request": house.submit(max_tokens=12)}
+    body = msgpack.packb({"type": "cancel", "why": "no such field", **about})
+    house.client._link.send([body])
+    house.run()
+    told = house.replies()
+    assert not any(isinstance(message, Failed) for message in told)
+    assert sum(isinstance(message, Finished) for message in told) == 1
+    assert house.report().refused == 1
+
+
 def test_a_worker_that_keeps_breaking_the_protocol_is_let_go() -> None:
     house = House()
     assert house.draft is not None
