@@ -87,8 +87,8 @@ class Linux:
         os.sched_setaffinity(0, cores)
 
     def set_memory_policy(self, mode: int, nodes: Sequence[int]) -> None:
-        """Each of several nodes is tried alone first: in a list the kernel passes over those that
-        are not there."""
+        """Set this thread's policy; `OSError` if the kernel refuses it. Each of several nodes is
+        tried alone first, since Linux ignores nodes of a list that do not exist."""
         try:
             for node in nodes if len(nodes) > 1 else ():
                 self._call(MPOL_BIND, (node,))

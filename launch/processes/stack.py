@@ -282,12 +282,14 @@ def with_room_for_draft(configuration: Configuration) -> Configuration:
     """The settings of a target that is started with its draft: of a GPU that both have, the draft
     gets its memory first, and all of it where the CPU computes the target, which then reads prompts
     too. `SettingsError` if nothing is left."""
-    memory, taken = configuration.settings.memory, draft_bytes(configuration.settings)
-    if memory.vram_bytes is not None and draft_has_gpu_alone(configuration.settings):
+    memory = configuration.settings.memory
+    if memory.vram_bytes is None:
+        return configuration
+    if draft_has_gpu_alone(configuration.settings):
         return configuration.over(
             "memory.vram, which is the draft's", {"memory.vram": "auto", "target.prefill": "local"}
         )
-    if memory.vram_bytes is None or not taken:
+    if not (taken := draft_bytes(configuration.settings)):
         return configuration
     if taken >= memory.vram_bytes:
         text = (

@@ -32,12 +32,12 @@ REPLIES = ("sampling.temperature", "sampling.max_tokens")
 BASIC = (*MODELS, "memory.vram", "tree.policy", *REPLIES)
 """Settings that `--help` shows if a command does not say which; `--help-all` has the others."""
 DEMONSTRATED = (*MODELS, "target.inflate", *REPLIES)
-"""Those of a command that is tried first with the embedded pair."""
+"""Settings in `--help` of commands that newcomers run with the embedded pair."""
 LONGEST_METAVAR = 24
 """Characters; kinds of values that take more are called TEXT in help."""
 LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
 SERVING = (*MODELS, *LISTENING, "coordinator.listen", "coordinator.keys")
-"""Those of a command that says where a service is reached."""
+"""Settings in `--help` of `serve` and of exports: models, and where clients and workers connect."""
 HERE = tuple(section for section in ALL_SECTIONS if section != "ray")
 """Sections of the settings of a command whose processes run on this machine."""
 DECODING_SECTIONS = tuple(section for section in HERE if section != "http")

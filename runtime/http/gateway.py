@@ -65,8 +65,8 @@ MAX_UNSENT = 4096
 AWAY_S = 60.0
 """For so long requests with a ticket wait for another coordinator."""
 COMES_BACK = (
-    "try again in some seconds; `dovetail serve` starts its coordinator again by itself, and one "
-    "that was started alone has to be started again"
+    "try again in a few seconds; `dovetail serve` restarts its coordinator, one started by "
+    "`dovetail coordinator` has to be restarted by hand"
 )
 
 

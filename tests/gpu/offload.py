@@ -460,10 +460,10 @@ def _step_bytes(bench: Bench, resident: int, head: int) -> int:
 
 
 def _rounds(
-    bench: Bench, cap: float, tree: TreeSettings, target: dict[int, float], level: float
+    bench: Bench, cap: float, tree: TreeSettings, target: dict[int, float], step_s: float
 ) -> None:
-    """Plain offloading and speculation, and what the parts say of it. `level`: the seconds of a
-    draft step."""
+    """Compare plain offloading with speculation, and with what the formula predicts. `target`:
+    seconds of its passes by rows; `step_s`: seconds of a draft step."""
     report, quick = bench.report, bench.report.quick
     plain_tokens, tokens = (6, 24) if quick else (12, 160)
     for temperature in (0.0,) if quick else (0.0, 0.6):
@@ -495,12 +495,12 @@ def _rounds(
             f"{parts[1]:.1f} ms",
         )
         verified = target[289] if tree.gamma == 288 else target[16]
-        ratio, predicted = rate / plain_rate, tau * target[1] / (tree.depth * level + verified)
+        ratio, predicted = rate / plain_rate, tau * target[1] / (tree.depth * step_s + verified)
         bound = {0.0: 9.0, 0.6: 8.0}[temperature] if cap == 8 else None
         report.figure(f"{name}: SubSpec over plain offloading", ratio, least=bound)
         report.figure(f"{name}: formula, off by", 100 * abs(ratio / predicted - 1.0), " %", most=10)
         streams = bench.streamed_bytes / 1e9 / PCIE4_GB_S
-        slow = tau * max(target[1], streams) / (tree.depth * level + max(verified, streams))
+        slow = tau * max(target[1], streams) / (tree.depth * step_s + max(verified, streams))
         report.note(
             f"{name}: the same by the formula at PCIe 4 x16",
             f"{slow:.2f} ({PCIE4_GB_S:g} GB/s; here {bench.link:.1f} GB/s and {predicted:.2f})",

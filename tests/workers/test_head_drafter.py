@@ -384,7 +384,7 @@ def test_the_last_level_comes_from_the_contrast_of_the_parents(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_levels_that_a_gpu_replays_are_what_it_computes_one_by_one(
+def test_levels_that_a_gpu_replays_are_what_it_computes_when_they_are_launched(
     kind: str, tmp_path: Path, llama_folder: Path
 ) -> None:
     device = open_device("cuda:0", 1)
@@ -411,11 +411,14 @@ def launched_each_time(function: Callable[[], Predicted]) -> Callable[[], Predic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["fp16", "bf16", "int8", "int4"])
-def test_levels_on_a_gpu_are_nearly_what_they_are_on_the_cpu(
-    weights: str, tmp_path: Path, llama_folder: Path
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [*(("eagle3", weights) for weights in ("bf16", "int8", "int4")), *((k, "fp16") for k in KINDS)],
+)
+def test_levels_on_a_gpu_are_nearly_what_they_are_on_the_cpu_one_by_one(
+    kind: str, weights: str, tmp_path: Path, llama_folder: Path
 ) -> None:
-    gpu, folder = open_device("cuda:0", 1), write_head(tmp_path, "eagle3", gain=1.0)
+    gpu, folder = open_device("cuda:0", 1), write_head(tmp_path, kind, gain=1.0)
     expected, found = (
         levels_of(
             open_head(str(folder), target=str(llama_folder), weights=weights, device=where), how

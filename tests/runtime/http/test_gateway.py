@@ -139,7 +139,7 @@ def test_a_coordinator_that_goes_fails_what_runs_and_what_is_asked() -> None:
             await asked
         assert isinstance(heard[0], Failed)
         assert "disconnected: try again" in gateway.missing
-        with pytest.raises(ApiError, match="starts its coordinator again") as refused:
+        with pytest.raises(ApiError, match="restarts its coordinator") as refused:
             gateway.submit(SUBMIT, heard.append)
         assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
 

@@ -63,9 +63,10 @@ struct Block {
     }
 };
 
-// Find the rows of a block, which no kernel in front of this one writes. With places they go token by token, so that rows with the same keys are
-// neighbours. `apart`: numbers between two heads of `numbers`, or, with places, the number of the
-// first head. Every thread has to wait before it reads what it did not find itself.
+// Find the rows of a block, which no kernel in front of this one writes. With places they go token
+// by token, so that rows with the same keys are neighbours. `apart`: numbers between two heads of
+// `numbers`, or, with places, the number of the first head. Every thread has to wait before it
+// reads what it did not find itself.
 static __device__ void find_rows(Row* found, const Block& block, int rows,
                                  const unsigned short* numbers, Int apart, int slots, int width,
                                  int of_head, const Place* places) {
@@ -151,7 +152,8 @@ static __device__ void scores_of(const float* queries, const unsigned short* key
             const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
             float key[8];
 #pragma unroll
-            for (int i = 0; i < 8; i++) key[i] = half_to_float(pairs[i / 2] >> i % 2 * 16 & 0xffffu);
+            for (int i = 0; i < 8; i++)
+                key[i] = half_to_float(pairs[i / 2] >> i % 2 * 16 & 0xffffu);
 #pragma unroll
             for (int r = 0; r < ROWS / 2; r++) {
                 float query[8];
@@ -184,7 +186,7 @@ static __device__ void scores_of(const float* queries, const unsigned short* key
 DT_SCORES(128)
 DT_SCORES(256)
 
-// Scores of a row that a lane looks at, 4 at a time.
+// Loads of four scores that a lane has on their way together, and the scores that a warp has so.
 constexpr int LOOKS = 4, LOOKED = 32 * 4 * LOOKS;
 
 // The largest of a row's scores, and of `most`, by a warp.
@@ -193,8 +195,9 @@ static __device__ float largest_of(const float* scores, int slots, float most) {
     for (int slot = 4 * lane; slot < slots; slot += LOOKED) {
         uint4 seen[LOOKS];
 #pragma unroll
-        for (int i = 0; i < LOOKS; i++)  // which are on their way together
-            seen[i] = *(const uint4*)(scores + smaller(slot + i * LOOKED / LOOKS, slots - 1) / 4 * 4);
+        for (int i = 0; i < LOOKS; i++)
+            seen[i] =
+                *(const uint4*)(scores + smaller(slot + i * LOOKED / LOOKS, slots - 1) / 4 * 4);
 #pragma unroll
         for (int i = 0; i < LOOKS; i++) {
             float four[4];
@@ -268,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
                 float four[4];
                 four_of(weights[lane], four);
 #pragma unroll
-                for (int i = 0; i < 4; i++) {  // a score that is not seen is far below
+                for (int i = 0; i < 4; i++) {  // exp of HIDDEN is exactly 0
                     const bool seen = slot + 4 * lane + i < stop && !(four[i] < HIDDEN);
                     four[i] = exp_of(seen ? __fsub_rn(four[i], most) : HIDDEN);
                 }
