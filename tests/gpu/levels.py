@@ -41,8 +41,8 @@ LEAST_SHARE = 60.0
 """Percent of the memory's rate, of a level of one row."""
 BITS = {"fp16": 16.0, "int8": 8.5, "int4": 4.5}
 """Bits of a weight with its share of scales."""
-TARGET, SMALL_MODEL = Shape(4096, 11008, 9), Shape(2048, 5632, 22)
-QUICK_TARGET, QUICK_MODEL = Shape(512, 1024, 9), Shape(512, 1024, 9)
+TARGET, SMALL_MODEL = Shape(4096, 11008, 9, 128), Shape(2048, 5632, 22, 64)
+QUICK_TARGET, QUICK_MODEL = (Shape(512, 1024, 9, 64),) * 2
 KINDS = {"eagle": ("fp16", "int8", "int4"), "small": ("fp16",), "substitute": ("int4",)}
 MOST = 6
 """Functions of which is said what they take."""

@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         target, head = str(DEMO_FOLDER / "target"), given.head
         if head is None:
-            shape, target = Target(given.hidden, given.units, 9), str(Path(folder, "target"))
+            shape, target = Target(given.hidden, given.units, 9, 32), str(Path(folder, "target"))
             grow(shape, Path(target), torch.device("cpu"))
             size = open_checkpoint(target).vocabulary.size
             head = str(

@@ -17,8 +17,10 @@
 // Compiled behind numbers.cu.
 
 constexpr int SLOTS = 64, ROWS = 8;  // of a block
-constexpr int THREADS = 128, VALUE_THREADS = 256, COLUMNS = 32;
-constexpr int STAGES = 4;  // tiles of values that are on their way, or read
+constexpr int THREADS = 128;
+constexpr int LANES = 16, COLUMNS = 2 * LANES;  // threads of a row of values, and its columns
+constexpr int STAGES = 4;                       // tiles of values that are on their way, or read
+constexpr int TOGETHER = 16;  // slots whose values are read in front of their sums
 constexpr float HIDDEN = -3.0e38f;  // scores below are of slots that are not seen
 
 // e^x for x <= 0 (native/lanes.h): x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 in
@@ -186,49 +188,75 @@ static __device__ void scores_of(const float* queries, const unsigned short* key
 DT_SCORES(128)
 DT_SCORES(256)
 
-// Loads of four scores that a lane has on their way together, and the scores that a warp has so.
-constexpr int LOOKS = 4, LOOKED = 32 * 4 * LOOKS;
+// Loads of four scores that a lane has on their way together, and the scores that a row's lanes
+// have so.
+constexpr int LOOKS = 8, LOOKED = LANES * 4 * LOOKS;
 
-// The largest of a row's scores, and of `most`, by a warp.
+// The largest of a row's scores, and of `most`, by the lanes of the row.
 static __device__ float largest_of(const float* scores, int slots, float most) {
-    const int lane = (int)threadIdx.x % 32;
+    const int lane = (int)threadIdx.x % LANES;
     for (int slot = 4 * lane; slot < slots; slot += LOOKED) {
         uint4 seen[LOOKS];
 #pragma unroll
-        for (int i = 0; i < LOOKS; i++)
-            seen[i] =
-                *(const uint4*)(scores + smaller(slot + i * LOOKED / LOOKS, slots - 1) / 4 * 4);
+        for (int i = 0; i < LOOKS; i++) {
+            const int at = slot + i * LOOKED / LOOKS;
+            seen[i] = *(const uint4*)(scores + (at < slots ? at : slot));
+        }
 #pragma unroll
         for (int i = 0; i < LOOKS; i++) {
             float four[4];
             four_of(seen[i], four);
 #pragma unroll
-            for (int j = 0; j < 4; j++) most = larger(four[j], most);
+            for (int j = 0; j < 4; j++) most = fmaxf(four[j], most);
         }
     }
-    for (int by = 16; by > 0; by /= 2)
-        most =
-            larger(__uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most), by)), most);
+    for (int by = LANES / 2; by > 0; by /= 2)
+        most = fmaxf(most,
+                     __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most), by)));
     return most;
 }
 
-// Values of 8 rows with the weights that their scores are: each warp 32 columns of a row. Half of
-// its lanes make weights of the scores that they have fetched. `sinks`: one for each query head, or
-// null. A token's heads lie side by side in `out`, and tokens `apart_out`. `apart` and `places`: as
-// of scores.
-extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
+// Add the values of a tile to the sums of two columns, and their weights to `total`. `pairs`: two
+// columns of a slot, those of the next slot LANES further on.
+static __device__ void add_up(float* sums, float& total, const uint4* weights,
+                              const unsigned* pairs) {
+#pragma unroll 2
+    for (int first = 0; first < SLOTS; first += TOGETHER) {
+        float weight[TOGETHER];
+        unsigned pair[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i += 4) four_of(weights[(first + i) / 4], weight + i);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) pair[i] = pairs[(first + i) * LANES];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            total = __fadd_rn(total, weight[i]);
+            // what no row sees may be no number; -0 changes no sum
+            if (weight[i] == 0.0f) pair[i] = 0x80008000u;
+            sums[0] = __fmaf_rn(weight[i], half_to_float(pair[i] & 0xffffu), sums[0]);
+            sums[1] = __fmaf_rn(weight[i], half_to_float(pair[i] >> 16), sums[1]);
+        }
+    }
+}
+
+// Values of 8 rows with the weights that their scores are: each half of a warp 32 columns of a row,
+// a lane two of them. A lane makes weights of four scores of a tile. `sinks`: one for each query
+// head, or null. A token's heads lie side by side in `out`, and tokens `apart_out`. `apart` and
+// `places`: as of scores.
+extern "C" __global__ void __launch_bounds__(THREADS)
     values_of(const float* scores, const unsigned short* values, Int apart, const float* sinks,
               float* out, Int all_rows, Int all_slots, Int all_width, Int all_of_head,
               Int apart_out, const Place* places) {
-    constexpr int CHUNKS = COLUMNS / 8, FOURS = SLOTS / 4;
-    static_assert(SLOTS * CHUNKS == VALUE_THREADS, "a thread fetches a chunk");
+    constexpr int CHUNKS = COLUMNS / 8, FOURS = SLOTS / 4, AHEAD = (STAGES - 1) * SLOTS;
+    static_assert(ROWS * LANES == THREADS && FOURS == LANES, "a lane fetches four scores");
     __shared__ uint4 value_tiles[STAGES][SLOTS * CHUNKS];
     __shared__ uint4 weight_tiles[STAGES][ROWS * FOURS];
     __shared__ Row found[ROWS];
     const int rows = (int)all_rows, slots = (int)all_slots, width = (int)all_width,
               of_head = (int)all_of_head;
-    const int thread = (int)threadIdx.x, lane = thread % 32, mine = thread / 32;
+    const int thread = (int)threadIdx.x, lane = thread % LANES, mine = thread / LANES;
     const int first_column = (int)blockIdx.x * COLUMNS, chunk = thread % CHUNKS;
+    const bool fetches = first_column + 8 * chunk < width;
     const Block block(rows);
     find_rows(found, block, rows, values, apart, slots, width, of_head, places);
     __syncthreads();
@@ -237,37 +265,41 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
     const float sink = sinks == nullptr ? __uint_as_float(0xff800000u) : sinks[head];
     const float* const own_scores =
         scores + ((Int)block.head * rows + number) * row_of_scores(slots);
-    const bool fetches = first_column + 8 * chunk < width;
-    start_early();
 
-    float sum = 0.0f, total = 0.0f;
-    const float most = largest_of(own_scores, slots, sink);
+    float sums[2] = {}, total = 0.0f, most = sink;
     for (int from = 0, to; from < block.count; from = to) {
         to = end_of_run(found, from, block.count);
         const int stop = found[from].stop;
-        const unsigned short* const own =
-            found[from].numbers + first_column + (Int)(thread / CHUNKS) * width + 8 * chunk;
+        const unsigned short* const own = found[from].numbers + first_column + 8 * chunk;
         const bool adds = mine >= from && mine < to;
-        int filled = 0, read = 0;
-        if (from > 0) __syncthreads();
-        for (int slot = -(STAGES - 1) * SLOTS; slot < stop; slot += SLOTS) {
-            if (slot >= 0) {
-                wait_for_groups<STAGES - 2>();
-                __syncthreads();
+        const auto fetch_values = [&](int slot) {
+#pragma unroll
+            for (int i = 0; i < SLOTS * CHUNKS; i += THREADS) {
+                const int which = slot + (thread + i) / CHUNKS;
+                uint4* const to = &value_tiles[slot / SLOTS % STAGES][thread + i];
+                if (fetches && which < stop) fetch(to, own + (Int)which * width);
             }
-            const int ahead = slot + (STAGES - 1) * SLOTS;
-            if (fetches && ahead + thread / CHUNKS < stop)
-                fetch(&value_tiles[filled][thread], own + (Int)ahead * width);
-            if (adds && lane < FOURS && ahead + 4 * lane < stop)
-                fetch(&weight_tiles[filled][mine * FOURS + lane], own_scores + ahead + 4 * lane);
+        };
+        const auto fetch_scores = [&](int slot) {
+            if (adds && slot + 4 * lane < stop)
+                fetch(&weight_tiles[slot / SLOTS % STAGES][thread], own_scores + slot + 4 * lane);
             end_group();
-            filled = (filled + 1) % STAGES;
-            if (slot < 0) continue;
-            uint4* const weights = weight_tiles[read] + mine * FOURS;
-            const unsigned short* const numbers = (const unsigned short*)value_tiles[read] + lane;
-            read = (read + 1) % STAGES;
-            if (!adds) continue;
-            if (lane < FOURS) {
+        };
+        if (from > 0) __syncthreads();
+        for (int slot = 0; slot < AHEAD; slot += SLOTS) fetch_values(slot);
+        if (from == 0) {  // what wrote the values is done: the scores have waited for it
+            start_early();
+            most = largest_of(own_scores, slots, sink);
+        }
+        for (int slot = 0; slot < AHEAD; slot += SLOTS) fetch_scores(slot);
+        for (int slot = 0; slot < stop; slot += SLOTS) {
+            wait_for_groups<STAGES - 2>();
+            __syncthreads();
+            fetch_values(slot + AHEAD);
+            fetch_scores(slot + AHEAD);
+            const uint4* const numbers = value_tiles[slot / SLOTS % STAGES];
+            uint4* const weights = weight_tiles[slot / SLOTS % STAGES] + mine * FOURS;
+            if (adds) {
                 float four[4];
                 four_of(weights[lane], four);
 #pragma unroll
@@ -279,22 +311,13 @@ extern "C" __global__ void __launch_bounds__(VALUE_THREADS)
                                            __float_as_uint(four[2]), __float_as_uint(four[3]));
             }
             __syncwarp();
-#pragma unroll 4
-            for (int next = 0; next < FOURS; next++) {
-                float four[4];
-                four_of(weights[next], four);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float value = half_to_float(numbers[(4 * next + i) * COLUMNS]);
-                    // what no row sees may be no number
-                    if (four[i] != 0.0f) sum = __fmaf_rn(four[i], value, sum);
-                    total = __fadd_rn(total, four[i]);
-                }
-            }
+            if (adds) add_up(sums, total, weights, (const unsigned*)numbers + lane);
         }
     }
-    if (mine >= block.count || first_column + lane >= width) return;
+    const int column = first_column + 2 * lane;
+    if (mine >= block.count || column >= width) return;
     if (sinks != nullptr) total = __fadd_rn(total, exp_of(__fsub_rn(sink, most)));
-    out[token * apart_out + (Int)head * width + first_column + lane] =
-        __fmul_rn(sum, __fdiv_rn(1.0f, total));
+    float* const to = out + token * apart_out + (Int)head * width + column;
+#pragma unroll
+    for (int i = 0; i < 2; i++) to[i] = __fmul_rn(sums[i], __fdiv_rn(1.0f, total));
 }

@@ -10,7 +10,6 @@ constexpr int PANEL = 48, VECTOR = 16;  // native/packing.h: outputs of a panel,
 constexpr float ROUNDER = 12582912.0f;  // packing.h
 
 static __device__ int smaller(Int a, Int b) { return (int)(a < b ? a : b); }
-static __device__ float larger(float a, float b) { return a > b ? a : b; }
 
 // A kernel may start while the one before it on the stream still runs, and waits here until that
 // one is done, so this comes before a kernel touches anything that another one reads or writes. The

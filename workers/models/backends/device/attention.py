@@ -30,7 +30,7 @@ ROWS, SLOTS, COLUMNS = 8, 64, 32
 """Rows, slots and columns of values of a block."""
 PLACE = 3
 """Numbers of a place: address, slots, slots that may be read."""
-THREADS, VALUE_THREADS = 128, 256
+THREADS = 128
 FOUR = 4
 """Rows of scores begin at multiples of so many."""
 WIDTHS = (128, 256)
@@ -180,7 +180,7 @@ def _attend(
         program.launch(
             "values_of",
             (-(-width // COLUMNS), count * blocks),
-            VALUE_THREADS,
+            THREADS,
             (
                 *(scores, values, of_values, own_sinks, out[:, first * groups :]),
                 *(rows, slots, width, of_head, out.stride(0), places),
