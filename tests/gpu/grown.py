@@ -111,7 +111,7 @@ def grow(shape: Shape, folder: Path, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Heads:
-    """Where the numbers of heads stand in wider ones."""
+    """Heads that stand in wider ones."""
 
     width: int
     wider: int
