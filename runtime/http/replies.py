@@ -15,7 +15,7 @@ from dovetail.runtime.http.asked import Target
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.orders import Order
 from dovetail.runtime.http.reply import Part, Reply, ShownToken
-from dovetail.runtime.http.resuming import Place, event_id
+from dovetail.runtime.http.resuming import Place, beyond, event_id
 from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
@@ -100,6 +100,10 @@ class Writer(ABC):
         if (has := self._has.get(index)) is None:
             return part
         before = self._streamed[index] or Place()
+        whole = _behind(before, part)
+        more = has.characters > whole.characters or has.tokens > whole.tokens
+        if whole.ended and (more or (has.ended and has != whole)):
+            raise beyond(has, whole)
         characters = max(0, has.characters - before.characters)
         tokens = max(0, has.tokens - before.tokens)
         left = Part(part.text[characters:], part.tokens[tokens:], None if has.ended else part.ended)
@@ -114,12 +118,7 @@ class Writer(ABC):
 
     def _count(self, index: int, part: Part) -> None:
         """Note that a part has been streamed."""
-        before = self._streamed[index] or Place()
-        self._streamed[index] = Place(
-            before.characters + len(part.text),
-            before.tokens + len(part.tokens),
-            part.ended is not None,
-        )
+        self._streamed[index] = _behind(self._streamed[index] or Place(), part)
 
     def last_lines(self) -> bytes:
         """Return what comes after the last reply."""
@@ -229,6 +228,12 @@ class Writer(ABC):
                 - accepted,
             },
         }
+
+
+def _behind(place: Place, part: Part) -> Place:
+    """The part of a reply that has been streamed once another part has been."""
+    characters, tokens = place.characters + len(part.text), place.tokens + len(part.tokens)
+    return Place(characters, tokens, part.ended is not None)
 
 
 class ChatWriter(Writer):

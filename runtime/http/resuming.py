@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dovetail.protocol.messages import MAX_MEMO
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody
@@ -68,6 +69,34 @@ def no_event(text: str) -> ApiError:
         "came",
         code="invalid_event_id",
     )
+
+
+def beyond(place: Place, whole: Place) -> ApiError:
+    """Return what is said of a Last-Event-ID that counts what its reply does not have."""
+    return ApiError(
+        400,
+        f"Last-Event-ID counts {place} (characters and tokens) of a reply of {whole}: send the id "
+        "of the last event as it came",
+        code="invalid_event_id",
+    )
+
+
+def check_same(sent: ChatBody | CompletionBody, kept: ChatBody | CompletionBody) -> None:
+    """Raise `ApiError` if a request that comes back for an answer is not the one it was for; how it
+    is streamed may differ, and a seed may be left out."""
+    if type(sent) is type(kept) and sent.seed in (None, kept.seed) and _asked(sent) == _asked(kept):
+        return
+    raise ApiError(
+        400,
+        "Last-Event-ID is that of another request: send it with the body of that one, or with GET "
+        "and the response's id",
+        code="invalid_event_id",
+    )
+
+
+def _asked(body: ChatBody | CompletionBody) -> dict[str, Any]:
+    apart = {"seed", "stream", "stream_options"}
+    return body.model_dump(mode="json", exclude_none=True, exclude=apart)
 
 
 def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> Order:

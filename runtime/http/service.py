@@ -29,6 +29,7 @@ from dovetail.runtime.http.orders import Defaults, Order, chat_order, completion
 from dovetail.runtime.http.replies import Writer, error_event, open_writer
 from dovetail.runtime.http.resuming import (
     Resumed,
+    check_same,
     no_event,
     read_event_id,
     remembered,
@@ -105,17 +106,22 @@ class Service:
         name, _ = read_event_id(event)
         if not name:
             raise no_event(event)
-        return await self.resume(name, request, stream=bool(body.stream))
+        return await self.resume(name, request, stream=bool(body.stream), sent=body)
 
-    async def resume(self, name: str, request: Request, *, stream: bool) -> Response:
+    async def resume(
+        self, name: str, request: Request, *, stream: bool, sent: ChatOrTextBody | None = None
+    ) -> Response:
         """Return the answer with this id, behind what the header Last-Event-ID says that the client
-        has had of it. `ApiError` if it is not known."""
+        has had of it. `ApiError` if it is not known, or if the request that the client sends once
+        more is another one."""
         event = request.headers.get("last-event-id", "")
         named, places = read_event_id(event) if event else ("", ())
         if named not in ("", name):
             raise no_event(event)
         memo = await self.gateway.recall(f"{name}/0", request.scope.get(OWNER, ""))
         body, created = remembered(memo)
+        if sent is not None:
+            check_same(sent, body)
         body = body.model_copy(update={"stream": stream})
         if not stream and body.stream_options is not None:
             body = body.model_copy(update={"stream_options": None})

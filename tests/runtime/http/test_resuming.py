@@ -138,6 +138,28 @@ def test_what_is_not_known_is_refused_by_name(
         assert "'chatcmpl-unknown'" in refused.text or "'chatcmpl-1'" in refused.text
 
 
+@pytest.mark.parametrize("place", ["99999.0", "3.99", "2.0e"])
+def test_an_event_id_that_its_reply_does_not_have_is_an_error_of_the_stream(
+    server: Api, place: str
+) -> None:
+    name = server.chat(max_tokens=9, ignore_eos=True)["id"]
+    headers = {"last-event-id": f"{name}:{place}"}
+    with server.client.stream("GET", f"{CHATS}/{name}?stream=true", headers=headers) as reply:
+        error = told(reply)[-1][1]["error"]
+    assert error["code"] == "invalid_event_id"
+    assert f"counts {place}" in error["message"]
+
+
+@pytest.mark.parametrize("other", [{"max_tokens": 8}, {"temperature": 0.7}, {"seed": 1}, {"n": 2}])
+def test_an_event_id_of_another_request_is_refused(server: Api, other: dict[str, Any]) -> None:
+    name = server.client.post(CHATS, json=CHAT).json()["id"]
+    headers = {"last-event-id": f"{name}:3.0"}
+    refused = server.client.post(CHATS, json={**CHAT, **other}, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_event_id")
+    assert "another request" in refused.text
+    assert server.client.post(CHATS, json=CHAT, headers=headers).json()["id"] == name
+
+
 def test_a_request_that_is_too_long_to_be_kept_is_answered_and_not_told_again(
     server: Api,
 ) -> None:
