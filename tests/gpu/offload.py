@@ -467,6 +467,8 @@ def _rounds(
     report, quick = bench.report, bench.report.quick
     plain_tokens, tokens = (6, 24) if quick else (12, 160)
     for temperature in (0.0,) if quick else (0.0, 0.6):
+        longest = max(bench.prompts[:4], key=len)
+        bench.play(longest, tokens, tree=tree, temperature=temperature)  # its passes are captured
         plain = [
             bench.play(prompt, plain_tokens, tree=None, temperature=temperature)
             for prompt in bench.prompts[:1]

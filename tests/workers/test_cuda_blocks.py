@@ -53,7 +53,7 @@ FORMATS_IN = f"{own_blocks.__module__}.FORMATS"
 
 @needs_a_compiler
 @needs_kernels
-@pytest.mark.parametrize("type", everyday(FORMATS, Q4_K, 10))
+@pytest.mark.parametrize("type", everyday(FORMATS, Q4_K))
 @pytest.mark.parametrize("order", everyday(["forwards", "backwards"], "backwards"))
 @pytest.mark.parametrize("units", UNITS)
 def test_a_row_has_the_bytes_of_the_kernels(
