@@ -139,22 +139,28 @@ class Listed:
         self._named, self._file = [_url(url, "--connect") for url in urls], file
         self._read: list[str] = []
         self._stamp: object = None
+        self._said = ""
 
     def __call__(self) -> list[str]:
         """Return them; `UserError` for what is no URL. A file that has become unreadable, or was
-        spoilt, changes nothing."""
+        spoilt, changes nothing, and is said once."""
         if self._file is not None:
             try:
                 status = self._file.stat()
                 stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
                 if stamp != self._stamp:
                     lines = self._file.read_text(encoding="utf-8").splitlines()
-                    self._read = [_url(line.strip(), str(self._file)) for line in lines if line]
+                    self._read = [
+                        _url(line.strip(), str(self._file)) for line in lines if line.strip()
+                    ]
                     self._stamp = stamp
+                self._said = ""
             except (OSError, UnicodeError, UserError) as error:
                 if self._stamp is None:
                     raise
-                log.warning("the list of services stays as it was: %s", error)
+                if str(error) != self._said:
+                    self._said = str(error)
+                    log.warning("the list of services stays as it was: %s", error)
         return [*dict.fromkeys([*self._named, *self._read])]
 
 

@@ -46,6 +46,15 @@ def unpacked(content: bytes) -> Iterator[bytes]:
         place += HEAD.size + len(record)
 
 
+def _of_others(folder: Path) -> str | None:
+    """Return the name of a file that is no journal's, in a folder that has no segment: its rights
+    are somebody else's to say."""
+    names = sorted(path.name for path in folder.iterdir())
+    if any(NAME_PATTERN.fullmatch(name) for name in names):
+        return None
+    return next((name for name in names if name not in (LOCK, BEGUN)), None)
+
+
 @dataclass(frozen=True)
 class Gap:
     """A part of a file that cannot be read as records."""
@@ -92,10 +101,15 @@ class Segments:
     """The segments of one folder, open for appending to the newest."""
 
     def __init__(self, folder: Path) -> None:
-        """`UserError` if the folder cannot be used, or another process uses it."""
+        """`UserError` if the folder cannot be used, has other files, or another process uses it."""
         self.folder = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (other := _of_others(folder)) is not None:
+                raise UserError(
+                    f"the journal cannot be kept in {folder}, which has other files, such as "
+                    f"{other}: name a folder for it alone with coordinator.journal"
+                )
             folder.chmod(0o700)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileExistsError:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.launch.commands.router import Listed
 from support.served import GONE_S, QUESTION, ask, ready, streamed, told
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -79,3 +80,23 @@ def test_two_services_answer_as_one_and_one_of_them_may_go(start: Start, tmp_pat
     assert "replica" in answer["error"]["message"]
     process.send_signal(signal.SIGTERM)
     assert process.wait(GONE_S) == 0
+
+
+def test_a_list_of_services_that_was_spoilt_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "replicas"
+    file.write_text("http://127.0.0.1:1\n  \n")
+    listed = Listed((), file)
+    assert listed() == ["http://127.0.0.1:1"]
+    for _ in range(2):  # a spoilt file, and the same once it has been mended in between
+        file.write_text("nonsense\n")
+        assert [listed() for _ in range(3)] == [["http://127.0.0.1:1"]] * 3
+        (record,) = caplog.records
+        assert "'nonsense' is not the URL of a service" in record.getMessage()
+        caplog.clear()
+        file.write_text("http://127.0.0.1:1\n")
+        listed()
+    file.unlink()
+    assert [listed() for _ in range(3)] == [["http://127.0.0.1:1"]] * 3
+    assert len(caplog.records) == 1

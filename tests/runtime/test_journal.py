@@ -234,6 +234,17 @@ def test_a_journal_is_its_owners_alone_and_one_coordinators_at_a_time(tmp_path: 
         Segments(tmp_path / "file" / "journal")
 
 
+def test_a_folder_with_other_files_keeps_its_rights_and_takes_no_journal(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o755)
+    (home / "notes").write_text("")
+    with pytest.raises(UserError, match=r"other files, such as notes: name a folder for it alone"):
+        Segments(home)
+    assert home.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in home.iterdir()] == ["notes"]
+
+
 @pytest.mark.parametrize("cut", [1, 7, 9, 30])
 def test_a_record_that_is_not_whole_ends_its_segment(
     tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture

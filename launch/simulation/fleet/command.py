@@ -50,7 +50,9 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             found = ()
         if not found or not all(0.0 < load <= 10.0 for load in found):
-            self.fail(f"{value!r} is no list of loads above 0, such as {LOADS}", param, ctx)
+            self.fail(
+                f"{value!r} is no list of loads above 0, up to 10, such as {LOADS}", param, ctx
+            )
         return found
 
 
