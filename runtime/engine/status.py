@@ -93,7 +93,8 @@ class Status:
         ]
         ours += self._failing.faults(now_ns)
         if self._journal is not None and self._journal.failed:
-            why = f"it has stopped: {self._journal.failed}"
+            why = f"it has stopped: {self._journal.failed}, and start the coordinator again; "
+            why += f"its folder is {self._journal.state().folder}"
             ours.append(Fault(part="journal", why=why[:MAX_WORDS], since_s=self._journal.stopped_s))
         if (lost_ns := self._service.standby_lost_ns) is not None:
             why, since_s = "it has disconnected", (now_ns - lost_ns) / 1e9

@@ -303,6 +303,8 @@ def test_a_journal_that_has_stopped_forgets_all_the_same(tmp_path: Path) -> None
     assert lives.journal.state().replies == 0
     (fault,) = (fault for fault in lives.house.report().faults if fault.part == "journal")
     assert fault.since_s == 9.0
+    assert fault.why.startswith("it has stopped: the disk is full, and start the coordinator again")
+    assert str(tmp_path) in fault.why
 
 
 def test_a_file_is_no_folder_for_a_journal(tmp_path: Path) -> None:
