@@ -29,8 +29,7 @@ from support.deployed import parsed, settings
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 EXPOSURE = {"http": 1.5, "other": 0.5}
-"""The most that `systemd-analyze security` may say; 10 is no protection at all. The HTTP API has a
-network, and a worker's memory may be executed."""
+"""The most that `systemd-analyze security` may say, of 10. The HTTP API has a network."""
 DOCKERFILE = Path(_quoted.__code__.co_filename).resolve().with_name("Dockerfile")
 KEY = "a-key-of-at-least-16-characters"
 
@@ -51,8 +50,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def api_keys(tmp_path: Path) -> Path:
-    file = tmp_path / "api keys"
-    file.write_text(f"{KEY}\n")
+    (file := tmp_path / "api keys").write_text(f"{KEY}\n")
     file.chmod(0o600)
     return file
 
@@ -197,10 +195,8 @@ def check_units(units: dict[str, str], folder: Path) -> None:
     if shutil.which("systemd-analyze") is not None:
         for name, text in units.items():
             (folder / name).write_text(text)
-        files = [str(folder / name) for name in units]
-        verified = subprocess.run(
-            ["systemd-analyze", "verify", *files], capture_output=True, text=True
-        )
+        verify = ["systemd-analyze", "verify", *(str(folder / name) for name in units)]
+        verified = subprocess.run(verify, capture_output=True, text=True)
         assert (verified.returncode, verified.stderr) == (0, "")
 
 
@@ -275,17 +271,25 @@ def test_a_standby_that_nobody_could_find_is_a_mistake(
 
 @pytest.mark.parametrize("what", ["systemd", "compose", "kubernetes"])
 def test_what_a_service_could_not_use_is_a_mistake(invoke: Run, what: str) -> None:
-    port = invoke("config", "export", what, "--http.port", "0")
-    assert (port.returncode, "http.port = 0" in port.stderr) == (2, True)
+    wrong = [("http.port", "0"), ("coordinator.journal", "/else"), ("coordinator.record", "/else")]
+    for name, value in (*wrong, *[("coordinator.listen", "ipc:///else")] * (what != "kubernetes")):
+        said = invoke("config", "export", what, f"--{name}", value)
+        assert (said.returncode, f"{name} = " in said.stderr) == (2, True), said.stderr
     if what != "systemd":
         off = invoke("config", "export", what, "--standby", "--coordinator.journal=off")
         assert (off.returncode, "a standby copies the journal" in off.stderr) == (2, True)
         placed = invoke("config", "export", what, "--standby", "tcp://192.0.2.2:5555")
         assert (placed.returncode, "is an address and no model" in placed.stderr) == (2, True)
     model = invoke("config", "export", what, "--target", "nobody/has-this", "--draft", "none")
-    assert model.returncode == 2
-    assert "hf download nobody/has-this" in model.stderr
-    assert "Traceback" not in port.stderr + model.stderr
+    assert (model.returncode, "hf download nobody/has-this" in model.stderr) == (2, True)
+    assert "Traceback" not in said.stderr + model.stderr
+
+
+def test_a_port_that_is_roots_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (least := tmp_path / "least").write_text("1024\n")
+    monkeypatch.setattr(f"{systemd_units.__module__}.UNPRIVILEGED", least)
+    with pytest.raises(UserError, match=r"http\.port = 80: .* below 1024"):
+        systemd_units(settings(http__port="80"))
 
 
 def test_a_server_that_is_open_to_others_needs_a_key(invoke: Run) -> None:

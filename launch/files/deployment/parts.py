@@ -94,12 +94,21 @@ def check_copied(configuration: Configuration, *, standby: bool) -> None:
 
 def keeping(configuration: Configuration, origin: str, folder: str) -> Configuration:
     """Return settings whose coordinator keeps its journal and its recordings, if it has them, in a
-    folder that it can write there; `origin` says who has chosen that."""
+    folder that it can write there; `origin` says who has chosen that. `UserError` for another
+    folder."""
     settings, taken = configuration.settings.coordinator, {}
-    if settings.journal != "off":
-        taken["coordinator.journal"] = f"{folder}/journal"
-    if settings.record:
-        taken["coordinator.record"] = f"{folder}/recordings"
+    for name, given, own in (
+        ("coordinator.journal", settings.journal, f"{folder}/journal"),
+        ("coordinator.record", settings.record, f"{folder}/recordings"),
+    ):
+        if given in ("off", ""):
+            continue
+        if given not in ("auto", own):
+            raise UserError(
+                f"{name} = {given!r}: under {origin} the coordinator may write in {folder} alone; "
+                f"write --{name} {own}"
+            )
+        taken[name] = own
     return configuration.over(origin, taken)
 
 

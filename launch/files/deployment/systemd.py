@@ -40,6 +40,7 @@ WATCHDOG = 3
 cannot, after so many times that."""
 DEPTH = 3
 """So many folders above that of this file are those of the package."""
+UNPRIVILEGED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 STOP_S = round(3 * GRACE_S)
 UNPLAIN = re.compile(r"[^\w@%+=:,./-]")
 COMMON = """\
@@ -117,6 +118,17 @@ def systemd_units(
     read_keys(settings.http)
     listen = settings.coordinator.listen
     tcp = listen.startswith("tcp://")
+    if not tcp and listen not in ("ipc", SOCKET):
+        raise UserError(
+            f"coordinator.listen = {listen!r}, and the units speak over {SOCKET}, or over tcp: "
+            "leave it out, or write --listen tcp://HOST:PORT"
+        )
+    if settings.http.port < (least := _least_port()):
+        raise UserError(
+            f"http.port = {settings.http.port}: the units run without privileges, and this "
+            f"machine gives ports below {least} to root alone: name a higher one, or lower "
+            "net.ipv4.ip_unprivileged_port_start"
+        )
     if settings.http.api_key_file:
         configuration = configuration.over(
             "the unit", {"http.api_key_file": "/run/dovetail-http/api-keys"}
@@ -143,6 +155,14 @@ def systemd_units(
         "[Install]\nWantedBy=multi-user.target\n",
         **files,
     }
+
+
+def _least_port() -> int:
+    """Return the lowest port of this machine that needs no privilege."""
+    try:
+        return int(UNPRIVILEGED.read_text())
+    except (OSError, ValueError):
+        return 1024
 
 
 def _service(part: Part, settings: Settings, standby: str) -> str:
