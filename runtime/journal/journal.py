@@ -105,7 +105,7 @@ class Journal:
                 else:
                     self._entries.apply(part)
         except DecodeError as error:
-            log.error("segment %d of the journal is read up to a fault: %s", number, error)
+            log.error("a file of the journal is not read: %s", error)
         except OSError as error:
             log.error("segment %d of the journal cannot be read: %s", number, refusal(error))
 

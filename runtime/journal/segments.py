@@ -164,8 +164,14 @@ class Segments:
         content, place = file.read_bytes(), len(MAGIC)
         if not content.startswith(MAGIC):
             place = _behind(content, 0)
-            if place == len(content) or ANY_MAGIC.match(content):
-                raise DecodeError(f"{file} is no segment of a journal that can be read here")
+            if other := ANY_MAGIC.match(content):
+                raise DecodeError(
+                    f"{file} is of {other[0].decode().strip()!r}, and this release reads "
+                    f"{MAGIC.decode().strip()!r}: go on with the release that wrote it, or name "
+                    "another folder with coordinator.journal"
+                )
+            if place == len(content):
+                raise DecodeError(f"{file} is no segment of a journal")
             yield Gap(file, 0, place)
         while place < len(content):
             if (record := _at(content, place)) is not None:

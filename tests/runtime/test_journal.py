@@ -350,14 +350,18 @@ def test_zeros_where_a_machine_failed_are_no_damage_and_a_wrong_byte_is(
 
 
 @pytest.mark.parametrize(
-    "content", [b"something else\n", b"dovetail journal 2\n" + packed(b"\x91\xa4term")]
+    ("content", "said"),
+    [
+        (b"something else\n", "no segment of a journal"),
+        (b"dovetail journal 2\n" + packed(b"\x91\xa4term"), "of 'dovetail journal 2', and this"),
+    ],
 )
 def test_a_file_that_is_no_segment_is_said_to_be_none(
-    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, content: bytes, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "segment-00000001").write_bytes(content)
     assert Journal(Segments(tmp_path)).found == 0
-    assert "segment-00000001 is no segment of a journal that can be read here" in caplog.text
+    assert f"segment-00000001 is {said}" in caplog.text
 
 
 def _unlocked(folder: Path) -> Segments:

@@ -72,11 +72,24 @@ def read_fleet(name: str) -> Description:
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"the fleet in {path} cannot be read: {error}") from None
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"the fleet in {path}: {where}: {first['msg']}; {FOLDER / 'legacy.toml'} is an example"
+            f"the fleet in {path}: {_mistake(error)}; {FOLDER / 'legacy.toml'} is an example"
         ) from None
+
+
+def _mistake(error: ValidationError) -> str:
+    """Return what is wrong first, with its place and its value."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    *_, name = first["loc"]
+    kind = f" of kind {int(first['loc'][1]) + 1}" if len(first["loc"]) > 2 else ""
+    match first["type"]:
+        case "missing":
+            return f"{name}{kind} is missing"
+        case "extra_forbidden":
+            known = (KindPart if kind else Description).model_fields
+            return f"there is no {name}{kind}: known are {', '.join(known)}"
+        case _:
+            return f"{name}{kind} is {str(first['input'])[:80]!r}: {first['msg']}"
 
 
 def kinds_of(
