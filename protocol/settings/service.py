@@ -62,7 +62,7 @@ class CoordinatorSettings(Frozen):
     latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
         "auto",
         description="the longest target pass that may include a chunk of a prompt, so that running "
-        "streams go on; auto: three times the time of a round without a chunk",
+        "streams go on; auto: so that a round takes three times as long as one without",
     )
     queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
         256,

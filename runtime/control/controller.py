@@ -30,9 +30,6 @@ EMPTY = 4
 """Proposals of nothing in a row after which what was learned of the draft is doubted."""
 RESTING = 16
 """Rounds without an order after so many, where other sessions wait for the draft meanwhile."""
-MOST_BESIDE_PROMPTS = 4.0
-"""Rounds of the target alone that a round in which a prompt was read may lose. A burst that begins
-else stops drafting with a loss that is worth no try for long. So much stops it nevertheless."""
 STALE = 0.95
 """tau of a head that grows ahead over that of one that does not: what is below the new root was
 guessed from guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and
@@ -323,11 +320,10 @@ class Controller:
     def _weigh(self, on_off: OnOff, done: Round, tokens: float, judged_s: float) -> None:
         """Judge whether drafting pays, by a round at the present load."""
         if done.disturbed and self._now.crowd is None:
-            if done.drafted is None:
-                return  # drafting would be tried beside the prompt
-            most_s = (tokens + MOST_BESIDE_PROMPTS) * self._pricing.alone_s(done.context)
-            judged_s = min(judged_s, most_s)
-        if on_off.era != done.begun.era:
+            if done.drafted is not None and on_off.era == done.begun.era:
+                alone_s = self._pricing.alone_s(done.context)
+                self._tell(on_off.beside_prompts(tokens, judged_s, alone_s))
+        elif on_off.era != done.begun.era:
             alone_s, among = self._pricing.alone_s(done.context), done.begun.load.draft
             on_off.straggled(done.begun.era, tokens, judged_s, alone_s, among=among)
         elif self._now.crowd is not None:
@@ -350,7 +346,11 @@ class Controller:
             slowness = self._now.costs.slowness(
                 pass_s, rows=rows, context=done.context, experts=done.times.experts
             )
-            words = on_off.drafted(tokens, seconds, slowness * alone_s, disturbed=done.disturbed)
+            words = on_off.drafted(tokens, seconds, slowness * alone_s)
+        self._tell(words)
+
+    def _tell(self, words: str | None) -> None:
+        """Say what was decided for this session, if anything was."""
         if words is not None:
             self._say(f"session {self._number}, {self._names}: {words}")
 

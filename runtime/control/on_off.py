@@ -1,13 +1,11 @@
-"""Drafting on and off, and drafting ahead on and off: what pays, from rounds as they were.
+"""Drafting on and off: what pays, from rounds as they were.
 
 `OnOff` turns drafting off when it loses against the target alone, and tries it again now and then;
-`Experience` is what the sessions of a pair have learned of that together. `AheadTrial` finds out
-whether the draft should go on while the target verifies, where both share a device or the draft
-guesses from guesses. Both are told rounds, in tokens and seconds, and say in a sentence what they
-decide. Pure: no clock, no messages.
+`Experience` is what the sessions of a pair have learned of that together. Rounds are told in tokens
+and seconds; what is decided comes back as a sentence. Pure: no clock, no messages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,6 +122,10 @@ class OnOff:
         """Time that drafting has won since it was resumed."""
         self._barren = 0.0
         """Rounds in a row in which nothing was verified that a draft had proposed."""
+        self._beside = 0.0
+        """Rounds of the target alone that were lost while prompts were read."""
+        self._paused: Literal["on", "try"] | None = None
+        """The state to go on with when no prompt is read any more."""
 
     @property
     def deciding(self) -> bool:
@@ -169,6 +171,9 @@ class OnOff:
         self._experience.earn(seconds, alone_s, before_s=before_s)
         if self.state != "off":
             return None
+        if self._paused is not None:
+            self._enter(self._paused)
+            return "drafting goes on, since no prompt is read any more"
         self._rounds += 1
         if self._rounds < self._patience or not self._experience.affords(before_s):
             return None
@@ -197,19 +202,17 @@ class OnOff:
         *,
         among: int = 1,
         barren: bool = False,
-        disturbed: bool = False,
     ) -> str | None:
         """Count a round while drafting is on. Return in words what follows, None if nothing does.
         `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted;
-        `barren`: nothing was proposed that was worth verifying; `disturbed`: prompts were read in
-        it, so that it does not tell what a token takes with drafting."""
+        `barren`: nothing was proposed that was worth verifying."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
         self._barren = self._barren + 1 / among if barren else 0.0
         won = (tokens - (WORTH_OF_MANY if self._many else 1.0) * seconds / alone_s) / among
         if self.state == "try":
             return self._tested(tokens, seconds, alone_s, won, among)
-        self._count(tokens, seconds, disturbed=disturbed)
+        self._count(tokens, seconds)
         if self._rounds >= LASTING:
             won = max(won, -MOST_LOSS_OF_A_WINNER / among)
         self._won_s += won * alone_s
@@ -223,6 +226,20 @@ class OnOff:
         if not fruitless and self._balance <= most / among**0.5:  # the more rounds, the less chance
             return None
         return self._stop(alone_s, fruitless=fruitless)
+
+    def beside_prompts(self, tokens: float, seconds: float, alone_s: float) -> str | None:
+        """Count a round with drafting in which prompts were read. It says nothing of drafting
+        without them; where such rounds lose, drafting pauses until none are read, since the pass
+        with the prompt waits for the draft. Return that in words, None if nothing follows."""
+        if self.state == "off" or alone_s <= 0.0:
+            return None
+        self._beside = max(0.0, self._beside + seconds / alone_s - tokens)
+        if self._beside <= LOSS:
+            return None
+        going_on = self.state
+        self._enter("off")
+        self._paused = going_on
+        return "drafting pauses while prompts are read"
 
     def _stop(self, alone_s: float, *, fruitless: bool) -> str:
         """Turn drafting off, which is charged with what it has lost; return in words why."""
@@ -320,78 +337,15 @@ class OnOff:
         self.drafting = state != "off"
         self._rounds, self._balance, self._cost_s, self._worst_s = 0.0, 0.0, 0.0, 0.0
         self._won_s = 0.0
-        self._tokens = self._seconds = self._barren = 0.0
+        self._tokens = self._seconds = self._barren = self._beside = 0.0
+        self._paused = None
 
-    def _count(self, tokens: float, seconds: float, *, disturbed: bool = False) -> None:
+    def _count(self, tokens: float, seconds: float) -> None:
         """Count a round for the rate with drafting, in which early rounds fade."""
         kept = 1.0 - 1.0 / 16
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
-        if not disturbed:
-            self._experience.token_s = self._seconds / self._tokens
+        self._experience.token_s = self._seconds / self._tokens
 
 
 def _doubled(rounds: int, times: int) -> int:
     return rounds << min(times, MOST_DOUBLINGS)
-
-
-BLOCK = 12
-"""Rounds of a block of a trial."""
-TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)
-WORTH = 1.02
-"""Factor by which growing ahead has to be better."""
-FIRST_PAUSE, MOST_PAUSE = 512, 8192
-
-
-class AheadTrial:
-    """Grows ahead by turns in blocks of rounds, keeps what was better, and looks again after a
-    while, ever more rarely."""
-
-    def __init__(self) -> None:
-        self.ahead = TURNS[0]
-        self._round = self._block = 0
-        self._pause = 0
-        self._next_pause = FIRST_PAUSE
-        self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
-        self._told: bool | None = None
-
-    def drafted(self, tokens: float, seconds: float) -> str | None:
-        """Count a round with drafting. Return in words what was found out, None if nothing new
-        was."""
-        if self._pause:
-            self._pause -= 1
-            if not self._pause:
-                self.ahead = TURNS[0]
-            return None
-        self._round += 1
-        if self._round > SETTLING:
-            sums = self._sums[self.ahead]
-            sums[0], sums[1] = sums[0] + tokens, sums[1] + seconds
-        if self._round < BLOCK:
-            return None
-        self._round, self._block = 0, self._block + 1
-        if self._block < len(TURNS):
-            self.ahead = TURNS[self._block]
-            return None
-        return self._judge()
-
-    def _judge(self) -> str | None:
-        without, with_ = (
-            sums[0] / max(1e-9, sums[1]) for sums in (self._sums[False], self._sums[True])
-        )
-        self.ahead = with_ > WORTH * without
-        self._block, self._pause = 0, self._next_pause
-        self._next_pause = (
-            min(2 * self._next_pause, MOST_PAUSE)
-            if self.ahead == self._told or self._told is None
-            else FIRST_PAUSE
-        )
-        self._sums = {False: [0.0, 0.0], True: [0.0, 0.0]}
-        changed, self._told = self.ahead != self._told, self.ahead
-        if self.ahead:
-            verdict = "is on because it is faster"
-        elif with_ <= without:
-            verdict = "is off because it was not faster"
-        else:
-            verdict = f"is off because it was not {100 * (WORTH - 1):.0f} % faster"
-        rates = f"{with_:.1f} tokens/s with it, {without:.1f} without"
-        return f"drafting ahead {verdict}: {rates}" if changed else None

@@ -19,7 +19,7 @@ from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.telemetry.metrics import extent_ns
 
 LATENCY = 3.0
-"""The most that a pass with chunks takes, as a multiple of a round without any, unless `latency_ms`
+"""The most that a round with chunks takes, as a multiple of one without any, unless `latency_ms`
 says otherwise: a prompt then has up to two thirds of the target's time beside running streams."""
 LEAST_ROWS = 8
 """The least rows of a pass that are for logs, so that prompts are read whatever the bound."""
@@ -90,7 +90,8 @@ def _rows_beside(
 def most_s(target: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -> float:
     """Return the most seconds of a pass that reads chunks, too; `pass_s`: what it takes without."""
     if latency_ms == "auto":
-        return LATENCY * max(pass_s, target.round_s.value)
+        round_s = max(pass_s, target.round_s.value)
+        return LATENCY * round_s - (round_s - pass_s)
     return max(pass_s, latency_ms / 1e3)
 
 

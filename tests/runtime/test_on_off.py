@@ -5,18 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from dovetail.runtime.control.ahead_trial import BLOCK, FIRST_PAUSE, TURNS, AheadTrial
 from dovetail.runtime.control.crowd import CARE_OF_A_TRY, MOST_CARE, Crowd
-from dovetail.runtime.control.on_off import (
-    ALLOWANCE,
-    BLOCK,
-    FIRST_PAUSE,
-    LASTING,
-    TRY_SHARE,
-    TURNS,
-    AheadTrial,
-    Experience,
-    OnOff,
-)
+from dovetail.runtime.control.on_off import ALLOWANCE, LASTING, TRY_SHARE, Experience, OnOff
 
 ALONE_S = 0.02
 
