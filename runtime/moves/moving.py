@@ -65,6 +65,8 @@ class Moving:
         if draft is None and (running.draft is None or running.draft.serves):
             return None
         yield from self._forget_draft(running)
+        if running.session.state is State.DONE:
+            return None  # we failed at that, which ended it
         if draft is None:
             running.controller.leave()
             running.give(running.session.draft_lost)

@@ -121,6 +121,14 @@ FOUND = {
             (0, Wish(tokens=3)),
         ),
     ),
+    "the coordinator fails at having a draft forget a session that is to get another": Schedule(
+        row_ms=0.2,
+        steps=(
+            (0, Wish(prompt=(5, 6, 7), tokens=27, policy="goodput")),
+            (0, Fault("handler", for_ms=FORGOTTEN)),
+            (0, Fault("swap", who=1, for_ms=0)),
+        ),
+    ),
     "the coordinator fails at starting a session that goes on from a kept one": Schedule(
         drafts=0,
         steps=(
