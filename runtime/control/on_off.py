@@ -173,7 +173,7 @@ class OnOff:
             return None
         if self._paused is not None:
             self._enter(self._paused)
-            return "drafting goes on, since no prompt is read any more"
+            return "drafting resumes: no prompt is being read"
         self._rounds += 1
         if self._rounds < self._patience or not self._experience.affords(before_s):
             return None
@@ -239,7 +239,7 @@ class OnOff:
         going_on = self.state
         self._enter("off")
         self._paused = going_on
-        return "drafting pauses while prompts are read"
+        return "drafting is paused while prompts are read"
 
     def _stop(self, alone_s: float, *, fruitless: bool) -> str:
         """Turn drafting off, which is charged with what it has lost; return in words why."""

@@ -66,7 +66,7 @@ class Moving:
             return None
         yield from self._forget_draft(running)
         if running.session.state is State.DONE:
-            return None  # we failed at that, which ended it
+            return None  # telling the draft failed, and that ended the session
         if draft is None:
             running.controller.leave()
             running.give(running.session.draft_lost)

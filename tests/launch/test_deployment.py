@@ -29,7 +29,7 @@ from support.deployed import parsed, settings
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 EXPOSURE = {"http": 1.5, "other": 0.5}
-"""The most that `systemd-analyze security` may say, of 10. The HTTP API has a network."""
+"""At most so much of 10 in `systemd-analyze security`: http has a network, workers run code."""
 DOCKERFILE = Path(_quoted.__code__.co_filename).resolve().with_name("Dockerfile")
 KEY = "a-key-of-at-least-16-characters"
 

@@ -105,8 +105,8 @@ def keeping(configuration: Configuration, origin: str, folder: str) -> Configura
             continue
         if given not in ("auto", own):
             raise UserError(
-                f"{name} = {given!r}: under {origin} the coordinator may write in {folder} alone; "
-                f"write --{name} {own}"
+                f"{name} = {given!r}: in {origin} the coordinator can write to {folder} only; "
+                f"use --{name} {own}"
             )
         taken[name] = own
     return configuration.over(origin, taken)

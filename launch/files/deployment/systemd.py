@@ -123,7 +123,7 @@ def systemd_units(
             f"coordinator.listen = {listen!r}, and the units speak over {SOCKET}, or over tcp: "
             "leave it out, or write --listen tcp://HOST:PORT"
         )
-    if settings.http.port < (least := _least_port()):
+    if not standby_of and settings.http.port < (least := _least_port()):
         raise UserError(
             f"http.port = {settings.http.port}: the units run without privileges, and this "
             f"machine gives ports below {least} to root alone: name a higher one, or lower "
@@ -158,7 +158,8 @@ def systemd_units(
 
 
 def _least_port() -> int:
-    """Return the lowest port of this machine that needs no privilege."""
+    """Return the lowest port of this machine that needs no privilege: 1024 on a kernel without that
+    setting."""
     try:
         return int(UNPRIVILEGED.read_text())
     except (OSError, ValueError):

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,12 +18,13 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.simulation.fleet.arrivals import (
     Mix,
+    Requests,
     draw_requests,
     read_trace,
     token_lengths,
 )
 from dovetail.launch.simulation.fleet.description import fleet_names, kinds_of, read_fleet
-from dovetail.launch.simulation.fleet.layout import Plan
+from dovetail.launch.simulation.fleet.layout import Kind, Plan
 from dovetail.launch.simulation.fleet.results import COLUMNS, PAIRS, capacity, line, play_load
 from dovetail.launch.simulation.methods import read_methods
 from dovetail.launch.simulation.recording import read_library
@@ -210,28 +213,14 @@ def fleet(
         coordinator_h=coordinator_h,
         seed=seed,
     )
-    rows = []
     if trace is not None:
-        requests = read_trace(trace)
-        seconds = float(requests.at_s[-1])
-        if not seconds:
-            raise UserError(f"the trace {trace} has no duration: all its requests come at once")
-        load = len(requests) / seconds / most
-        found = play_load(kinds, plan, requests, load=load, seconds=seconds)
-        rows.append(found.row(kinds))
+        rows = [_traced(trace, kinds, plan, most)]
     else:
-        with progress_bar(len(loads), "loads") as step:
-            for load in loads:
-                requests = draw_requests(arrivals, load * most, seconds, mix, keys, seed)  # type: ignore[arg-type]
-                if not len(requests):
-                    raise UserError(
-                        f"no request comes in {seconds:g} s at load {load:g}: raise --seconds"
-                    )
-                found = play_load(
-                    *(kinds, plan, requests), load=load, seconds=seconds, scale=scale, warm=WARM
-                )
-                rows.append(found.row(kinds))
-                step(f"load {load:g}")
+
+        def drawn(load: float) -> Requests:
+            return draw_requests(arrivals, load * most, seconds, mix, keys, seed)  # type: ignore[arg-type]
+
+        rows = _drawn(loads, drawn, kinds, plan, seconds, scale)
     told = {
         "fleet": name,
         "servers": servers,
@@ -254,6 +243,41 @@ def fleet(
     click.echo(PAIRS)
     if played < servers:
         note(f"{played} servers were played, and the others of {servers:,} taken to be alike")
+
+
+def _traced(trace: Path, kinds: Sequence[Kind], plan: Plan, most: float) -> dict[str, Any]:
+    """Play the requests of a file; return its row. `most`: requests a second of these servers."""
+    requests = read_trace(trace)
+    seconds = float(requests.at_s[-1])
+    if not seconds:
+        raise UserError(f"the trace {trace} has no duration: all its requests come at once")
+    load = len(requests) / seconds / most
+    return play_load(kinds, plan, requests, load=load, seconds=seconds).row(kinds)
+
+
+def _drawn(
+    loads: Sequence[float],
+    drawn: Callable[[float], Requests],
+    kinds: Sequence[Kind],
+    plan: Plan,
+    seconds: float,
+    scale: float,
+) -> list[dict[str, Any]]:
+    """Play the requests that are drawn for each load; return a row for each. `scale`: servers over
+    those that are played."""
+    rows = []
+    with progress_bar(len(loads), "loads") as step:
+        for load in loads:
+            if not len(requests := drawn(load)):
+                raise UserError(
+                    f"no request comes in {seconds:g} s at load {load:g}: raise --seconds"
+                )
+            found = play_load(
+                *(kinds, plan, requests), load=load, seconds=seconds, scale=scale, warm=WARM
+            )
+            rows.append(found.row(kinds))
+            step(f"load {load:g}")
+    return rows
 
 
 def _played(servers: int, sample: int, targets: int) -> int:

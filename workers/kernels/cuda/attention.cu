@@ -276,8 +276,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int i = 0; i < SLOTS * CHUNKS; i += THREADS) {
                 const int which = slot + (thread + i) / CHUNKS;
-                uint4* const to = &value_tiles[slot / SLOTS % STAGES][thread + i];
-                if (fetches && which < stop) fetch(to, own + (Int)which * width);
+                uint4* const tile = value_tiles[slot / SLOTS % STAGES];
+                if (fetches && which < stop) fetch(&tile[thread + i], own + (Int)which * width);
             }
         };
         const auto fetch_scores = [&](int slot) {
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int column = first_column + 2 * lane;
     if (mine >= block.count || column >= width) return;
     if (sinks != nullptr) total = __fadd_rn(total, exp_of(__fsub_rn(sink, most)));
-    float* const to = out + token * apart_out + (Int)head * width + column;
+    float* const own_out = out + token * apart_out + (Int)head * width + column;
 #pragma unroll
-    for (int i = 0; i < 2; i++) to[i] = __fmul_rn(sums[i], __fdiv_rn(1.0f, total));
+    for (int i = 0; i < 2; i++) own_out[i] = __fmul_rn(sums[i], __fdiv_rn(1.0f, total));
 }
