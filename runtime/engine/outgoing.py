@@ -106,8 +106,10 @@ class Outgoing:
 
     def refuse(self, client: ClientPeer, told: Failed) -> None:
         """Tell a client that a request failed. Where that fails, too, it is told once more, past
-        what waits for it."""
+        what waits for it, and no more is said of the request."""
         if not aside(self.to_client, client, told) and client.hear is None:
+            if told.session is not None:
+                client.outbox.forget(told.session)
             aside(self.to_peer, client.peer, told)
 
     def flush(self, client: ClientPeer) -> None:

@@ -122,13 +122,17 @@ class Outbox:
         """Forget what would be sent next, and all else that is about its request: which that is,
         None if it is about none."""
         request = self._take_first().request
-        self._begun.discard(request)
         if request < 0:
             return None
+        self.forget(request)
+        return request
+
+    def forget(self, request: int) -> None:
+        """Forget all that waits about a request."""
+        self._begun.discard(request)
         self._open.pop(request, None)
         self._waiting = deque(piece for piece in self._waiting if piece.request != request)
         self.tokens = sum(piece.tokens for piece in self._waiting)
-        return request
 
     def _take_first(self) -> _Piece:
         piece = self._waiting.popleft()

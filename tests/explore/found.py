@@ -260,4 +260,14 @@ FOUND = {
             (0, Fault("handler", for_ms=len(HANDLED) + MADE_ROOM)),
         ),
     ),
+    "the coordinator fails at a draft's answer, and at telling the client so while text waits": (
+        Schedule(
+            row_ms=0.2,
+            steps=(
+                (0, Wish(prompt=(5, 6, 7), tokens=4, policy="goodput")),
+                (12, Fault("fault", for_ms=1)),
+                (1, Fault("handler", for_ms=TOLD)),
+            ),
+        )
+    ),
 }

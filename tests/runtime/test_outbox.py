@@ -138,3 +138,13 @@ def test_what_cannot_be_said_is_dropped_with_all_else_of_its_request() -> None:
     assert box.tokens == 2
     box.send(sent.append, 1)
     assert sent == [emitted(2, 3, request=2)]
+
+
+def test_what_waits_about_one_request_can_be_forgotten() -> None:
+    box, sent = Outbox(), list[Message]()
+    for message in (emitted(2, 3, request=2), emitted(1), emitted(4, request=2)):
+        box.add(message)
+    box.forget(2)
+    assert (box.requests, box.tokens) == ({1}, 1)
+    box.send(sent.append, 1)
+    assert sent == [emitted(1)]
