@@ -334,8 +334,7 @@ class Controller:
     def _judge(self, on_off: OnOff, done: Round, tokens: float, seconds: float) -> None:
         """Judge whether drafting pays for this session, which runs alone."""
         pair = self._now.pair
-        alone_s = self._now.costs.alone_s(context=done.context, rows=done.other_rows)
-        if alone_s <= 0.0:
+        if (alone_s := self._now.costs.alone_s(context=done.context, rows=done.other_rows)) <= 0.0:
             return
         words = None
         if done.drafted is None:
@@ -355,18 +354,17 @@ class Controller:
             self._say(f"session {self._number}, {self._names}: {words}")
 
     def _judge_crowd(self, crowd: Crowd, done: Round, tokens: float, seconds: float) -> None:
-        """Judge whether drafting pays for all who run at once, by a round of this session with
-        everything that it waited for."""
-        load, costs = done.begun.load, self._now.costs
-        drafting, pricing = crowd.on_off.drafting, self._pricing
-        if done.disturbed or (done.begun.unready and drafting):
+        """Judge by a round of this session, waits included, whether drafting pays for all who run
+        at once."""
+        load, costs, pricing = done.begun.load, self._now.costs, self._pricing
+        if done.disturbed or (done.begun.unready and crowd.on_off.drafting):
             alone_s = pricing.alone_s(done.context)
             crowd.on_off.catching_up(done.tokens, seconds, alone_s, among=load.draft)
             return
-        expected_s = costs.alone_s(context=done.context, rows=load.target)
-        if expected_s <= 0.0:
+        if (expected_s := costs.alone_s(context=done.context, rows=load.target)) <= 0.0:
             return
-        if drafting:
+        if crowd.on_off.drafting:
+            crowd.compare(costs)
             words = crowd.drafted(
                 tokens,
                 seconds,
@@ -378,7 +376,9 @@ class Controller:
         else:
             words = crowd.undrafted(
                 seconds,
-                expected_s,
+                costs,
+                rows=load.target,
+                context=done.context,
                 before_s=load.draft * pricing.reading_s(done.unread),
                 hope=lambda: pricing.hope(done.context),
             )

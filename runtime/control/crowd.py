@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.costs.averages import Average
+from dovetail.runtime.costs.rounds import RoundCosts
 
 UNDRAFTED_PASSES = 16.0
 """Passes without drafting over which their time is compared with what they should take."""
@@ -39,22 +40,33 @@ class Crowd:
         """The factor by which a second is taken to be worth more than its tokens, so that no
         session pays for what others gain."""
         self._undrafted = Average(UNDRAFTED_PASSES)
-        """Seconds of rounds without drafting, as shares of what was expected of them."""
-        self._rounds = 0
+        """Seconds of rounds without drafting, and beside them `_rows` and `_context`."""
+        self._rows, self._context = Average(UNDRAFTED_PASSES), Average(UNDRAFTED_PASSES)
+        self._slowdown = 1.0
+        """The factor by which they took longer than what is now expected of such rounds."""
+        self._undue = 0
         """Rounds without drafting since one was judged."""
 
     def alone_s(self, expected_s: float) -> float:
         """Return the seconds of a round without drafting here. `expected_s`: those of a pass over
         one row of every session, and what goes with it."""
-        return expected_s * max(1.0, self._undrafted.value)
+        return expected_s * self._slowdown
+
+    def compare(self, costs: RoundCosts) -> None:
+        """Compare rounds without drafting with what is expected of them by now: passes over so many
+        rows may have become known after they were counted."""
+        expected_s = costs.alone_s(context=self._context.value, rows=round(self._rows.value))
+        if self._undrafted.known and expected_s > 0.0:
+            slowdown = self._undrafted.value / expected_s
+            self._slowdown = min(MOST_SLOWDOWN, max(1.0, slowdown))
 
     def due(self, among: int) -> bool:
         """Return whether a round is judged: each that was drafted, and of those that were not,
         which are alike, one stands for all `among` sessions of its pass."""
         if self.on_off.drafting:
             return True
-        self._rounds = (self._rounds + 1) % max(1, among)
-        return not self._rounds
+        self._undue = (self._undue + 1) % max(1, among)
+        return not self._undue
 
     def drafted(
         self,
@@ -80,13 +92,25 @@ class Crowd:
         return self.on_off.drafted(tokens, seconds, alone_s, among=among, barren=barren)
 
     def undrafted(
-        self, seconds: float, expected_s: float, *, before_s: float, hope: Callable[[], float]
+        self,
+        seconds: float,
+        costs: RoundCosts,
+        *,
+        rows: int,
+        context: float,
+        before_s: float,
+        hope: Callable[[], float],
     ) -> str | None:
-        """Judge a round while drafting is off. Return in words what follows, None if nothing does.
-        `before_s`: what drafts would take to read prompts before a try; `hope`: tokens a round that
-        drafting may bring."""
+        """Judge a round while drafting is off, whose pass had a row of each of `rows` sessions.
+        Return in words what follows, None if nothing does. `before_s`: what drafts would take to
+        read prompts before a try; `hope`: tokens a round that drafting may bring."""
+        expected_s = costs.alone_s(context=context, rows=rows)
         if not self.on_off.settling:
-            self._undrafted.add(min(MOST_SLOWDOWN, seconds / expected_s))
+            most_s = MOST_SLOWDOWN * max(expected_s, self._undrafted.value)
+            self._undrafted.add(min(most_s, seconds))
+            self._rows.add(rows)
+            self._context.add(context)
+            self.compare(costs)
         words = self.on_off.undrafted(
             seconds,
             self.alone_s(expected_s),

@@ -186,6 +186,8 @@ class RowCosts:
         if self.experts is not None:
             through = self._weigh_experts(self.experts, known, rows, seconds, context, experts)
         known.add(seconds / self._slowness**PASSING, context, through)
+        if len(known.last) == SEEN:
+            self._tables.clear()  # such passes tell the speed from now on
         self._observed += 1
         self.known = True
 

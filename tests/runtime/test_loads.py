@@ -14,7 +14,7 @@ from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.control.pricing import worth_waiting
 from support.cases import everyday
-from support.loaded import FIXED, GOODPUT, Crowded, Pace, drafted, rate
+from support.loaded import FIXED, GOODPUT, Crowded, Pace, drafted, passes_of, rate
 
 INSISTED = TreeSettings(policy="dynamic", gamma=15, depth=8, insist=True)
 DEAR = Pace(pass_s=lambda rows: 0.008 + 0.0006 * rows)
@@ -352,15 +352,29 @@ def test_prompts_that_are_read_while_drafting_loses_are_charged_to_it(reading_s:
 def test_rounds_that_still_feel_drafting_do_not_say_how_long_those_without_it_take() -> None:
     crowd = Crowd()
     on_off = crowd.on_off
+
+    def undrafted(seconds: float) -> None:
+        costs = passes_of(0.02)
+        crowd.undrafted(seconds, costs, rows=2, context=0.0, before_s=0.0, hope=lambda: 1.0)
+
     while on_off.state != "on":
         if on_off.drafting:
             crowd.drafted(3.0, 0.02, 0.02, rate=lambda: 150.0, among=1)
         else:
-            crowd.undrafted(0.02, 0.02, before_s=0.0, hope=lambda: 1.0)
+            undrafted(0.02)
     while on_off.state == "on":
         crowd.drafted(1.0, 0.06, 0.02, rate=lambda: 16.0, among=1)
     for _ in range(2):
-        crowd.undrafted(0.03, 0.02, before_s=0.0, hope=lambda: 1.0)
+        undrafted(0.03)
     assert crowd.alone_s(0.02) == pytest.approx(0.02)
-    crowd.undrafted(0.03, 0.02, before_s=0.0, hope=lambda: 1.0)
+    undrafted(0.03)
     assert crowd.alone_s(0.02) > 0.02
+
+
+def test_rounds_that_took_longer_than_was_thought_do_not_once_such_passes_are_known() -> None:
+    crowd = Crowd()
+    for _ in range(8):
+        crowd.undrafted(0.06, passes_of(0.03), rows=4, context=0.0, before_s=1.0, hope=lambda: 0.0)
+    assert crowd.alone_s(0.03) == pytest.approx(0.045)  # no more than half as long again
+    crowd.compare(passes_of(0.06))
+    assert crowd.alone_s(0.06) == pytest.approx(0.06)

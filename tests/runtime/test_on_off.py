@@ -8,6 +8,7 @@ import pytest
 from dovetail.runtime.control.ahead_trial import BLOCK, FIRST_PAUSE, TURNS, AheadTrial
 from dovetail.runtime.control.crowd import CARE_OF_A_TRY, MOST_CARE, Crowd
 from dovetail.runtime.control.on_off import ALLOWANCE, LASTING, TRY_SHARE, Experience, OnOff
+from support.loaded import passes_of
 
 ALONE_S = 0.02
 
@@ -197,7 +198,9 @@ def test_a_try_among_several_does_not_begin_at_a_price_at_which_nothing_is_draft
 
     def undrafted() -> None:
         while not crowd.on_off.drafting:
-            crowd.undrafted(ALONE_S, ALONE_S, before_s=0.0, hope=lambda: 1.0)
+            crowd.undrafted(
+                ALONE_S, passes_of(ALONE_S), rows=2, context=0.0, before_s=0.0, hope=lambda: 1.0
+            )
 
     undrafted()
     while crowd.on_off.drafting:

@@ -37,7 +37,8 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.noise import mix
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.costs.rounds import Messages
+from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.rounds import Messages, PlacedCosts
 from dovetail.runtime.engine.coordinator import Coordinator
 from support.scripted import VOCABULARY, hello
 from support.timed import choice
@@ -442,3 +443,9 @@ def rate(streams: Sequence[Stream]) -> float:
 def drafted(streams: Sequence[Stream]) -> int:
     """Rounds in which nodes were verified."""
     return sum(stream.result.rounds - stream.result.plain_rounds for stream in streams)
+
+
+def passes_of(seconds: float) -> PlacedCosts:
+    """Costs of passes that take as long over many rows as over one."""
+    flat = RowsSeconds(rows=(1, 64), seconds=(seconds, seconds))
+    return PlacedCosts(PassCurves([ContextCurve(context=0, t_v=flat)]), flat)
