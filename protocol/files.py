@@ -1,11 +1,12 @@
 """Files that are written for a user, and texts that are read for one: what is refused is told with
-the name of the file and a remedy. And the folder of a user's caches."""
+the name of the file and a remedy. And the folder of a user's caches, and its size."""
 
 import codecs
 import errno
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -101,3 +102,17 @@ def decode(content: bytes, what: str, *, zeros: bool = False) -> str:
 
 def _line(content: bytes, place: int) -> str:
     return f"line {content.count(10, 0, place) + 1}"
+
+
+def tidy(folder: Path, most: int) -> None:
+    """Let go of all entries of a folder but the `most` that were changed last. Those that another
+    process takes away meanwhile are gone as well."""
+    found = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(found, reverse=True)[most:]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.protocol.errors import OutputError, UserError
-from dovetail.protocol.files import append, decode, writing
+from dovetail.protocol.files import append, decode, tidy, writing
 
 
 @pytest.fixture
@@ -93,3 +93,18 @@ def test_text_that_is_not_utf_8_is_named_by_line_and_byte(content: bytes, words:
 def test_a_byte_order_mark_is_no_part_of_a_text() -> None:
     assert decode("\ufeffé\n".encode(), "here") == "é\n"
     assert decode(b"a\0b", "here", zeros=True) == "a\0b"
+
+
+def test_a_folder_keeps_what_was_changed_last_whatever_others_take_away_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        path = tmp_path / f"{number}"
+        path.mkdir() if number % 2 else path.touch()
+        os.utime(path, (number, number))
+    gone = tmp_path / "another's.lock"
+    listed = [*tmp_path.iterdir(), gone]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", lambda _: iter(listed))
+        tidy(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]

@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from dovetail.protocol.files import cache_folder
+from dovetail.protocol.files import cache_folder, tidy
 from dovetail.workers.devices.nvidia.nvrtc import OPTIONS, Compiler
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def keep(name: str, content: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".new", delete=False) as file:
             file.write(_seal(name, content) + content)
         Path(file.name).replace(folder / name)
-        _tidy(folder)
+        tidy(folder, MOST_KEPT)
     except OSError as error:
         why = error.strerror or error
         log.warning("compiled functions cannot be saved in %s (%s)", folder, why)
@@ -73,10 +73,3 @@ def keep(name: str, content: bytes) -> None:
 def _seal(name: str, content: bytes) -> bytes:
     """Return what shows that a content belongs to a name and is whole."""
     return hashlib.sha256(name.encode() + b"\0" + content).digest()
-
-
-def _tidy(folder: Path) -> None:
-    """Let the oldest files go."""
-    files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in files[MOST_KEPT:]:
-        path.unlink(missing_ok=True)

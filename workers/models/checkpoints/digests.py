@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import cache_folder
+from dovetail.protocol.files import cache_folder, tidy
 from dovetail.workers.progress import loading
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Kept:
             ) as file:
                 file.write(f"{digest} {_seal(key, digest)}\n")
             Path(file.name).replace(self._folder / key)
-            self._tidy()
+            tidy(self._folder, MOST_KEPT)
         except OSError as error:
             why = error.strerror or error
             log.warning(
@@ -208,14 +208,6 @@ class Kept:
             raise FileNotFoundError(
                 errno.ENOENT, "this user has no home, and XDG_CACHE_HOME names no folder"
             )
-
-    def _tidy(self) -> None:
-        """Let the oldest files go."""
-        files = sorted(
-            self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True
-        )
-        for path in files[MOST_KEPT:]:
-            path.unlink(missing_ok=True)
 
 
 def _lock(file: IO[str], patience_s: float) -> None:

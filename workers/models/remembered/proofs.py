@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from dovetail.protocol.files import cache_folder
+from dovetail.protocol.files import cache_folder, tidy
 from dovetail.workers import kernels
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Proofs:
             ) as file:
                 file.write(f"{_seal(key, text)}\n{text}")
             Path(file.name).replace(self._file(key))
-            self._tidy()
+            tidy(self.folder, MOST_KEPT)
         except OSError as error:
             why = error.strerror or error
             log.warning("proofs cannot be saved in %s (%s)", self.folder, why)
@@ -139,14 +139,6 @@ class Proofs:
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{self.group}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-
-    def _tidy(self) -> None:
-        """Let the oldest files go."""
-        files = sorted(
-            self.folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True
-        )
-        for path in files[MOST_KEPT:]:
-            path.unlink(missing_ok=True)
 
 
 def tell_proof(day: str, name: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import cache_folder, refusal
+from dovetail.protocol.files import cache_folder, refusal, tidy
 from dovetail.workers.models.checkpoints.digests import Identity
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.kinds import Described
@@ -81,7 +81,7 @@ def view_of(file: Path) -> Path:
                 (inner / name).write_text(content, encoding="utf-8")
             shutil.rmtree(folder.parent, ignore_errors=True)
             inner.parent.rename(folder.parent)
-        _tidy(folder.parent.parent)
+        tidy(folder.parent.parent, MOST_KEPT)
     except OSError as error:
         if not (folder / MARK).is_file():  # else another process was faster
             raise CheckpointError(
@@ -184,10 +184,3 @@ def _sources() -> str:
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         whole.update(file.read_bytes())
     return whole.hexdigest()
-
-
-def _tidy(place: Path) -> None:
-    """Let the oldest views go."""
-    views = sorted(place.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for view in views[MOST_KEPT:]:
-        shutil.rmtree(view, ignore_errors=True)

@@ -11,7 +11,6 @@ kernels know.
 
 import hashlib
 import logging
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.files import cache_folder, refusal
+from dovetail.protocol.files import cache_folder, refusal, tidy
 from dovetail.workers.kernels.blocks import search
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, load_tensors, save_tensors
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
@@ -176,9 +175,7 @@ def _open_folder(digest: str) -> Path | None:
             raise FileNotFoundError(2, "this user has no home, and XDG_CACHE_HOME names no folder")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.touch()
-        used = sorted(whole.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for old in used[MOST_KEPT:]:
-            shutil.rmtree(old, ignore_errors=True)
+        tidy(whole, MOST_KEPT)
     except OSError as error:
         _not_kept(folder, error)
         return None
