@@ -1,10 +1,11 @@
 """The queue of requests that wait for room on a target, fair by API key. Pure: times are handed in.
 
 A key is charged the tokens that it holds on targets or those that it was given recently, whichever
-are more, minus some for each second that its first request has waited. The first request of the key
-with the lowest charge is next, so that none waits for ever. Requests of one key keep their order,
-except for those that wait for something other than room, which the others overtake. A request that
-does not fit yet is overtaken by those of other keys, but not for long.
+are more, minus some for each second that its first request has waited since its last one began: how
+many of its own were before a request counts against no other key. The first request of the key with
+the lowest charge is next, so that none waits for ever. Requests of one key keep their order, except
+for those that wait for something other than room, which the others overtake. A request that does
+not fit yet is overtaken by those of other keys, but not for long.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 AGEING = 256.0
-"""Tokens that are taken off a key's charge for each second that its first request has waited: a few
-seconds outweigh an ordinary request."""
+"""Tokens that are taken off a key's charge for each second that it has waited: a few seconds
+outweigh an ordinary request."""
 HALF_LIFE_S = 30.0
 """The time after which tokens that a key was given count half."""
 PASSED_S = 10.0
@@ -54,6 +55,8 @@ class FairQueue(Generic[T]):
         self._given: dict[str, tuple[float, int]] = {}
         """By key: tokens that it was given, halved every `HALF_LIFE_S`, and the time in ns that
         they hold for."""
+        self._begun: dict[str, int] = {}
+        """By key of `_given`: when the last of its requests began, in ns."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -81,6 +84,8 @@ class FairQueue(Generic[T]):
         late = {key: (self._of_late(key, now_ns), now_ns) for key in self._given}
         self._given = {key: known for key, known in late.items() if known[0] >= 1.0}
         self._given[key] = self._of_late(key, now_ns) + tokens, now_ns
+        self._begun = {key: at for key, at in self._begun.items() if key in self._given}
+        self._begun[key] = now_ns
 
     def _of_late(self, key: str, now_ns: int) -> float:
         """Return the tokens that a key was given, older ones counted less."""
@@ -96,7 +101,8 @@ class FairQueue(Generic[T]):
 
         def rank(head: Waiting[T]) -> tuple[float, int]:
             tokens = max(held.get(head.key, 0), self._of_late(head.key, now_ns))
-            return tokens - AGEING * _s(head, now_ns), head.since_ns
+            since_ns = max(head.since_ns, self._begun.get(head.key, 0))
+            return tokens - AGEING * max(0, now_ns - since_ns) / 1e9, head.since_ns
 
         for own in sorted(self._waiting.values(), key=lambda own: rank(own[0])):
             for place, waiting in enumerate(own[: MOST_PASSED + 1]):

@@ -52,6 +52,16 @@ def test_no_request_waits_for_ever() -> None:
     assert waiting.take(lambda _: True, held, 10 * S) == "a0"
 
 
+def test_what_waits_behind_many_of_its_own_key_does_not_age_before_those_of_another() -> None:
+    waiting = queue("a", "a", "a", "a")
+    for at_s in (0, 8, 16):
+        assert waiting.take(lambda _: True, {}, at_s * S) == f"a{at_s // 8}"
+        waiting.given("a", 600, at_s * S)
+    waiting.add("b", "b", 20 * S)
+    assert waiting.take(lambda _: True, {"a": 600}, 24 * S) == "b"
+    assert waiting.take(lambda _: True, {"a": 600}, 24 * S) == "a3"
+
+
 def test_one_without_room_is_passed_but_not_for_long() -> None:
     waiting = queue("big", "small", "small")
     assert waiting.take(lambda what: what != "big0", {}, S) == "small1"
