@@ -51,7 +51,7 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
         click.echo()
 
 
-@command.group("export")
+@command.group("export", short_help="Print a file for another program.")
 def export() -> None:
     """Print a file for another program: what Grafana imports, or with what systemd, compose or
     Kubernetes runs the processes that `serve` starts with the same settings."""
@@ -63,7 +63,7 @@ def grafana() -> None:
     click.echo(GRAFANA.read_text(encoding="utf-8"), nl=False)
 
 
-@export.command("systemd", cls=HelpCommand)
+@export.command("systemd", cls=HelpCommand, short_help="Print hardened units for this machine.")
 @click.option(
     "--out",
     type=OUT_FOLDER,
@@ -95,7 +95,7 @@ def systemd(configuration: Configuration, out: Path | None, standby_of: str, sta
         click.echo(f"# ---- {name}\n{text}")
 
 
-@export.command("compose", cls=HelpCommand)
+@export.command("compose", cls=HelpCommand, short_help="Print a compose file for this machine.")
 @WITH_STANDBY
 @settings_flags(*SERVED, shown=SERVING, named=True)
 def compose(configuration: Configuration, standby: bool) -> None:
@@ -107,7 +107,7 @@ def compose(configuration: Configuration, standby: bool) -> None:
     click.echo(compose_file(configuration, standby=standby), nl=False)
 
 
-@export.command("kubernetes", cls=HelpCommand)
+@export.command("kubernetes", cls=HelpCommand, short_help="Print a LeaderWorkerSet of two pods.")
 @WITH_STANDBY
 @settings_flags(*SERVED, shown=SERVING, named=True)
 def kubernetes(configuration: Configuration, standby: bool) -> None:

@@ -63,7 +63,12 @@ command.add_command(fleet)
 # -- playing ---------------------------------------------------------------------------------------
 
 
-@command.command("run", cls=HelpCommand, epilog=explained(COLUMNS))
+@command.command(
+    "run",
+    cls=HelpCommand,
+    short_help="Play recorded replies with the costs of a machine.",
+    epilog=explained(COLUMNS),
+)
 @click.option(
     "--rounds",
     type=click.Path(path_type=Path),
@@ -200,7 +205,9 @@ def run(
 # -- beside what is real ---------------------------------------------------------------------------
 
 
-@command.command("validate", cls=HelpCommand)
+@command.command(
+    "validate", cls=HelpCommand, short_help="Decode recorded replies and play them, to compare."
+)
 @click.option(
     "--rounds",
     type=click.Path(path_type=Path),
@@ -259,7 +266,7 @@ def validate(
 # -- machines --------------------------------------------------------------------------------------
 
 
-@command.command("machines", cls=HelpCommand)
+@command.command("machines", cls=HelpCommand, short_help="List the machines and what passes take.")
 @click.option(
     "--target-size",
     type=click.Choice(list(SIZES)),

@@ -36,7 +36,7 @@ for head_command in head_commands():
     command.add_command(head_command)
 
 
-@command.command(name="small", cls=HelpCommand)
+@command.command(name="small", cls=HelpCommand, short_help="Train or distil a small model.")
 @click.option(
     "--text",
     "texts",

@@ -113,7 +113,7 @@ FLAGS = (
         ("--max-num-seqs",),
         VLLM,
         "nothing to set: as many requests run as memory allows, others wait in a queue "
-        "(`--coordinator.queue N`)",
+        "(`--coordinator.queue N`); `--coordinator.key_sessions N` bounds those of an API key",
     ),
     Foreign(("-cb", "--cont-batching"), LLAMA, "nothing to set: always on"),
     Foreign(("-md", "--model-draft", "--spec-draft-model"), LLAMA, DRAFT),

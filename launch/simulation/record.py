@@ -28,7 +28,7 @@ grows ahead."""
 # -- recording -------------------------------------------------------------------------------------
 
 
-@click.command("record", cls=HelpCommand)
+@click.command("record", cls=HelpCommand, short_help="Keep what a draft says at every position.")
 @click.option(
     "--prompts",
     "file",

@@ -26,6 +26,9 @@ from dovetail.protocol.messages.registration import LoadingState
 from dovetail.protocol.messages.rounds import RoundRecord, SeenSpan
 from dovetail.protocol.settings import Frozen
 
+SHOWN_KEYS = 4
+"""API keys that are named in words, of those whose requests wait."""
+
 
 class SeenRound(Frozen):
     """A round that has ended."""
@@ -206,10 +209,13 @@ class Totals(Frozen):
 
     @property
     def queue_words(self) -> str:
-        """Return in words how many requests are queued, and for how long; empty if none is."""
+        """Return in words how many requests are queued, for how long and by which keys; empty if
+        none is."""
         longest_s = max((own.longest_s for own in self.queue), default=0.0)
         said = f"queued requests: {self.queued}, the first for {longest_s:.1f} s"
-        return said if self.queued else ""
+        keys = ", ".join(f"{own.key} {own.length}" for own in self.queue[:SHOWN_KEYS] if own.key)
+        keys += ", ..." if keys and len(self.queue) > SHOWN_KEYS else ""
+        return (f"{said}; by key: {keys}" if keys else said) if self.queued else ""
 
 
 class Fault(Frozen):

@@ -383,7 +383,7 @@ class Controller:
                 hope=lambda: pricing.hope(done.context),
             )
         if words is not None:
-            self._say(f"{self._names}: {load}: {words} each")
+            self._say(f"{self._names}: {load}: {words}")
 
     def _learn_of_draft(self, pair: Pair, done: Round, drafted: Drafted, seconds: float) -> None:
         on_off, alone = self._now.on_off, self._now.load.alone

@@ -180,14 +180,20 @@ class OnOff:
         doubted = self._experience.fruitless or not worth_trying()
         if doubted and self._rounds < _doubled(HOPELESS, self._experience.hopeless):
             return None
-        without = f"{self._rounds:.0f} rounds without a draft"
+        without = f"{_counted(self._rounds)} without a draft"
         if self._experience.rate:
             words = f"drafting is tested again after {without}: {self.last_rates(alone_s)}"
         else:
-            words = f"drafting is tested after {without}, which bring {1 / alone_s:.1f} tokens/s"
+            rate = f"{1 / alone_s:.1f} {self._unit}"
+            words = f"drafting is tested after {without}, which bring {rate}"
         self._enter("try")
         self._doubted = doubted
         return words
+
+    @property
+    def _unit(self) -> str:
+        """Return what rates are in: of many sessions, each one's is told."""
+        return "tokens/s a session" if self._many else "tokens/s"
 
     @property
     def _patience(self) -> int:
@@ -281,7 +287,7 @@ class OnOff:
             self._experience.hopeless += self._doubted
             return self._judged(
                 "off",
-                f"drafting was tried ({self._rounds:.0f} rounds) and stopped because",
+                f"drafting was tried ({_counted(self._rounds)}) and stopped because",
                 alone_s,
             )
         return None
@@ -311,7 +317,7 @@ class OnOff:
     def last_rates(self, alone_s: float) -> str:
         """Return both rates in words: that of drafting when it was last judged."""
         return (
-            f"{self._experience.rate:.1f} tokens/s with a draft when last measured, "
+            f"{self._experience.rate:.1f} {self._unit} with a draft when last measured, "
             f"{1 / alone_s:.1f} without"
         )
 
@@ -326,7 +332,7 @@ class OnOff:
             why = "it was slower"
         else:  # the rate is of more rounds than those that were counted against it
             why = "its last rounds were not faster"
-        return f"{verdict} {why}: {rate:.1f} tokens/s with a draft, {alone:.1f} without"
+        return f"{verdict} {why}: {rate:.1f} {self._unit} with a draft, {alone:.1f} without"
 
     def _pay(self) -> None:
         self._experience.try_s = 0.0
@@ -349,3 +355,7 @@ class OnOff:
 
 def _doubled(rounds: int, times: int) -> int:
     return rounds << min(times, MOST_DOUBLINGS)
+
+
+def _counted(number: float) -> str:
+    return f"{number:.0f} round{'' if round(number) == 1 else 's'}"

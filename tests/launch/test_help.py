@@ -74,6 +74,13 @@ def test_the_list_of_commands_is_in_groups_and_whole(capsys: pytest.CaptureFixtu
     assert help_of(capsys, "--help-all") == shown
 
 
+@pytest.mark.parametrize("group", [("config",), ("config", "export"), ("simulate",), ("train",)])
+def test_the_list_of_a_group_is_not_cut_off(
+    group: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "..." not in help_of(capsys, *group, "--help").partition("Commands:")[2]
+
+
 def test_the_words_of_a_table_stand_in_the_full_help_and_the_short_one_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

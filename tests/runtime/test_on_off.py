@@ -85,6 +85,17 @@ def test_drafting_resumes_where_text_becomes_predictable() -> None:
     assert not experience.losing
 
 
+def test_one_round_is_told_as_one_and_rates_of_many_sessions_as_those_of_each() -> None:
+    on_off = OnOff(Experience(), many=True)
+    while not on_off.drafting:
+        on_off.undrafted(ALONE_S, ALONE_S)
+    told = (on_off.drafted(1.0, 100 * ALONE_S, ALONE_S, among=8) for _ in range(100))
+    assert next(filter(None, told)) == (
+        "drafting was tried (1 round) and stopped because it was slower: "
+        "0.5 tokens/s a session with a draft, 50.0 without"
+    )
+
+
 def test_every_change_is_told_with_both_rates() -> None:
     on_off = OnOff(Experience())
     states, told = [on_off.state], []

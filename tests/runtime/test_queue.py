@@ -5,6 +5,7 @@ from itertools import islice
 import pytest
 
 from dovetail.protocol.messages import Failed, Finished, Limits, Open
+from dovetail.protocol.messages.status import KeyWaits, Totals
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.fleet.queue import AGEING, PASSED_S, FairQueue
 from dovetail.runtime.fleet.room import tokens_of
@@ -172,6 +173,21 @@ def test_memory_is_the_bound_and_idle_prefixes_go_before_anybody_waits() -> None
     assert house.coordinator.report().reasons == (), "nothing is missing"
     house.run()
     assert begun(house)[1:] == [70, 71, 72]
+
+
+def test_the_keys_whose_requests_wait_are_named_but_for_those_behind_the_fourth() -> None:
+    def words(*waits: KeyWaits) -> str:
+        return Totals(queue=waits, queued=sum(own.length for own in waits)).queue_words
+
+    keyed = [KeyWaits(key=f"{n:08x}", length=n, longest_s=6.0 - n) for n in (1, 2, 3, 4, 5)]
+    assert not words()
+    assert words(KeyWaits(key="", length=2, longest_s=1.0)) == (
+        "queued requests: 2, the first for 1.0 s"
+    )
+    assert words(*keyed[:2]) == (
+        "queued requests: 3, the first for 5.0 s; by key: 00000001 1, 00000002 2"
+    )
+    assert words(*keyed).endswith("00000004 4, ...")
 
 
 def test_a_request_that_is_larger_than_the_memory_is_left_to_the_target() -> None:

@@ -59,7 +59,12 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
         return found
 
 
-@click.command("fleet", cls=HelpCommand, epilog=explained(COLUMNS))
+@click.command(
+    "fleet",
+    cls=HelpCommand,
+    short_help="Play a load on many servers.",
+    epilog=explained(COLUMNS),
+)
 @click.option(
     "--fleet",
     "name",
