@@ -3,20 +3,19 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dovetail.protocol.messages import Open
 from support.scripted import ScriptedTarget
 from support.web import PATIENCE_S, Api, api, backend
 
 KEYS = "fedcba9876543210", "0123456789abcdef"
-BODY = {"prompt": "w5 w6", "max_tokens": 12, "ignore_eos": True}
+PROMPTS = dict(zip(KEYS, ("w5 w6", "w7 w8"), strict=True))
 MANY = 6
 
 
-def ask(server: Api, key: str, ended: list[str]) -> int:
-    reply = server.client.post(
-        "/v1/completions", json=BODY, headers={"authorization": f"Bearer {key}"}
-    )
-    ended.append(key)
-    return reply.status_code
+def ask(server: Api, key: str) -> int:
+    body = {"prompt": PROMPTS[key], "max_tokens": 12, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {key}"}
+    return server.client.post("/v1/completions", json=body, headers=headers).status_code
 
 
 def test_a_key_that_asks_for_little_does_not_wait_for_one_that_asks_for_much(
@@ -25,17 +24,16 @@ def test_a_key_that_asks_for_little_does_not_wait_for_one_that_asks_for_much(
     path, first, second = tmp_path / "keys", *KEYS
     path.write_text("\n".join(KEYS), encoding="utf-8")
     path.chmod(0o600)
-    ended: list[str] = []
     with backend(target=False, draft=False) as house:
-        house.add(ScriptedTarget, "target", limits={"context": 512, "sessions": 1})
+        target = house.add(ScriptedTarget, "target", limits={"context": 512, "sessions": 1})
         house.held = True
         with (
             api(house.address, f"--http.api_key_file={path}") as server,
             ThreadPoolExecutor(MANY + 1) as threads,
         ):
-            many = [threads.submit(ask, server, first, ended) for _ in range(MANY)]
+            many = [threads.submit(ask, server, first) for _ in range(MANY)]
             house.until(lambda: len(house.coordinator._shared.queue) == MANY - 1)
-            one = threads.submit(ask, server, second, ended)
+            one = threads.submit(ask, server, second)
             house.until(lambda: len(house.coordinator._shared.queue) == MANY)
             metrics = server.client.get("/metrics").text
             lengths = [line for line in metrics.splitlines() if "dovetail_queue_length{" in line]
@@ -43,4 +41,8 @@ def test_a_key_that_asks_for_little_does_not_wait_for_one_that_asks_for_much(
             assert not any(key in metrics for key in KEYS)
             house.held = False
             assert {request.result(PATIENCE_S) for request in (*many, one)} == {200}
-    assert ended.index(second) <= 2, "behind the one that ran, and at most one that ended with it"
+    begun = [command.prompt for command in target.seen if isinstance(command, Open)]
+    others = begun[0]
+    place = next(place for place, prompt in enumerate(begun) if prompt != others)
+    assert len(begun) == MANY + 1
+    assert place <= 2, "behind the one that ran, and at most one that had waited for longer"
