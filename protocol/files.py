@@ -1,5 +1,6 @@
 """Files that are written for a user, and texts that are read for one: what is refused is told with
-the name of the file and a remedy. And the folder of a user's caches, and its size."""
+the name of the file and a remedy. Also the folder of a user's caches, and how much is kept there.
+"""
 
 import codecs
 import errno
@@ -105,8 +106,8 @@ def _line(content: bytes, place: int) -> str:
 
 
 def tidy(folder: Path, most: int) -> None:
-    """Let go of all entries of a folder but the `most` that were changed last. Those that another
-    process takes away meanwhile are gone as well."""
+    """Remove all entries of a folder but the `most` that were changed last. Entries that another
+    process removes meanwhile are no error."""
     found = []
     for path in folder.iterdir():
         with suppress(FileNotFoundError):

@@ -40,10 +40,11 @@ class Crowd:
         """The factor by which a second is taken to be worth more than its tokens, so that no
         session pays for what others gain."""
         self._undrafted = Average(UNDRAFTED_PASSES)
-        """Seconds of rounds without drafting, and beside them `_rows` and `_context`."""
+        """Mean seconds of rounds without drafting; `_rows` and `_context` are means over the same
+        rounds."""
         self._rows, self._context = Average(UNDRAFTED_PASSES), Average(UNDRAFTED_PASSES)
         self._slowdown = 1.0
-        """The factor by which they took longer than what is now expected of such rounds."""
+        """The factor by which those rounds took longer than such rounds are now expected to."""
         self._undue = 0
         """Rounds without drafting since one was judged."""
 

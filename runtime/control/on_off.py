@@ -192,8 +192,8 @@ class OnOff:
 
     @property
     def _unit(self) -> str:
-        """Return what rates are in: of many sessions, each one's is told."""
-        return "tokens/s a session" if self._many else "tokens/s"
+        """Return the unit of rates: among several sessions a rate is that of each."""
+        return "tokens/s per session" if self._many else "tokens/s"
 
     @property
     def _patience(self) -> int:

@@ -105,8 +105,8 @@ class Outgoing:
             self._later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
 
     def refuse(self, client: ClientPeer, told: Failed) -> None:
-        """Tell a client that a request failed. Where that fails, too, it is told once more, past
-        what waits for it, and no more is said of the request."""
+        """Tell a client that a request failed. If that fails too, the client is told directly,
+        ahead of what waits for it, and what waits about this request is dropped."""
         if not aside(self.to_client, client, told) and client.hear is None:
             if told.session is not None:
                 client.outbox.forget(told.session)

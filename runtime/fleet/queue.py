@@ -1,11 +1,12 @@
 """The queue of requests that wait for room on a target, fair by API key. Pure: times are handed in.
 
 A key is charged the tokens that it holds on targets or those that it was given recently, whichever
-are more, minus some for each second that its first request has waited since its last one began: how
-many of its own were before a request counts against no other key. The first request of the key with
-the lowest charge is next, so that none waits for ever. Requests of one key keep their order, except
-for those that wait for something other than room, which the others overtake. A request that does
-not fit yet is overtaken by those of other keys, but not for long.
+are more, minus some for each second that it has waited: since its first waiting request came, or
+since its last request began, whichever is later, so that a key with many requests ages no faster
+than one with few. The first request of the key with the lowest charge is next, so that none waits
+for ever. Requests of one key keep their order, except for those that wait for something other than
+room, which the others overtake. A request that does not fit yet is overtaken by those of other
+keys, but not for long.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

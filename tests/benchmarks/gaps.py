@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -83,24 +83,17 @@ def gaps(
         for seed in range(prompts):
             if seed % 2 == 0:
                 quiet_s.append(prompt_s(client, tokens, seed=1000 + seed))
-            watched = [
-                Watched(url, texts[(streams * seed + number) % len(texts)])
-                for number in range(streams)
-            ]
-            watch(watched, LEAST_S)
-            began_s = time.monotonic()
-            prompt_s(client, tokens, seed=2000 + seed)
-            ended_s = time.monotonic()
-            watch(watched, LEAST_S)
-            for stream in watched:
-                stream.end()
+            asked = [texts[(streams * seed + n) % len(texts)] for n in range(streams)]
+            began_s, ended_s, pauses = beside_streams(
+                [Watched(url, text) for text in asked],
+                lambda seed=seed: prompt_s(client, tokens, seed=2000 + seed),
+            )
             if seed % 2:
                 quiet_s.append(prompt_s(client, tokens, seed=1000 + seed))
             busy_s.append(ended_s - began_s)
-            for stream in watched:
-                for before_s, after_s in pairwise(stream.told_s):
-                    during = before_s < ended_s and after_s > began_s
-                    (beside if during else alone).append(after_s - before_s)
+            for before_s, after_s in pauses:
+                during = before_s < ended_s and after_s > began_s
+                (beside if during else alone).append(after_s - before_s)
             step("")
     longer_by = ratio(busy_s, quiet_s)
     found = {
@@ -111,6 +104,21 @@ def gaps(
         "prompt_longer_by": longer_by.as_json(),
     }
     report(found, as_json, lambda: show(found, tokens, longer_by))
+
+
+def beside_streams(
+    watched: Sequence["Watched"], read: Callable[[], object]
+) -> tuple[float, float, list[tuple[float, float]]]:
+    """Have a prompt read while streams run, which then end. Return when that began and ended, and
+    the pauses of all streams: from when to when."""
+    watch(watched, LEAST_S)
+    began_s = time.monotonic()
+    read()
+    ended_s = time.monotonic()
+    watch(watched, LEAST_S)
+    for stream in watched:
+        stream.end()
+    return began_s, ended_s, [pause for stream in watched for pause in pairwise(stream.told_s)]
 
 
 class Watched:

@@ -132,7 +132,6 @@ def main(
     done: list[Step] = []
     with _workplace() as place:
         flags = [f"--device={device}", f"--vram={vram}", *(["--quick"] if quick else [])]
-
         writing = threading.Lock()
 
         def take(name: str) -> None:
@@ -181,12 +180,15 @@ def _workplace() -> Iterator[Path]:
 
 
 def _roomy(device: str) -> bool:
-    """Return whether `CHECKS` can run side by side."""
+    """Return whether `CHECKS` can run side by side. A device that is not there is for each step to
+    name."""
     import torch
 
-    if not device.startswith("cuda") or not torch.cuda.is_available():
+    kind, _, number = device.partition(":")
+    index = int(number) if number.isdecimal() else 0
+    if kind != "cuda" or index >= torch.cuda.device_count():
         return False
-    memory = torch.cuda.get_device_properties(0).total_memory
+    memory = torch.cuda.get_device_properties(index).total_memory
     return len(os.sched_getaffinity(0)) >= CORES_BESIDE and memory >= GB_BESIDE * 1e9
 
 

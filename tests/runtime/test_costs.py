@@ -298,3 +298,14 @@ def test_a_pass_through_many_experts_is_not_taken_for_a_slow_machine() -> None:
     told = {"rows": 8, "context": 50.0}
     slowness = costs.slowness(with_experts(8, many), **told, experts=many)
     assert slowness == pytest.approx(1.0, abs=0.06)
+
+
+def test_a_number_of_rows_that_was_seen_twice_is_known_at_once() -> None:
+    costs = RowCosts()
+    for _ in range(60):
+        costs.observe(1, 0.030)
+    assert costs.at(16) < 0.040
+    for _ in range(2):
+        costs.observe(16, 0.078)
+    assert costs.at(16) == pytest.approx(0.078, rel=0.05)
+    assert costs.at(1) == pytest.approx(0.030, rel=0.05)

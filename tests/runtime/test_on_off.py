@@ -92,7 +92,7 @@ def test_one_round_is_told_as_one_and_rates_of_many_sessions_as_those_of_each() 
     told = (on_off.drafted(1.0, 100 * ALONE_S, ALONE_S, among=8) for _ in range(100))
     assert next(filter(None, told)) == (
         "drafting was tried (1 round) and stopped because it was slower: "
-        "0.5 tokens/s a session with a draft, 50.0 without"
+        "0.5 tokens/s per session with a draft, 50.0 without"
     )
 
 

@@ -239,12 +239,18 @@ def fleet(
             plot.write_text(_chart(f"{servers:,} servers ({name})", rows), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(told))
-        return
+    else:
+        _show(told)
+
+
+def _show(told: dict[str, Any]) -> None:
+    """Print what was found as a table."""
+    servers, played = told["servers"], told["played"]
     click.echo(
-        f"{servers:,} servers, at most {scale * most:,.4g} requests/s; played: "
-        + ", ".join(f"{kind.name} ({kind.count})" for kind in kinds)
+        f"{servers:,} servers, at most {told['most_requests_per_s']:,.4g} requests/s; played: "
+        + ", ".join(f"{kind} ({count})" for kind, count in told["kinds"].items())
     )
-    print_table(tuple(COLUMNS), [line(row) for row in rows])
+    print_table(tuple(COLUMNS), [line(row) for row in told["rows"]])
     click.echo(PAIRS)
     if played < servers:
         note(f"{played} servers were played, and the others of {servers:,} taken to be alike")
