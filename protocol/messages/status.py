@@ -153,13 +153,25 @@ class PairState(Frozen):
     """The draft's pass over rows."""
 
 
+Lack = Literal["room", "key", "beginning"]
+"""A request of the queue waits for room on a target, for others of its key to end, since no more
+of them may run (`key_sessions`), or for a prompt that begins like its own to be read."""
+LACKS: dict[Lack, str] = {
+    "room": "for room on a target",
+    "key": "for others of its key to end (coordinator.key_sessions)",
+    "beginning": "for a prompt that begins like its own to be read",
+}
+
+
 class KeyWaits(Frozen):
-    """The requests of one API key in the queue: their number, and the longest wait."""
+    """The requests of one API key in the queue: their number, the longest wait, and what for."""
 
     key: Name
     """The first digits of the digest of the key; empty: requests without a key."""
     length: Count
     longest_s: Annotated[float, Field(ge=0.0)]
+    lacks: Lack = "room"
+    """The thing that the request waits for that has waited longest."""
 
 
 class Totals(Frozen):
@@ -209,10 +221,12 @@ class Totals(Frozen):
 
     @property
     def queue_words(self) -> str:
-        """Return in words how many requests are queued, for how long and by which keys; empty if
-        none is."""
-        longest_s = max((own.longest_s for own in self.queue), default=0.0)
-        said = f"queued requests: {self.queued}, the first for {longest_s:.1f} s"
+        """Return in words how many requests are queued, for how long, for what and by which keys;
+        empty if none is."""
+        said = f"queued requests: {self.queued}"
+        if self.queue:
+            first = max(self.queue, key=lambda own: own.longest_s)
+            said += f", the first has waited {first.longest_s:.1f} s {LACKS[first.lacks]}"
         keys = ", ".join(f"{own.key} {own.length}" for own in self.queue[:SHOWN_KEYS] if own.key)
         keys += ", ..." if keys and len(self.queue) > SHOWN_KEYS else ""
         return (f"{said}; by key: {keys}" if keys else said) if self.queued else ""

@@ -175,7 +175,7 @@ class Coordinator:
         self._answers = WorkerEvents(shared)
         self._starting = Starting(shared, claims)
         self._intake = ClientRequests(shared, claims, self._starting, self.report)
-        self._status = Status(shared, self._sessions.attempt)
+        self._status = Status(shared, self._sessions.attempt, self._starting.lacks)
         self._peers = Peers(
             shared,
             post,

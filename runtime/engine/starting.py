@@ -8,6 +8,7 @@ import logging
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
+from dovetail.protocol.messages.status import Lack
 from dovetail.runtime.engine import effects
 from dovetail.runtime.engine.effects import Abandon, Effects, Start, Tell, Unanswered
 from dovetail.runtime.engine.faults import refusal, reraise_exits
@@ -244,6 +245,12 @@ class Starting:
             one.plays("target") and one.available and self._claims.suits(entry, told, one)
             for one in self._registry.workers.values()
         )
+
+    def lacks(self, waiting: WaitingRequest) -> Lack:
+        """Return what a request of the queue waits for."""
+        if self._key_is_busy(waiting.request):
+            return "key"
+        return "room" if self._settled(waiting) is None else "beginning"
 
     def _key_is_busy(self, request: Request) -> bool:
         """Return whether as many requests of a request's key run as may at a time."""

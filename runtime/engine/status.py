@@ -14,8 +14,9 @@ from dovetail.protocol.messages import (
     Role,
     Totals,
 )
+from dovetail.protocol.messages.status import Lack
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.engine.shared import Shared, WaitingRequest
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.state import State
 
@@ -38,14 +39,16 @@ class Status:
         self,
         shared: Shared,
         attempt: Callable[[RunningRequest, Callable[[], object]], None],
+        lacks: Callable[[WaitingRequest], Lack],
     ) -> None:
-        """`attempt` does something about one session, and whatever goes wrong ends it alone."""
+        """`attempt` does something about one session, and whatever goes wrong ends it alone;
+        `lacks` tells what a request of the queue waits for."""
         self._hub, self._service, self._running = shared.hub, shared.service, shared.running
         self._registry, self._placement = shared.registry, shared.placement
         self._failing, self._moving, self._changes = shared.failing, shared.moving, shared.changes
         self._tally, self._dropped, self._now_ns = shared.tally, shared.dropped, shared.now_ns
         self._queue, self._journal = shared.queue, shared.journal
-        self._attempt, self._began_ns = attempt, shared.now_ns()
+        self._attempt, self._lacks, self._began_ns = attempt, lacks, shared.now_ns()
         self._lost_drafts: dict[str, tuple[str, int]] = {}
         """By the names of those that were lost and that no other draft has replaced: what became of
         them, and when."""
@@ -184,7 +187,12 @@ class Status:
             kept=sum(len(target.shelf) for target in targets),
             occupied=min(1.0, sum(target.sessions for target in targets) / max(1, room)),
             queue=[
-                KeyWaits(key=label_of(own.key), length=own.length, longest_s=own.longest_s)
+                KeyWaits(
+                    key=label_of(own.key),
+                    length=own.length,
+                    longest_s=own.longest_s,
+                    lacks=self._lacks(own.first),
+                )
                 for own in self._queue.keys(self._now_ns())
             ],
         )

@@ -37,11 +37,12 @@ class Waiting(Generic[T]):
 
 
 @dataclass(frozen=True)
-class KeyQueue:
-    """The requests of one key that wait: their number, and the seconds that the first has."""
+class KeyQueue(Generic[T]):
+    """The requests of one key that wait: their number, and the first, with its seconds."""
 
     key: str
     length: int
+    first: T
     longest_s: float
 
 
@@ -129,9 +130,12 @@ class FairQueue(Generic[T]):
         self._waiting = {key: own for key, own in kept.items() if own}
         return gone
 
-    def keys(self, now_ns: int) -> Sequence[KeyQueue]:
+    def keys(self, now_ns: int) -> Sequence[KeyQueue[T]]:
         """Return how many requests of each key wait, the longest wait first."""
-        found = [KeyQueue(key, len(own), _s(own[0], now_ns)) for key, own in self._waiting.items()]
+        found = [
+            KeyQueue(key, len(own), own[0].what, _s(own[0], now_ns))
+            for key, own in self._waiting.items()
+        ]
         return sorted(found, key=lambda queue: -queue.longest_s)
 
 

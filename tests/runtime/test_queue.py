@@ -26,6 +26,11 @@ def queue(*keys: str, most: int = 9, most_of_key: int = 9) -> FairQueue[str]:
     return made
 
 
+def lacks(house: House) -> list[str]:
+    """Return, for each key, the thing that its first request waits for."""
+    return [own.lacks for own in house.coordinator.report().totals.queue]
+
+
 def test_the_key_that_holds_least_is_next_and_of_equals_who_came_first() -> None:
     waiting = queue("a", "a", "b", "c")
     order = [waiting.take(lambda _: True, {"a": 90, "b": 10, "c": 10}, 4) for _ in range(5)]
@@ -153,6 +158,7 @@ def test_whoever_waits_for_the_limit_of_a_key_holds_up_no_other_key(queue: int) 
     ask(house, 12, "b")
     house.coordinator.pump()
     assert [one.session.request.prompt[0] for one in house.coordinator.requests] == [10, 12]
+    assert lacks(house) == ["key"]
 
 
 def test_memory_is_the_bound_and_idle_prefixes_go_before_anybody_waits() -> None:
@@ -170,6 +176,7 @@ def test_memory_is_the_bound_and_idle_prefixes_go_before_anybody_waits() -> None
     house.coordinator.pump()
     assert house.coordinator.report().totals.queued == 1
     assert "queued requests: 1" in house.coordinator.report().totals.queue_words
+    assert lacks(house) == ["room"]
     assert house.coordinator.report().reasons == (), "nothing is missing"
     house.run()
     assert begun(house)[1:] == [70, 71, 72]
@@ -182,10 +189,11 @@ def test_the_keys_whose_requests_wait_are_named_but_for_those_behind_the_fourth(
     keyed = [KeyWaits(key=f"{n:08x}", length=n, longest_s=6.0 - n) for n in (1, 2, 3, 4, 5)]
     assert not words()
     assert words(KeyWaits(key="", length=2, longest_s=1.0)) == (
-        "queued requests: 2, the first for 1.0 s"
+        "queued requests: 2, the first has waited 1.0 s for room on a target"
     )
     assert words(*keyed[:2]) == (
-        "queued requests: 3, the first for 5.0 s; by key: 00000001 1, 00000002 2"
+        "queued requests: 3, the first has waited 5.0 s for room on a target; by key: 00000001 1, "
+        "00000002 2"
     )
     assert words(*keyed).endswith("00000004 4, ...")
 
@@ -316,6 +324,8 @@ def test_what_sessions_begin_with_is_read_once_when_their_target_was_lost() -> N
     beginning = *range(5, 90), *range(30, 85), *range(2, 70)
     lasting = (n for n in range(2, 90) if len(continuation((*beginning, n), 60)) == 60)
     prompts = {house.submit((*beginning, n), max_tokens=60): n for n in islice(lasting, 5)}
+    house.coordinator.pump()
+    assert lacks(house) == ["beginning"]
     for _ in range(24):
         step(house)
     assert len(house.target.logs) == len(prompts)

@@ -571,7 +571,7 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             refused_requests=2,
             opening=1,
             waiting=1,
-            queue=(m.KeyWaits(key="0123abcd", length=2, longest_s=1.5),),
+            queue=(m.KeyWaits(key="0123abcd", length=2, longest_s=1.5, lacks="key"),),
             queued=2,
             moves=2,
             rebalanced=1,
