@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from pydantic import ValidationError
+
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import (
     DecodeError,
@@ -165,7 +167,11 @@ class Gateway:
 
     async def recall(self, ticket: str, owner: str) -> bytes:
         """Return the memo of a ticket; `ApiError` if its owner has none."""
-        question = Recall(epoch=self._epoch, request=0, ticket=ticket, owner=owner)
+        try:
+            question = Recall(epoch=self._epoch, request=0, ticket=ticket, owner=owner)
+        except ValidationError:  # longer than any that was given to somebody
+            text = f"no response {ticket[:80]!r} is known here: send its id as it came"
+            raise ApiError(404, text, code="reply_not_found") from None
         return (await self._ask(question, Recalled)).memo
 
     def cancel(self, number: int) -> None:

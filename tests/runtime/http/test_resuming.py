@@ -171,6 +171,14 @@ def test_a_request_that_is_too_long_to_be_kept_is_answered_and_not_told_again(
     assert server.chat(max_tokens=3)["choices"]
 
 
+def test_an_id_that_is_too_long_for_any_reply_is_not_known(server: Api) -> None:
+    name = "long" * 200
+    got = server.client.get(f"{CHATS}/{name}")
+    sent = server.client.post(CHATS, json=CHAT, headers={"last-event-id": f"{name}:3.1"})
+    for refused in (got, sent):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "reply_not_found")
+
+
 def test_an_event_id_reads_as_it_was_written() -> None:
     places = (Place(7, 3), None, Place(0, 0), Place(12, 5, ended=True))
     name, read = read_event_id(event_id("chatcmpl-1", places))
