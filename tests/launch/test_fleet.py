@@ -14,7 +14,7 @@ from dovetail.launch.simulation.fleet.arrivals import Mix, Requests, draw_reques
 from dovetail.launch.simulation.fleet.layout import Kind, Plan, Played, handled_s
 from dovetail.launch.simulation.fleet.play import Fleet
 from dovetail.launch.simulation.fleet.profile import Profile, of_costs, of_rounds
-from dovetail.launch.simulation.fleet.results import capacity, play_load
+from dovetail.launch.simulation.fleet.results import PERCENTS, capacity, line, play_load
 from dovetail.launch.simulation.machines import read_machine, read_size
 from dovetail.protocol.errors import UserError
 
@@ -202,6 +202,23 @@ def test_one_seed_gives_one_result_and_a_large_fleet_is_a_small_one_many_times(
     assert large["rows"][0]["tokens_per_s"] == pytest.approx(
         10_000 * small["rows"][0]["tokens_per_s"]
     )
+
+
+def test_figures_of_no_reply_are_none_and_no_number(invoke: Run, tmp_path: Path) -> None:
+    trace, plot = tmp_path / "trace.jsonl", tmp_path / "fleet.svg"
+    asks = '{"at_s": %d, "prompt_tokens": 9, "reply_tokens": 1}\n'
+    trace.write_text(asks % 0 + asks % 9, encoding="utf-8")
+
+    def no_number(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    flags = ("--servers", "1", "--trace", str(trace), "--plot", str(plot))
+    said = invoke("simulate", "fleet", *flags, "--json")
+    assert said.returncode == 0, said.stderr
+    (row,) = json.loads(said.stdout, parse_constant=no_number)["rows"]
+    assert row["token_s"]["p50"] is None
+    empty = {f"p{percent}": None for percent in PERCENTS}
+    assert line(row | {"ttft_s": empty, "latency_s": empty})[3:6] == ("-", "-", "-")
 
 
 def test_what_is_no_fleet_is_a_mistake(invoke: Run, tmp_path: Path) -> None:

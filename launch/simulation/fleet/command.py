@@ -305,7 +305,8 @@ def _chart(title: str, rows: list[dict[str, object]]) -> str:
             value: object = row
             for key in path:
                 value = value[key]  # type: ignore[index]
-            points.append((float(row["load"]), times * float(value or 0.0)))  # type: ignore[arg-type]
+            height = float("nan") if value is None else times * float(value)  # type: ignore[arg-type]
+            points.append((float(row["load"]), height))  # type: ignore[arg-type]
         return Curve(name, points)
 
     across = "load"

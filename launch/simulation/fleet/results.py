@@ -48,9 +48,7 @@ class Loaded:
         done = [(s, at_s) for s, at_s in self.played.done if s.asked_s >= self.warm_s]
         first = np.array([s.first_s - s.asked_s for s, _ in done])
         whole = np.array([at_s - s.asked_s for s, at_s in done])
-        each = np.array(
-            [(at_s - s.first_s) / (s.reply - 1) for s, at_s in done if s.reply > 1] or [0.0]
-        )
+        each = np.array([(at_s - s.first_s) / (s.reply - 1) for s, at_s in done if s.reply > 1])
         played = self.played
         tokens = sum(played.tokens)
         joules = sum(
@@ -103,8 +101,11 @@ def capacity(kinds: Sequence[Kind], prompt: float, reply: float) -> float:
 def line(row: dict[str, Any]) -> tuple[object, ...]:
     """Return a row of the table, as `COLUMNS` has it."""
 
-    def pair(values: dict[str, float], times: float = 1.0) -> str:
-        return f"{times * values['p50']:.3g}, {times * values['p99']:.3g}"
+    def pair(values: dict[str, float | None], times: float = 1.0) -> str:
+        middle, most = values["p50"], values["p99"]
+        if middle is None or most is None:
+            return "-"
+        return f"{times * middle:.3g}, {times * most:.3g}"
 
     return (
         f"{row['load']:.2f}",
@@ -122,8 +123,9 @@ def line(row: dict[str, Any]) -> tuple[object, ...]:
     )
 
 
-def _percentiles(values: np.ndarray) -> dict[str, float]:
+def _percentiles(values: np.ndarray) -> dict[str, float | None]:
+    """Return the percentiles; None where no reply has ended that counts."""
     if not len(values):
-        return {f"p{percent}": float("nan") for percent in PERCENTS}
+        return {f"p{percent}": None for percent in PERCENTS}
     found = np.percentile(values, PERCENTS)
     return {f"p{percent}": float(value) for percent, value in zip(PERCENTS, found, strict=True)}
