@@ -1,6 +1,7 @@
 """The keys that clients of the HTTP API may send, read from a file that nobody else can read."""
 
 import logging
+import shlex
 import socket
 import stat
 import time
@@ -82,10 +83,12 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
     except OSError as error:
         raise SettingsError(
             f"http.api_key_file {path} cannot be read: {error.strerror}; make one with "
-            f"`(umask 077; openssl rand -hex 32 > {path})`"
+            f"`(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})`"
         ) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SettingsError(f"http.api_key_file {path} can be read by others: chmod 600 {path}")
+        raise SettingsError(
+            f"http.api_key_file {path} can be read by others: chmod 600 {shlex.quote(str(path))}"
+        )
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     keys = {number: line for number, line in lines if line}
     wrong = {number: what for number, key in keys.items() if (what := _fault(key))}

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import select
+import shlex
 import socket
 import subprocess
 import sys
@@ -143,6 +144,17 @@ def test_a_file_of_keys_that_is_none_is_refused(
         path.chmod(mode)
     with pytest.raises(SettingsError, match=complaint):
         read_keys(HttpSettings(api_key_file=str(path)))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_mends_a_file_of_keys_can_be_typed_as_it_stands(tmp_path: Path, there: bool) -> None:
+    path = tmp_path / "my keys $HOME"
+    if there:
+        path.write_text("0123456789abcdef", encoding="utf-8")
+        path.chmod(0o644)
+    with pytest.raises(SettingsError) as refused:
+        read_keys(HttpSettings(api_key_file=str(path)))
+    assert shlex.quote(str(path)) in str(refused.value)
 
 
 def test_addresses_of_this_machine_alone_are_known() -> None:
