@@ -81,7 +81,7 @@ class CoordinatorSettings(Frozen):
         description="on which target a session continues if its own was lost: same (of equal "
         "fingerprint: the text is the same) or any of its vocabulary",
     )
-    journal: str = Field(
+    journal: Annotated[str, Field(min_length=1)] = Field(
         "auto",
         description="folder that keeps requests and their tokens, so that a coordinator that is "
         "started again goes on with them; auto: one in ~/.local/state/dovetail; off: they end with "

@@ -30,6 +30,12 @@ class Place:
     def __str__(self) -> str:
         return f"{self.characters}.{self.tokens}{'e' if self.ended else ''}"
 
+    @property
+    def words(self) -> str:
+        """Return the place as an error tells it."""
+        end = ", to its end," if self.ended else ""
+        return f"{self.characters} characters and {self.tokens} tokens{end}"
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -75,8 +81,8 @@ def beyond(place: Place, whole: Place) -> ApiError:
     """Return what is said of a Last-Event-ID that counts what its reply does not have."""
     return ApiError(
         400,
-        f"Last-Event-ID counts {place} (characters and tokens) of a reply of {whole}: send the id "
-        "of the last event as it came",
+        f"Last-Event-ID counts {place.words} of a reply of {whole.words}: send the id of the last "
+        "event as it came",
         code="invalid_event_id",
     )
 

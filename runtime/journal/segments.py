@@ -8,8 +8,10 @@ Knows nothing of what the records say.
 """
 
 import fcntl
+import logging
 import os
 import re
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -20,6 +22,9 @@ from pathlib import Path
 from dovetail.protocol.errors import DecodeError, UserError
 from dovetail.protocol.files import refusal
 
+log = logging.getLogger("dovetail.coordinator")
+
+OWNER_ALONE = 0o700
 MAGIC = b"dovetail journal 1\n"
 ANY_MAGIC = re.compile(rb"dovetail journal [0-9]+\n")
 HEAD = struct.Struct("<II")
@@ -104,13 +109,16 @@ class Segments:
         """`UserError` if the folder cannot be used, has other files, or another process uses it."""
         self.folder = folder
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
             if (other := _of_others(folder)) is not None:
                 raise UserError(
                     f"the journal cannot be kept in {folder}, which has other files, such as "
                     f"{other}: name a folder for it alone with coordinator.journal"
                 )
-            folder.chmod(0o700)
+            open_to_others = folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+            folder.chmod(OWNER_ALONE)
+            if open_to_others:
+                log.warning("%s, which others could open, is open to its owner alone now", folder)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise UserError(

@@ -97,7 +97,12 @@ class Lead:
         elif self._service.alone:
             self._refuse(peer, "settings", self._service.alone)
         elif self._follower is not None:
-            self._refuse(peer, "capacity", "this coordinator has a standby already")
+            self._refuse(
+                peer,
+                "capacity",
+                f"this coordinator has a standby already, {self._service.standby}: the one at "
+                f"{message.address} on {message.host} is one too many; stop either",
+            )
         else:
             yield from self._followed(peer, message)
 

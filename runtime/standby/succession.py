@@ -50,6 +50,9 @@ class Copying:
     _unconfirmed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By the number of a message: its bytes of the journal, and when it was sent."""
 
+    def __str__(self) -> str:
+        return f"at {self.address} on {self.host}"
+
     def told(self, number: int, size: int, now_ns: int) -> None:
         """Note a message of so many bytes of the journal."""
         self._unconfirmed[number] = size, now_ns

@@ -245,6 +245,19 @@ def test_a_folder_with_other_files_keeps_its_rights_and_takes_no_journal(tmp_pat
     assert [path.name for path in home.iterdir()] == ["notes"]
 
 
+def test_a_folder_that_was_open_to_others_is_closed_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    Segments(folder).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    Segments(folder).close()
+    (said,) = caplog.messages
+    assert said == f"{folder}, which others could open, is open to its owner alone now"
+
+
 @pytest.mark.parametrize("cut", [1, 7, 9, 30])
 def test_a_record_that_is_not_whole_ends_its_segment(
     tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
@@ -289,7 +302,7 @@ def test_damage_costs_what_it_hit_and_is_said(
         hurt = bytearray(content)
         hurt[place + begin : place + end] = bytes(one ^ 0x55 for one in hurt[place:][begin:end])
         file = tmp_path / damage / f"{place}" / first.name
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(0o700, parents=True)
         file.write_bytes(hurt)
         caplog.clear()
         segments = Segments(file.parent)

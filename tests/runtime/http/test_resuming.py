@@ -138,16 +138,23 @@ def test_what_is_not_known_is_refused_by_name(
         assert "'chatcmpl-unknown'" in refused.text or "'chatcmpl-1'" in refused.text
 
 
-@pytest.mark.parametrize("place", ["99999.0", "3.99", "2.0e"])
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("99999", "99999 characters and 0 tokens of"),
+        ("3.99", "3 characters and 99 tokens of"),
+        ("2.0e", "2 characters and 0 tokens, to its end, of"),
+    ],
+)
 def test_an_event_id_that_its_reply_does_not_have_is_an_error_of_the_stream(
-    server: Api, place: str
+    server: Api, place: str, words: str
 ) -> None:
     name = server.chat(max_tokens=9, ignore_eos=True)["id"]
     headers = {"last-event-id": f"{name}:{place}"}
     with server.client.stream("GET", f"{CHATS}/{name}?stream=true", headers=headers) as reply:
         error = told(reply)[-1][1]["error"]
     assert error["code"] == "invalid_event_id"
-    assert f"counts {place}" in error["message"]
+    assert f"counts {words}" in error["message"]
 
 
 @pytest.mark.parametrize("other", [{"max_tokens": 8}, {"temperature": 0.7}, {"seed": 1}, {"n": 2}])

@@ -383,7 +383,9 @@ def test_a_coordinator_has_one_standby_and_says_when_it_is_lost(tmp_path: Path) 
     second = pair.house.hub.connect(OWN_KEY)
     second.send(encode(FOLLOW))
     pair.house.run()
-    assert b"has a standby already" in b"".join(second.receive(0) or [])
+    refused = b"".join(second.receive(0) or [])
+    assert b"has a standby already, at " in refused
+    assert FOLLOW.address.encode() in refused
     assert not pair.house.report().degraded
     pair.follower.close()
     pair.house.coordinator.tick()
