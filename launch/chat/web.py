@@ -29,6 +29,8 @@ CONNECT_S = 10.0
 SILENCE_S = 120.0
 """A server that says nothing for so long, while a prompt is read or in the middle of a reply, is
 taken for lost."""
+MOST_WORDS = 200
+"""Characters that are shown of an answer that is none."""
 KEY_VARIABLE = "DOVETAIL_API_KEY"
 SERVERS = ("acceptance", "generation_config")
 """Settings of sampling that the server decides on."""
@@ -122,10 +124,16 @@ class Site:
                 with connection.getresponse() as response:
                     yield response
             except (OSError, http.client.HTTPException) as error:
-                raise DovetailError(
-                    f"the server at {self.url} closed the connection: "
-                    f"{str(error) or type(error).__name__}"
-                ) from None
+                raise DovetailError(f"the server at {self.url} {self._fault(error)}") from None
+
+    def _fault(self, error: OSError | http.client.HTTPException) -> str:
+        """What the server did, of which nothing reaches the terminal as it came."""
+        if isinstance(error, TimeoutError):
+            return f"has said nothing for {self._silence_s:g} s"
+        said = printable((str(error) or type(error).__name__).strip()[:MOST_WORDS])
+        if isinstance(error, http.client.BadStatusLine) and not isinstance(error, OSError):
+            return f"does not speak HTTP; it says: {said}"
+        return f"closed the connection: {said}"
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = (

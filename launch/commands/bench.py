@@ -236,7 +236,7 @@ def command(
         plan = plan_of(
             _sets(files, limit),
             _heats(configuration, temperatures),
-            concurrency or DEFAULT_LEVELS,
+            DEFAULT_LEVELS if concurrency is None else concurrency,
             requests=requests or DEFAULT_REQUESTS,
             repeat=repeat,
             max_tokens=configuration.settings.sampling.max_tokens,

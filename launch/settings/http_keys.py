@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
-from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.settings import HttpSettings
 from dovetail.runtime.http.guard import is_loopback
@@ -27,7 +27,7 @@ class KeyFile(Sequence[str]):
     def __init__(
         self, settings: HttpSettings, *, now_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """`SettingsError` as `read_keys` has it."""
+        """`UserError` as `read_keys` has it."""
         self._settings, self._now_s = settings, now_s
         self._looked_s, self._stamp = now_s(), self._look()
         self._keys = read_keys(settings)
@@ -53,7 +53,7 @@ class KeyFile(Sequence[str]):
                 self._stamp = stamp
                 try:
                     self._keys = read_keys(self._settings)
-                except SettingsError as error:
+                except UserError as error:
                     _log.warning("%s; until then the keys that were read before hold", error)
         return self._keys
 
@@ -67,8 +67,8 @@ class KeyFile(Sequence[str]):
 
 
 def read_keys(settings: HttpSettings) -> tuple[str, ...]:
-    """The keys that clients may send; `SettingsError` if they are needed and missing, or if others
-    can read them."""
+    """The keys that clients may send; `UserError` if they are needed and missing, if others can
+    read them, or if what is there is no file of keys."""
     if not settings.api_key_file:
         if not is_here_only(settings.host):
             text = (
@@ -79,7 +79,13 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
         return ()
     path = Path(settings.api_key_file).expanduser()
     try:
-        mode, text = path.stat().st_mode, decode(path.read_bytes(), f"http.api_key_file {path}")
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):  # reading a pipe waits for whoever writes to it
+            raise SettingsError(
+                f"http.api_key_file {path} is not a regular file, and keys are read again when "
+                "they change: write them into a file, and name that"
+            )
+        text = decode(path.read_bytes(), f"http.api_key_file {path}")
     except OSError as error:
         raise SettingsError(
             f"http.api_key_file {path} cannot be read: {error.strerror}; make one with "

@@ -1,6 +1,7 @@
 """The command `dovetail http`: what its user can do wrong."""
 
 import contextlib
+import os
 import re
 import select
 import shlex
@@ -120,6 +121,24 @@ def test_keys_are_read_again_when_their_file_changes(
     path.chmod(0o600)
     now_s += LOOK_EVERY_S
     assert [*keys] == both[1:]
+
+
+@pytest.mark.parametrize("put", [lambda path: path.write_bytes(b"\0" * 40), os.mkfifo])
+def test_keys_go_on_holding_when_their_file_becomes_something_else(
+    put: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, now_s = tmp_path / "keys", 0.0
+    path.write_text("0123456789abcdef\n", encoding="utf-8")
+    path.chmod(0o600)
+    keys = KeyFile(HttpSettings(api_key_file=str(path)), now_s=lambda: now_s)
+    path.unlink()
+    put(path)
+    path.chmod(0o600)
+    now_s += LOOK_EVERY_S
+    assert [*keys] == ["0123456789abcdef"]
+    (told,) = caplog.messages
+    assert "is not UTF-8 text" in told or "is not a regular file" in told
+    assert told.endswith("until then the keys that were read before hold")
 
 
 @pytest.mark.parametrize(

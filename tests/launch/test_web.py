@@ -2,13 +2,15 @@
 of it is told."""
 
 import io
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dovetail.launch.chat.conversation import Answer, Manner
-from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags
+from dovetail.launch.chat.web import Site, WebAnswerer, api_key, check_flags
 from dovetail.launch.commands.chat import Chat
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import DovetailError, UserError
@@ -131,6 +133,35 @@ def test_what_goes_wrong_is_told(status: int, body: bytes, mistake: bool, words:
 def test_what_is_no_url_is_told(url: str) -> None:
     with pytest.raises(UserError, match=r"is not (a|the) URL.*write http://HOST:PORT"):
         WebAnswerer(url, "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"220 mail\x1b]0;mine\x07" + b"!" * 900 + b"\n", r"does not speak HTTP; .*mail\?]0;.*!$"),
+        (b"", "closed the connection: Remote end"),
+        (None, "has said nothing for 0.2 s"),
+    ],
+)
+def test_what_is_no_server_is_named(answer: bytes | None, words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        site = Site(f"http://127.0.0.1:{server.getsockname()[1]}", "", silence_s=0.2)
+
+        def say() -> None:
+            with server.accept()[0] as client:
+                client.recv(1 << 16)
+                if answer is not None:
+                    client.sendall(answer)
+                else:
+                    client.recv(1)
+
+        thread = threading.Thread(target=say)
+        thread.start()
+        with pytest.raises(DovetailError, match=words) as caught:
+            site.get("/v1/models")
+        thread.join()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
 
 
 def test_the_key_comes_from_the_file_or_from_the_environment(

@@ -18,6 +18,9 @@ PLAIN, DRAFTED, OTHER = "none", "draft", "server"
 SILENCE_S = 600.0
 """A server that is silent for so long counts as lost; a request may wait behind others."""
 
+FIRST_S = 30.0
+"""The same before the first request: one that does not say its model by then is no server."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -57,7 +60,7 @@ def served(configuration: Configuration, url: str | None) -> Iterator[Served]:
         raise UserError(f"the server at {url} has its own model: leave the model or --url out")
     check_flags(configuration, "leave --url out, and a server with it is started")
     site = Site(url, api_key(configuration), silence_s=SILENCE_S)
-    model, ours = _model_of(site)
+    model, ours = _model_of(Site(url, api_key(configuration), silence_s=FIRST_S))
     said = said_to_server(configuration) - {*SERVERS, "max_tokens"}
     values = configuration.settings.sampling.model_dump(mode="json")
     sampling = {name: value for name, value in values.items() if name in said}
