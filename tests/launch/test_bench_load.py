@@ -170,6 +170,8 @@ def test_what_failed_is_said_beside_the_table(capfd: pytest.CaptureFixture[str])
     show({"rows": rows, "lost": "", "interrupted": True})
     out, said = capfd.readouterr()
     assert "tokens/s" in out
+    (told,) = (line.split() for line in out.splitlines() if line.split()[:1] == ["none"])
+    assert told == ["none", "8", "0", "2", *["-"] * 11], "nothing was measured"
     assert (
         "FAILED: none, 8 at once: 2 requests with HTTP 429, its queue was full: try later" in said
     )

@@ -94,16 +94,18 @@ def _where(row: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return a row of the table; without figures where no request was answered."""
     times = (number(row[f"{which}_{name}_ms"], 1) for name in TIMES for which in ("median", "p99"))
+    done = row["completed"] > 0
     return (
         row["method"],
         row["max_concurrency"],
         row["completed"],
         row["failed"],
-        f"{row['output_throughput']:.1f}",
-        number(row["speedup"], 2),
-        f"{row['request_throughput']:.2f}",
+        number(row["output_throughput"] if done else None, 1),
+        number(row["speedup"] if done else None, 2),
+        number(row["request_throughput"] if done else None, 2),
         *times,
         number(row["tokens_per_chunk"], 2),
-        row["differ"],
+        number(row["differ"] if done else None, 0),
     )
