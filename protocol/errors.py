@@ -67,6 +67,11 @@ class StaleError(ProtocolError):
     nothing."""
 
 
+class OverError(StaleError):
+    """An answer about a session that has ended since it was asked for: nobody is at fault, and it
+    is not counted."""
+
+
 class TreeError(ProtocolError):
     """A token tree that is none: a parent that does not precede its child, equal siblings, an id
     beyond the vocabulary."""

@@ -127,7 +127,7 @@ class Site:
                 raise DovetailError(f"the server at {self.url} {self._fault(error)}") from None
 
     def _fault(self, error: OSError | http.client.HTTPException) -> str:
-        """What the server did, of which nothing reaches the terminal as it came."""
+        """Return what the server did, in words that a terminal can show."""
         if isinstance(error, TimeoutError):
             return f"has said nothing for {self._silence_s:g} s"
         said = printable((str(error) or type(error).__name__).strip()[:MOST_WORDS])

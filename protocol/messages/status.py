@@ -305,7 +305,8 @@ class Reported(Message):
     rounds: Count
     tau: float | None
     stale: Count
-    """Late, duplicate and stale events that were dropped."""
+    """Events that were dropped since nobody waited for them: duplicates, those of other
+    incarnations, and late ones, unless their session has ended."""
     refused: Count
     """Peers and messages that broke the protocol."""
     degraded: bool

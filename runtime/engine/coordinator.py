@@ -22,7 +22,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST
-from dovetail.protocol.errors import DecodeError, RequestError, StaleError
+from dovetail.protocol.errors import DecodeError, OverError, RequestError, StaleError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
     Drain,
@@ -236,8 +236,8 @@ class Coordinator:
             else:
                 aside(self._post.bid_farewell)
                 self.carry_out(self._admission.newcomer(peer, message, now_ns))
-        except StaleError:
-            self._dropped.stale += 1
+        except StaleError as error:
+            self._dropped.stale += not isinstance(error, OverError)
         except BaseException as error:
             reraise_exits(error)
             log.exception("%r of peer %s could not be handled", message.type, peer.hex()[:12])

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from dovetail.protocol.arrays import Array
-from dovetail.protocol.errors import ProtocolError, RequestError, StaleError
+from dovetail.protocol.errors import OverError, ProtocolError, RequestError, StaleError
 from dovetail.protocol.messages import (
     Closed,
     Drafted,
@@ -149,9 +149,10 @@ class WorkerEvents:
         """Note that a chunk of a log has been read; the rest waits for its turn if it is wanted."""
         running = self._running.get(event.session)
         worker.stuck &= event.session not in worker.turns.owed
+        unwanted = unwanted_by(worker, event.session)
         wanted = worker.turns.read(event.session, event.round, event.done)
         if not wanted or running is None or worker not in (running.target, running.draft):
-            raise StaleError(
+            raise unwanted(
                 f"nobody is waiting for {event.done} rows of session {event.session} from "
                 f"{worker.name}"
             )
@@ -171,7 +172,8 @@ class WorkerEvents:
         """Features of a part of a prompt; the answer to Open is still owed."""
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
-            raise StaleError(f"session {event.session} expects no features from {worker.name}")
+            unwanted = unwanted_by(worker, event.session)
+            raise unwanted(f"session {event.session} expects no features from {worker.name}")
         yield from self._sensible(running, worker, running.session.prefilled, event)
         running.passed_on(size)
 
@@ -179,7 +181,8 @@ class WorkerEvents:
         """Take the target's scores of a part of a prompt; the answer to Open is still owed."""
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
-            raise StaleError(f"session {event.session} has asked {worker.name} for nothing")
+            unwanted = unwanted_by(worker, event.session)
+            raise unwanted(f"session {event.session} has asked {worker.name} for nothing")
         running.passed_on(size)
         yield from self._believe(running, lambda: running.give(running.session.scored, event))
 
@@ -262,8 +265,8 @@ class WorkerEvents:
             answer = Owed(Verified, item.round)
             try:
                 running = self._answer(worker, item.session, answer, "target")
-            except StaleError:
-                self._dropped.stale += 1
+            except StaleError as error:
+                self._dropped.stale += not isinstance(error, OverError)
                 continue
             try:
                 running.times.experts = event.experts
@@ -339,9 +342,10 @@ class WorkerEvents:
             raise StaleError(f"{worker.name} sent an event that is not of its role")
         if worker.stuck:
             worker.stuck = worker.turns.owed.get(session) != answer
+        unwanted = unwanted_by(worker, session)
         wanted = worker.turns.answered(session, answer)
         if not wanted or running is None or not meant:
-            raise StaleError(
+            raise unwanted(
                 f"nobody is waiting for round {answer.round} of session {session} from "
                 f"{worker.name}"
             )
@@ -355,6 +359,11 @@ class WorkerEvents:
             worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
         if worker.liveness.has_forgotten(event, worker.turns.owed):
             yield Lose(worker, "owes an answer but reports that it is idle")
+
+
+def unwanted_by(worker: Worker, session: int) -> type[StaleError]:
+    """Return the kind of a worker's answer about a session that nobody waits for."""
+    return OverError if session in worker.turns.void else StaleError
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
