@@ -113,9 +113,11 @@ class Admission:
         journal = self._journal is not None and not self._journal.failed
         service = self._service
         welcome = Welcome(epoch=service.epoch, term=service.term, keeps=keeps, journal=journal)
-        self._post.to_peer(peer, welcome)
+        reached = self._post.reaches(peer, welcome)
         if isinstance(admitted, Worker):
             yield from self._let_in(admitted)
+        elif not reached:  # it left before this coordinator began, and is probed by nobody
+            yield ClientGone(admitted)
 
     def _let_in(self, worker: Worker) -> Effects[None]:
         hello = worker.hello

@@ -105,12 +105,19 @@ class Outgoing:
             self._later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
 
     def refuse(self, client: ClientPeer, told: Failed) -> None:
-        """Tell a client that a request failed. If that fails too, the client is told directly,
-        ahead of what waits for it, and what waits about this request is dropped."""
-        if not aside(self.to_client, client, told) and client.hear is None:
-            if told.session is not None:
-                client.outbox.forget(told.session)
-            aside(self.to_peer, client.peer, told)
+        """Tell a client that a request failed. If that fails too, what waits about this request is
+        dropped, and the client is told directly, ahead of what else waits for it, or, if its queue
+        is full, as soon as it reads."""
+        if aside(self.to_client, client, told) or client.hear is not None:
+            return
+        if told.session is not None:
+            client.outbox.forget(told.session)
+        try:
+            self._hub.send(client.peer, encode(told))
+        except PeerBusy:
+            client.outbox.add(told)
+        except LinkError as error:
+            log.debug("a refusal to client %s was not delivered: %s", client.hello.name, error)
 
     def flush(self, client: ClientPeer) -> None:
         """Send what waits for a client. What cannot be put into a message concerns the request that

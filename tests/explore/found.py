@@ -19,6 +19,7 @@ FORGOTTEN = HANDLED.index(("_sessions", "close_on"))
 ADMITTED = HANDLED.index(("_admission", "newcomer"))
 CLAIMED = HANDLED.index(("_intake", "_submit"))
 ANSWERED = HANDLED.index(("_answers", "_probed"))
+OPENED = HANDLED.index(("_answers", "_opened"))
 ASKED_FOR = HANDLED.index(("_intake", "take"))
 FOUND = {
     "the target goes while the prompt is read, and the draft reads features": Schedule(
@@ -258,6 +259,26 @@ FOUND = {
             (0, Wish(prompt=LONG_LOG, tokens=48)),
             (32, Fault("stick")),
             (0, Fault("handler", for_ms=len(HANDLED) + MADE_ROOM)),
+        ),
+    ),
+    "the coordinator fails at a target's answer, and at telling the client so, which reads "
+    "nothing": Schedule(
+        drafts=0,
+        steps=(
+            (0, Wish(prompt=(5, 6, 7), tokens=1)),
+            (0, Fault("handler", for_ms=len(HANDLED) + TOLD)),
+            (0, Fault("handler", for_ms=OPENED)),
+            (0, Fault("deaf", for_ms=40)),
+        ),
+    ),
+    "a client leaves a standby that takes over later, and comes back to it": Schedule(
+        drafts=0,
+        standby=True,
+        steps=(
+            (0, Wish(prompt=(5, 6, 7), tokens=1)),
+            (0, Fault("apart", for_ms=4000)),
+            (0, Fault("lead", for_ms=0)),
+            (11, Fault("alone", who=3, for_ms=0)),
         ),
     ),
     "the coordinator fails at a draft's answer, and at telling the client so while text waits": (
