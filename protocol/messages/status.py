@@ -225,7 +225,7 @@ class Totals(Frozen):
         empty if none is."""
         said = f"queued requests: {self.queued}"
         if self.queue:
-            first = max(self.queue, key=lambda own: own.longest_s)
+            first = self.queue[0]
             said += f", the first has waited {first.longest_s:.1f} s {LACKS[first.lacks]}"
         keys = ", ".join(f"{own.key} {own.length}" for own in self.queue[:SHOWN_KEYS] if own.key)
         keys += ", ..." if keys and len(self.queue) > SHOWN_KEYS else ""

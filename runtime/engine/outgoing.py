@@ -108,10 +108,12 @@ class Outgoing:
         """Tell a client that a request failed. If that fails too, what waits about this request is
         dropped, and the client is told directly, ahead of what else waits for it, or, if its queue
         is full, as soon as it reads."""
-        if aside(self.to_client, client, told) or client.hear is not None:
-            return
-        if told.session is not None:
-            client.outbox.forget(told.session)
+        if not aside(self.to_client, client, told) and client.hear is None:
+            if told.session is not None:
+                client.outbox.forget(told.session)
+            aside(self._tell_directly, client, told)
+
+    def _tell_directly(self, client: ClientPeer, told: Failed) -> None:
         try:
             self._hub.send(client.peer, encode(told))
         except PeerBusy:

@@ -8,6 +8,7 @@ from dovetail.protocol.messages import (
     MAX_DECISIONS,
     MAX_FAULTS,
     MAX_PAIRS,
+    MAX_SESSIONS,
     Fault,
     KeyWaits,
     Reported,
@@ -193,8 +194,9 @@ class Status:
                     longest_s=own.longest_s,
                     lacks=self._lacks(own.first),
                 )
-                for own in self._queue.keys(self._now_ns())
+                for own in self._queue.keys(self._now_ns())[:MAX_SESSIONS]
             ],
+            queued=len(self._queue),
         )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dovetail.protocol.messages import (
-    MAX_SESSIONS,
     Drafted,
     FinishReason,
     KeyWaits,
@@ -177,11 +176,12 @@ class Tally:
         kept: int,
         occupied: float,
         queue: Sequence[KeyWaits],
+        queued: int,
     ) -> Totals:
         """With these gauges."""
         return Totals(
-            queue=tuple(queue[:MAX_SESSIONS]),
-            queued=sum(own.length for own in queue),
+            queue=tuple(queue),
+            queued=queued,
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
             completion_tokens=self.completion_tokens,
