@@ -286,8 +286,8 @@ def api(address: str, *flags: str) -> Iterator[Api]:
         url = parent.stdout.readline().strip()
         assert url.startswith("http://"), url
         served = Api(process, url)
-        yield served
-        served.client.close()
+        with contextlib.closing(served.client):  # an open one would fail the next test too
+            yield served
     finally:
         process.terminate()
         try:
