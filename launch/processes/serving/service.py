@@ -157,8 +157,8 @@ class Service:
                 "ending: running requests may finish for some seconds; a second signal ends them "
                 "at once"
             )
-            for name in (HTTP, COORDINATOR, *self._workers):
-                self._end([name], GRACE_S + DRAIN_S)
+            for names in ([HTTP], [COORDINATOR], self._workers):
+                self._end(names, GRACE_S + DRAIN_S)
         except (KeyboardInterrupt, SystemExit):
             self._site.kill()
 
