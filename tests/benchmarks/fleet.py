@@ -86,7 +86,9 @@ class Costs:
         begin_s = first_s - read_s - (round_s - first_row_s)
         return cls(round_s, first_row_s, row_s, begin_s)
 
-    def profile(self, rounds_s: Mapping[int, float], *, most: int = MOST) -> Profile:
+    def profile(
+        self, rounds_s: Mapping[int, float], *, most: int = MOST, spread: float = 0.0
+    ) -> Profile:
         """Return the profile of a replica whose rounds took so long by its sessions; its passes are
         taken to be as much slower than those of lone requests as rounds of the fewest sessions."""
         pace = rounds_s[min(rounds_s)] / self.round_s
@@ -96,6 +98,7 @@ class Costs:
             row_s=pace * self.row_s,
             open_s=pace * (self.round_s - self.first_row_s),
             most=most,
+            spread=spread,
         )
 
 
@@ -105,6 +108,7 @@ class Pair:
 
     requests: int
     rounds_s: Mapping[int, float]
+    spread: float
     measured: Mapping[str, float]
     simulated: Mapping[str, float]
 
@@ -117,10 +121,12 @@ class Run:
     load: Sequence[Asked]
     rounds_s: Mapping[int, float]
     """The mean seconds of a round of the load by the sessions of a replica."""
+    spread: float
+    """The variance of these seconds with as many sessions, over the square of their mean."""
 
     def pair(self, costs: Costs, count: int) -> Pair:
         """Play the same requests on `count` replicas, and return the figures of both sides."""
-        every, profile = [*self.lone, *self.load], costs.profile(self.rounds_s)
+        every, profile = [*self.lone, *self.load], costs.profile(self.rounds_s, spread=self.spread)
         requests = Requests(
             np.array([one.at_s for one in every]),
             np.array([one.prompt for one in every]),
@@ -135,7 +141,9 @@ class Run:
             for one, at_s in played.done
             if one.number >= len(self.lone)
         ]
-        return Pair(len(self.load), self.rounds_s, figures(self.load), figures(simulated))
+        return Pair(
+            len(self.load), self.rounds_s, self.spread, figures(self.load), figures(simulated)
+        )
 
 
 @click.command(cls=Command)
@@ -202,7 +210,7 @@ class Runs:
         for one in load:
             one.at_s += LONE_S * LONE
         self._ask(every := [*lone, *load])
-        return Run(lone, load, mean_rounds(every, load[0].at_s))
+        return Run(lone, load, *mean_rounds(every, load[0].at_s))
 
     def _ask(self, requests: Sequence[Asked]) -> None:
         """Ask requests at their times, and note when they were answered."""
@@ -244,9 +252,10 @@ class Runs:
         )
 
 
-def mean_rounds(requests: Sequence[Asked], since_s: float) -> Mapping[int, float]:
+def mean_rounds(requests: Sequence[Asked], since_s: float) -> tuple[Mapping[int, float], float]:
     """Return the mean seconds of a round by the sessions of a replica, as far as it read no prompt
-    meanwhile: sessions whose pass took as many nanoseconds shared it."""
+    meanwhile, and the variance over the square of the mean: sessions whose pass took as many
+    nanoseconds shared it."""
     passes: dict[int, list[tuple[int, float, float]]] = {}
     for number, one in enumerate(requests):
         for told_s, record in one.rounds:
@@ -263,7 +272,10 @@ def mean_rounds(requests: Sequence[Asked], since_s: float) -> Mapping[int, float
         )
         if not reads and until_s - took_s > since_s:
             found.setdefault(len(there), []).append(took_s)
-    return {number: fmean(each) for number, each in found.items() if len(each) >= FEW}
+    known = {number: each for number, each in found.items() if len(each) >= FEW}
+    means = {number: fmean(each) for number, each in known.items()}
+    spread = fmean((s / means[number] - 1.0) ** 2 for number, each in known.items() for s in each)
+    return means, spread
 
 
 def figures(requests: Sequence[Asked]) -> dict[str, float]:

@@ -165,6 +165,21 @@ def test_prompts_that_come_together_are_read_in_the_passes_of_a_stream(
     assert all(10.0 <= at_s <= 10.01 for at_s in began_s)
 
 
+def test_who_comes_at_random_finds_a_longer_pass_and_others_make_good_for_it() -> None:
+    quick = profile(*[0.01] * 8, passes_s=FREE)
+    requests = asked((0.0, 4, 1001), (1.004, 4, 2), (2.008, 4, 2), (3.001, 4, 2))
+    firsts, ends = [], []
+    for spread in (0.0, 0.5):
+        served = kind(replace(quick, spread=spread))
+        played = Fleet([served], PLAN).play(requests, (0.0, 20.0))
+        done = sorted(played.done, key=lambda one: one[0].number)
+        firsts.append(np.array([session.first_s - session.asked_s for session, _ in done[1:]]))
+        ends.append(done[0][1])
+    assert firsts[0] == pytest.approx([0.016, 0.012, 0.019], abs=1e-6)
+    assert firsts[1] - firsts[0] == pytest.approx([0.003, 0.001, 0.0045], abs=1e-6)
+    assert ends[1] == pytest.approx(ends[0], abs=1e-6)
+
+
 def test_a_request_begins_when_it_has_been_handled() -> None:
     requests = asked((5.0, 200, 101))
     played = Fleet([kind(FLAT)], replace(PLAN, begin_s=0.5)).play(requests, (0.0, 10.0))

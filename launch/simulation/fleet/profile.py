@@ -31,6 +31,8 @@ class Profile:
     """Seconds of an exchange with the target beside its pass."""
     host_s: float
     """Seconds that the coordinator is at work for a round of a session."""
+    spread: float = 0.0
+    """The variance of the seconds of such a round over the square of their mean."""
 
     @property
     def most(self) -> int:
@@ -88,12 +90,18 @@ def _drafted(
 
 
 def of_rounds(
-    rounds_s: Mapping[int, float], *, most: int, first_row_s: float, row_s: float, open_s: float
+    rounds_s: Mapping[int, float],
+    *,
+    most: int,
+    first_row_s: float,
+    row_s: float,
+    open_s: float,
+    spread: float = 0.0,
 ) -> Profile:
     """Return the profile of a server without a draft, with room for `most` sessions, whose rounds
     were measured with some numbers of them; between these, seconds are linear, below constant, and
     above they rise by a row for each session. Its passes take `first_row_s` for the first row and
-    `row_s` for each further one."""
+    `row_s` for each further one. `spread`: that of the rounds."""
     known = sorted(rounds_s)
     counts = tuple(range(most + 1))
     measured = np.interp(counts[1:], known, [rounds_s[count] for count in known])
@@ -102,4 +110,5 @@ def of_rounds(
     further = np.arange(most + CHUNK)
     passes_s = (0.0, *(first_row_s + row_s * further).tolist())
     taus = (1.0,) * len(counts)
-    return Profile((0.0, *measured.tolist()), taus, counts, verify_s, passes_s, open_s, 0.0)
+    rounds = (0.0, *measured.tolist())
+    return Profile(rounds, taus, counts, verify_s, passes_s, open_s, 0.0, spread)

@@ -1,8 +1,10 @@
 """One server, pass by pass: the sessions that it decodes and the prompts that it reads.
 
 Passes that are alike are one step, until a session is done, a prompt is read or a request comes,
-which waits for the end of the pass that runs. All sessions get tau tokens a pass, so that their
-order of ending is that of the tokens that they want, counted from a common sum.
+which waits for the end of the pass that runs. Whoever comes at random finds a longer pass than the
+mean (the inspection paradox), by the spread of the profile; passes in which nothing is read make
+good for it. All sessions get tau tokens a pass, so that their order of ending is that of the tokens
+that they want, counted from a common sum.
 """
 
 from collections.abc import Sequence
@@ -73,6 +75,9 @@ class Server:
     passes: int = 0
     """Passes of the present step that have not ended; 0: there is nothing to do, or the next step
     is to be planned."""
+    owed_s: float = 0.0
+    """By how much passes that were found running have taken longer than the mean, until others make
+    good for it."""
     sum: float = 0.0
     """Tokens that a session would have had that was here all the time."""
     decoding: list[tuple[float, int, Session]] = field(default_factory=list)
@@ -124,6 +129,10 @@ class Server:
         self.sessions += 1
         self.reading.append(Log(session, session.prompt + ceil(session.made)))
         self.cut()
+        if self.passes:
+            longer_s = self.profile.spread * (self.began_s + self.pass_s - now_s)
+            self.began_s += longer_s
+            self.owed_s += longer_s
 
     def finish(self) -> list[Session]:
         """Take note of what has been read or is done at the end of a step; return the sessions that
@@ -174,6 +183,10 @@ class Server:
         self.pass_s = profile.rounds_s[count]
         if self.reading:
             self._read_beside(profile.verify_s[count], profile.rows[count])
+        else:
+            made_good_s = min(self.owed_s, self.pass_s / 2)
+            self.began_s -= made_good_s
+            self.owed_s -= made_good_s
 
     def _read_beside(self, verify_s: float, rows: int) -> None:
         """Have the passes of rounds, which verify `rows` rows of trees in `verify_s`, read as many
