@@ -286,7 +286,8 @@ def _checked(url: str) -> SplitResult:
         _ = parts.port
     except ValueError as error:
         raise UserError(f"{url!r} is not a URL ({error}): write http://HOST:PORT") from None
-    if not parts.hostname or parts.query or parts.fragment or parts.username:
+    more = parts.query or parts.fragment or parts.username
+    if parts.scheme not in ("http", "https") or not parts.hostname or more:
         raise UserError(f"{url!r} is not the URL of a server: write http://HOST:PORT")
     return parts
 

@@ -5,6 +5,7 @@ from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.messages import Hello
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
 from dovetail.runtime.fleet.peers import Language, Worker
+from dovetail.runtime.telemetry.picture import cores_in_words
 from dovetail.runtime.text.tokenizer import TextCodec
 
 
@@ -69,6 +70,16 @@ def other_checkpoint(draft: Worker, target: Worker) -> str:
         f"{draft.hello.reads.trained_for[:16]}, the target {target.model} is "
         f"{target.hello.states.checkpoint[:16]}: the output is the same, but fewer of its "
         "guesses may be right"
+    )
+
+
+def shared_cores(worker: Worker, other: Worker) -> str:
+    """Return in words that two workers of one host compute on the same cores."""
+    cores = sorted(set(worker.hello.cores).intersection(other.hello.cores))
+    return (
+        f"the workers {worker.name} and {other.name} on {worker.hello.host} both compute on cores "
+        f"{cores_in_words(cores)} and hold each other up: give each its own with `--cores`, or "
+        "end one of them"
     )
 
 

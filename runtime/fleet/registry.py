@@ -8,8 +8,15 @@ back to the peer.
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import VERSION, Hello, LoadingState, Role
+from dovetail.runtime.control.pairs import share_cores
 from dovetail.runtime.costs.passes import RowCosts
-from dovetail.runtime.fleet.fit import check_fit, is_stranger, other_checkpoint, read_language
+from dovetail.runtime.fleet.fit import (
+    check_fit,
+    is_stranger,
+    other_checkpoint,
+    read_language,
+    shared_cores,
+)
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Turns
@@ -125,7 +132,8 @@ class Registry:
 
     def warnings(self, worker: Worker) -> list[str]:
         """Return what is to be said of this worker together with those that were there: heads that
-        were trained for another checkpoint work, but guess badly."""
+        were trained for another checkpoint work, but guess badly, and workers with the same cores
+        hold each other up."""
         pairs = [(worker, target) for target in self._others(worker, "target")] + [
             (draft, worker) for draft in self._others(worker, "draft")
         ]
@@ -134,7 +142,19 @@ class Registry:
         ]
         return [
             *told,
+            *(shared_cores(worker, other) for other in self._beside(worker)),
             *filter(None, [self.medley() if worker.plays("target") and worker.serves else ""]),
+        ]
+
+    def _beside(self, worker: Worker) -> list[Worker]:
+        """Return the other workers that compute on cores of this one, unless one of the two stands
+        by."""
+        return [
+            other
+            for other in self.workers.values()
+            if other is not worker
+            and not (worker.standby or other.standby)
+            and share_cores(worker.hello, other.hello)
         ]
 
     def medley(self) -> str:

@@ -129,7 +129,9 @@ def test_what_goes_wrong_is_told(status: int, body: bytes, mistake: bool, words:
     assert isinstance(caught.value, UserError) is mistake
 
 
-@pytest.mark.parametrize("url", ["http://", "http://h:port", "http://u@h", "http://h?x=1"])
+@pytest.mark.parametrize(
+    "url", ["http://", "http://h:port", "http://u@h", "http://h?x=1", "ftp://h"]
+)
 def test_what_is_no_url_is_told(url: str) -> None:
     with pytest.raises(UserError, match=r"is not (a|the) URL.*write http://HOST:PORT"):
         WebAnswerer(url, "")

@@ -961,6 +961,21 @@ def test_a_head_that_was_trained_for_another_checkpoint_works_under_a_warning(
     assert not caplog.records
 
 
+def test_workers_that_compute_on_the_same_cores_are_named_in_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    house = House(draft=False, target=False)
+    house.add(ScriptedTarget, "target", name="here", cores=(0, 1, 2))
+    house.add(ScriptedTarget, "target", name="elsewhere", cores=(1, 2), host="other")
+    house.add(ScriptedTarget, "target", name="waiting", cores=(1, 2), standby=True)
+    house.add(ScriptedTarget, "target", name="apart", cores=(3,))
+    assert not caplog.records
+    house.add(ScriptedTarget, "target", name="there", cores=(1, 2, 4))
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith("the workers there and here on ")
+    assert "both compute on cores 1-2 " in told
+
+
 def test_features_for_a_head_that_is_lost_are_not_waited_for() -> None:
     house = House(reads=READS)
     request = house.submit(LONG)
