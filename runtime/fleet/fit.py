@@ -78,7 +78,7 @@ def shared_cores(worker: Worker, other: Worker) -> str:
     cores = sorted(set(worker.hello.cores).intersection(other.hello.cores))
     return (
         f"the workers {worker.name} and {other.name} on {worker.hello.host} both compute on cores "
-        f"{cores_in_words(cores)} and hold each other up: give each its own with `--cores`, or "
+        f"{cores_in_words(cores)} and slow each other down: give each its own with `--cores`, or "
         "end one of them"
     )
 

@@ -147,13 +147,14 @@ class Registry:
         ]
 
     def _beside(self, worker: Worker) -> list[Worker]:
-        """Return the other workers that compute on cores of this one, unless one of the two stands
-        by."""
+        """Return the other workers of a role of this one that compute on cores of it, unless one of
+        the two stands by. A draft may well share a core with its target: they take turns."""
         return [
             other
             for other in self.workers.values()
             if other is not worker
             and not (worker.standby or other.standby)
+            and not set(worker.hello.roles).isdisjoint(other.hello.roles)
             and share_cores(worker.hello, other.hello)
         ]
 

@@ -969,6 +969,7 @@ def test_workers_that_compute_on_the_same_cores_are_named_in_a_warning(
     house.add(ScriptedTarget, "target", name="elsewhere", cores=(1, 2), host="other")
     house.add(ScriptedTarget, "target", name="waiting", cores=(1, 2), standby=True)
     house.add(ScriptedTarget, "target", name="apart", cores=(3,))
+    house.add(ScriptedDraft, "draft", name="draft", cores=(2,))
     assert not caplog.records
     house.add(ScriptedTarget, "target", name="there", cores=(1, 2, 4))
     (told,) = (record.getMessage() for record in caplog.records)
