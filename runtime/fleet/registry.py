@@ -133,7 +133,7 @@ class Registry:
     def warnings(self, worker: Worker) -> list[str]:
         """Return what is to be said of this worker together with those that were there: heads that
         were trained for another checkpoint work, but guess badly, and workers with the same cores
-        hold each other up."""
+        slow each other down."""
         pairs = [(worker, target) for target in self._others(worker, "target")] + [
             (draft, worker) for draft in self._others(worker, "draft")
         ]
