@@ -19,6 +19,8 @@ MARGIN = 1.1
 """Beside the estimate of the weights, which is above the peak that was measured."""
 SMALL_BYTES = {"coordinator": 500_000_000, "http": 1_000_000_000}
 """Processes without a model. With 100 users all processes of a small pair took 1.0 GB together."""
+LOOKUP_BYTES = 500_000_000
+"""A draft that looks up, in a process of its own: 135 MB were measured, most of them libraries."""
 
 
 def memory_limit(settings: Settings, role: str) -> int | None:
@@ -26,6 +28,8 @@ def memory_limit(settings: Settings, role: str) -> int | None:
     unified) is at fault; None where its weights are not here or lie in a GPU's memory."""
     if role in SMALL_BYTES:
         return SMALL_BYTES[role]
+    if role == "draft" and settings.draft.kind == "ngram":
+        return LOOKUP_BYTES
     if role != "draft" and settings.memory.ram_bytes is not None:
         return round(MARGIN * (settings.memory.ram_bytes + PROCESS_BYTES))
     needs = [*needs_of(settings, (role,))]

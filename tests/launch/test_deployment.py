@@ -147,6 +147,7 @@ def test_memory_is_what_a_model_takes_while_it_loads_and_more() -> None:
     assert inflated > 1.1 * (4 << 30)
     assert memory_limit(settings(memory__ram="3GB").settings, "target") == round(1.1 * 3.3e9)
     assert memory_limit(settings(target__device="cuda:0").settings, "target") is None
+    assert (memory_limit(settings(draft__kind="ngram").settings, "draft") or 0) > 150e6
 
 
 def test_a_gpu_is_left_to_the_process_that_may_use_it() -> None:
