@@ -242,3 +242,9 @@ def test_what_is_no_fleet_is_a_mistake(invoke: Run, tmp_path: Path) -> None:
     for flags in (("--fleet", "nobody"), ("--fleet", str(bad)), ("--load", "fast")):
         said = invoke("simulate", "fleet", *flags)
         assert (said.returncode, "Traceback" in said.stderr) == (2, False), said.stderr
+
+
+@pytest.mark.parametrize("name", ["seconds", "prompt-tokens", "reply-tokens", "sigma"])
+def test_nan_is_no_number(name: str, invoke: Run) -> None:
+    result = invoke("simulate", "fleet", f"--{name}", "nan")
+    assert (result.returncode, "is no number" in result.stderr) == (2, True), result.stderr

@@ -37,7 +37,21 @@ REQUEST_S, CHUNK_S = 1 / 4490, 1 / 56700
 tests/benchmarks router`."""
 WARM = 0.2
 """Share of the time whose requests do not count."""
-POSITIVE = click.FloatRange(0.0, 1e9, min_open=True)
+
+
+class Number(click.FloatRange):
+    """A number in a range, which nan is not."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number: write one in figures", param, ctx)
+        return number
+
+
+POSITIVE = Number(0.0, 1e9, min_open=True)
 
 
 class Loads(click.ParamType):  # type: ignore[type-arg]
@@ -125,7 +139,7 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option(
     "--sigma",
-    type=click.FloatRange(0.0, 3.0),
+    type=Number(0.0, 3.0),
     default=0.8,
     show_default=True,
     cls=Rare,
@@ -150,7 +164,7 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
 @click.option("--keys", type=COUNT, default=8, show_default=True, cls=Rare, help="API keys.")
 @click.option(
     "--coordinator-h",
-    type=click.FloatRange(0.0),
+    type=Number(0.0),
     default=1000.0,
     show_default=True,
     cls=Rare,
