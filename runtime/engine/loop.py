@@ -1,11 +1,13 @@
 """The coordinator's life: one asyncio loop around its hub, from the first message to the last.
 
 Sends nothing itself; after everything that may have sent, `_arrived` reads the hub until it is
-empty, since its descriptor fires on edges only.
+empty, since its descriptor fires on edges only. Told to end it lets its sessions end and sends the
+workers home; with a standby that takes over it leaves both to that.
 """
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,10 @@ from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.request import Request
+from dovetail.runtime.standby.lead import successor
+from dovetail.runtime.standby.succession import Copying
+
+log = logging.getLogger("dovetail.coordinator")
 
 PROBE_EVERY_S = 0.25
 STOP_GRACE_S = 5.0
@@ -54,9 +60,12 @@ async def coordinate(
             for peer, frames in greetings:
                 life.coordinator.hear(peer, frames)
             await life.serve(progress)
-            await life.finish()
+            if (standby := life.successor) is None:
+                await life.finish()
+            else:
+                await life.hand_over(standby)
         finally:
-            if not life.coordinator.service.deposed:  # else the workers are another one's
+            if life.successor is None and not life.coordinator.service.deposed:
                 life.coordinator.end()
 
 
@@ -169,6 +178,19 @@ class _Life:
         coordinator.end()
         left_s = FAREWELL_S
         while coordinator.registry.workers and left_s > 0:
+            await self._drain()
+            left_s -= DRAIN_EVERY_S
+
+    @property
+    def successor(self) -> Copying | None:
+        """Return the standby that goes on with the sessions and the workers; None: nobody does."""
+        return successor(self.coordinator.service, self.coordinator.registry)
+
+    async def hand_over(self, standby: Copying) -> None:
+        """Leave as one that is lost, once the standby has all of the journal."""
+        log.info("told to end: the standby %s takes over, with sessions and workers", standby)
+        left_s = FAREWELL_S
+        while standby.behind and left_s > 0:
             await self._drain()
             left_s -= DRAIN_EVERY_S
 

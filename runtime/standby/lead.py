@@ -26,6 +26,8 @@ from dovetail.runtime.engine.effects import Effects, Lose, Say
 from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.standby.succession import Copying, Deposed, Tenure, reached_at, voter_of
 
 log = logging.getLogger("dovetail.coordinator")
@@ -44,13 +46,27 @@ class Held:
     since_ns: int
 
 
+def voters_of(registry: Registry) -> tuple[str, ...]:
+    """Return the workers on other machines than this one, as voters."""
+    own = socket.gethostname()[:512]
+    workers = registry.workers.values()
+    return tuple(sorted(voter_of(one.hello) for one in workers if one.hello.host != own))[
+        :MAX_VOTERS
+    ]
+
+
+def successor(service: Service, registry: Registry) -> Copying | None:
+    """Return the standby that takes over when this coordinator leaves; None: nobody does, since
+    none is here or no worker decides for it, or the whole service is about to end."""
+    return None if service.ending or not voters_of(registry) else service.standby
+
+
 class Lead:
     """Sends the journal to a standby, and knows whether this coordinator may command."""
 
     def __init__(self, shared: Shared, post: Outgoing) -> None:
         self._hub, self._service, self._registry = shared.hub, shared.service, shared.registry
         self._journal, self._now_ns, self._post = shared.journal, shared.now_ns, post
-        self._host = socket.gethostname()[:512]
         self._tenure = Tenure()
         self._follower: bytes | None = None
         self._number = 0
@@ -120,7 +136,7 @@ class Lead:
         self._journal.copy_to = self._copy
         self._copy(records)
         both = (
-            reached_at(self._hub.address, self._host),
+            reached_at(self._hub.address, socket.gethostname()),
             reached_at(follow.address, follow.host),
         )
         yield Say(
@@ -161,9 +177,7 @@ class Lead:
             log.warning("the standby is lost: nothing copies the journal until one is here again")
 
     def _voters(self) -> tuple[str, ...]:
-        workers = self._registry.workers.values()
-        others = (voter_of(one.hello) for one in workers if one.hello.host != self._host)
-        return tuple(sorted(others))[:MAX_VOTERS]
+        return voters_of(self._registry)
 
     # -- whether this coordinator may command ------------------------------------------------------
 

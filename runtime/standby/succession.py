@@ -62,6 +62,11 @@ class Copying:
         while (oldest := next(iter(self._unconfirmed), math.inf)) <= number:
             del self._unconfirmed[int(oldest)]
 
+    @property
+    def behind(self) -> bool:
+        """Return whether it has not confirmed all that it was sent."""
+        return bool(self._unconfirmed)
+
     def state(self, now_ns: int) -> StandbyState:
         """Return how far it is behind, for `status`."""
         sent = [*self._unconfirmed.values()]

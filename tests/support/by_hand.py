@@ -138,9 +138,10 @@ class ByHand:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("ipc://")
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """End a process with a signal, and wait until it has ended."""
         process = self.processes[name]
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(number)
         _end(process)
 
     def serve_http(self) -> None:

@@ -1,6 +1,8 @@
-"""Coordinators that are killed under streams, and standbys that take over, as real processes whose
-workers are on machines of other names: no text differs, and streams go on within three seconds."""
+"""Coordinators that are killed or told to end under streams, and standbys that take over, as real
+processes whose workers are on machines of other names: no text differs, and streams go on within
+three seconds."""
 
+import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -52,19 +54,19 @@ def doubled(folder: Path, *, workers: tuple[str, ...]) -> Iterator[Doubled]:
 def test_streams_go_on_with_the_standby_when_the_coordinator_is_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one that was killed is started again as it was, and is the next standby, so that both
-    take over in turn."""
+    """The one that was killed, or told to end, is started again as it was, and is the next standby,
+    so that both take over in turn."""
     asked = bodies(4, 150)
     pauses: list[float] = []
     with doubled(tmp_path, workers=SLOWER) as service:
         whole = [Stream(body).read(service.url).outcome for body in asked]
         assert all(reason == "length" for _, reason, _ in whole), whole
         lead, standby = "first", "second"
-        for _ in range(KILLS):
+        for number in range(KILLS):
             streams, threads = together(service, asked)
             while not all(stream.heard_s for stream in streams):
                 time.sleep(0.01)
-            service.kill(lead)
+            service.kill(lead, signal.SIGTERM if number % 2 else signal.SIGKILL)
             for thread in threads:
                 thread.join()
             assert [stream.outcome for stream in streams] == whole, service.said(standby)

@@ -14,6 +14,7 @@ from dovetail.protocol.messages import Failed, Finished, Follow, Welcome
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import Segments
 from dovetail.runtime.standby.follower import ANSWER_S, GRACE_S, HOLD_S, Follower
+from dovetail.runtime.standby.lead import successor
 from dovetail.runtime.standby.succession import PATIENCE_S
 from dovetail.workers.serving.registration import Standing
 from support.houses import PROMPT, House
@@ -376,6 +377,31 @@ def test_a_coordinator_that_may_have_no_standby_says_why(tmp_path: Path) -> None
     house.run()
     with pytest.raises(UserError, match="refused this standby: this one is alone"):
         follower.listen(0.0)
+
+
+def test_a_coordinator_hands_over_only_to_a_standby_that_takes_over(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    service, registry = pair.house.coordinator.service, pair.house.coordinator.registry
+    standby = successor(service, registry)
+    assert standby is not None
+    assert not standby.behind
+    pair.ask()
+    pair.steps(20)
+    assert standby.behind
+    pair.copies()
+    service.ending = True  # a client's Stop: the whole service ends
+    assert successor(service, registry) is None
+    service.ending = False
+    pair.follower.close()
+    pair.house.coordinator.tick()
+    assert successor(service, registry) is None
+    pair.follow()
+    assert successor(service, registry) is not None
+    for worker in [*pair.house.workers]:
+        pair.house.lose(worker)
+    pair.house.run()
+    pair.house.coordinator.look_around()
+    assert successor(service, registry) is None
 
 
 def test_a_coordinator_has_one_standby_and_says_when_it_is_lost(tmp_path: Path) -> None:
