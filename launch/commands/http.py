@@ -28,6 +28,7 @@ from dovetail.launch.processes.child import (
 from dovetail.launch.processes.connection import ahead_of, only_coordinator
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import TARGET_FOLDER
 from dovetail.launch.settings.flags import LISTENING, REPLIES, settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import SettingsError, UserError
@@ -153,6 +154,7 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
             _template_values(settings.http),
         ),
         model=settings.http.model,
+        names={f"/{'/'.join(TARGET_FOLDER.parts[-3:])}": "demo"},  # wherever a worker has it
         version=installed_version(),
         keys=keys,
         deadline_s=settings.http.deadline_s,

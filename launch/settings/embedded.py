@@ -7,15 +7,12 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import HEAD_KINDS, MODELLESS_KINDS, DraftSettings, TargetSettings
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
+TARGET_FOLDER = DEMO_FOLDER / "target"
 
 
 def with_target(settings: TargetSettings) -> TargetSettings:
     """`settings` that name a model: the embedded target if they name none."""
-    return (
-        settings
-        if settings.model
-        else settings.model_copy(update={"model": str(DEMO_FOLDER / "target")})
-    )
+    return settings if settings.model else settings.model_copy(update={"model": str(TARGET_FOLDER)})
 
 
 def with_draft(settings: DraftSettings) -> DraftSettings:

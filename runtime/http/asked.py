@@ -3,7 +3,7 @@ and the target that requests are decoded with."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +37,15 @@ class Target:
     def context(self) -> int:
         """Tokens of prompt and reply together."""
         return self.described.limits.context
+
+    def name(self, known: Mapping[str, str]) -> str:
+        """Return its own name: that of a folder says nothing of where it is. `known`: names of
+        folders by the ends of their paths."""
+        own = self.described.model
+        if not own.startswith(("/", "./", "../", "~")):
+            return own
+        named = (name for end, name in known.items() if own.endswith(end))
+        return next(named, own.rstrip("/").rpartition("/")[2])
 
 
 @dataclass

@@ -6,9 +6,9 @@ It sees to it that a client who leaves, a deadline or the end of the server canc
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -59,6 +59,9 @@ class Terms:
     defaults: Defaults
     model: str = ""
     """Name under which the target is served; empty: its own."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Own names of targets, by the ends of the paths of their folders; others have that of the
+    folder."""
     version: str = ""
     keys: Sequence[str] = ()
     deadline_s: float = 600.0
@@ -83,12 +86,8 @@ class Service:
             run.fail(unavailable("the server is ending: try again once another is running"))
 
     def name_of(self, target: Target) -> str:
-        """Return the name under which the target is served; that of a folder says nothing of where
-        it is."""
-        own = target.described.model
-        return self.terms.model or (
-            own.rstrip("/").rpartition("/")[2] if own.startswith(("/", "./", "../", "~")) else own
-        )
+        """Return the name under which the target is served."""
+        return self.terms.model or target.name(self.terms.names)
 
     async def target(self, model: str | None = None) -> Target:
         """Return the target; `ApiError` if there is none, or if a client asks for another model."""

@@ -9,8 +9,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from dovetail.protocol.messages import MAX_TOKENS
-from support.scripted import END, VOCABULARY, continuation, logprobs
-from support.web import CHAT, Api, Backend
+from support.scripted import END, VOCABULARY, ScriptedTarget, continuation, logprobs
+from support.web import CHAT, Api, Backend, api, backend
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "w5 w6"}]
@@ -483,6 +483,23 @@ def test_another_model_is_not_found(server: Api) -> None:
     error = server.refusal(CHATS, {"messages": MESSAGES, "model": "gpt-4o"}, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert server.chat(max_tokens=2, model="scripted-target")["model"] == "scripted-target"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/opt/site-packages/dovetail/launch/demo/target", "demo"),
+        ("/models/target", "target"),
+        ("./Llama-3.2-1B/", "Llama-3.2-1B"),
+        ("org/model", "org/model"),
+    ],
+)
+def test_a_target_has_the_name_of_its_folder_and_the_embedded_one_its_own(
+    model: str, name: str
+) -> None:
+    with backend(target=False) as house, api(house.address) as server:
+        house.add(ScriptedTarget, "target", model=model)
+        assert server.chat(max_tokens=2, model=name)["model"] == name
 
 
 # -- the other routes ------------------------------------------------------------------------------
