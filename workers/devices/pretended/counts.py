@@ -77,8 +77,15 @@ def _open() -> tuple[Counts, ...]:
     return getattr(_thread, "open", ())
 
 
+def are_open() -> bool:
+    """Return whether this thread counts."""
+    return bool(_open())
+
+
 def add(**more_of: int) -> None:
     """Add to every count that this thread has open, by the names of `Counts`."""
+    if not are_open():
+        return
     more = Counts(**more_of)
     for counts in _open():
         counts.add(more)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from dovetail.workers.devices.pretended import counts
 from dovetail.workers.devices.pretended.memory import MEMORY
@@ -16,6 +15,7 @@ from dovetail.workers.devices.pretended.recording import Recorded, recorded
 from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.tensors import Elsewhere
 from dovetail.workers.devices.pretended.times import CLOCK
+from dovetail.workers.devices.pretended.values import values_in
 
 ResultT = TypeVar("ResultT")
 
@@ -87,10 +87,10 @@ def _own(graph: Sequence[Recorded], result: Any) -> Sequence[Tensor]:
     given: set[int] = set()
     made: set[int] = set()
     for operation in graph:
-        arguments = tree_flatten((operation.args, operation.kwargs))[0]
+        arguments = values_in((operation.args, operation.kwargs))
         given |= {_memory(t) for t in arguments if isinstance(t, Tensor)} - made
         made |= {_memory(t) for t in operation.results} - given
-    found = tree_flatten(result)[0]
+    found = values_in(result)
     return [t.held for t in found if isinstance(t, Elsewhere) and _memory(t.held) in made]
 
 

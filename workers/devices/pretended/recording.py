@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+
+from dovetail.workers.devices.pretended.values import values_in
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Recorded:
 
     def replay(self) -> None:
         """Do the operation once more, on the same memory."""
-        found = tree_flatten(self.call(*self.args, **self.kwargs))[0]
+        found = values_in(self.call(*self.args, **self.kwargs))
         for old, new in zip(self.results, (r for r in found if isinstance(r, Tensor)), strict=True):
             if new.data_ptr() != old.data_ptr():
                 old.copy_(new)

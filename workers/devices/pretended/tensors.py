@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from dovetail.workers.devices.pretended import counts, rules
 from dovetail.workers.devices.pretended.card import CARD
@@ -16,6 +15,7 @@ from dovetail.workers.devices.pretended.rules import NAME
 from dovetail.workers.devices.pretended.times import CLOCK
 from dovetail.workers.devices.pretended.traffic import moved_by
 from dovetail.workers.devices.pretended.uses import USES
+from dovetail.workers.devices.pretended.values import changed, values_in
 
 aten = torch.ops.aten
 WHOLE = (aten.scaled_dot_product_attention,)
@@ -26,6 +26,8 @@ class Elsewhere(Tensor):
     """A tensor on the pretended device; `held` are its numbers, on the CPU."""
 
     held: Tensor
+    # a call less for each operation
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: Any, held: Tensor) -> "Elsewhere":
@@ -81,7 +83,7 @@ def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     refuse it."""
     if function._can_decompose() and function.overloadpacket not in WHOLE:
         return function.decompose(*args, **kwargs)  # in inference mode these arrive whole
-    packet, given = function.overloadpacket, tree_flatten((args, dict(kwargs)))[0]
+    packet, given = function.overloadpacket, values_in((args, kwargs))
     ours = [tensor for tensor in given if isinstance(tensor, Elsewhere)]
     asked = kwargs.get("device")
     asked_here = asked is not None and torch.device(asked).type == NAME
@@ -118,7 +120,7 @@ def _done(
         for name, value in kwargs.items()
         if name != "pin_memory"
     }
-    call, held = _as_cuda(packet) or function, tree_map(_held, (tuple(args), plain))
+    call, held = _as_cuda(packet) or function, changed((tuple(args), plain), _held)
     result = call(*held[0], **held[1])
     if not function.is_view:
         USES.note([tensor.held for tensor in ours])
@@ -131,17 +133,18 @@ def _done(
         stays = here or (isinstance(first, Elsewhere) if packet is aten.copy_ else bool(ours))
     if not stays:
         return result
-    results = [part for part in tree_flatten(result)[0] if isinstance(part, Tensor)]
-    graph, moved = recording(), moved_by(function, held[0], results)
+    results = [part for part in values_in(result) if isinstance(part, Tensor)]
+    graph = recording()
     for part in results:
         CARD.check_result(part)
         MEMORY.take_for(part, captured=graph is not None)
     if graph is not None:
+        moved = moved_by(function, held[0], results)
         graph.append(Recorded(call, held[0], held[1], results, moved))
-    else:
-        counts.add(moved=moved)
+    elif counts.are_open():
+        counts.add(moved=moved_by(function, held[0], results))
     back = {id(tensor.held): tensor for tensor in ours}
-    return tree_map(lambda part: _wrapped(part, back) if isinstance(part, Tensor) else part, result)
+    return changed(result, lambda part: _wrapped(part, back) if isinstance(part, Tensor) else part)
 
 
 def _wrapped(part: Tensor, back: Mapping[int, Elsewhere]) -> Elsewhere:
@@ -165,7 +168,7 @@ def _as_cuda(packet: Any) -> Callable[..., Tensor] | None:
 
 def _attend(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute attention whose sums are fp32, rounded once to the type of the queries."""
-    wide = tree_map(_widened, ((query, *args), kwargs))
+    wide = changed(((query, *args), kwargs), _widened)
     return aten.scaled_dot_product_attention(*wide[0], **wide[1]).to(query.dtype)  # type: ignore[no-any-return]
 
 

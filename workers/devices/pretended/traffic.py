@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+
+from dovetail.workers.devices.pretended.values import values_in
 
 aten = torch.ops.aten
 UNWRITTEN = (
@@ -28,7 +29,7 @@ def moved_by(function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> i
     a view or for memory that is not written."""
     if function.is_view or function.overloadpacket in UNWRITTEN:
         return 0
-    given = [t for t in tree_flatten(args)[0] if isinstance(t, Tensor)]
+    given = [t for t in values_in(args) if isinstance(t, Tensor)]
     if function.overloadpacket in SCATTERS:
         return 2 * bytes_of(given[1:])
     if function.overloadpacket in GATHERS:
