@@ -8,7 +8,6 @@ file, from where workers read it and tell it the coordinator.
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import click
 
 from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of
 from dovetail.launch.console.terminal import note, progress_bar
 from dovetail.launch.files.charts import check_chart
@@ -44,7 +44,7 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
-from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
+from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.files import writing
 from dovetail.protocol.profile import (
     Entry,
@@ -72,7 +72,7 @@ PERCENT = 100
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0.1, max=MOST_SECONDS),
+    type=Number(min=0.1, max=MOST_SECONDS),
     default=SECONDS,
     show_default=True,
     help="About how long to measure passes.",
@@ -115,8 +115,6 @@ def command(
     On a machine with several memory nodes, a target that can be spread over them is measured twice,
     on the best node and spread over all; from then on target.numa auto takes the faster way.
     """
-    if math.isnan(seconds):  # which no range excludes
-        raise UserError("--seconds nan is not a number of seconds: write one such as 30")
     check_chart(plot)
     check_output(plot, "the plot")
     _check(configuration)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
@@ -94,7 +95,7 @@ if TYPE_CHECKING:
 @click.option(
     "--temperature",
     "temperatures",
-    type=click.FloatRange(0, 100),
+    type=Number(0, 100),
     multiple=True,
     default=(0.0, 1.0),
     show_default=True,

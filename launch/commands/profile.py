@@ -17,6 +17,7 @@ import click
 
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
 from dovetail.launch.console.terminal import counted, explained, in_print, note, print_table
 from dovetail.launch.files.charts import check_charts
@@ -81,7 +82,7 @@ WORDS = {
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.5, 3600.0),
+    type=Number(0.5, 3600.0),
     cls=Rare,
     help=f"With --connect: how long to watch where no prompts are given.  [default: {SECONDS:g}]",
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of, json_option
 from dovetail.launch.console.terminal import counted, explained, print_table
 from dovetail.launch.files.charts import check_chart
@@ -224,7 +225,7 @@ def run(
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0.0, 1.0),
+    type=Number(0.0, 1.0),
     default=TOLERANCE,
     show_default=True,
     help="How far tokens/s may be off.",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.heads import head_commands
@@ -67,7 +68,7 @@ for head_command in head_commands():
 )
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=10.0,
     show_default=True,
     help="How long to train.",

@@ -13,6 +13,7 @@ import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.logs import keep_stderr_short, remove_stderr
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.machine.binding import Binding, Place, bind
@@ -73,7 +74,7 @@ RECONNECT_S = 300.0
 )
 @click.option(
     "--reconnect-s",
-    type=click.FloatRange(min=0.0),
+    type=Number(min=0.0),
     default=RECONNECT_S,
     show_default=True,
     cls=Rare,

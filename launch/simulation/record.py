@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, seed_option
 from dovetail.launch.console.terminal import counted, note, progress_bar, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
@@ -45,7 +46,7 @@ grows ahead."""
 @seed_option("Seed of every reply.")
 @click.option(
     "--sharpening",
-    type=click.FloatRange(0.0, 100.0, min_open=True),
+    type=Number(0.0, 100.0, min_open=True),
     default=1.0,
     show_default=True,
     cls=Rare,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.progress import tell
@@ -66,7 +67,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--minutes",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Number(min=0, min_open=True),
         help="How long to train.  [default: 10]",
     ),
     click.option("--steps", type=COUNT, help="How many steps to train instead."),
@@ -86,7 +87,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--rate",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Number(min=0, min_open=True),
         cls=Rare,
         help="The peak learning rate.",
     ),
@@ -105,19 +106,19 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--ce-weight",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         cls=Rare,
         help="Weight of the soft cross entropy (EAGLE 0.1, EAGLE-3 1).",
     ),
     click.option(
         "--feature-weight",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         cls=Rare,
         help="Weight of the SmoothL1 loss of the features (EAGLE 1, EAGLE-3 0).",
     ),
     click.option(
         "--noise",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         cls=Rare,
         help="Width of the uniform noise on the features, for rows of 512 tokens (EAGLE 0.2).",
     ),
@@ -165,7 +166,7 @@ def _own(option: Option) -> Callable[[Any], Any]:
         option.name,
         type=click.IntRange(option.least, option.most)
         if option.type == "count"
-        else click.FloatRange(option.least, option.most),
+        else Number(option.least, option.most),
         default=option.default,
         show_default=option.default is not None,
         cls=listed,

@@ -207,7 +207,7 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
         (("--target.numa", "7"), "there is no node 7"),
         (("--target.numa", "everywhere"), "target.numa"),
         pytest.param(("--context", "100000"), "--context 100000", marks=pytest.mark.slow),
-        (("--seconds", "nan"), "not a number of seconds"),
+        (("--seconds", "nan"), "is no number"),
         (("--seconds", "inf"), "--seconds"),
     ],
 )

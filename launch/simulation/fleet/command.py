@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar
 from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
@@ -37,20 +38,6 @@ REQUEST_S, CHUNK_S = 1 / 4490, 1 / 56700
 tests/benchmarks router`."""
 WARM = 0.2
 """Share of the time whose requests do not count."""
-
-
-class Number(click.FloatRange):
-    """A number in a range, which nan is not."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number: float = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value!r} is no number: write one in figures", param, ctx)
-        return number
-
-
 POSITIVE = Number(0.0, 1e9, min_open=True)
 
 
