@@ -109,6 +109,9 @@ def test_units_are_the_processes_of_serve_and_are_watched() -> None:
         assert values(unit, "Type") == ["notify"]
         assert values(unit, "WatchdogSec") == ["60"]
         assert values(unit, "PartOf") == ["dovetail.target"]
+        assert values(unit, "Restart") == ["always"]
+        assert (values(unit, "RestartSec"), values(unit, "StartLimitIntervalSec")) == (["5"], ["0"])
+        assert not values(unit, "Wants"), "a coordinator that was stopped would be started again"
         assert ("dovetail-coordinator.service" in unit) == (name != "dovetail-coordinator.service")
         command = shlex.split(values(unit, "ExecStart")[0])
         assert Path(command[0]).is_absolute()
@@ -309,6 +312,7 @@ def test_a_compose_file_is_of_the_specifications_shape(model: Path) -> None:
     for name, service in content["services"].items():
         parsed([word.replace("$$", "$") for word in service["command"]])
         assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+        assert service["restart"] == "unless-stopped"
         assert (service.get("network_mode") == "none") == (name != "http")
     target = content["services"]["target"]
     assert f"--target.model=/models/{model.name}".replace("$", "$$") in target["command"]

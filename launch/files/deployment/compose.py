@@ -149,7 +149,7 @@ def _service(part: Part, host: str, port: int) -> dict[str, Any]:
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        "restart": "on-failure",
+        "restart": "unless-stopped",
         "stop_grace_period": f"{round(3 * GRACE_S)}s",
         "tmpfs": ["/tmp"],
         "cpuset": cores,

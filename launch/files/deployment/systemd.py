@@ -30,6 +30,8 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Settings
 
 GROUP = "dovetail.target"
+USER = "dovetail"
+"""The user of the units, who is there while they run."""
 SOCKET = "ipc:///run/dovetail/coordinator"
 STATE = "/var/lib/dovetail"
 """A folder for what the coordinator keeps; systemd makes it for the unit's user."""
@@ -43,13 +45,14 @@ DEPTH = 3
 UNPRIVILEGED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 STOP_S = round(3 * GRACE_S)
 UNPLAIN = re.compile(r"[^\w@%+=:,./-]")
-COMMON = """\
-Restart=on-failure
-RestartSec=2
+COMMON = f"""\
+# a worker ends in order, too, when its coordinator is told to end
+Restart=always
+RestartSec=5
 UMask=0077
 OOMPolicy=stop
 DynamicUser=yes
-User=dovetail
+User={USER}
 NoNewPrivileges=yes
 CapabilityBoundingSet=
 AmbientCapabilities=
@@ -174,10 +177,9 @@ def _service(part: Part, settings: Settings, standby: str) -> str:
         "[Unit]",
         f"Description=Dovetail: the {_title(part)}",
         f"PartOf={GROUP}",
+        # no Wants=: a worker that comes back would start a coordinator that was stopped
         f"After={' '.join(['network.target', *after])}",
-        *([f"Wants={after[0]}"] if after else []),
-        "StartLimitIntervalSec=60",
-        "StartLimitBurst=5",
+        "StartLimitIntervalSec=0",
         "",
         "[Service]",
         "Type=notify",
