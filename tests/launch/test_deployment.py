@@ -385,6 +385,9 @@ def test_a_manifest_is_a_group_of_a_leader_and_a_worker(
     assert {"name": "cache", "mountPath": "/cache"} in hub["volumeMounts"]
     assert server["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert server["livenessProbe"]["httpGet"]["path"] == "/health"
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert server[probe]["timeoutSeconds"] == 5
+        assert server[probe]["failureThreshold"] >= 3
     deployed.check_built(text, tmp_path)
 
 

@@ -112,7 +112,7 @@ AMOUNTS = {"type": "object", "additionalProperties": AMOUNT}
 _mount = of({"name": LABEL, "mountPath": TEXT}, {"subPath": TEXT, "readOnly": FLAG})
 _probe = of(
     {"httpGet": of({"path": TEXT, "port": LABEL})},
-    {"periodSeconds": NUMBER, "failureThreshold": NUMBER},
+    {"periodSeconds": NUMBER, "timeoutSeconds": NUMBER, "failureThreshold": NUMBER},
 )
 _container = of(
     {"name": LABEL, "image": TEXT},

@@ -46,6 +46,8 @@ itself that it is there."""
 NAMED, SERVES = {"app.kubernetes.io/name": NAME}, {"http": "served"}
 """The labels of all pods, and of those that have the HTTP API."""
 LISTEN = f"tcp://0.0.0.0:{PORT}"
+PROBE_S = 5
+"""A server that has half a core may take so long to answer under load."""
 LEADER, SET = "$(LWS_LEADER_ADDRESS)", "leaderworkerset.sigs.k8s.io"
 """The address of the leader, which the controller puts into every container's environment; the
 prefix of its labels."""
@@ -309,7 +311,7 @@ def _container(part: Part, served: int) -> dict[str, Any]:
         container["ports"] = [{"name": "http", "containerPort": served}]
         container["startupProbe"] = _probe("/health", 1, 60)
         container["livenessProbe"] = _probe("/health", 10, 3)
-        container["readinessProbe"] = _probe("/readyz", 2, 1)
+        container["readinessProbe"] = _probe("/readyz", 2, 3)
     return container
 
 
@@ -317,6 +319,7 @@ def _probe(path: str, every_s: int, failures: int) -> dict[str, Any]:
     return {
         "httpGet": {"path": path, "port": "http"},
         "periodSeconds": every_s,
+        "timeoutSeconds": PROBE_S,
         "failureThreshold": failures,
     }
 
