@@ -406,3 +406,5 @@ def test_the_image_has_two_stages_and_runs_as_nobody_in_particular() -> None:
     assert check == ["python", "-c", READY.format(port=8000)]
     copied = [text for name, text in steps if name in ("COPY", "ADD")]
     assert copied == [". /src", "--from=build /opt/dovetail /opt/dovetail"]
+    left_out = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().split()
+    assert {"keys", "**/api-keys", "**/*.key"} <= {*left_out}
