@@ -296,6 +296,23 @@ def test_a_port_that_is_roots_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_
         systemd_units(settings(http__port="80"))
 
 
+def test_a_model_that_the_units_user_cannot_read_is_a_mistake(tmp_path: Path) -> None:
+    folder = tmp_path / "my model"
+    shutil.copytree(DEMO_FOLDER / "target", folder)
+    model = settings(target__model=str(folder))
+    assert systemd_units(model)
+    for path, mode, remedy in (
+        (folder / "model.safetensors", 0o600, "o+r"),
+        (folder, 0o700, "o+rx"),
+    ):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        named = re.escape(f"{path} has mode {mode:04o}, ") + ".*"
+        with pytest.raises(UserError, match=named + re.escape(f"`chmod {remedy} '{path}'`")):
+            systemd_units(model)
+        path.chmod(before)
+
+
 def test_a_server_that_is_open_to_others_needs_a_key(invoke: Run) -> None:
     said = invoke("config", "export", "systemd", "--http.host", "0.0.0.0")
     assert (said.returncode, "--http.api_key_file" in said.stderr) == (2, True)

@@ -4,11 +4,16 @@ memory, and ended when it makes no progress.
 Every line that is not plain says why it is there; `systemd-analyze security` has the rest.
 """
 
+import grp
+import pwd
 import re
+import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from shlex import quote
 
 from dovetail.launch.files.deployment.parts import (
     Destination,
@@ -149,6 +154,8 @@ def systemd_units(
     if standby_of:
         hub = next(part for part in parts if part.name == "coordinator")
         parts = [as_standby(hub, standby_of)]
+    for model in sorted({model for part in parts for model in part.models}):
+        _check_readable(model)
     files = {f"{_unit(part.name)}.service": _service(part, settings, standby) for part in parts}
     wants = " ".join(files)
     return {
@@ -158,6 +165,39 @@ def systemd_units(
         "[Install]\nWantedBy=multi-user.target\n",
         **files,
     }
+
+
+def _check_readable(model: Path) -> None:
+    """`UserError` for a model of which the user of the units could not read a file."""
+    top = whole_model(model)
+    files = [file for file in model.iterdir() if file.is_file()] if model.is_dir() else [model]
+    folders = {folder for file in files for at in (file, file.resolve()) for folder in at.parents}
+    if _hidden(top):  # systemd binds it as root, whoever may enter the folders above
+        tops = (top, top.resolve())
+        folders = {folder for folder in folders if any(map(folder.is_relative_to, tops))}
+    needs = {folder: "rx" if folder == model else "x" for folder in folders}
+    for path, need in [*sorted(needs.items()), *((file, "r") for file in sorted(files))]:
+        facts = path.stat()
+        shift = _class_of(facts.st_uid, facts.st_gid)
+        wanted = sum({"r": 4, "x": 1}[letter] for letter in need)
+        if facts.st_mode >> shift & wanted != wanted:
+            raise UserError(
+                f"{path} has mode {stat.S_IMODE(facts.st_mode):04o}, and the units run as the user "
+                f"{USER}, who could not read it: `chmod {'ugo'[2 - shift // 3]}+{need} "
+                f"{quote(str(path))}`"
+            )
+
+
+def _class_of(owner: int, group: int) -> int:
+    """Return where in a mode the bits of the user of the units are: those of others, unless this
+    machine has a user or a group of that name, which systemd then takes."""
+    with suppress(KeyError):
+        if owner == pwd.getpwnam(USER).pw_uid:
+            return 6
+    with suppress(KeyError):
+        if group == grp.getgrnam(USER).gr_gid:
+            return 3
+    return 0
 
 
 def _least_port() -> int:
