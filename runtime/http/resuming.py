@@ -81,8 +81,8 @@ def beyond(place: Place, whole: Place) -> ApiError:
     """Return what is said of a Last-Event-ID that counts what its reply does not have."""
     return ApiError(
         400,
-        f"Last-Event-ID counts {place.words} of a reply of {whole.words}: send the id of the last "
-        "event as it came",
+        f"Last-Event-ID counts {place.words} of a reply of {replace(whole, ended=False).words}: "
+        "send the id of the last event as it came",
         code="invalid_event_id",
     )
 

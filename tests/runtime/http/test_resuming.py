@@ -149,12 +149,14 @@ def test_what_is_not_known_is_refused_by_name(
 def test_an_event_id_that_its_reply_does_not_have_is_an_error_of_the_stream(
     server: Api, place: str, words: str
 ) -> None:
-    name = server.chat(max_tokens=9, ignore_eos=True)["id"]
+    said = server.chat(max_tokens=9, ignore_eos=True)
+    name, whole = said["id"], len(said["choices"][0]["message"]["content"])
     headers = {"last-event-id": f"{name}:{place}"}
     with server.client.stream("GET", f"{CHATS}/{name}?stream=true", headers=headers) as reply:
         error = told(reply)[-1][1]["error"]
     assert error["code"] == "invalid_event_id"
-    assert f"counts {words}" in error["message"]
+    reply_words = f"a reply of {whole} characters and 0 tokens: send"
+    assert f"counts {words} {reply_words}" in error["message"]
 
 
 @pytest.mark.parametrize("other", [{"max_tokens": 8}, {"temperature": 0.7}, {"seed": 1}, {"n": 2}])
