@@ -33,7 +33,7 @@ from dovetail.workers.models.checkpoints.footprint import (
 )
 
 SMALL_PROCESS_BYTES = 40_000_000
-"""The size of a process without torch: the coordinator, a lookup."""
+"""The size of a process without torch: the coordinator."""
 BITS = {"auto": 4, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
 """Types of a draft's weights in the words of a target's, by their sizes."""
@@ -180,8 +180,10 @@ def _target_bytes(settings: Settings, tensors: Sequence[Tensor]) -> int:
 
 
 def _draft_need(settings: Settings, target: Sequence[Tensor]) -> Iterator[Need]:
-    if settings.draft.kind in ("none", "ngram"):
-        yield Need("the draft", SMALL_PROCESS_BYTES)
+    if settings.draft.kind == "none":
+        return
+    if settings.draft.kind == "ngram":  # a look-up has no weights, and imports torch
+        yield Need("the draft", PROCESS_BYTES)
         return
     if settings.draft.device not in ("auto", *SHARED_DEVICES):
         return
