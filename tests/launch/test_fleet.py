@@ -11,6 +11,7 @@ import pytest
 
 from dovetail.launch.simulation.figures import Figures
 from dovetail.launch.simulation.fleet.arrivals import Mix, Requests, draw_requests, read_trace
+from dovetail.launch.simulation.fleet.description import read_fleet
 from dovetail.launch.simulation.fleet.layout import Kind, Plan, Played, handled_s
 from dovetail.launch.simulation.fleet.play import Fleet
 from dovetail.launch.simulation.fleet.profile import Profile, of_costs, of_rounds
@@ -194,9 +195,18 @@ def test_a_trace_is_played_as_it_is(invoke: Run, tmp_path: Path) -> None:
     assert said.returncode == 0, said.stderr
     (row,) = json.loads(said.stdout)["rows"]
     assert row["requests_per_s"] == pytest.approx(40 / 19.5)
+    for field in rows[0]:
+        assert field in invoke("simulate", "fleet", "--help").stdout
     trace.write_text('{"at_s": 0, "prompt_tokens": 100}\n')
     with pytest.raises(UserError, match="line 1: write a JSON object"):
         read_trace(trace)
+
+
+def test_a_fleet_that_is_not_there_is_told_as_what_it_was_named_by() -> None:
+    with pytest.raises(UserError, match=r"^there is no file /nosuch\.toml: .* choose legacy$"):
+        read_fleet("/nosuch.toml")
+    with pytest.raises(UserError, match=r"^there is no fleet 'nosuch': choose legacy, or name"):
+        read_fleet("nosuch")
 
 
 def test_one_seed_gives_one_result_and_a_large_fleet_is_a_small_one_many_times(

@@ -95,7 +95,12 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
     show_default=True,
     help="Process by which requests arrive.",
 )
-@click.option("--trace", type=FILE, help="Play the requests of this file of JSON lines instead.")
+@click.option(
+    "--trace",
+    type=FILE,
+    help="Play the requests of this file instead: JSON lines with at_s, prompt_tokens, "
+    "reply_tokens and, if there are several, key.",
+)
 @click.option(
     "--seconds",
     type=POSITIVE,

@@ -65,9 +65,13 @@ def read_fleet(name: str) -> Description:
             table["kind"] = tuple(table["kind"])
         return Description.model_validate(table)
     except FileNotFoundError:
+        known = ", ".join(fleet_names())
+        if name.endswith(".toml"):
+            raise UserError(
+                f"there is no file {path}: name one that describes a fleet, or choose {known}"
+            ) from None
         raise UserError(
-            f"there is no fleet {name!r}: choose {', '.join(fleet_names())}, or name a file that "
-            "ends in .toml"
+            f"there is no fleet {name!r}: choose {known}, or name a file that ends in .toml"
         ) from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"the fleet in {path} cannot be read: {error}") from None
