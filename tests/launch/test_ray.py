@@ -111,6 +111,7 @@ def test_on_one_machine_everything_meets_over_ipc_and_leaves_nothing_behind(
     found = ready(process)
     assert found["address"].startswith("ipc://")
     assert ask(found["url"], body=QUESTION)[0] == 200
+    assert {psutil.Process(pid).nice() for pid in found["pids"].values()} == {os.nice(0)}
     affinities = [
         psutil.Process(found["pids"][part]).cpu_affinity()
         for part in ("target worker", "draft worker")

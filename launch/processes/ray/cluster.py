@@ -39,6 +39,8 @@ class Cluster:
         _check(address)
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told that it runs
+        if not address:
+            os.environ.setdefault("RAY_worker_niceness", "0")  # that of this process
         try:
             ray.init(
                 address=address or LOCAL,
