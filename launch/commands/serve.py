@@ -94,7 +94,10 @@ def command(configuration: Configuration, engine: str, as_json: bool, standby: s
         if said:
             note(said)
     with ExitStack() as opened:
-        service = _open(engine, configuration, opened, standby)
+        try:
+            service = _open(engine, configuration, opened, standby)
+        except SystemExit:  # told to end while a cluster starts; Ray has an exit code of its own
+            return
         try:
             service.begin()
             with spinner() as say:

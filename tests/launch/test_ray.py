@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -127,6 +128,18 @@ def test_on_one_machine_everything_meets_over_ipc_and_leaves_nothing_behind(
         timeout=GONE_S,
     )
     assert not alive
+
+
+@pytest.mark.parametrize("begun", ["gcs_server", "raylet"])
+def test_sigterm_while_a_cluster_starts_is_no_failure(start: Start, begun: str) -> None:
+    process = start("serve", "--engine=ray", "--http.port=0", "--json")
+    here = psutil.Process(process.pid)
+    while begun not in [child.name() for child in here.children()]:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=GONE_S) == ("", "")
+    assert process.returncode == 0
 
 
 def test_what_no_node_has_is_named_with_what_the_cluster_has(run: Run) -> None:
