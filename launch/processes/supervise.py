@@ -138,7 +138,9 @@ class Child:
 class Supervisor:
     """Owns processes; use it as a context, in the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
+        """`apart`: who sees to our processes when we are killed is no child of ours."""
+        self._apart = [warden.APART] if apart else []
         self.children: list[Child] = []
         self._sockets: list[tuple[Child, Path]] = []
         self._folders: list[Path] = []
@@ -342,7 +344,7 @@ class Supervisor:
     def _have_minded(self, kind: bytes, value: str) -> None:
         """Have a process or a folder of ours go when we are killed."""
         if self._warden is None:
-            command = [sys.executable, "-I", "-S", warden.__file__, str(ORPHANED_S)]
+            command = [sys.executable, "-I", "-S", warden.__file__, str(ORPHANED_S), *self._apart]
             self._warden = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

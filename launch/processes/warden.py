@@ -5,7 +5,9 @@ that is stopped, or hangs outside of Python, does not heed. The supervisor names
 children here when it starts it; when it is gone they have some seconds to end by themselves, and
 are then killed, and the folders of their sockets removed. Run as a script with that grace in
 seconds, without the packages that are installed: it is started beside everything else and needs
-none of them.
+none of them. Told `apart` too, it is a grandchild of the supervisor, and a process that only waits
+for it is the child: Ray kills the children of a process of its own that it ends, and knows no
+others.
 """
 
 import contextlib
@@ -19,6 +21,7 @@ import time
 
 PR_SET_PDEATHSIG = 1
 CHILD, FOLDER = b"child", b"folder"
+APART = "apart"
 
 
 def main() -> None:
@@ -28,6 +31,9 @@ def main() -> None:
         signal.signal(
             number, signal.SIG_IGN
         )  # whoever ends all of us at once means the others: this one ends with its supervisor
+    if APART in sys.argv and (apart := os.fork()):
+        os.waitpid(apart, 0)
+        return
     ctypes.CDLL(None).prctl(
         PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0
     )  # it may be stopped itself when its supervisor goes

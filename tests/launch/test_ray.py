@@ -130,6 +130,24 @@ def test_on_one_machine_everything_meets_over_ipc_and_leaves_nothing_behind(
     assert not alive
 
 
+def test_no_key_stays_of_a_lost_node_or_of_a_service_that_is_killed(
+    start: Start, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with cluster(node(0, front=1), node(1, t=1), node(1, t=1)) as made:
+        flags = (f"--ray.address={made.address}", PLACED[0], "--draft=none", "--http.port=0")
+        process = start("serve", "--engine=ray", *flags, "--json")
+        found = ready(process)
+        seat = psutil.Process(found["pids"]["target worker"]).parent()
+        assert seat is not None
+        os.kill(raylet_of(found["pids"]["target worker"]), signal.SIGKILL)
+        told(process, "the target worker is ready again")
+        psutil.wait_procs([seat], GONE_S)
+        assert not seat.is_running()
+        process.kill()
+        assert await_none(lambda: [*temporary.glob("dovetail-keys-*")]) == []
+
+
 @pytest.mark.parametrize("begun", ["gcs_server", "raylet"])
 def test_sigterm_while_a_cluster_starts_is_no_failure(start: Start, begun: str) -> None:
     process = start("serve", "--engine=ray", "--http.port=0", "--json")
@@ -215,6 +233,14 @@ def test_the_coordinator_is_on_another_machine_only_with_an_api_key(
         assert done.returncode == 0, done.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(GONE_S) == 0, process.communicate()
+
+
+def await_none(look: Callable[[], list[Path]]) -> list[Path]:
+    """What is still seen at the end of a while."""
+    end_s = time.monotonic() + GONE_S
+    while (left := look()) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    return left
 
 
 def raylet_of(pid: int) -> int:

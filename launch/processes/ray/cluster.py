@@ -4,13 +4,14 @@ for without ever waiting for them."""
 import logging
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from dovetail.launch.processes.ray.bundles import CPU, GPU, MEMORY, Bundle, Node
 from dovetail.launch.processes.ray.part import Failed
-from dovetail.launch.processes.ray.seat import Seat
+from dovetail.launch.processes.ray.seat import Seat, end_with
 from dovetail.protocol.errors import UserError
 
 try:
@@ -129,6 +130,7 @@ class _Seat(Seat):
 
     def __init__(self) -> None:
         super().__init__(ray.util.get_node_ip_address())
+        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
 
 
 class RemoteSeat:

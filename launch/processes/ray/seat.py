@@ -7,8 +7,10 @@ answers are plain values. Knows processes, and nothing of Ray.
 
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -26,6 +28,9 @@ from dovetail.protocol.messages import VERSION
 
 MOST_LINES = 200
 """Lines of stderr that one answer holds."""
+LOOK_S, ALONE_S = 1.0, 10.0
+"""Seconds between two looks whether the process of the node is there, and those that the service
+has to end this one in order when it is not."""
 FOLDER, IP = "{folder}", "{ip}"
 """Words of a command that a node fills in."""
 
@@ -37,7 +42,7 @@ class Seat:
         for name in [name for name in os.environ if name.startswith(PREFIX)]:
             del os.environ[name]  # the settings are those of the command alone
         self._ip = ip
-        self._supervisor = Supervisor()
+        self._supervisor = Supervisor(apart=True)
         self._folder = Path(tempfile.mkdtemp(prefix="dovetail-keys-"))
         self._supervisor.owns_folder(self._folder)
         self._claim: Claim | None = None
@@ -124,6 +129,15 @@ class Seat:
             self._claim.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         return lines[-MOST_LINES:]
+
+
+def end_with(node: int) -> None:
+    """Wait until the process of our node has gone, and end ours, to which nobody comes back; what
+    is left of it is seen to as ever when a supervisor is killed."""
+    while os.getppid() == node:
+        time.sleep(LOOK_S)
+    time.sleep(ALONE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _filled(argument: str, known: Mapping[str, str]) -> str:
