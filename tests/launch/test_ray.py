@@ -19,7 +19,15 @@ from typing import Any
 import psutil
 import pytest
 
-from support.served import GONE_S, QUESTION, ask, ready, streamed, told
+from support.served import (
+    GONE_S,
+    QUESTION,
+    ask,
+    assert_nothing_is_left,
+    ready,
+    streamed,
+    told,
+)
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs the extra ray: pip install -e '.[ray]'", allow_module_level=True)
@@ -128,6 +136,19 @@ def test_on_one_machine_everything_meets_over_ipc_and_leaves_nothing_behind(
         timeout=GONE_S,
     )
     assert not alive
+
+
+def test_without_the_only_node_of_its_own_cluster_it_ends_with_one_sentence(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start("serve", "--engine=ray", "--http.port=0", "--json")
+    found = ready(process)
+    os.kill(raylet_of(found["pids"]["target worker"]), signal.SIGKILL)
+    _, said = process.communicate(timeout=GONE_S)
+    assert process.returncode == 1, said
+    (told_last,) = [line for line in said.splitlines() if line.startswith("dovetail: ")]
+    assert "its only node (raylet) has ended, and with it the coordinator, the http" in told_last
+    assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 
 def test_no_key_stays_of_a_lost_node_or_of_a_service_that_is_killed(

@@ -29,6 +29,8 @@ except ModuleNotFoundError as missing:
 CONNECT_S = 5.0
 LOCAL = "local"
 """Ray's name of a cluster that it starts for us."""
+RAYLET = "raylet"
+"""Ray's name of the process that a node is."""
 DOVETAIL_MISSING = "No module named 'dovetail"
 
 
@@ -40,7 +42,8 @@ class Cluster:
         _check(address)
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told that it runs
-        if not address:
+        self._own = not address
+        if self._own:
             os.environ.setdefault("RAY_worker_niceness", "0")  # that of this process
         try:
             ray.init(
@@ -63,6 +66,12 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         ray.shutdown()
+
+    @property
+    def gone(self) -> bool:
+        """Return whether this process has started the cluster, and its only node has ended."""
+        node = ray._private.worker._global_node
+        return self._own and any(kind == RAYLET for kind, _ in node.dead_processes())
 
     def nodes(self) -> list[Node]:
         """Return the nodes that are alive."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from dovetail.launch.processes.child_output import Ear, ending_of
 from dovetail.launch.processes.serving.parts import GiveUp, Leave, Part, Start, Tell
 from dovetail.launch.processes.serving.service import DRAIN_S, Service
+from dovetail.launch.processes.serving.site import SiteLost
 from dovetail.launch.processes.serving.watch import Action, Watch
 from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
 from dovetail.launch.processes.supervise import GRACE_S, Child, Supervisor
@@ -127,7 +128,7 @@ class Replicas:
         try:
             service.step()
         except DovetailError as failure:
-            if len(self._services) == 1:
+            if len(self._services) == 1 or isinstance(failure, SiteLost):
                 raise
             log.error("%s is given up: %s", service.name, failure)
             self._services.remove(service)

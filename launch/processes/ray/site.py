@@ -18,7 +18,7 @@ from dovetail.launch.processes.ray.bundles import bundles_of, why_not
 from dovetail.launch.processes.ray.cluster import Cluster, RemoteSeat
 from dovetail.launch.processes.ray.part import LOOK_EVERY_S, Command, Failed, RemotePart
 from dovetail.launch.processes.ray.seat import FOLDER, IP
-from dovetail.launch.processes.serving.site import COORDINATOR, HTTP, Running
+from dovetail.launch.processes.serving.site import COORDINATOR, HTTP, Running, SiteLost
 from dovetail.launch.processes.stack import (
     Played,
     coordinator_arguments,
@@ -27,7 +27,7 @@ from dovetail.launch.processes.stack import (
     with_room_for_draft,
     worker_arguments,
 )
-from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.processes.supervise import GRACE_S, Supervisor
 from dovetail.launch.processes.worker import TOLD
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.http_keys import read_keys
@@ -83,6 +83,8 @@ class RaySite:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._cluster.gone:  # nobody but us ends what was on its node
+            self.end(self._parts, GRACE_S)
         for part in [*self._parts]:
             self._let_go(part)
         self._reservation.close()
@@ -141,10 +143,11 @@ class RaySite:
         for part in parts:
             if part.pid and not part.ended:
                 part.seat.ask("end", grace_s)
+        end_s = time.monotonic() + grace_s + END_S
         for part in parts:
             if part.pid and not part.ended:
                 with suppress(Failed):
-                    part.seat.answer(grace_s + END_S)
+                    part.seat.answer(max(0.0, end_s - time.monotonic()))
             self._let_go(part)
 
     def kill(self) -> None:
@@ -156,6 +159,12 @@ class RaySite:
         """Hear from the nodes how the processes are."""
         now_s = time.monotonic()
         self._supervisor.mind()
+        if self._cluster.gone:
+            lost = ", the ".join([COORDINATOR, HTTP, *self.workers])
+            raise SiteLost(
+                "the Ray cluster that this command had started was lost: the process of its only "
+                f"node (raylet) has ended, and with it the {lost}; start the command again"
+            )
         if now_s >= self._mind_s:
             self._mind_s = now_s + LOOK_EVERY_S
             for part in self._parts:

@@ -12,6 +12,10 @@ from dovetail.protocol.errors import DovetailError
 COORDINATOR, HTTP = "coordinator", "http"
 
 
+class SiteLost(DovetailError):
+    """The place where the parts run has gone, and none of them can be started again."""
+
+
 class Running(Protocol):
     """A process of a part that was started."""
 
@@ -86,4 +90,5 @@ class Site(Protocol):
         """End everything at once."""
 
     def mind(self) -> None:
-        """See to it, from time to time, that nothing is left behind if this process is killed."""
+        """See to it, from time to time, that nothing is left behind if this process is killed;
+        `SiteLost` if the place has gone."""
