@@ -257,7 +257,7 @@ def test_the_coordinator_is_on_another_machine_only_with_an_api_key(
 
 
 def await_none(look: Callable[[], list[Path]]) -> list[Path]:
-    """What is still seen at the end of a while."""
+    """Wait until nothing is seen, and return what still is after a while."""
     end_s = time.monotonic() + GONE_S
     while (left := look()) and time.monotonic() < end_s:
         time.sleep(0.2)
