@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import socket
 import time
 from contextlib import ExitStack
@@ -96,7 +97,9 @@ def command(configuration: Configuration, engine: str, as_json: bool, standby: s
     with ExitStack() as opened:
         try:
             service = _open(engine, configuration, opened, standby)
-        except SystemExit:  # told to end while a cluster starts; Ray has an exit code of its own
+        except SystemExit as told:
+            if told.code != signal.SIGTERM:  # Ray's exit code where that ends it while it starts
+                raise
             return
         try:
             service.begin()

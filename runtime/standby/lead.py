@@ -48,11 +48,9 @@ class Held:
 
 def voters_of(registry: Registry) -> tuple[str, ...]:
     """Return the workers on other machines than this one, as voters."""
-    own = socket.gethostname()[:512]
-    workers = registry.workers.values()
-    return tuple(sorted(voter_of(one.hello) for one in workers if one.hello.host != own))[
-        :MAX_VOTERS
-    ]
+    own, workers = socket.gethostname()[:512], registry.workers.values()
+    others = (voter_of(one.hello) for one in workers if one.hello.host != own)
+    return tuple(sorted(others))[:MAX_VOTERS]
 
 
 def successor(service: Service, registry: Registry) -> Copying | None:
@@ -156,7 +154,7 @@ class Lead:
         if self._follower is None:
             return
         array = Array(dtype="uint8", shape=(len(records),), data=records) if records else None
-        voters = self._voters()
+        voters = voters_of(self._registry)
         self._number += 1
         if whole:
             self._tenure.told(self._number, voters)
@@ -176,9 +174,6 @@ class Lead:
                 self._journal.copy_to = None
             log.warning("the standby is lost: nothing copies the journal until one is here again")
 
-    def _voters(self) -> tuple[str, ...]:
-        return voters_of(self._registry)
-
     # -- whether this coordinator may command ------------------------------------------------------
 
     def holds(self, peer: bytes, hello: Hello) -> bool:
@@ -197,7 +192,7 @@ class Lead:
         the workers that are to be let in."""
         self._send()
         held = {voter_of(one.hello) for one in self._held.values()}
-        lapsed = self._tenure.lapsed({*self._voters(), *held})
+        lapsed = self._tenure.lapsed({*voters_of(self._registry), *held})
         if lapsed and not self.lapsed:
             yield Say(
                 "the standby is lost, and more than half of the workers on other machines are: "

@@ -183,7 +183,7 @@ def _check_readable(model: Path) -> None:
         if facts.st_mode >> shift & wanted != wanted:
             raise UserError(
                 f"{path} has mode {stat.S_IMODE(facts.st_mode):04o}, and the units run as the user "
-                f"{USER}, who could not read it: `chmod {'ugo'[2 - shift // 3]}+{need} "
+                f"{USER}, who cannot read it: `chmod {'ugo'[2 - shift // 3]}+{need} "
                 f"{quote(str(path))}`"
             )
 
