@@ -193,6 +193,12 @@ class _Life:
         while standby.behind and left_s > 0:
             await self._drain()
             left_s -= DRAIN_EVERY_S
+        if standby.behind:
+            log.warning(
+                "the standby has not confirmed the end of the journal within %g s: what it lacks "
+                "is decoded again for clients that ask again",
+                FAREWELL_S,
+            )
 
     async def _drain(self) -> None:
         self.coordinator.look_around()
