@@ -3,9 +3,9 @@ what `dovetail simulate fleet` expects of the same requests.
 
 A replica is the embedded target alone on a core of its own; the client and the coordinator share
 these cores. Rounds cost in the simulation what they cost in the run, as their records say, since
-the machine is not as fast from one second to the next; what reading costs is measured by requests
-that come alone between the loads. The same requests come several times, so that it is known by how
-much two real runs differ.
+the machine is not as fast from one second to the next; what reading so many rows costs is measured
+by requests that come alone between the loads. The same requests come several times, so that it is
+known by how much two real runs differ.
 """
 
 import time
@@ -40,8 +40,10 @@ PROMPT, REPLY = 24.0, (LEAST_TOKENS + MOST_TOKENS) / 2
 """Tokens of a shipped prompt, about, and of a reply."""
 BURST = 8
 """Streams of a replica by which it is known how many requests it can answer."""
-LONE, LONE_TOKENS, LONE_S = 8, 8, 0.2
-"""Requests that come alone, their tokens, and seconds from one to the next."""
+LONE_WORDS, LONE_TOKENS = (1, 4, 8, 12, 18, 26, 36, 50) * 2, 8
+"""Words of the prompts of requests that come alone, and the tokens of each reply."""
+APART_S = 2.0
+"""Simulated seconds from one of these to the next."""
 MOST = 64
 """Sessions that a replica has room for; more do not come."""
 ROUND = ("verify_ns", "transport_ns", "queue_ns", "coordinator_ns")
@@ -59,6 +61,7 @@ class Asked:
     done_s: float = 0.0
     prompt: int = 0
     tokens: int = 0
+    text: str = ""
     result: Result = field(init=False)
     rounds: list[tuple[float, RoundRecord]] = field(default_factory=list)
     """With the time at which each was told."""
@@ -69,9 +72,8 @@ class Costs:
     """Seconds of requests that come alone."""
 
     round_s: float
-    first_row_s: float
-    """Seconds of a pass for its first row; `row_s`: for each further one."""
-    row_s: float
+    passes_s: Mapping[int, float]
+    """Seconds of passes by their rows."""
     begin_s: float
     """Before the first token, beside reading."""
 
@@ -80,11 +82,12 @@ class Costs:
         results = [one.result for one in lone]
         round_s = fmean((one.done_s - one.first_s) / (one.tokens - 1) for one in lone)
         first_row_s = fmean(result.verify_s / result.rounds for result in results)
-        read_s = fmean(result.prefill_s for result in results)
-        row_s = (read_s - first_row_s) / fmean(one.prompt - 1 for one in lone)
-        first_s = fmean(one.first_s - one.at_s for one in lone)
-        begin_s = first_s - read_s - (round_s - first_row_s)
-        return cls(round_s, first_row_s, row_s, begin_s)
+        read = {one.prompt: list[float]() for one in lone}
+        for one in lone:
+            read[one.prompt].append(one.result.prefill_s)
+        passes_s = {1: first_row_s, **{rows: fmean(each) for rows, each in read.items()}}
+        before_s = fmean(one.first_s - one.at_s - one.result.prefill_s for one in lone)
+        return cls(round_s, passes_s, before_s - (round_s - first_row_s))
 
     def profile(
         self, rounds_s: Mapping[int, float], *, most: int = MOST, spread: float = 0.0
@@ -94,10 +97,9 @@ class Costs:
         pace = rounds_s[min(rounds_s)] / self.round_s
         return of_rounds(
             rounds_s,
-            first_row_s=pace * self.first_row_s,
-            row_s=pace * self.row_s,
-            open_s=pace * (self.round_s - self.first_row_s),
+            {rows: pace * seconds for rows, seconds in self.passes_s.items()},
             most=most,
+            open_s=pace * (self.round_s - self.passes_s[1]),
             spread=spread,
         )
 
@@ -127,8 +129,10 @@ class Run:
     def pair(self, costs: Costs, count: int) -> Pair:
         """Play the same requests on `count` replicas, and return the figures of both sides."""
         every, profile = [*self.lone, *self.load], costs.profile(self.rounds_s, spread=self.spread)
+        lone_s = APART_S * np.arange(len(self.lone))
+        load_s = APART_S * len(self.lone) + np.array([one.at_s for one in self.load])
         requests = Requests(
-            np.array([one.at_s for one in every]),
+            np.concatenate([lone_s, load_s]),
             np.array([one.prompt for one in every]),
             np.array([one.tokens for one in every]),
             np.zeros(len(every), int),
@@ -203,14 +207,20 @@ class Runs:
 
     def __init__(self, client: Client, texts: Sequence[str]) -> None:
         self._client, self._texts = client, texts
+        self._words = " ".join(texts).split()
 
     def run(self, load: Sequence[Asked]) -> Run:
         """Have requests answered, behind some that come alone."""
-        lone = [Asked(LONE_S * number, tokens=LONE_TOKENS) for number in range(LONE)]
-        for one in load:
-            one.at_s += LONE_S * LONE
-        self._ask(every := [*lone, *load])
-        return Run(lone, load, *mean_rounds(every, load[0].at_s))
+        lone = [
+            Asked(0.0, tokens=LONE_TOKENS, text=" ".join(self._words[:words]))
+            for words in LONE_WORDS
+        ]
+        for one in lone:
+            self._ask([one])
+        for number, one in enumerate(load):
+            one.text = self._texts[number % len(self._texts)]
+        self._ask(load)
+        return Run(lone, load, *mean_rounds(load))
 
     def _ask(self, requests: Sequence[Asked]) -> None:
         """Ask requests at their times, and note when they were answered."""
@@ -222,7 +232,7 @@ class Runs:
             while left and left[0].at_s <= now_s:
                 one = left.pop(0)
                 one.at_s = now_s
-                by_number[self._submit(len(by_number), one.tokens)] = one
+                by_number[self._submit(len(by_number), one)] = one
             until_s = max(0.0, left[0].at_s - now_s) if left else PATIENCE_S
             reply = self._client.receive(until_s)
             now_s = time.perf_counter() - began_s
@@ -241,10 +251,10 @@ class Runs:
                 case _:
                     raise UserError(f"a request failed: {reply}")
 
-    def _submit(self, number: int, tokens: int) -> int:
+    def _submit(self, number: int, one: Asked) -> int:
         return self._client.submit(
-            turns=[self._texts[number % len(self._texts)]],
-            max_tokens=tokens,
+            turns=[one.text],
+            max_tokens=one.tokens,
             seed=number,
             end=(),
             speculate=False,
@@ -252,7 +262,7 @@ class Runs:
         )
 
 
-def mean_rounds(requests: Sequence[Asked], since_s: float) -> tuple[Mapping[int, float], float]:
+def mean_rounds(requests: Sequence[Asked]) -> tuple[Mapping[int, float], float]:
     """Return the mean seconds of a round by the sessions of a replica, as far as it read no prompt
     meanwhile, and the variance over the square of the mean: sessions whose pass took as many
     nanoseconds shared it."""
@@ -270,7 +280,7 @@ def mean_rounds(requests: Sequence[Asked], since_s: float) -> tuple[Mapping[int,
             one.at_s < until_s and until_s - took_s < one.first_s and not there.isdisjoint(others)
             for one, others in zip(requests, beside, strict=True)
         )
-        if not reads and until_s - took_s > since_s:
+        if not reads:
             found.setdefault(len(there), []).append(took_s)
     known = {number: each for number, each in found.items() if len(each) >= FEW}
     means = {number: fmean(each) for number, each in known.items()}

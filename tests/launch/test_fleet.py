@@ -143,10 +143,13 @@ def test_a_profile_comes_from_the_cost_model_and_is_never_slower_for_a_draft() -
 
 
 def test_a_measured_profile_is_linear_between_what_was_measured() -> None:
-    measured = of_rounds({1: 0.01, 4: 0.025}, most=5, first_row_s=0.008, row_s=0.001, open_s=0.0)
+    passes_s = {1: 0.008, 5: 0.012, 9: 0.02}
+    measured = of_rounds({1: 0.01, 4: 0.025}, passes_s, most=5, open_s=0.0)
     assert measured.token_s(2) == pytest.approx(0.01 + 0.015 / 3)
     assert measured.token_s(5) == pytest.approx(0.026)
     assert measured.passes_s[:3] == pytest.approx((0.0, 0.008, 0.009))
+    assert measured.passes_s[7] == pytest.approx(0.016)
+    assert measured.passes_s[13] == pytest.approx(0.026)  # 1.5 ms a row, as from 1 to 9
     assert capacity([kind(ONE, 3)], 0.0, 101.0) == pytest.approx(3.0)
 
 

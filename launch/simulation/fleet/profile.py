@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.launch.simulation.figures import Figures
 from dovetail.runtime.costs.rounds import PlacedCosts
@@ -91,24 +92,37 @@ def _drafted(
 
 def of_rounds(
     rounds_s: Mapping[int, float],
+    passes_s: Mapping[int, float],
     *,
     most: int,
-    first_row_s: float,
-    row_s: float,
     open_s: float,
     spread: float = 0.0,
 ) -> Profile:
     """Return the profile of a server without a draft, with room for `most` sessions, whose rounds
-    were measured with some numbers of them; between these, seconds are linear, below constant, and
-    above they rise by a row for each session. Its passes take `first_row_s` for the first row and
-    `row_s` for each further one. `spread`: that of the rounds."""
+    were measured with some numbers of them, and its passes, `passes_s`, over some numbers of rows,
+    at least two. Between these, seconds are linear. Below the fewest sessions rounds take as long
+    as with them; above the most they rise by a row for each session. `spread`: that of the
+    rounds."""
     known = sorted(rounds_s)
+    passes = _passes(passes_s, most + CHUNK)
     counts = tuple(range(most + 1))
     measured = np.interp(counts[1:], known, [rounds_s[count] for count in known])
-    measured += row_s * np.maximum(0, np.array(counts[1:]) - known[-1])
+    above = np.maximum(known[-1], counts[1:])
+    measured += passes[above] - passes[known[-1]]
     verify_s = (0.0, *(measured - open_s).tolist())
-    further = np.arange(most + CHUNK)
-    passes_s = (0.0, *(first_row_s + row_s * further).tolist())
     taus = (1.0,) * len(counts)
     rounds = (0.0, *measured.tolist())
-    return Profile(rounds, taus, counts, verify_s, passes_s, open_s, 0.0, spread)
+    return Profile(rounds, taus, counts, verify_s, tuple(passes.tolist()), open_s, 0.0, spread)
+
+
+def _passes(known_s: Mapping[int, float], most: int) -> NDArray[np.float64]:
+    """Return the seconds of passes over 0 to `most - 1` rows: beyond those that are known each row
+    costs what it does on average between the fewest and the most of them."""
+    rows = np.arange(most)
+    known = sorted(known_s)
+    fewest, largest = known[0], known[-1]
+    row_s = (known_s[largest] - known_s[fewest]) / (largest - fewest)
+    passes = np.interp(rows, known, [known_s[count] for count in known])
+    passes += row_s * (np.maximum(rows, largest) - largest + np.minimum(rows, fewest) - fewest)
+    passes[0] = 0.0
+    return passes
