@@ -127,6 +127,13 @@ class WorkerState(Frozen):
     """Bytes of a round's order and its answer, both ways, lately; None: it has had none."""
     feature_bytes: Count = 0
     """Bytes of its target's hidden states that a draft is sent for each token; 0: none."""
+    t_v: RowsSeconds | None = None
+    """Its passes as a target at their usual speed, also over rows that it has not had; None: it
+    has had none."""
+    round_s: float | None = None
+    """Seconds of a round of its sessions, lately, as a target; None: it has had none."""
+    sharing: float = 1.0
+    """Sessions of its passes, lately."""
 
 
 class PairState(Frozen):

@@ -276,6 +276,14 @@ class RowCosts:
         table = self._table(rows[-1], context).usual if usual else self.table(rows[-1], context)
         return RowsSeconds(rows=tuple(rows), seconds=tuple(table[count] for count in rows))
 
+    def usual(self, rows: tuple[int, ...], context: float = 0.0) -> RowsSeconds | None:
+        """Return passes over these rows, ascending, at their usual speed, whether such have been
+        seen or not; None where nothing is known."""
+        if not self.known:
+            return None
+        seconds = self._made(rows[-1], context)
+        return RowsSeconds(rows=rows, seconds=tuple(seconds[count] for count in rows))
+
     def _made(self, most: int, context: float) -> list[float]:
         if not self.known:
             return [0.0] * (most + 1)

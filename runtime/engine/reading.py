@@ -126,7 +126,8 @@ def pass_of(message: Verify) -> Pass:
 
 def observe_pass(worker: Worker, passed: Pass, event: Verified) -> None:
     """Learn the cost of a pass, or, if it read rows of logs, the cost of these."""
-    seconds = extent_ns(event.spans) / 1e9
+    seconds, worker.context = extent_ns(event.spans) / 1e9, passed.context
+    worker.sharing.add(len(event.items))
     if not passed.read:
         worker.verifying.observe(passed.rows, seconds, passed.context, event.experts)
     elif worker.verifying.known:

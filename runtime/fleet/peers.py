@@ -57,6 +57,10 @@ class Pass:
     """Rows of logs that it reads, too."""
 
 
+TOLD_ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows at which `status` tells what passes of a target take."""
+
+
 @dataclass(eq=False)
 class Worker:
     """A registered draft or target worker."""
@@ -98,6 +102,10 @@ class Worker:
     """Seconds of a round of its sessions, as a target, while nothing is read."""
     passing: Pass | None = None
     """The pass that it computes as a target."""
+    context: float = 0.0
+    """Tokens before the rows of its last pass, in their mean."""
+    sharing: Average = field(default_factory=Average)
+    """Sessions of its passes."""
     alone_rows: int = 0
     """Rows of the chunk that it reads in a pass of its own now; 0: none."""
     traffic: Traffic = field(default_factory=Traffic)
@@ -195,6 +203,9 @@ class Worker:
             if self.traffic.round_bytes.known
             else None,
             feature_bytes=hello.reads.row_bytes if hello.reads is not None else 0,
+            t_v=self.verifying.usual(TOLD_ROWS, self.context),
+            round_s=self.round_s.value if self.round_s.known else None,
+            sharing=max(1.0, self.sharing.value),
         )
 
 

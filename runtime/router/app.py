@@ -113,6 +113,7 @@ class Router:
             tried.add(replica.url)
             self.counts["requests", replica.url] += 1
             replica.in_flight += request.samples
+            replica.sent += request.samples
             try:
                 refused = await self._ask(replica, scope, body, call, send)
                 if refused is None:

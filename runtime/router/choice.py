@@ -28,9 +28,9 @@ USUAL_S, USUAL_FURTHER = 0.02, 0.5
 replica has told yet."""
 READING = 0.05
 """Seconds of reading a token over those of writing one, where it is not told."""
-ALIKE = 0.02
-"""Predictions that differ by less are the same: then the replica with the fewest requests is
-chosen, and among these the one that was chosen longest ago."""
+ALIKE = 0.1
+"""Predictions that differ by less are the same, since those of equal replicas do: then the replica
+with the fewest requests is chosen, and among these the one that was chosen longest ago."""
 NEVER = float("-inf")
 BESIDE_STREAMS = 2.0
 """Times as long as by itself a prompt is taken to be read beside streams, which have a third of the
@@ -61,7 +61,7 @@ class Load:
     targets: int = 1
     """Targets that read and verify side by side."""
     in_flight: int = 0
-    """Requests of this router that ran there at that time."""
+    """Requests of this router that may have run there at that time."""
 
 
 @dataclass
@@ -75,6 +75,8 @@ class Replica:
     load: Load = field(default_factory=Load)
     in_flight: int = 0
     """Requests of this router that run there."""
+    sent: int = 0
+    """Requests that this router has sent there."""
     chosen_s: float = NEVER
     """When a choice fell on it last."""
     unread_s: float = 0.0

@@ -62,7 +62,9 @@ class Fleet:
         self._upstream.close(replica.url)
 
     async def _ask(self, replica: Replica) -> None:
-        """Hear from a replica whether it serves, and at what rate."""
+        """Hear from a replica whether it serves, and at what rate. Of what runs there may be our
+        own what ran when it was asked and what was sent there until it answered."""
+        asked = replica.in_flight - replica.sent
         try:
             async with asyncio.timeout(ANSWER_S):
                 status, content = await self._upstream.get(replica.url, b"/readyz")
@@ -72,7 +74,7 @@ class Fleet:
             self.lost(replica, str(error) or "it does not answer")
             return
         if load is not None:
-            replica.told(replace(load, in_flight=replica.in_flight))
+            replica.told(replace(load, in_flight=asked + replica.sent))
         if status == 200 and not replica.ready:
             log.info("the replica %s gets requests", replica.url)
         elif status != 200 and replica.ready:

@@ -34,6 +34,10 @@ MOST_ROUND, MOST_START_S = 1.02, 10.0
 """The goal: a round under Ray over one without it, and the seconds that it adds to the start."""
 
 
+SETTLE_S = 1.0
+"""Seconds in which a router hears that what it did not send has ended."""
+
+
 @dataclass(frozen=True)
 class Started:
     """A command that says its URL on stdout."""
@@ -70,6 +74,7 @@ def rate(
 ) -> tuple[float, dict[int, str]]:
     """Tokens a second of chats, so many at a time, and their texts; `whole`: each reply comes in
     one piece, so that client and router take next to nothing of the cores."""
+    time.sleep(SETTLE_S)
     site = Site(url, "")
     turns = [prompt.turns[0] for prompt in read_prompt_set(PROMPTS, None).prompts]
 

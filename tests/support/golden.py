@@ -625,6 +625,9 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         received_bytes=50_000,
         bytes_per_round=312.5,
         feature_bytes=512,
+        t_v=m.RowsSeconds(rows=(1, 2, 64), seconds=(0.02, 0.021, 0.05)),
+        round_s=0.03,
+        sharing=1.5,
     )
 
 

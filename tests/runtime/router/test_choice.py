@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dovetail.protocol.calibration import RowsSeconds
-from dovetail.protocol.messages import PairState, Reported
+from dovetail.protocol.messages import PairState, Reported, WorkerState
 from dovetail.runtime.router.choice import (
     BLOCK,
     MOST_BLOCKS,
@@ -170,6 +170,31 @@ def test_a_request_is_read_as_far_as_the_choice_goes_by_it_whatever_is_wrong_wit
         assert wanted(odd, b"").samples == 1
 
 
+def a_target(name: str, *, standby: bool = False) -> WorkerState:
+    return WorkerState(
+        name=name,
+        roles=("target",),
+        model="m",
+        device="cpu",
+        threads=1,
+        fingerprint="",
+        host="h",
+        pid=1,
+        worker_epoch=1,
+        sessions=1,
+        busy_share=0.0,
+        round_trip_us=500.0,
+        clock_offset_us=None,
+        clock_bound_us=None,
+        rss_mb=1.0,
+        stale=0,
+        standby=standby,
+        t_v=RowsSeconds(rows=(1, 4, 32), seconds=(0.006, 0.009, 0.023)),
+        round_s=0.02,
+        sharing=2.0,
+    )
+
+
 def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one_adds() -> None:
     pair = PairState(
         draft="draft",
@@ -181,8 +206,8 @@ def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one
         tokens_per_s=None,
         alone_tokens_per_s=None,
         predicted_tokens_per_s=None,
-        hops_us=1000.0,
-        t_v=RowsSeconds(rows=(4, 32), seconds=(0.009, 0.023)),
+        hops_us=None,
+        t_v=None,
         t_d=None,
     )
     state = Reported(
@@ -190,7 +215,7 @@ def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one
         address="ipc:///x",
         pid=1,
         uptime_s=1.0,
-        workers=(),
+        workers=(a_target("other"), a_target("target"), a_target("spare", standby=True)),
         sessions=2,
         finished=0,
         failed=0,
@@ -205,9 +230,16 @@ def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one
     )
     told = load_of(state)
     assert (told["epoch"], told["sessions"], told["queued"]) == ("7", 2, 0)
-    assert told["seconds_per_token"] == pytest.approx((0.009 + 0.001) / 2.0)
-    assert told["further_seconds_per_token"] == pytest.approx((0.024 - 0.010) / 2.0 / 7)
+    assert told["targets"] == 2
+    pass_s, many_s = {"target": 0.009, "other": 0.006}, {"target": 0.023, "other": 0.011}
+    late_s = {"target": 0.011, "other": 0.007}  # of two sessions, as long as a round took 20 ms
+    factor = {name: 0.02 / late_s[name] / 2.0 for name in late_s}
+    alone_s = [factor[name] * pass_s[name] for name in factor]
+    further_s = [factor[name] * (many_s[name] - pass_s[name]) / 7 for name in factor]
+    assert told["seconds_per_token"] == pytest.approx(sum(alone_s) / 2)
+    assert told["further_seconds_per_token"] == pytest.approx(sum(further_s) / 2 / 2)
     assert told["reading_seconds_per_token"] == pytest.approx(0.023 / 32)
     assert Load(**told, in_flight=1).further_seconds_per_token is not None
-    unknown = load_of(state.model_copy(update={"pairs": ()}))
+    unknown = load_of(state.model_copy(update={"workers": (), "pairs": ()}))
     assert unknown["seconds_per_token"] is None
+    assert unknown["targets"] == 1

@@ -27,6 +27,9 @@ class Scripted:
         self.left = asyncio.Event()
         self.url = ""
         self.state: Any = READY
+        self.tells = asyncio.Event()
+        """Cleared, it holds back what /readyz answers."""
+        self.tells.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -37,7 +40,9 @@ class Scripted:
                     head[name.strip().lower()] = value.strip()
                 body = await reader.readexactly(int(head.get(b"content-length", b"0")))
                 if b"/readyz" in line:
-                    plain(writer, 200, json.dumps(self.state).encode())
+                    content = json.dumps(self.state).encode()
+                    await self.tells.wait()
+                    plain(writer, 200, content)
                     continue
                 self.asked.append((line.split()[1], head, body))
                 await self.behave(reader, writer, head)
@@ -314,6 +319,34 @@ def test_what_is_no_replica_gets_no_requests_and_the_others_get_them(state: Any)
             await there.fleet.look()
             ready = {seen.url: seen.ready for seen in there.fleet.replicas}
             assert ready == {other.url: False, replica.url: True}
+
+    run(test)
+
+
+def test_a_request_that_ends_while_its_replica_answers_is_not_taken_for_one_of_others() -> None:
+    begun, ends = asyncio.Event(), asyncio.Event()
+
+    async def waits(reader: Any, writer: asyncio.StreamWriter, head: dict[bytes, bytes]) -> None:
+        begun.set()
+        await ends.wait()
+        await streams(reader, writer, head)
+
+    async def test() -> None:
+        async with routed(waits) as there:
+            (scripted,), (replica,) = there.replicas, there.fleet.replicas
+            asked = asyncio.create_task(there.ask())
+            await begun.wait()
+            scripted.state = {"ready": True, "load": {"sessions": 2}}
+            scripted.tells.clear()
+            looks = asyncio.create_task(there.fleet.look())
+            await asyncio.sleep(0.05)
+            assert replica.running == 1
+            ends.set()
+            await asked
+            scripted.tells.set()
+            await looks
+            assert replica.load.sessions == 2
+            assert replica.running == 1  # one of others, and none of ours
 
     run(test)
 
