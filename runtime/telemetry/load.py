@@ -38,7 +38,7 @@ def _predicted(target: WorkerState, state: Reported) -> tuple[float, float, floa
     """Return the three of one target: its rounds of late are to take as much longer or shorter with
     other numbers of sessions as the curve of its passes says."""
     curve, round_s = target.t_v, target.round_s
-    if curve is None or round_s is None:
+    if curve is None or round_s is None or not curve.seconds[0]:
         return None
     rows = 1.0 + _drafted([pair for pair in state.pairs if pair.target == target.name])
     late_s, alone_s, many_s = (
