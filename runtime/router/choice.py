@@ -28,9 +28,12 @@ USUAL_S, USUAL_FURTHER = 0.02, 0.5
 replica has told yet."""
 READING = 0.05
 """Seconds of reading a token over those of writing one, where it is not told."""
-ALIKE = 0.1
-"""Predictions that differ by less are the same, since those of equal replicas do: then the replica
-with the fewest requests is chosen, and among these the one that was chosen longest ago."""
+ALIKE = 0.02
+"""Predictions that differ by less are the same: then the replica with the fewest requests is
+chosen, and among these the one that was chosen longest ago."""
+EQUAL = 0.25
+"""Replicas whose rates differ by less, as those of equal ones do where they are measured, are taken
+to have the same rate."""
 NEVER = float("-inf")
 BESIDE_STREAMS = 2.0
 """Times as long as by itself a prompt is taken to be read beside streams, which have a third of the
@@ -46,6 +49,17 @@ class Wanted:
     prompt_tokens: float
     reply_tokens: float
     samples: int = 1
+
+
+class Rate(NamedTuple):
+    """Seconds a token of a session alone, and those that each further session adds."""
+
+    alone_s: float
+    further_s: float
+
+
+UNKNOWN = Rate(USUAL_S, USUAL_FURTHER * USUAL_S)
+"""The rate of replicas where none has told."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,8 @@ class Replica:
     draining: bool = False
     """True if it gets no further requests."""
     load: Load = field(default_factory=Load)
+    rate: Rate = UNKNOWN
+    """What `agree_on_rates` has made of what it told."""
     in_flight: int = 0
     """Requests of this router that run there."""
     sent: int = 0
@@ -149,8 +165,7 @@ def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replic
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None
-    usual_s = _usual_s(there)
-    predicted = [_predicted(replica, request, usual_s, now_s) for replica in there]
+    predicted = [_predicted(replica, request, now_s) for replica in there]
     limit = min(expected.finish_s for expected in predicted) * (1.0 + ALIKE)
     best, expected = min(
         (
@@ -176,27 +191,49 @@ class Predicted(NamedTuple):
     """Seconds of reading what it has not read."""
 
 
-def _predicted(replica: Replica, request: Wanted, usual_s: float, now_s: float) -> Predicted:
+def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
     """Return what a replica takes for a request: for a place, for what is read before it, for
     reading what it has not read, and for writing at the rate that a session has when this one has
-    come. `usual_s`: seconds a token, where the replica has not told."""
-    load, queued = replica.load, replica.queued
-    alone_s = load.seconds_per_token or usual_s
-    further_s = load.further_seconds_per_token
-    further_s = USUAL_FURTHER * alone_s if further_s is None else further_s
+    come."""
+    load, queued, rate = replica.load, replica.queued, replica.rate
     beside = load.sessions if queued else replica.running
-    token_s = alone_s + further_s * (beside + request.samples - 1)
+    token_s = rate.alone_s + rate.further_s * (beside + request.samples - 1)
     place_s = queued and (queued + 1) * USUAL_TOKENS * token_s / max(1, load.sessions)
     unread = request.prompt_tokens - replica.has_read(request.blocks) * BLOCK / CHARACTERS
-    reading_s = max(0.0, unread) * (load.reading_seconds_per_token or READING * alone_s)
+    reading_s = max(0.0, unread) * (load.reading_seconds_per_token or READING * rate.alone_s)
     before_s = place_s + replica.reads_on_s(now_s)
     return Predicted(before_s + reading_s + request.reply_tokens * token_s, reading_s)
 
 
-def _usual_s(replicas: Sequence[Replica]) -> float:
-    """Return the seconds a token of the replicas that have told, for those that have not."""
-    told = [s for replica in replicas if (s := replica.load.seconds_per_token)]
-    return sum(told) / len(told) if told else USUAL_S
+def agree_on_rates(replicas: Sequence[Replica]) -> None:
+    """Give replicas the rates that they have told: to those that are near each other the mean, and
+    to those that have told none that of all others."""
+    told = sorted(
+        ((rate, one) for one in replicas if (rate := _rate(one.load)) is not None),
+        key=lambda told: told[0],
+    )
+    usual = _mean([rate for rate, _ in told]) if told else UNKNOWN
+    for replica in replicas:
+        replica.rate = usual
+    while told:
+        limit_s = told[0][0].alone_s * (1.0 + EQUAL)
+        near = [one for one in told if one[0].alone_s <= limit_s]
+        mean = _mean([rate for rate, _ in near])
+        for _, replica in near:
+            replica.rate = mean
+        told = told[len(near) :]
+
+
+def _rate(load: Load) -> Rate | None:
+    """Return what a replica has told; None: nothing yet."""
+    alone_s, further_s = load.seconds_per_token, load.further_seconds_per_token
+    if not alone_s:
+        return None
+    return Rate(alone_s, USUAL_FURTHER * alone_s if further_s is None else further_s)
+
+
+def _mean(rates: Sequence[Rate]) -> Rate:
+    return Rate(*(sum(part) / len(rates) for part in zip(*rates, strict=True)))
 
 
 def _text(fields: Mapping[Any, Any]) -> str:

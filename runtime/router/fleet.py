@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pydantic import TypeAdapter
 
-from dovetail.runtime.router.choice import Load, Replica
+from dovetail.runtime.router.choice import Load, Replica, agree_on_rates
 from dovetail.runtime.router.upstream import Broken, Upstream
 
 log = logging.getLogger("dovetail.router")
@@ -53,6 +53,7 @@ class Fleet:
                 self._upstream.close(replica.url)
                 log.info("the replica %s has been let go", replica.url)
         await asyncio.gather(*(self._ask(replica) for replica in self.replicas))
+        agree_on_rates(self.replicas)
 
     def lost(self, replica: Replica, why: str) -> None:
         """Do without a replica until it answers again."""

@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.options import Command, option, options, report
 from benchmarks.replicas import shown, started
-from dovetail.runtime.router.choice import Load, Replica, choose, wanted
+from dovetail.runtime.router.choice import Load, Replica, agree_on_rates, choose, wanted
 from dovetail.runtime.router.fleet import LOOK_EVERY_S
 
 READY = b'{"ready":true,"load":null}'
@@ -55,6 +55,7 @@ def decided(count: int, size: int, decisions: int) -> float:
     """Decisions a second of processor time: a body is read, hashed and given to a replica."""
     load = Load("1", 4, 0, 0.01, 0.012, 0.0005)
     there = [Replica(f"http://r{n}:1", ready=True, load=load) for n in range(count)]
+    agree_on_rates(there)
     bodies = []
     for number in range(64):
         told = [{"role": "user", "content": f"{number} " + "some words of a story " * (size // 22)}]

@@ -23,7 +23,14 @@ from dovetail.launch.simulation.fleet.layout import (
 )
 from dovetail.launch.simulation.fleet.server import NEVER, Server, Session
 from dovetail.runtime.fleet.queue import FairQueue
-from dovetail.runtime.router.choice import USUAL_TOKENS, Load, Replica, Wanted, choose
+from dovetail.runtime.router.choice import (
+    USUAL_TOKENS,
+    Load,
+    Replica,
+    Wanted,
+    agree_on_rates,
+    choose,
+)
 
 NS = 1_000_000_000
 HOUR_S = 3600.0
@@ -49,6 +56,8 @@ class Fleet:
             if len(self._groups) % plan.per_router == 0:
                 self._routers.append(Router())
             self._add_group(self._servers[first : first + size], self._routers[-1])
+        for router in self._routers:
+            agree_on_rates(router.replicas)
         self._missing: list[Session] = []
         """Sessions for which no coordinator is there."""
         self._done: list[tuple[Session, float]] = []

@@ -13,6 +13,7 @@ from dovetail.runtime.router.choice import (
     USUAL_TOKENS,
     Load,
     Replica,
+    agree_on_rates,
     choose,
     wanted,
 )
@@ -28,7 +29,9 @@ STORY = "Once upon a time there was a hedgehog who had lost his red balloon. " *
 
 
 def replicas(*loads: Load) -> list[Replica]:
-    return [Replica(f"http://r{n}:1", ready=True, load=load) for n, load in enumerate(loads)]
+    there = [Replica(f"http://r{n}:1", ready=True, load=load) for n, load in enumerate(loads)]
+    agree_on_rates(there)
+    return there
 
 
 def chat(*turns: str, **fields: Any) -> dict[str, Any]:
@@ -79,6 +82,20 @@ def test_requests_spread_by_predicted_rate() -> None:
         there[number].in_flight += 1
         taken[number] += 1
     assert 1.7 < taken[1] / taken[0] < 2.5
+
+
+def test_replicas_whose_measured_rates_are_near_each_other_share_requests_evenly() -> None:
+    near = [
+        replace(MEASURED, seconds_per_token=alone_s, further_seconds_per_token=further_s)
+        for alone_s, further_s in ((0.01, 0.0005), (0.012, 0.002), (0.0115, 0.001))
+    ]
+    there, taken = replicas(*near, replace(MEASURED, seconds_per_token=0.04)), [0] * 4
+    for turn in range(9):
+        number = chosen(there, chat(f"Question {turn}."), now_s=turn + 1)
+        assert number is not None
+        there[number].in_flight += 1
+        taken[number] += 1
+    assert taken == [3, 3, 3, 0]
 
 
 def test_replicas_of_one_rate_take_turns_also_where_nothing_is_known_yet() -> None:
