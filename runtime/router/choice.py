@@ -88,7 +88,7 @@ class Replica:
     """True if it gets no further requests."""
     load: Load = field(default_factory=Load)
     rate: Rate = UNKNOWN
-    """What `agree_on_rates` has made of what it told."""
+    """The rate that `agree_on_rates` has given it."""
     in_flight: int = 0
     """Requests of this router that run there."""
     sent: int = 0
