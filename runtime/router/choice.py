@@ -15,6 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dovetail.protocol.calibration import Positive, Seconds
+from dovetail.protocol.messages.parts import Count
+
 BLOCK = 64
 """Characters of a block."""
 CHARACTERS = 4.0
@@ -67,12 +70,12 @@ class Load:
     """The last word of a replica about itself; see `dovetail.runtime.telemetry.load`."""
 
     epoch: str = ""
-    sessions: int = 0
-    queued: int = 0
-    seconds_per_token: float | None = None
-    further_seconds_per_token: float | None = None
-    reading_seconds_per_token: float | None = None
-    targets: int = 1
+    sessions: Count = 0
+    queued: Count = 0
+    seconds_per_token: Seconds | None = None
+    further_seconds_per_token: Seconds | None = None
+    reading_seconds_per_token: Seconds | None = None
+    targets: Positive = 1
     """Targets that read and verify side by side."""
     in_flight: int = 0
     """Requests of this router that may have run there at that time."""
@@ -148,7 +151,7 @@ def wanted(body: Any, key: bytes) -> Wanted:
     for end in range(BLOCK, len(text) + 1, BLOCK):
         before = hash((before, text[end - BLOCK : end]))
         blocks.append(before)
-    limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    limit = fields.get("max_completion_tokens") or fields.get("max_tokens")
     most = limit if isinstance(limit, int) and limit > 0 else USUAL_TOKENS
     samples = fields.get("n")
     return Wanted(

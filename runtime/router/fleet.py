@@ -71,7 +71,7 @@ class Fleet:
                 status, content = await self._upstream.get(replica.url, b"/readyz")
             told = json.loads(content)
             load = LOAD.validate_python(told["load"]) if told["load"] else None
-        except (Broken, TimeoutError, ValueError, KeyError, TypeError) as error:
+        except (Broken, TimeoutError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.lost(replica, str(error) or "it does not answer")
             return
         if load is not None:

@@ -177,6 +177,7 @@ def test_what_is_remembered_is_bounded_and_forgotten_from_the_end() -> None:
 def test_a_request_is_read_as_far_as_the_choice_goes_by_it_whatever_is_wrong_with_it() -> None:
     assert wanted({"prompt": "abcd", "max_tokens": 7, "n": 3}, b"").reply_tokens == 7.0
     assert wanted({"prompt": "abcd", "max_tokens": 7, "n": 3}, b"").samples == 3
+    assert wanted({"max_completion_tokens": None, "max_tokens": 7}, b"").reply_tokens == 7.0
     parts = [{"type": "text", "text": STORY}]
     assert wanted({"messages": [{"role": "user", "content": parts}]}, b"") == wanted(
         chat(STORY), b""

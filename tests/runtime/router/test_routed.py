@@ -306,6 +306,12 @@ def test_the_router_says_how_its_replicas_are() -> None:
     [
         {"ready": True, "load": {"sessions": "many"}},
         {"ready": True, "load": [1]},
+        {"ready": True, "load": {"targets": 0}},
+        {"ready": True, "load": {"sessions": 1 << 63}},
+        {"ready": True, "load": {"seconds_per_token": -1.0}},
+        {"ready": True, "load": {"seconds_per_token": float("nan")}},
+        {"ready": True, "load": {"seconds_per_token": 0.1, "further_seconds_per_token": -1.0}},
+        {"ready": True, "load": {"reading_seconds_per_token": float("nan")}},
         {"ready": True},
         [1, 2],
     ],
@@ -319,6 +325,7 @@ def test_what_is_no_replica_gets_no_requests_and_the_others_get_them(state: Any)
             await there.fleet.look()
             ready = {seen.url: seen.ready for seen in there.fleet.replicas}
             assert ready == {other.url: False, replica.url: True}
+            assert (await there.ask())[0] == 200
 
     run(test)
 
@@ -347,6 +354,19 @@ def test_a_request_that_ends_while_its_replica_answers_is_not_taken_for_one_of_o
             await looks
             assert replica.load.sessions == 2
             assert replica.running == 1  # one of others, and none of ours
+
+    run(test)
+
+
+@pytest.mark.parametrize("behave", [streams, full])
+def test_a_replica_that_has_answered_all_reads_nothing_whatever_was_predicted(
+    behave: Behave,
+) -> None:
+    async def test() -> None:
+        async with routed(behave) as there:
+            (replica,) = there.fleet.replicas
+            await there.ask(json.dumps({"prompt": "Once upon a time. " * 10_000}).encode())
+            assert replica.reads_on_s(replica.chosen_s) == 0.0
 
     run(test)
 
