@@ -125,6 +125,8 @@ class Router:
                 self._fleet.lost(replica, str(error))
             finally:
                 replica.in_flight -= request.samples
+                if not replica.in_flight:  # it has read all, whatever was predicted
+                    replica.unread_s = 0.0
                 call.connection = None
             self.counts["retries", replica.url] += 1
         if call.gone:
