@@ -127,8 +127,9 @@ def pass_of(message: Verify) -> Pass:
 def observe_pass(worker: Worker, passed: Pass, event: Verified) -> None:
     """Learn the cost of a pass, or, if it read rows of logs, the cost of these."""
     seconds, worker.context = extent_ns(event.spans) / 1e9, passed.context
-    worker.sharing.add(len(event.items))
     if not passed.read:
+        for _ in event.items:  # a round of each, as in `round_s`
+            worker.sharing.add(len(event.items))
         worker.verifying.observe(passed.rows, seconds, passed.context, event.experts)
     elif worker.verifying.known:
         alone_s = worker.verifying.at(passed.rows, passed.context)

@@ -105,7 +105,7 @@ class Worker:
     context: float = 0.0
     """Tokens before the rows of its last pass, in their mean."""
     sharing: Average = field(default_factory=Average)
-    """Sessions of its passes."""
+    """Sessions of the passes that `round_s` is of, of each as often as it has sessions."""
     alone_rows: int = 0
     """Rows of the chunk that it reads in a pass of its own now; 0: none."""
     traffic: Traffic = field(default_factory=Traffic)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.messages import Open, VerifyItem
 from dovetail.runtime.costs.reading import FIRST_ROWS, ReadingCosts, reading_order, shares
-from dovetail.runtime.engine.reading import LATENCY, share
+from dovetail.runtime.engine.reading import LATENCY, observe_pass, share
 from dovetail.runtime.engine.sending import CommandSender
-from dovetail.runtime.fleet.peers import Worker
+from dovetail.runtime.fleet.peers import Pass, Worker
 from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.fleet.scheduler import Turns
 
@@ -153,3 +153,15 @@ def test_beside_a_chunk_fewer_nodes_are_verified_since_each_takes_the_place_of_a
     worth = 2 * 150.0 * ROW_S  # of the stream, and of whoever waits for the prompt
     assert alone == len(others)
     assert beside == sum(0.8**depth > worth for depth in others) < alone
+
+
+def test_the_sessions_of_passes_are_counted_by_rounds_as_their_seconds_are() -> None:
+    target = worker("target")
+    for sessions in [1] * 50 + [8] * 6 + [1, 8] * 9:
+        event: Any = SimpleNamespace(items=range(sessions), spans=(), experts=0)
+        observe_pass(target, Pass(sessions, 100.0, 0), event)
+        for _ in range(sessions):
+            target.round_s.add(sessions * ROUND_S)
+        reads: Any = SimpleNamespace(items=range(3), spans=(), experts=0)
+        observe_pass(target, Pass(3, 100.0, 64), reads)
+    assert target.sharing.value == pytest.approx(target.round_s.value / ROUND_S, rel=0.01)
