@@ -132,6 +132,8 @@ class WorkerState(Frozen):
     has had none."""
     round_s: float | None = None
     """Seconds of a round of its sessions, lately, as a target; None: it has had none."""
+    row_s: float | None = None
+    """Seconds that a row of a prompt adds to its passes, lately; None: it has read none."""
     sharing: float = 1.0
     """Sessions of its passes, lately."""
 

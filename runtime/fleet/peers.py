@@ -205,6 +205,7 @@ class Worker:
             feature_bytes=hello.reads.row_bytes if hello.reads is not None else 0,
             t_v=self.verifying.usual(TOLD_ROWS, self.context),
             round_s=self.round_s.value if self.round_s.known else None,
+            row_s=self.reading.row_s or None,
             sharing=max(1.0, self.sharing.value),
         )
 

@@ -110,6 +110,7 @@ class Router:
             replica = choose(left, request, time.monotonic())
             if replica is None:
                 break
+            noted = replica.noted
             tried.add(replica.url)
             self.counts["requests", replica.url] += 1
             replica.in_flight += request.samples
@@ -128,6 +129,7 @@ class Router:
                 if not replica.in_flight:  # it has read all, whatever was predicted
                     replica.unread_s = 0.0
                 call.connection = None
+            replica.refused(request.blocks, noted)
             self.counts["retries", replica.url] += 1
         if call.gone:
             return

@@ -34,6 +34,8 @@ READING = 0.05
 ALIKE = 0.02
 """Predictions that differ by less are the same: then the replica with the fewest requests is
 chosen, and among these the one that was chosen longest ago."""
+BUSY = 4
+"""Sessions at which rates are compared."""
 EQUAL = 0.25
 """Replicas whose rates differ by less, as those of equal ones do where they are measured, are taken
 to have the same rate."""
@@ -60,6 +62,11 @@ class Rate(NamedTuple):
     alone_s: float
     further_s: float
 
+    @property
+    def busy_s(self) -> float:
+        """Return the seconds a token of `BUSY` sessions."""
+        return self.alone_s + (BUSY - 1) * self.further_s
+
 
 UNKNOWN = Rate(USUAL_S, USUAL_FURTHER * USUAL_S)
 """The rate of replicas where none has told."""
@@ -81,6 +88,18 @@ class Load:
     """Requests of this router that may have run there at that time."""
 
 
+class Noted(NamedTuple):
+    """Notes of a choice about its replica, which are taken back if that refuses the request."""
+
+    reading_s: float
+    """Seconds of reading it."""
+    known: int
+    """Blocks of it that had been read before."""
+
+
+NOTHING = Noted(0.0, 0)
+
+
 @dataclass
 class Replica:
     """One service, as the router knows it."""
@@ -100,6 +119,8 @@ class Replica:
     """When a choice fell on it last."""
     unread_s: float = 0.0
     """Seconds that it was to go on reading then, what it was chosen for included."""
+    noted: Noted = NOTHING
+    """The notes of the last choice that fell on it."""
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of the blocks that it has read, those of long ago first."""
 
@@ -107,6 +128,7 @@ class Replica:
         """Take its word; a coordinator that began anew has read nothing."""
         if load.epoch != self.load.epoch:
             self.known.clear()
+            self.unread_s = 0.0
         self.load = load
 
     @property
@@ -124,6 +146,12 @@ class Replica:
     def reads_on_s(self, now_s: float) -> float:
         """Return for how many seconds it still reads what it was chosen for."""
         return max(0.0, self.unread_s - (now_s - self.chosen_s))
+
+    def refused(self, blocks: Sequence[int], noted: Noted) -> None:
+        """Take back what a choice has noted: it has read nothing of the request."""
+        self.unread_s = max(0.0, self.unread_s - noted.reading_s)
+        for block in blocks[noted.known :]:
+            self.known.pop(block, None)
 
     def has_read(self, blocks: Sequence[int]) -> int:
         """Return how many of these blocks, from the first on, it has read."""
@@ -179,8 +207,9 @@ def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replic
         key=lambda one: (one[0].running, one[0].chosen_s),
     )
     slower = BESIDE_STREAMS if best.running else 1.0
-    best.unread_s = best.reads_on_s(now_s) + slower * expected.reading_s / best.load.targets
-    best.chosen_s = now_s
+    reading_s = slower * expected.reading_s / best.load.targets
+    best.noted = Noted(reading_s, best.has_read(request.blocks))
+    best.unread_s, best.chosen_s = best.reads_on_s(now_s) + reading_s, now_s
     best.reads(request.blocks)
     return best
 
@@ -213,14 +242,14 @@ def agree_on_rates(replicas: Sequence[Replica]) -> None:
     to those that have told none that of all others."""
     told = sorted(
         ((rate, one) for one in replicas if (rate := _rate(one.load)) is not None),
-        key=lambda told: told[0],
+        key=lambda told: told[0].busy_s,
     )
     usual = _mean([rate for rate, _ in told]) if told else UNKNOWN
     for replica in replicas:
         replica.rate = usual
     while told:
-        limit_s = told[0][0].alone_s * (1.0 + EQUAL)
-        near = [one for one in told if one[0].alone_s <= limit_s]
+        limit_s = told[0][0].busy_s * (1.0 + EQUAL)
+        near = [one for one in told if one[0].busy_s <= limit_s]
         mean = _mean([rate for rate, _ in near])
         for _, replica in near:
             replica.rate = mean

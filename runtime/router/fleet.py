@@ -36,7 +36,10 @@ class Fleet:
     async def run(self) -> None:
         """Look after the replicas for ever."""
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # a fault of ours, which the next look may not have
+                log.exception("the replicas could not be looked after")
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:

@@ -46,7 +46,7 @@ def _predicted(target: WorkerState, state: Reported) -> tuple[float, float, floa
     )
     factor = round_s / late_s / (state.tau or 1.0)
     further_s = factor * (many_s - alone_s) / (MANY - 1)
-    return factor * alone_s, further_s, curve.seconds[-1] / curve.rows[-1]
+    return factor * alone_s, further_s, target.row_s or curve.seconds[-1] / curve.rows[-1]
 
 
 def _drafted(pairs: Sequence[PairState]) -> float:

@@ -627,6 +627,7 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         feature_bytes=512,
         t_v=m.RowsSeconds(rows=(1, 2, 64), seconds=(0.02, 0.021, 0.05)),
         round_s=0.03,
+        row_s=0.0005,
         sharing=1.5,
     )
 

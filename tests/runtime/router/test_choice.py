@@ -87,7 +87,7 @@ def test_requests_spread_by_predicted_rate() -> None:
 def test_replicas_whose_measured_rates_are_near_each_other_share_requests_evenly() -> None:
     near = [
         replace(MEASURED, seconds_per_token=alone_s, further_seconds_per_token=further_s)
-        for alone_s, further_s in ((0.01, 0.0005), (0.012, 0.002), (0.0115, 0.001))
+        for alone_s, further_s in ((0.01, 0.0015), (0.012, 0.002), (0.0115, 0.001))
     ]
     there, taken = replicas(*near, replace(MEASURED, seconds_per_token=0.04)), [0] * 4
     for turn in range(9):
@@ -126,6 +126,27 @@ def test_prompts_that_a_replica_still_reads_keep_others_away_until_it_has_read_t
     there = replicas(two)
     chosen(there, chat(STORY * 20), now_s=1)
     assert 3.3 < there[0].reads_on_s(1.0) < 3.5
+
+
+def test_what_a_replica_has_refused_it_has_not_read() -> None:
+    there = replicas(MEASURED)
+    (replica,) = there
+    assert chosen(there, chat(STORY)) == 0
+    read, unread_s = dict(replica.known), replica.unread_s
+    request = wanted(chat(STORY, "Once more.", STORY), b"")
+    assert choose(there, request, 1.0) is replica
+    assert len(replica.known) > len(read)
+    assert replica.unread_s > unread_s
+    replica.refused(request.blocks, replica.noted)
+    assert dict(replica.known) == read
+    assert replica.unread_s == pytest.approx(unread_s)
+
+
+def test_replicas_that_slow_down_otherwise_are_not_taken_for_equal_ones() -> None:
+    flat = replace(MEASURED, further_seconds_per_token=0.0001)
+    steep = replace(MEASURED, further_seconds_per_token=0.01)
+    one, other = replicas(flat, steep)
+    assert (one.rate.further_s, other.rate.further_s) == (0.0001, 0.01)
 
 
 def test_where_requests_wait_for_a_place_further_ones_go_elsewhere_even_if_it_is_slower() -> None:
@@ -258,6 +279,9 @@ def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one
     assert told["further_seconds_per_token"] == pytest.approx(sum(further_s) / 2 / 2)
     assert told["reading_seconds_per_token"] == pytest.approx(0.023 / 32)
     assert Load(**told, in_flight=1).further_seconds_per_token is not None
+    read = tuple(one.model_copy(update={"row_s": 0.0004}) for one in state.workers)
+    reads = load_of(state.model_copy(update={"workers": read}))
+    assert reads["reading_seconds_per_token"] == pytest.approx(0.0004)
     unknown = load_of(state.model_copy(update={"workers": (), "pairs": ()}))
     assert unknown["seconds_per_token"] is None
     assert unknown["targets"] == 1
