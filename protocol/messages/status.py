@@ -130,8 +130,10 @@ class WorkerState(Frozen):
     t_v: RowsSeconds | None = None
     """Its passes as a target at their usual speed, also over rows that it has not had; None: it
     has had none."""
-    round_s: float | None = None
-    """Seconds of a round of its sessions, lately, as a target; None: it has had none."""
+    token_s: float | None = None
+    """Seconds a token of its sessions, lately, as a target; None: it has had no round."""
+    rows: float = 1.0
+    """Rows of a session in its passes, lately."""
     row_s: float | None = None
     """Seconds that a row of a prompt adds to its passes, lately; None: it has read none."""
     sharing: float = 1.0

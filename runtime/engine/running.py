@@ -334,7 +334,7 @@ class RunningRequest:
         if done is not None:
             self.controller.learn(done)
             if not done.disturbed:
-                self.target.round_s.add(done.seconds)
+                self.target.had_round(done.seconds, done.tokens, 1 + done.verified)
 
     def watch_reading(self) -> None:
         """Note whether its workers read prompts as a round begins: that would disturb it."""

@@ -100,6 +100,9 @@ class Worker:
     """The cost of prefill, by rows of logs."""
     round_s: Average = field(default_factory=Average)
     """Seconds of a round of its sessions, as a target, while nothing is read."""
+    tokens: Average = field(default_factory=Average)
+    """Tokens of these rounds, and `rows`: the rows of each in its pass."""
+    rows: Average = field(default_factory=Average)
     passing: Pass | None = None
     """The pass that it computes as a target."""
     context: float = 0.0
@@ -168,6 +171,11 @@ class Worker:
         to the other."""
         return (self.facts.digest, self.facts.size) == (other.facts.digest, other.facts.size)
 
+    def had_round(self, seconds: float, tokens: int, rows: int) -> None:
+        """Learn from a round of one of its sessions, as a target, in which nothing was read."""
+        for average, value in ((self.round_s, seconds), (self.tokens, tokens), (self.rows, rows)):
+            average.add(value)
+
     def state(self, now_ns: int) -> WorkerState:
         """Return its figures, as `dovetail status` shows them."""
         hello, probed = self.hello, self.probed
@@ -204,7 +212,8 @@ class Worker:
             else None,
             feature_bytes=hello.reads.row_bytes if hello.reads is not None else 0,
             t_v=self.verifying.usual(TOLD_ROWS, self.context),
-            round_s=self.round_s.value if self.round_s.known else None,
+            token_s=self.round_s.value / self.tokens.value if self.tokens.value else None,
+            rows=max(1.0, self.rows.value),
             row_s=self.reading.row_s or None,
             sharing=max(1.0, self.sharing.value),
         )

@@ -626,7 +626,8 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         bytes_per_round=312.5,
         feature_bytes=512,
         t_v=m.RowsSeconds(rows=(1, 2, 64), seconds=(0.02, 0.021, 0.05)),
-        round_s=0.03,
+        token_s=0.03,
+        rows=2.5,
         row_s=0.0005,
         sharing=1.5,
     )

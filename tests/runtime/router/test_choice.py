@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dovetail.protocol.calibration import RowsSeconds
-from dovetail.protocol.messages import PairState, Reported, WorkerState
+from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.runtime.router.choice import (
     BLOCK,
     MOST_BLOCKS,
@@ -209,7 +209,7 @@ def test_a_request_is_read_as_far_as_the_choice_goes_by_it_whatever_is_wrong_wit
         assert wanted(odd, b"").samples == 1
 
 
-def a_target(name: str, *, standby: bool = False) -> WorkerState:
+def a_target(name: str, *, rows: float = 1.0, standby: bool = False) -> WorkerState:
     return WorkerState(
         name=name,
         roles=("target",),
@@ -229,32 +229,19 @@ def a_target(name: str, *, standby: bool = False) -> WorkerState:
         stale=0,
         standby=standby,
         t_v=RowsSeconds(rows=(1, 4, 32), seconds=(0.006, 0.009, 0.023)),
-        round_s=0.02,
+        token_s=0.01,
+        rows=rows,
         sharing=2.0,
     )
 
 
 def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one_adds() -> None:
-    pair = PairState(
-        draft="draft",
-        target="target",
-        speculating=True,
-        rounds=9,
-        hit_rate=None,
-        gamma=3.0,
-        tokens_per_s=None,
-        alone_tokens_per_s=None,
-        predicted_tokens_per_s=None,
-        hops_us=None,
-        t_v=None,
-        t_d=None,
-    )
     state = Reported(
         epoch=7,
         address="ipc:///x",
         pid=1,
         uptime_s=1.0,
-        workers=(a_target("other"), a_target("target"), a_target("spare", standby=True)),
+        workers=(a_target("other"), a_target("target", rows=4.0), a_target("spare", standby=True)),
         sessions=2,
         finished=0,
         failed=0,
@@ -265,14 +252,14 @@ def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one
         refused=0,
         degraded=False,
         reasons=(),
-        pairs=(pair,),
+        pairs=(),
     )
     told = load_of(state)
     assert (told["epoch"], told["sessions"], told["queued"]) == ("7", 2, 0)
     assert told["targets"] == 2
     pass_s, many_s = {"target": 0.009, "other": 0.006}, {"target": 0.023, "other": 0.011}
-    late_s = {"target": 0.011, "other": 0.007}  # of two sessions, as long as a round took 20 ms
-    factor = {name: 0.02 / late_s[name] / 2.0 for name in late_s}
+    late_s = {"target": 0.011, "other": 0.007}  # of two sessions, in which a token took 10 ms
+    factor = {name: 0.01 / late_s[name] for name in late_s}
     alone_s = [factor[name] * pass_s[name] for name in factor]
     further_s = [factor[name] * (many_s[name] - pass_s[name]) / 7 for name in factor]
     assert told["seconds_per_token"] == pytest.approx(sum(alone_s) / 2)
@@ -282,6 +269,6 @@ def test_a_coordinator_tells_how_fast_one_session_goes_and_what_each_further_one
     read = tuple(one.model_copy(update={"row_s": 0.0004}) for one in state.workers)
     reads = load_of(state.model_copy(update={"workers": read}))
     assert reads["reading_seconds_per_token"] == pytest.approx(0.0004)
-    unknown = load_of(state.model_copy(update={"workers": (), "pairs": ()}))
+    unknown = load_of(state.model_copy(update={"workers": ()}))
     assert unknown["seconds_per_token"] is None
     assert unknown["targets"] == 1
