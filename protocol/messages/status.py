@@ -128,16 +128,16 @@ class WorkerState(Frozen):
     feature_bytes: Count = 0
     """Bytes of its target's hidden states that a draft is sent for each token; 0: none."""
     t_v: RowsSeconds | None = None
-    """Its passes as a target at their usual speed, also over rows that it has not had; None: it
-    has had none."""
+    """The cost model's seconds of a target's passes at their usual speed, over numbers of rows
+    that it may not have had yet; None for a worker that has had no pass as a target."""
     token_s: float | None = None
     """Seconds a token of its sessions, lately, as a target; None: it has had no round."""
     rows: float = 1.0
-    """Rows of a session in its passes, lately."""
+    """Rows of one session in a pass of the target, lately."""
     row_s: float | None = None
     """Seconds that a row of a prompt adds to its passes, lately; None: it has read none."""
     sharing: float = 1.0
-    """Sessions of its passes, lately."""
+    """Sessions that share a pass of the target, lately."""
 
 
 class PairState(Frozen):
