@@ -14,6 +14,7 @@ from dovetail.protocol.messages import Close, Draft, Drafted, Drafts, Event, Fai
 from dovetail.protocol.settings import Sampling
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices import Device, open_device
+from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.pretended import POSSIBLE
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.head import HeadDrafter
@@ -266,6 +267,7 @@ def test_a_pass_that_fails_for_the_rows_of_one_session_ends_the_order_of_that_on
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
 ) -> None:
+    monkeypatch.setattr(HELD, "_captures_from", float("-inf"))  # later tests capture again
     spoilt = worker.session(1).cache
     forward = llama.forward
 
