@@ -123,7 +123,7 @@ def written_file(kind: str, **model: Any) -> Iterator[Path]:
         if not file.exists():
             shards = [load_file(shard) for shard in sorted(folder.glob("model-*.safetensors"))]
             save_file({n: t for shard in shards for n, t in shard.items()}, whole)
-            longest = {"llama.context_length": LONGEST}
+            longest: dict[str, Any] = {"llama.context_length": LONGEST}
             twin = write_gguf(folder, file, lambda *_: GGMLQuantizationType[kind], **longest)
             shutil.rmtree(twin)
             whole.unlink()

@@ -127,8 +127,8 @@ def shape(name: str, tree: tuple[int, int, int], static: tuple[int, int, int]) -
     """The tree of a variant."""
     gamma, depth, width = static if name == "static" else tree
     return TreeSettings(
-        policy="static",
-        insist=True if name == "static" else "dynamic",
+        policy="static" if name == "static" else "dynamic",
+        insist=True,
         gamma=gamma,
         depth=depth,
         width=width,

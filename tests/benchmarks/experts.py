@@ -197,6 +197,7 @@ def run_pass(layer: DecoderLayer, rows: int, number: int) -> Measured:
     """One pass over random rows."""
     plan = layer.plan
     assert plan.experts is not None
+    assert plan.qkv is not None
     states = torch.randn(rows, plan.qkv.k, generator=torch.Generator().manual_seed(number + 9))
     keys, values = new_cache(
         layers=1, kv_heads=plan.kv_heads, head_dim=plan.head_dim, capacity=rows

@@ -22,9 +22,10 @@ from benchmarks.duels import STACK, Share, draft_of, settings_of
 from benchmarks.measure import ratio_of_sums
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.bench.contenders import Contender, Ours, contenders
-from dovetail.launch.bench.methods import NONE, Method, Prompt, read_prompt_set
+from dovetail.launch.bench.methods import NONE, Method, read_prompt_set
 from dovetail.launch.bench.turns import prepare, rotated
 from dovetail.launch.console.terminal import note, print_table
+from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError

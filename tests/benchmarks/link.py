@@ -15,11 +15,12 @@ from dovetail.workers.devices.base import Mark
 
 
 class LimitedLink:
-    """A link of so many bytes a second; `waits`: copies are made while nothing is computed."""
+    """A link of so many bytes a second; `waits`: copies are made while nothing is computed;
+    `copied`: the bytes so far."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.device = torch.device("cpu")
-        self.bytes_per_s, self.waits = bytes_per_s, False
+        self.bytes_per_s, self.waits, self.copied = bytes_per_s, False, 0
         self._thread = ThreadPoolExecutor(1)
 
     def pin(self, memory: Tensor) -> None:
@@ -47,6 +48,7 @@ class LimitedLink:
             mark.result()
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
+        self.copied += source.numel()
         end = time.perf_counter() + source.numel() / self.bytes_per_s
         target.copy_(source)
         time.sleep(max(0.0, end - time.perf_counter()))

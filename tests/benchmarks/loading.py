@@ -99,7 +99,12 @@ def written(
             file = write_blocks(folder / f"{shape}-{sizes.layers}-layers-q4_k_m.gguf", sizes)
             yield file, [file]
     elif shape in SHAPES:
-        more = {"shape": shape, "layers": layers, "models": models, "checkpoint": checkpoint}
+        more: dict[str, Any] = {
+            "shape": shape,
+            "layers": layers,
+            "models": models,
+            "checkpoint": checkpoint,
+        }
         with written_model(weights=weights, **more) as folder:
             yield folder, sorted(folder.glob("*.safetensors"))
     else:

@@ -308,7 +308,7 @@ def row(load: str, method: str, pairs: Sequence[tuple[Burst, Burst]]) -> dict[st
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    headings = (
+    headings: tuple[str, ...] = (
         "weights",
         "draft",
         "streams",

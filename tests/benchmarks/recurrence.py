@@ -191,9 +191,14 @@ def _plan_of(shape: Recurrent, kind: Kind, scan: ScanPlan) -> LayerPlan:
     )
 
 
+def _width_of(layer: DecoderLayer) -> int:
+    assert layer.plan.qkv is not None
+    return layer.plan.qkv.k
+
+
 def prompt_side(layer: DecoderLayer, tokens: int) -> Callable[[], float]:
     """The seconds of a prompt of a new session."""
-    hidden = torch.randn(tokens, layer.plan.qkv.k)
+    hidden = torch.randn(tokens, _width_of(layer))
 
     def run() -> float:
         states, rows = _states_of(layer), hidden.clone()
@@ -208,7 +213,7 @@ def prompt_side(layer: DecoderLayer, tokens: int) -> Callable[[], float]:
 
 def tree_sides(layer: DecoderLayer) -> list[Callable[[], float]]:
     """The seconds of a tree behind some rows, and of a chain of as many."""
-    states, hidden = _states_of(layer), torch.randn(BEHIND, layer.plan.qkv.k)
+    states, hidden = _states_of(layer), torch.randn(BEHIND, _width_of(layer))
     layer.run(_prompt_pass(states, 0, BEHIND), hidden)
 
     def side(parents: Sequence[int]) -> Callable[[], float]:

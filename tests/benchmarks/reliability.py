@@ -297,7 +297,8 @@ def compare(
     learning that goes on."""
     step("learns")
     trial.replies(0, trial.shape, learn=True)
-    engine, sampled = trial.duet.draft.engine, trial.sampling.temperature > 0
+    engine: Any = trial.duet.draft.engine
+    sampled = trial.sampling.temperature > 0
     score_calibration = deepcopy(
         engine.score_calibration
         # what the held-fast one sees waits to be learned from, and it sees the prompts that are to

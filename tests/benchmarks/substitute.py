@@ -33,7 +33,7 @@ from dovetail.workers import kernels
 from dovetail.workers.drafters.model import SHARPENING, SUBSTITUTE_SHARPENING, Drafter
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.backends.placement import Place
-from dovetail.workers.models.backends.sizes import sizes_of
+from dovetail.workers.models.backends.sizes import Matrices
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.models.language_model import LanguageModel
@@ -84,6 +84,12 @@ STEPS = (
     "--inflate",
     default="256MiB",
     help="Size of the target's linears, so that the link is what its passes wait for.",
+)
+@option(
+    "--weights",
+    type=click.Choice(("fp32", "half", "int8", "int4")),
+    default="fp32",
+    help="Of the ablation's target; int4 cannot be inflated (--inflate 0B).",
 )
 @option("--link", default="1GB", help="Bytes a second of the link.")
 @option("--gamma", type=int, default=96)
@@ -161,6 +167,7 @@ def ablation(
     temperatures: Sequence[float],
     *,
     inflate: str,
+    weights: str,
     link: str,
     gamma: int,
     depth: int,
@@ -171,11 +178,11 @@ def ablation(
     """The steps one after the other at every prompt, on the same models."""
     limited, size = LimitedLink(byte_count(link)), byte_count(inflate)
 
-    def stage(config: Mapping[str, Any], weights: str) -> Staging:
-        return Staging((Place.STREAMED,) * sizes_of(config, weights).layers, limited)
+    def stage(config: Mapping[str, Any], _weights: str, _matrices: Matrices) -> Staging:
+        return Staging((Place.STREAMED,) * config["num_hidden_layers"], limited)
 
     target = load_language_model(
-        str(TARGET), weights="fp32", device="cpu", inflate_bytes=size, stage=stage
+        str(TARGET), weights=weights, device="cpu", inflate_bytes=size, stage=stage
     )
     models = {
         shared: load_substitute(
@@ -184,13 +191,13 @@ def ablation(
         for shared in (False, True)
     }
     share(models[True], target)
-    rows = []
+    rows, copied = list[dict[str, Any]](), 0.0
     for temperature in temperatures:
         sampling = Sampling(temperature=temperature)
         found: dict[str, list[tuple[int, int, float]]] = {step.name: [] for step in STEPS}
         alone: list[float] = []
         for number, text in enumerate(texts, 1):
-            limited.waits = False
+            limited.waits, limited.copied = False, 0
             plain, _, seconds = decode(
                 Verifier(target, Spans()),
                 None,
@@ -201,6 +208,7 @@ def ablation(
                 TreeSettings(),
             )
             alone.append((len(plain) - 1) / seconds)
+            copied = limited.copied / len(plain)  # the prompt is one more pass
             logs = []
             for step in STEPS:
                 limited.waits = step.waits
@@ -224,8 +232,9 @@ def ablation(
             ):
                 raise UserError(f"prompt {number}: the steps do not write the same tokens")
         for name, cells in found.items():
-            tokens, rounds, seconds = (sum(cell[part] for cell in cells) for part in range(3))
-            rate = tokens / seconds
+            tokens = sum(tokens for tokens, _, _ in cells)
+            rounds = sum(rounds for _, rounds, _ in cells)
+            rate = tokens / sum(seconds for _, _, seconds in cells)
             rows.append(
                 {
                     "temperature": temperature,
@@ -247,10 +256,11 @@ def ablation(
     return {
         "rows": rows,
         "inflate": inflate,
+        "weights": weights,
         "link": link,
         "tree": f"{gamma}/{depth}/{width}",
         "bits": bits,
-        "copied_s": size / limited.bytes_per_s,
+        "copied_s": copied / limited.bytes_per_s,
     }
 
 
@@ -360,9 +370,9 @@ def show(result: Mapping[str, Any]) -> None:
     if "ablation" in result:
         told = result["ablation"]
         click.echo(
-            f"\nThe CPU stands for the GPU, and a link of {told['link']}/s for PCIe: a pass "
-            f"over the weights of the target, inflated to {told['inflate']}, "
-            f"takes {told['copied_s']:.3f} s to copy. Substitute of {told['bits']}, beam "
+            f"\nThe CPU stands for the GPU, and a link of {told['link']}/s for PCIe: the layers "
+            f"of the target ({told['weights']}, inflated to {told['inflate']}) take "
+            f"{told['copied_s']:.3f} s to copy in a pass. Substitute of {told['bits']}, beam "
             f"{told['tree']}."
         )
         cells = [

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from dovetail.protocol.errors import DovetailError
@@ -127,11 +128,12 @@ def _cases(device: Device, work: Path, *, quick: bool) -> Iterator[Case]:
     output = vocabulary * shape.hidden
     # of a head: fusion, queries and a quarter as many keys and values, MLP, output
     of_head = 4.5 * shape.hidden**2 + 3 * shape.hidden * shape.units + output
-    for kind, source, count, halves in (
+    drafts: list[tuple[str, dict[str, Any], float, int]] = [
         ("eagle", {"model": str(head)}, of_head, 0),
         ("small", {"model": str(small)}, model.bytes / 2 + vocabulary * model.hidden, 0),
         ("substitute", {}, shape.bytes / 2, output),
-    ):
+    ]
+    for kind, source, count, halves in drafts:
         for weights in KINDS[kind]:
             settings = DraftSettings(
                 kind=kind, device=device.name, weights=weights, ahead=False, **source

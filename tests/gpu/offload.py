@@ -147,7 +147,7 @@ class Bench:
             device.capture or (lambda function: function),
         )
         if self.on_cpu:
-            staged.engine_of = reader.engine_of = lambda transfer: TorchEngine(
+            vars(staged)["engine_of"] = vars(reader)["engine_of"] = lambda transfer: TorchEngine(
                 transfer.device
             )  # the CPU computes as a GPU does
         self.transfer = HostTransfer() if self.on_cpu else PinnedOnce(device.torch_device.index)
@@ -170,7 +170,7 @@ class Bench:
                 "by rounding to the nearest: the hqq package is not installed, and tau is "
                 "lower than with it",
             )
-            kept.check_installed, kept.quantise = lambda: None, nearest
+            vars(kept).update(check_installed=lambda: None, quantise=nearest)
         made = self._timed(
             "substitute made", lambda: load_device_substitute(self.target, capture, weights="int4")
         )
@@ -264,18 +264,12 @@ class Bench:
         session = None if drafter is None else drafter.open(order)
         if isinstance(session, SharedSession):
             session.number = 1
-        said, margins, accepted, rounds, draft_s, verify_s = (
-            [first.token],
-            [first.margin],
-            (),
-            0,
-            0.0,
-            0.0,
-        )
+        said, margins, accepted = [first.token], [first.margin], tuple[int, ...]()
+        rounds, draft_s, verify_s = 0, 0.0, 0.0
         start = time.perf_counter()
         while len(said) < tokens and not _loops(said):
             began = time.perf_counter()
-            offered, parents = (), ()
+            offered, parents = tuple[int, ...](), tuple[int, ...]()
             if drafter is not None and session is not None:
                 tree_of = drafter.draft(
                     session, accepted, said[-1], Proposed(shape.gamma, shape.depth, shape.width)

@@ -10,8 +10,9 @@ import torch
 
 from dovetail.workers.devices import Device, Program
 from dovetail.workers.models.backends.device import attention, choice, own_blocks, parts
-from dovetail.workers.models.backends.device.choice import Contest, Product, Products
+from dovetail.workers.models.backends.device.choice import Contest, Products
 from dovetail.workers.models.backends.device.own_blocks import OwnBlocks
+from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.device.trial import CONTESTS, here
 from dovetail.workers.models.substitutes import coded
 from gpu import chip
@@ -33,7 +34,7 @@ def run(report: Report, device: Device, progress: Callable[[str], None]) -> None
     place, rows = device.torch_device, QUICK_ROWS if report.quick else ROWS
     if report.quick:
         for room in (choice, coded, attention, parts, own_blocks):
-            room.TIMED_SHAPE = QUICK_SHAPE
+            vars(room)["TIMED_SHAPE"] = QUICK_SHAPE
         attention.TIMED_SLOTS = QUICK_SLOTS
         choice.TIMED_BYTES = coded.TIMED_MATRICES = own_blocks.TIMED_MATRICES = 1
     size = chip.QUICK_BYTES if report.quick else chip.COPY_BYTES

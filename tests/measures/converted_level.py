@@ -14,6 +14,7 @@ import importlib.util
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[0] = str(TESTS)
@@ -62,7 +63,7 @@ def main() -> None:
             head = str(
                 write_head(Path(folder, "head"), wide(given.kind, given.hidden, given.units, size))
             )
-        how = {"target": target, "weights": "fp32"}
+        how: dict[str, Any] = {"target": target, "weights": "fp32"}
         converted = open_converted_head(head, device=device, **how)
         sides = {
             given.device: HeadDrafter(converted, Spans(), contrast=False, capture=device.capture),

@@ -33,7 +33,7 @@ from support.loaded import CLIENT, FIXED, Crowded, Pace  # noqa: E402
 
 ROOMS = "/protocol/", "/runtime/"
 """Folders of the files that are counted; the scripted workers and their hub are in others."""
-FOLLOWS = {Verified: Draft, Drafted: Verify}
+FOLLOWS: dict[type, type] = {Verified: Draft, Drafted: Verify}
 """The command that follows an answer."""
 PROMPTS = range(8, 248, 8)
 """Tokens of the first prompt of each run."""

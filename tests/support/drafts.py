@@ -64,7 +64,8 @@ class Drafts:
         self.draft = lambda: [*self.engine.draft_all(orders)]
 
     def _open(self, shape: Shape) -> Any:
-        engine, depth = self.engine, shape.depth
+        engine: Any = self.engine
+        depth = shape.depth
         self.sessions += 1
         tree = TreeSettings(
             policy="beam", gamma=shape.nodes, depth=depth, width=self.width, sharpening=1.0

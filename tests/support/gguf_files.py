@@ -178,7 +178,7 @@ def _proportions(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
     share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
     rotated = int(half * share)
-    return {"rope_freqs.weight": np.float32([1.0] * rotated + [1e30] * (half - rotated))}
+    return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32)}
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -396,7 +396,8 @@ def _gpt_oss_experts(table: Any, name: str, shape: tuple[int, ...]) -> dict[str,
         return found if bias else found.transpose(1, 2)
 
     def known(part: str) -> str:
-        wanted = f"{stem}.{end}".replace(*part.split(">"))
+        old, new = part.split(">")
+        wanted = f"{stem}.{end}".replace(old, new)
         return str(table.get_name(wanted, (".weight", ".bias")))
 
     if "down_proj" in stem:

@@ -2,6 +2,7 @@
 the other, no model and no clock to wait for."""
 
 import time
+from typing import Any
 
 from dovetail.protocol.keys import PeerKey
 from dovetail.protocol.messages import Finished, Limits, Reads, Reported
@@ -45,9 +46,9 @@ class House:
             journal=journal,
         )
         self.workers: list[ScriptedWorker] = []
-        both = {} if limits is None else {"limits": limits}
+        both: dict[str, Any] = {} if limits is None else {"limits": limits}
         self.target = self.add(ScriptedTarget, "target", repeat, **both) if target else None
-        head = {} if reads is None else {"reads": reads, "vocabulary": None}
+        head: dict[str, Any] = {} if reads is None else {"reads": reads, "vocabulary": None}
         self.draft = self.add(ScriptedDraft, "draft", repeat, **head, **both) if draft else None
         self.client = self.connect()
 
@@ -81,16 +82,16 @@ class House:
             if not sum(worker.step() for worker in self.workers):
                 return
 
-    def submit(self, prompt: tuple[int, ...] = PROMPT, **options: object) -> int:
+    def submit(self, prompt: tuple[int, ...] = PROMPT, **options: Any) -> int:
         return self.client.submit(
             tokens=prompt, **{"max_tokens": 60, "seed": 1, "tree": DYNAMIC, **options}
-        )  # type: ignore[arg-type]
+        )
 
-    def complete(self, **options: object) -> Finished:
-        return self.client.complete(self.submit(**options))  # type: ignore[arg-type]
+    def complete(self, **options: Any) -> Finished:
+        return self.client.complete(self.submit(**options))
 
     def replies(self) -> list[object]:
-        replies = []
+        replies = list[object]()
         while (reply := self.client.receive(0)) is not None:
             replies.append(reply)
         return replies
@@ -102,5 +103,5 @@ class House:
 def pumped(house: House, link: MemoryLink) -> MemoryLink:
     """A link whose reader lets everybody else work first."""
     receive = link.receive
-    link.receive = lambda timeout_s, **_: (house.run(), receive(0))[1]  # type: ignore[method-assign,assignment,return-value,misc]
+    link.receive = lambda timeout_s, **_: (house.run(), receive(0))[1]  # type: ignore[method-assign]
     return link

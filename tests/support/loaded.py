@@ -8,6 +8,7 @@ is said; nothing else takes any time but messages.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import log
+from typing import Any
 
 from dovetail.launch.simulation.clockwork import Agenda, Clock, Process, StillHub
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
@@ -79,7 +80,7 @@ class Pace:
 class Scripted:
     """One worker of either role."""
 
-    def __init__(self, role: str, epoch: int, clock: Clock, pace: Pace, **changes: object) -> None:
+    def __init__(self, role: str, epoch: int, clock: Clock, pace: Pace, **changes: Any) -> None:
         self._role, self._epoch, self._clock, self._pace, self._changes = (
             role,
             epoch,
@@ -109,7 +110,7 @@ class Scripted:
         return hello(
             self._role,
             **{"epoch": epoch, "limits": limits, "cores": (), "states": None, **self._changes},
-        )  # type: ignore[arg-type]
+        )
 
     def idle(self) -> bool:
         return False

@@ -15,7 +15,7 @@ from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.experts import Mixture
-from dovetail.protocol.messages import RoundRecord, SeenRound, SeenWorker, WorkerState
+from dovetail.protocol.messages import Role, RoundRecord, SeenRound, SeenWorker, WorkerState
 
 MS = 1_000_000
 HERE = "made-up"
@@ -162,7 +162,7 @@ def with_experts(run: Evidence, *, row: int, drafted: int) -> Evidence:
     return replace(run, rounds=rounds, soundings=Soundings(run.soundings.wide, plain), model=model)
 
 
-def _seen_worker(role: str, cores: Sequence[int]) -> SeenWorker:
+def _seen_worker(role: Role, cores: Sequence[int]) -> SeenWorker:
     number = {"target": 1, "draft": 2}[role]
     return SeenWorker(
         name=role,

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dovetail.protocol.arrays import Array, stack
 from dovetail.protocol.codec import COMMAND, encode
@@ -337,7 +338,7 @@ class ScriptedWorker:
             del self.begun[session]
             return [*told, self.end_reading(command)]
         spans = (("prefill", time.monotonic_ns(), 1000),)
-        about = {"epoch": self.epoch, "session": session, "round": command.round}
+        about: dict[str, Any] = {"epoch": self.epoch, "session": session, "round": command.round}
         return [*told, Reading(**about, done=stop, spans=spans)]
 
     def tell_rows(self, command: Open | Refeed, start: int, stop: int) -> list[Event]:
@@ -393,7 +394,11 @@ class ScriptedTarget(ScriptedWorker):
         return [*shown, *self.score(command, start + 1, min(stop + 1, len(command.prompt)))]
 
     def end_reading(self, command: Open | Refeed) -> Event:
-        about = {"epoch": self.epoch, "session": command.session, "round": command.round}
+        about: dict[str, Any] = {
+            "epoch": self.epoch,
+            "session": command.session,
+            "round": command.round,
+        }
         spans = (("prefill", time.monotonic_ns(), 1000),)
         if isinstance(command, Refeed):
             opened = self.opens[command.session]
@@ -411,10 +416,12 @@ class ScriptedTarget(ScriptedWorker):
         """Features of positions start..stop-1, a part at a time."""
         if reads is None:
             return []
-        log, about = (
-            self.logs[command.session],
-            {"epoch": self.epoch, "session": command.session, "round": command.round},
-        )
+        log = self.logs[command.session]
+        about: dict[str, Any] = {
+            "epoch": self.epoch,
+            "session": command.session,
+            "round": command.round,
+        }
         return [
             Prefilled(**about, start=at, features=features(log, at, min(at + PART, stop), reads))
             for at in range(start, stop, PART)
@@ -432,7 +439,11 @@ class ScriptedTarget(ScriptedWorker):
             tuple(logprobs(prompt, place, top) for place in range(start, min(start + PART, stop)))
             for start in starts
         ]
-        about = {"epoch": self.epoch, "session": command.session, "round": command.round}
+        about: dict[str, Any] = {
+            "epoch": self.epoch,
+            "session": command.session,
+            "round": command.round,
+        }
         return [
             Scored(**about, start=start, logprobs=part)
             for start, part in zip(starts, parts, strict=True)

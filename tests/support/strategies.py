@@ -13,13 +13,14 @@ from dovetail.protocol.arrays import ITEM_BYTES, Array
 from dovetail.protocol.calibration import ExpertCosts, RowsSeconds
 from dovetail.protocol.experts import MAX_EXPERTS, Routing
 from dovetail.protocol.messages import Message
+from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import Frozen
 
 MOST = 5
 """Longest text and tuple drawn, where the bounds allow more."""
 
 WORDS = {
-    (settings.TreeSettings, "policy"): tuple(settings.POLICIES),
+    (settings.TreeSettings, "policy"): tuple(POLICIES),
     (settings.DraftSettings, "kind"): settings.DRAFT_KINDS,
     (settings.DraftSettings, "weights"): settings.DRAFT_WEIGHTS,
     (settings.TargetSettings, "weights"): settings.WEIGHTS,

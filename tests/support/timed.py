@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log as ln
+from typing import Any
 
 from dovetail.protocol.messages import (
     Command,
@@ -216,7 +217,7 @@ class TimedHouse:
 
     def _pumped(self, link: MemoryLink) -> MemoryLink:
         receive = link.receive
-        link.receive = lambda timeout_s, **_: (self.run(), receive(0))[1]  # type: ignore[method-assign,assignment,return-value,misc]
+        link.receive = lambda timeout_s, **_: (self.run(), receive(0))[1]  # type: ignore[method-assign]
         return link
 
     def run(self) -> None:
@@ -235,25 +236,25 @@ class TimedHouse:
         policy: str = "goodput",
         gamma: int = 15,
         depth: int = 8,
-        **options: object,
+        **options: Any,
     ) -> Finished:
         """Decode so many tokens."""
         tree = TreeSettings(policy=policy, gamma=gamma, depth=depth, insist=policy != "goodput")
         asked = {"seed": 1, "tree": tree, "sampling": Sampling(), **options}
         return self.client.complete(
             self.client.submit(tokens=[3] * prompt, max_tokens=tokens, **asked)
-        )  # type: ignore[arg-type]
+        )
 
-    def rate(self, tokens: int = 400, **options: object) -> float:
+    def rate(self, tokens: int = 400, **options: Any) -> float:
         """Tokens a second of a reply."""
-        return self.complete(tokens, **options).result.tokens_per_s  # type: ignore[arg-type]
+        return self.complete(tokens, **options).result.tokens_per_s
 
-    def records(self, tokens: int, **options: object) -> tuple[list[RoundRecord], Finished]:
+    def records(self, tokens: int, **options: Any) -> tuple[list[RoundRecord], Finished]:
         """Return the record of every round of a reply, and its end."""
         tree = TreeSettings(policy="goodput")
         self.client.submit(
             tokens=[3] * 8, max_tokens=tokens, seed=1, record=True, **{"tree": tree, **options}
-        )  # type: ignore[arg-type]
+        )
         replies = []
         while not isinstance(reply := self.client.receive(0), Finished):
             assert reply is not None

@@ -40,7 +40,11 @@ def _widths(of: random.Random, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _windows(of: random.Random, config: Mapping[str, Any]) -> dict[str, Any]:
     window = of.choice((1, 2, 5, 17, 43, 200))
-    found = {"sliding_window": window, "use_sliding_window": True, "attention_chunk_size": window}
+    found: dict[str, Any] = {
+        "sliding_window": window,
+        "use_sliding_window": True,
+        "attention_chunk_size": window,
+    }
     kinds = config.get("layer_types")
     if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
         found["layer_types"] = _kinds(of, len(kinds), ("full_attention", "sliding_attention"))

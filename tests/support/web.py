@@ -258,7 +258,7 @@ def nursery_of_servers() -> tuple["subprocess.Popen[str]", Talk]:
     talk = Talk()
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", nursery.__name__, SERVER, f"--parent={os.getpid()}"],
-        stdin=talk.theirs,
+        stdin=talk.theirs.fileno(),
         stdout=subprocess.PIPE,
         text=True,
         env={name: one for name, one in os.environ.items() if not name.startswith("DOVETAIL_")},
