@@ -295,14 +295,8 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
         click.echo(f"with this memory there is no room for: {', '.join(result['left_out'])}")
     for line in result["verdict"]:
         click.echo(line)
-    for line in _lacking(result, model):
+    for line in _start(result, model):
         click.echo(line)
-    choice = result["choice"]
-    untrained = " --draft.model=HEAD" if choice["lacks"].startswith(UNTRAINED) else ""
-    click.echo(
-        f"\nStart it: dovetail generate {model}{flags(choice['settings'])}{untrained}\nor with "
-        f"--config of a file with\n\n{toml(choice['settings'])}"
-    )
     if result["measurable"]:
         note(f"estimates become measurements with: dovetail calibrate {result['measurable']}")
 
@@ -319,17 +313,21 @@ def _weights(result: dict[str, Any]) -> str:
     return "" if total == active else f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active"
 
 
-def _lacking(result: dict[str, Any], model: str) -> list[str]:
-    choice, ready = result["choice"], result["at_once"]
-    if not choice["lacks"]:
-        return []
-    said = [f"needed first: the draft {choice['lacks']}"]
-    if ready is not None:
-        said.append(
-            f"available without that: {ready['name']}, {figure(ready['tokens_per_s'])} "
-            f"tokens/s: dovetail generate {model}{flags(ready['settings'])}"
-        )
-    return said
+def _start(result: dict[str, Any], model: str) -> list[str]:
+    """Return how the best alternative is started that lacks nothing, or the best of all if each
+    lacks something, and what the best of all needs first."""
+    best, ready = result["choice"], result["at_once"] or result["choice"]
+    untrained = " --draft.model=HEAD" if best["lacks"].startswith(UNTRAINED) else ""
+    by_flags = f"dovetail generate {model}{flags(best['settings'])}{untrained}"
+    said, what = list[str](), "Start it"
+    if best["lacks"]:
+        said.append(f"needed first: the draft {best['lacks']}")
+    if ready is not best:
+        said.append(f"then start it: {by_flags}")
+        by_flags = f"dovetail generate {model}{flags(ready['settings'])}"
+        what = f"Start now ({ready['name']}, {figure(ready['tokens_per_s'])} tokens/s)"
+    by_file = f"or with --config of a file with\n\n{toml(ready['settings'])}"
+    return [*said, f"\n{what}: {by_flags}\n{by_file}"]
 
 
 def _line(one: Alternative, device: str) -> tuple[object, ...]:

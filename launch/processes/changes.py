@@ -46,7 +46,7 @@ def figures(done: Swapped | Dismissed) -> dict[str, float]:
 def told(done: Swapped | Dismissed) -> str:
     """Return what became of the sessions."""
     if not (done.moved or done.stayed):
-        return "it had no session"
+        return "no session had to move"
     parts = [f"{counted(done.moved, 'session')} went over", f"{done.stayed} ended where they were"]
     return ", ".join(
         (*parts, f"the longest pause between tokens was {1e3 * done.longest_pause_s:.0f} ms")

@@ -67,12 +67,12 @@ class Change:
             }
             found[part] = {**told_of, **figures(done)}
             place = (
-                f"in the place of {old.name} (pid {old.pid} on {old.host})"
+                f"has replaced {old.name} (pid {old.pid} on {old.host})"
                 if old is not None
-                else "beside the others"
+                else "serves beside the others"
             )
             self.words.append(
-                f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) is {place}, "
+                f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) {place}, "
                 f"{describe(part, newcomer)}: {told(done)}"
             )
             if old is None:

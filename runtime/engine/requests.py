@@ -29,7 +29,7 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
     if max(least, len(prompt)) >= context:
         count = f"at least {least}" if least >= context else f"{len(prompt)}"
         text = (
-            f"the prompt has {count} tokens, the target {target.hello.model} holds "
+            f"the prompt has {count} tokens, and with its reply the target holds at most "
             f"{context}: shorten it to at most {context - 1}"
         )
         raise RequestError("prompt_too_long", text)

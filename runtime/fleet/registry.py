@@ -22,7 +22,7 @@ from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Turns
 
 MAX_WORKERS = 64
-LOADING_NS = 60 * 10**9
+LOADING_NS = 15 * 10**9
 """A worker that says nothing for so long while its model loads is no longer listed."""
 MAX_CLIENTS = 960
 """The most clients; however many there are, a worker that was lost finds its place free."""

@@ -381,7 +381,7 @@ def _checked(prompt: tuple[int, ...], target: Target, param: str) -> tuple[int, 
 
 def _too_long(count: str, target: Target, param: str) -> ApiError:
     text = (
-        f"the prompt has {count} tokens, the target holds {target.context} with its reply: "
-        f"shorten it to at most {target.context - 1}"
+        f"the prompt has {count} tokens, and with its reply the target holds at most "
+        f"{target.context}: shorten it to at most {target.context - 1}"
     )
     return ApiError(400, text, param=param, code="context_length_exceeded")

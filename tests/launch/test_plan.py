@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
+from dovetail.launch.commands.plan import _start
 from dovetail.launch.processes.stack import layout_of
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.settings import DraftSettings, Settings
@@ -455,3 +456,24 @@ def test_a_draft_that_the_gpu_cannot_have_is_priced_on_the_cpu(
     drafted = [one for one in found["alternatives"] if one["gamma"]]
     devices = {one["settings"]["draft.device"] for one in drafted}
     assert devices == {"cpu"}
+
+
+@pytest.mark.parametrize("lacks", ["", "needs hqq: pip install hqq"])
+def test_the_command_to_start_is_one_that_lacks_nothing(lacks: str) -> None:
+    def alternative(name: str, kind: str, lacks: str) -> dict[str, Any]:
+        settings = {"draft.kind": kind}
+        return {"name": name, "tokens_per_s": 5.0, "lacks": lacks, "settings": settings}
+
+    best, ready = alternative("SubSpec", "substitute", lacks), alternative("Dovetail", "small", "")
+    said = _start({"choice": best, "at_once": ready if lacks else best}, "")
+    starts = [line for line in said if line.startswith("\nStart")]
+    assert len(starts) == 1
+    assert ("--draft.kind=small" if lacks else "--draft.kind=substitute") in starts[0]
+    assert said[:-1] == (
+        [
+            f"needed first: the draft {lacks}",
+            "then start it: dovetail generate --draft.kind=substitute",
+        ]
+        if lacks
+        else []
+    )

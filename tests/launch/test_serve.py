@@ -423,9 +423,9 @@ def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes
     address = ready(process)["address"]
     swapped = run("swap", "--role=draft", "--draft=ngram", f"--connect={address}", "--json")
     assert swapped.returncode == 0, swapped.stderr
-    told(process, "another worker replaces the draft worker")
+    told(process, "another worker serves in place of the draft worker")
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "no worker replaces the draft worker any longer; it is restarted")
+    told(process, "no worker serves in place of the draft worker any longer; it is restarted")
     told(process, "the draft worker is ready again")
 
 
@@ -506,7 +506,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
     assert not ask(found["url"], "/readyz")[1]["degraded"]
 
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
-    told(process, "no worker replaces the draft worker any longer; it is restarted")
+    told(process, "no worker serves in place of the draft worker any longer; it is restarted")
     told(process, "the draft worker is ready again")
 
 

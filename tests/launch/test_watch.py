@@ -351,7 +351,7 @@ def test_before_all_was_ready_nothing_is_replaced() -> None:
 def test_a_worker_that_was_let_go_stays_away() -> None:
     watch = serving()
     assert watch.ended("draft", Ending(3, "ended with exit code 3", let_go=True), 10.0) == [
-        Tell("the draft was drained, and is not restarted")
+        Tell("the draft has left, and is not restarted: it was replaced or drained")
     ]
     assert watch.drained == ("draft",)
     assert look(watch, 11.0, 60.0, ["target"]) == []
@@ -364,7 +364,7 @@ def test_a_worker_that_was_let_go_for_another_one_is_started_again_when_that_is_
     assert look(watch, 1.0, 20.0, ["target"], ["target", "draft"]) == []
     assert look(watch, 21.0, 29.0, ["target"]) == []
     assert watch.answered(["target"], 20.0 + STUCK_S) == [
-        Tell("no worker replaces the draft any longer; it is restarted")
+        Tell("no worker serves in place of the draft any longer; it is restarted")
     ]
     assert watch.due(20.0 + STUCK_S) == [Start("draft")]
     assert watch.answered(WORKERS, 31.0) == [Tell("the draft is ready again")]
@@ -391,7 +391,7 @@ def test_a_drained_worker_that_does_not_end_is_ended_and_stays_away() -> None:
     ]
     assert without_words(actions) == [Replace("draft")]
     assert watch.ended("draft", KILLED, 30.0) == [
-        Tell("the draft was drained, and is not restarted")
+        Tell("the draft has left, and is not restarted: it was replaced or drained")
     ]
     assert look(watch, 31.0, 900.0, ["target"]) == []
 
@@ -415,7 +415,7 @@ def test_a_lost_worker_whose_place_was_given_to_another_one_is_not_started_besid
     for second in range(12, 900):
         assert [*watch.answered(others, second, [name], [name]), *watch.due(second)] == []
     assert watch.answered(others, 900.0 + STUCK_S) == [
-        Tell(f"no worker replaces the {name} any longer; it is restarted")
+        Tell(f"no worker serves in place of the {name} any longer; it is restarted")
     ]
     assert watch.due(900.0 + STUCK_S) == [Start(name)]
 

@@ -113,7 +113,7 @@ class Replicas:
         """End the router, then each service; a signal meanwhile ends all of them at once."""
         try:
             log.info(
-                "ending: running requests may finish for some seconds; a second signal ends them "
+                "ending: running requests have a few seconds to finish; a second signal ends them "
                 "at once"
             )
             if self._child is not None:

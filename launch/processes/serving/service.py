@@ -154,7 +154,7 @@ class Service:
         of them at once."""
         try:
             self._log(
-                "ending: running requests may finish for some seconds; a second signal ends them "
+                "ending: running requests have a few seconds to finish; a second signal ends them "
                 "at once"
             )
             for names in ([HTTP], [COORDINATOR], self._workers):

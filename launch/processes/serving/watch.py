@@ -283,7 +283,9 @@ class Watch:
         for name, away in [*self._away.items()]:
             if name in filled:
                 actions += (
-                    [Tell(f"another worker replaces the {name}")] if away.seen_s is None else []
+                    [Tell(f"another worker serves in place of the {name}")]
+                    if away.seen_s is None
+                    else []
                 )
                 away.seen_s = now_s
             elif (
@@ -293,7 +295,9 @@ class Watch:
             ):
                 del self._away[name]
                 self._states[name] = _State(away.part, now_s)
-                actions.append(Tell(f"no worker replaces the {name} any longer; it is restarted"))
+                actions.append(
+                    Tell(f"no worker serves in place of the {name} any longer; it is restarted")
+                )
         return actions
 
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
@@ -303,7 +307,7 @@ class Watch:
             return [Tell(f"the {name} was told to stop"), Leave()]
         if (ending.let_go or state.drained) and self.serving:
             self._away[name] = _Away(self._states.pop(name).part)
-            return [Tell(f"the {name} was drained, and is not restarted")]
+            return [Tell(f"the {name} has left, and is not restarted: it was replaced or drained")]
         needed = self.needs(name)
         if not self.serving and (needed or ending.mistake):
             return [GiveUp(name)]

@@ -1,0 +1,92 @@
+"""Each command of the benchmarks runs from beginning to end, at its smallest sizes.
+
+Commands that compare with llama.cpp are in `PEERS`, and run where that is built.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.commands import main
+
+BENCHMARKS = Path(__file__).parent / "benchmarks"
+PEERS = {
+    "accuracy": "llama-cpp-python and gguf",
+    "build-llama": "the sources of llama.cpp",
+    "context": "llama-cpp-python and gguf",
+    "gguf-pair": "llama.cpp's llama-quantize",
+    "llama": "llama-cpp-python and gguf",
+    "logits": "llama-cpp-python and gguf",
+    "parallel": "llama.cpp's llama-server",
+    "passes": "llama.cpp's llama-bench",
+    "ray": "the extra ray",
+}
+"""Command -> the peer that it needs."""
+SHAPE = "--shape small --pairs 2"
+COMMANDS = {
+    "ahead": "--ratios 1 --pairs 2 --largest 64MiB --max-tokens 16",
+    "beginnings": "--prompt 200 --requests 2 --pairs 1 --inflate 32MiB",
+    "bytes": "--weights int8 --chunks 1,7 --length 24 --shape small --layers 1",
+    "coupling": "--limit 1 --max-tokens 8 --keys 1 --children 1,2",
+    "experts": "--rows 1,2 --shape small --pairs 2",
+    "fleet": "--inflate 32MiB --replicas 1 --loads 0.3 --seconds 3 --turns 1",
+    "gains": "--inflate 32MiB --limit 1 --max-tokens 16",
+    "gaps": "--prompt 200 --prompts 1 --inflate 32MiB",
+    "goodput": "--inflate= --limit 2 --gammas 4 --depths 2 --widths 4 --max-tokens 16",
+    "heterospec": "--inflate= --limit 2 --max-tokens 16",
+    "http": "--tokens 20 --streams 1 --connections 4 --requests 8 --pairs 1",
+    "journal": "--pairs 1 --starts 1 --streams 1 --max-tokens 16 --inflate 32MiB",
+    "legacy": "",
+    "levels": "--limit 1 --max-tokens 16",
+    "limit": f"{SHAPE} --rows 1,2 --weights int8",
+    "links": "--inflate 32MiB --delays 1 --rates 1000 --pairs 1 --max-tokens 16",
+    "loading": "--shape small --layers 1 --weights int8",
+    "loads": "--weights int8 --drafts small --streams 1 --inflate 32MiB --max-tokens 16 --repeat 1",
+    "losses": "--inflate 32MiB --times 1",
+    "memory": "--vram 600MB --shape small --layers 1",
+    "observed": "--inflate 32MiB --limit 1 --max-tokens 16",
+    "papers": "--heads {here} --only small --limit 1 --max-tokens 16",
+    "picture": "--out {here}/report.png --inflate 32MiB",
+    "pictures": "bench --out {here} --inflate 32MiB --limit 1 --max-tokens 8 --values 1,2",
+    "plan": "--inflate 32MiB --limit 1 --max-tokens 16 --seconds 1",
+    "recurrence": "--shape small --prompt 16 --pairs 2",
+    "reliability": "--limit 2 --max-tokens 16 --keys 1 --temperature 0",
+    "replicas": "--inflate 32MiB --streams 1 --requests 2 --max-tokens 8 --repeat 1",
+    "rest": f"{SHAPE} --rows 1,2 --layers 1",
+    "rounds": "--inflate= --limit 1 --max-tokens 16",
+    "router": "--replicas 2 --decisions 50 --requests 20 --chunks 4 --together 2",
+    "routing": "--passes 8 --stretch 4",
+    "shards": f"{SHAPE} --rows 1 --layers 2",
+    "substitute": "--inflate 0B --link 20MB --limit 1 --max-tokens 16 --temperature 0",
+    "targets": "--streams 2 --repeat 1 --max-tokens 8 --inflate 32MiB",
+    "training": "--features {here} --kind eagle --steps 1",
+    "transformers": f"{SHAPE} --rows 1 --layers 1",
+    "transport": "--rounds 40",
+    "turns": "--history 32 --pairs 1",
+    "users": "--users 2 --keys 1 --seconds 2 --max-tokens 8 --inflate 32MiB",
+    "utilisation": "--inflate 32MiB --limit 1 --max-tokens 16",
+}
+"""Command -> its smallest sizes."""
+WITHOUT_JSON = ("picture", "pictures")
+
+
+def test_every_command_is_run_or_needs_a_peer() -> None:
+    assert {*main.commands} == {*COMMANDS, *PEERS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_runs_from_beginning_to_end(name: str, tmp_path: Path) -> None:
+    arguments = [
+        sys.executable,
+        str(BENCHMARKS),
+        name,
+        *COMMANDS[name].format(here=tmp_path).split(),
+        *([] if name in WITHOUT_JSON else ["--json"]),
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert name in WITHOUT_JSON or json.loads(done.stdout)
