@@ -127,6 +127,26 @@ def test_a_configuration_that_calls_for_immense_weights_is_refused_before_memory
     assert str(value) in refusal(folder)
 
 
+def test_layers_of_which_transformers_makes_a_list_are_refused_before_it_does(folder: Path) -> None:
+    edit_json(folder / "config.json", model_type="qwen2", num_hidden_layers=10**7)
+    assert "num_hidden_layers is 10000000, and no model has more than" in refusal(folder)
+
+
+def test_the_rotation_that_transformers_does_not_read_is_named_and_no_other_field(
+    folder: Path,
+) -> None:
+    scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    edit_json(
+        folder / "config.json",
+        model_type="phi3",
+        rope_parameters=None,
+        rope_scaling=scaling,
+        original_max_position_embeddings=48,
+        pad_token_id=None,
+    )
+    assert "model type phi3: rope_scaling is {'type': 'su'" in refusal(folder)
+
+
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_numbers_that_mean_nothing_without_a_scale_are_refused(
     folder: Path, kind: torch.dtype

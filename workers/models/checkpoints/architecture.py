@@ -41,6 +41,9 @@ COUNTS = (
     "n_layers",
     "n_heads",
 )
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers")
+MOST_LAYERS = 1 << 16
+"""Layers that a configuration may have: transformers makes a list of them as it reads one."""
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_FAMILIES = frozenset(
     {
@@ -175,6 +178,12 @@ def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
         ):
             raise CheckpointError(
                 f"{file}: {name} is {shown(number)}; it must be a whole number of at least 1"
+            )
+    for name in LAYER_COUNTS:
+        if (content.get(name) or 0) > MOST_LAYERS:
+            raise CheckpointError(
+                f"{file}: {name} is {content[name]}, and no model has more than {MOST_LAYERS} "
+                "layers; take the config.json that belongs to the weights"
             )
 
 

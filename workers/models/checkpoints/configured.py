@@ -5,6 +5,7 @@ import contextlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], obj
 
     def works(fields: dict[str, Any]) -> bool:
         with contextlib.suppress(Exception), quiet():
-            attempt(fields)
+            attempt(deepcopy(fields))  # transformers writes into fields within fields
             return True
         return False
 

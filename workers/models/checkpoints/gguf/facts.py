@@ -87,6 +87,8 @@ class Facts:
         found = self.whole("block_count") - guesses
         if found < 1 or guesses < 0:
             raise self.refusal(f"it has {found} layers")
+        if found > len(self.tensors):  # and no list is made of as many
+            raise self.refusal(f"it says that it has {found} layers, and has fewer tensors")
         return found
 
     def real(self, key: str, default: float | None = None) -> float:

@@ -103,11 +103,13 @@ def _refuse_places(head: Head) -> None:
 
 def _refuse_part(head: Head, number: int, count: int) -> None:
     """`CheckpointError` for a part that says of itself what its name does not."""
-    said = head.facts.get("split.no", 0), head.facts.get("split.count", 1)
-    said = said[0], said[1] or 1
-    if said != (number, count):
+    said = tuple(head.facts.get(f"split.{key}", usual) for key, usual in (("no", 0), ("count", 1)))
+    if not all(isinstance(value, int) for value in said):
+        raise CheckpointError(f"{head.file}: split.no or split.count is no whole number; {AGAIN}")
+    place, parts = said[0], said[1] or 1
+    if (place, parts) != (number, count):
         raise CheckpointError(
-            f"{head.file} says that it is part {int(said[0]) + 1} of {said[1]}, and by its name "
+            f"{head.file} says that it is part {place + 1} of {parts}, and by its name "
             f"is {number + 1} of {count}; give it the name that it had"
         )
 
@@ -116,6 +118,10 @@ def _refuse_kind(head: Head) -> None:
     """`CheckpointError` for a file that is no model by itself."""
     kind = head.facts.get("general.type", "model")
     architecture = head.facts.get("general.architecture")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{head.file}: general.type is no text; {AGAIN}")
+    if not isinstance(architecture, str) or not architecture:
+        raise CheckpointError(f"{head.file} does not say its architecture; {AGAIN}")
     if kind == "adapter":
         raise CheckpointError(
             f"{head.file} holds a LoRA adapter; merge it into its model, and name that"
@@ -130,5 +136,3 @@ def _refuse_kind(head: Head) -> None:
             f"{head.file} holds no model (general.type is {str(kind)[:50]}); name the file of a "
             "model"
         )
-    if not isinstance(architecture, str) or not architecture:
-        raise CheckpointError(f"{head.file} does not say its architecture; {AGAIN}")

@@ -135,8 +135,8 @@ def read_vocabulary(model: Model) -> Vocabulary:
 def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
     """GPT-2's kind: letters stand for bytes, and words come from an expression."""
     name = facts.get("pre")
-    if name not in SPLITTINGS:
-        said = f"is {name[:50]!r}" if isinstance(name, str) else "is missing"
+    if not isinstance(name, str) or name not in SPLITTINGS:
+        said = "is missing" if name is None else f"is {str(name)[:50]!r}"
         raise facts.refusal(
             f"{PREFIX}pre, the way in which it splits words, {said} and not known here"
         )
