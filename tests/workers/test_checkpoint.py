@@ -132,6 +132,13 @@ def test_layers_of_which_transformers_makes_a_list_are_refused_before_it_does(fo
     assert "num_hidden_layers is 10000000, and no model has more than" in refusal(folder)
 
 
+def test_more_experts_than_any_model_has_are_refused_before_their_names_are_made(
+    folder: Path,
+) -> None:
+    edit_json(folder / "config.json", model_type="mixtral", num_local_experts=3 * 10**9)
+    assert "num_local_experts is 3000000000, and no model has more than" in refusal(folder)
+
+
 def test_the_rotation_that_transformers_does_not_read_is_named_and_no_other_field(
     folder: Path,
 ) -> None:

@@ -194,7 +194,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor too few": (
         lambda p: tensors(p, lambda t: t.pop("model.norm.weight")),
-        "lacks 1 tensors",
+        "lacks tensor model.norm.weight, which",
     ),
 }
 

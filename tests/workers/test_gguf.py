@@ -680,6 +680,7 @@ def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Pa
         ({"llama.block_count": None}, "key llama.block_count is missing"),
         ({"llama.rope.scaling.type": "su"}, "scaled in the way 'su'"),
         ({"llama.block_count": 1 << 30}, "has 1073741824 layers, and has fewer tensors"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, no finite"),
         ({"general.type": ["model"]}, "general.type is no text"),
         ({"split.no": "first"}, "split.no or split.count is no whole number"),
         ({"split.count": [1, 2]}, "split.no or split.count is no whole number"),
@@ -691,7 +692,7 @@ def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Pa
         ({"llama.rope.dimension_count": 3}, "rotates 3 numbers of a head"),
         ({"llama.rope.dimension_count": 1000}, "rotates 1000 numbers of a head"),
         ({"llama.rope.freq_base": 0.0}, "rope.freq_base is 0.0, no positive finite number"),
-        ({"llama.rope.freq_base": float("nan")}, "rope.freq_base is nan, no positive"),
+        ({"llama.rope.freq_base": float("nan")}, "rope.freq_base is nan, no finite"),
         (
             {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
             "rope.scaling.factor is 0.0, no positive",

@@ -134,6 +134,12 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
     return {**method, **groups(**weights), "ignore": ["lm_head"]}
 
 
+def several(*forms: tuple[int, int]) -> dict[str, Any]:
+    """Groups with codes of so many bits, of which so many share a scale."""
+    own = [{"num_bits": bits, "group_size": size} for bits, size in forms]
+    return {"config_groups": {str(n): {"weights": weights} for n, weights in enumerate(own)}}
+
+
 def groups(**weights: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
@@ -278,6 +284,11 @@ def test_the_library_reads_the_same_numbers(tmp_path: Path) -> None:
         ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         ("int4", {"transform_config": {"config_groups": {"a": {}}}}, "behind a transform"),
         ("int4", {"config_groups": {}}, "weight_packed does not go with the other parts"),
+        (
+            "int4",
+            several((4, SIZE), (8, SIZE // 2)),
+            "codes of 4 or 8 bits fit the shape of tensor",
+        ),
         ("int8", {"quant_method": "fp8"}, "weight does not go with the other parts"),
     ],
 )

@@ -41,9 +41,12 @@ COUNTS = (
     "n_layers",
     "n_heads",
 )
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers")
-MOST_LAYERS = 1 << 16
-"""Layers that a configuration may have: transformers makes a list of them as it reads one."""
+LISTED = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+}
+"""Parts of a model of which lists are made while it is read -> names of their number."""
+MOST_LISTED = 1 << 16
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_FAMILIES = frozenset(
     {
@@ -179,11 +182,12 @@ def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
             raise CheckpointError(
                 f"{file}: {name} is {shown(number)}; it must be a whole number of at least 1"
             )
-    for name in LAYER_COUNTS:
-        if (content.get(name) or 0) > MOST_LAYERS:
+    for what, name in ((what, name) for what, names in LISTED.items() for name in names):
+        number = content.get(name)
+        if isinstance(number, int) and number > MOST_LISTED:
             raise CheckpointError(
-                f"{file}: {name} is {content[name]}, and no model has more than {MOST_LAYERS} "
-                "layers; take the config.json that belongs to the weights"
+                f"{file}: {name} is {number}, and no model has more than {MOST_LISTED} {what}; "
+                "take the config.json that belongs to the weights"
             )
 
 

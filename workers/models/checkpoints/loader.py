@@ -38,6 +38,7 @@ from dovetail.workers.models.checkpoints.pieces import (
     Pieces,
     Unread,
     leave_unread,
+    others,
     within_fp32,
 )
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
@@ -275,8 +276,8 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     checkpoint.refuse_changed()
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
-            f"{checkpoint.source} lacks {len(missing)} tensors that its config.json calls for, "
-            f"such as {missing[0]}; fetch the model again"
+            f"{checkpoint.source} lacks tensor {missing[0]}{others(missing)}, which its "
+            "config.json calls for; fetch the model again"
         )
     _report_superfluous(checkpoint, info["unexpected_keys"])
     model.requires_grad_(False)

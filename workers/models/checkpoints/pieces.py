@@ -31,6 +31,11 @@ UNREAD = "unread_experts"
 read."""
 
 
+def others(missing: Sequence[str]) -> str:
+    """Return how many names follow the first one, in words."""
+    return f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+
+
 @dataclass(frozen=True)
 class Unread:
     """The matrices of all experts of a layer, each of which is read when it is asked for."""
@@ -170,8 +175,8 @@ class Pieces:
         missing = [piece for name in self.shapes for piece in self._missing(name)]
         if missing:
             raise CheckpointError(
-                f"{folder} lacks {len(missing)} tensors that its config.json calls for, such as "
-                f"{missing[0]}; fetch the model again"
+                f"{folder} lacks tensor {missing[0]}{others(missing)}, which its config.json calls "
+                "for; fetch the model again"
             )
         for name in self.shapes:
             for piece, shape in self._shaped(name):

@@ -4,7 +4,7 @@ in the Hugging Face layout."""
 import json
 from collections import Counter
 from dataclasses import asdict
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
@@ -90,6 +90,7 @@ def _sampling(model: Model) -> dict[str, Any]:
         theirs: value
         for ours, theirs in SAMPLING.items()
         if isinstance(value := model.facts.get(f"general.sampling.{ours}"), int | float)
+        and isfinite(value)
     }
     found = {name: round(value, 6) for name, value in found.items()}
     if found.get("temperature") == 0:

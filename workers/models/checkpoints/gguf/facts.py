@@ -2,6 +2,7 @@
 for would be another function, and is refused."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,8 @@ class Facts:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no number")
+        if not isfinite(value):
+            raise self.refusal(f"{self._prefix}{key} is {value}, no finite number")
         short = np.float32(value)
         return float(str(short)) if float(short) == value else float(value)
 

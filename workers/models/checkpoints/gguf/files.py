@@ -54,7 +54,7 @@ def read_model(file: Path) -> Model:
     if len(set(names)) != len(names) or (len(heads) > 1 and counted != len(names)):
         raise CheckpointError(
             f"{file}: its parts have {len(names)} tensors, {len(set(names))} of them different, "
-            f"where {counted} are called for; {AGAIN}"
+            f"where {str(counted)[:50]} are called for; {AGAIN}"
         )
     return Model(heads)
 

@@ -110,7 +110,7 @@ def matrices(scheme: Scheme, tensors: Mapping[str, P]) -> tuple[dict[str, Matrix
 
 def bits_of(parts: Parts[P], scheme: Scheme) -> int:
     """Return the bits of the codes of a matrix: those of the one form of the scheme that goes with
-    the shapes of its parts; 0 if it is none or several."""
+    the shapes of its parts; 0 if none does, `UnfitError` if several do."""
     words, scales = parts["words"][1].shape, parts["scales"][1].shape
     length, count = (words[0], scales[0]) if scheme.method == "gptq" else (words[1], scales[1])
     if scheme.method == "gptq" and "groups" in parts:  # some modules have bits of their own
@@ -121,7 +121,14 @@ def bits_of(parts: Parts[P], scheme: Scheme) -> int:
         inputs = length * WORD // bits
         if bits in PACKABLE_BITS and inputs == count * (size or inputs):
             found.add(bits)
-    return found.pop() if len(found) == 1 else 0
+    if len(found) > 1:
+        name = parts["words"][0]
+        raise UnfitError(
+            f"codes of {' or '.join(map(str, sorted(found)))} bits fit the shape of tensor {name}, "
+            "and nothing says which they are; take a checkpoint with one kind of weights",
+            name,
+        )
+    return found.pop() if found else 0
 
 
 def block_of(
