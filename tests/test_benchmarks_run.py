@@ -4,6 +4,7 @@ Those that need what is not there everywhere, such as llama.cpp, are named in `P
 """
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ COMMANDS = {
     "bytes": "--weights int8 --chunks 1,7 --length 32 --shape small --layers 1",
     "coupling": "--limit 1 --max-tokens 8 --keys 1 --children 1,2",
     "experts": "--rows 1,2 --shape small --pairs 2",
-    "fleet": "--inflate 32MiB --replicas 1 --loads 0.3 --seconds 5 --turns 1",
+    "fleet": "--inflate 32MiB --replicas 1 --loads 0.3 --seconds 5 --turns 2",
     "gains": "--inflate 32MiB --limit 2 --max-tokens 16",
     "gaps": "--prompt 200 --prompts 1 --inflate 32MiB",
     "goodput": "--inflate= --limit 2 --gammas 4 --depths 2 --widths 4 --max-tokens 16",
@@ -52,7 +53,7 @@ COMMANDS = {
     "observed": "--inflate 32MiB --limit 1 --max-tokens 16",
     "papers": "--heads {here} --only small --limit 1 --max-tokens 16",
     "pictures": "bench --out {here} --inflate 32MiB --limit 1 --max-tokens 8 --values 1,2",
-    "plan": "--inflate 32MiB --limit 1 --max-tokens 16 --seconds 1",
+    "plan": "--placement 'split target, head' --inflate 32MiB --limit 1 --max-tokens 16 --seconds 1",
     "recurrence": "--shape 0.8b --prompt 16 --pairs 2 --weights int8",
     "reliability": "--limit 2 --max-tokens 16 --keys 1 --temperature 0",
     "replicas": "--inflate 32MiB --streams 1 --requests 2 --max-tokens 8 --repeat 1",
@@ -67,7 +68,7 @@ COMMANDS = {
     "transport": "--rounds 40",
     "turns": "--history 64 --pairs 2",
     "users": "--users 2 --keys 1 --seconds 10 --max-tokens 8 --inflate 32MiB",
-    "utilisation": "--inflate 32MiB --limit 2 --max-tokens 16",
+    "utilisation": "--inflate 32MiB --limit 2",
 }
 """Command -> its smallest sizes."""
 
@@ -83,7 +84,7 @@ def test_a_command_runs_from_beginning_to_end(name: str, tmp_path: Path) -> None
         sys.executable,
         str(BENCHMARKS),
         name,
-        *COMMANDS[name].format(here=tmp_path).split(),
+        *shlex.split(COMMANDS[name].format(here=tmp_path)),
         *([] if name == "pictures" else ["--json"]),
     ]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)

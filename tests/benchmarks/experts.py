@@ -2,9 +2,10 @@
 that it reads: those of the experts that its rows go through, and what all rows share."""
 
 import time
-from collections.abc import Sequence
-from ctypes import addressof, c_int64
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_int64, memmove
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import click
@@ -24,9 +25,11 @@ from benchmarks.options import (
     verdict,
 )
 from dovetail.launch.console.terminal import print_table, progress_bar
+from dovetail.protocol.errors import UserError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.experts import stacked_matrices
+from dovetail.workers.kernels.blocks import Part
+from dovetail.workers.kernels.experts import stacked, stacked_matrices
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import (
     CacheRows,
@@ -37,7 +40,11 @@ from dovetail.workers.kernels.layer_plan import (
     new_cache,
 )
 from dovetail.workers.kernels.probe import bandwidth_gb_s
+from dovetail.workers.models.backends.device.own_blocks import random_blocks
+from dovetail.workers.models.checkpoints.gguf import kinds as formats
 
+BLOCKS = {kind.name: kind for kind in formats.KINDS.values() if kind.numbers > 1}
+"""Types of blocks by their names."""
 BOUND = {16: 1.25}
 """Seconds of a pass over so many rows against those of reading what it reads; at most."""
 
@@ -67,9 +74,16 @@ SHAPES = {
 @click.command(cls=Command)
 @option("--rows", type=Numbers(), default="1,2,4,8,16", help="Rows of the passes.")
 @option("--shape", type=click.Choice([*SHAPES]), default="30b-a3b", help="Sizes of the layer.")
+@option("--blocks", type=click.Choice([*BLOCKS]), help="Weights in blocks of a GGUF file.")
 @options("weights", "checkpoint", "pairs", "threads", "json")
 def experts(
-    rows: tuple[int, ...], shape: str, pairs: int, threads: int, as_json: bool, **wanted: Any
+    rows: tuple[int, ...],
+    shape: str,
+    blocks: str | None,
+    pairs: int,
+    threads: int,
+    as_json: bool,
+    **wanted: Any,
 ) -> None:
     """A decoder layer with experts against the bandwidth of the weights that it reads.
 
@@ -81,7 +95,15 @@ def experts(
     kind = KINDS[
         checkpoint_type(**wanted) if wanted["weights"] in ("half", "bf16") else wanted["weights"]
     ]
-    layer = make_layer(SHAPES[shape], kind)
+    if blocks is None:
+        layer = make_layer(SHAPES[shape], partial(packed, kind), partial(stack, kind))
+    else:
+        own = SHAPES[shape]
+        width = BLOCKS[blocks].numbers
+        if any(size % width for size in (own.hidden, own.units, own.heads * own.head_dim)):
+            raise UserError(f"--blocks {blocks}: {shape} has rows that are no {width} numbers each")
+        of = next(number for number, one in formats.KINDS.items() if one is BLOCKS[blocks])
+        layer = make_layer(own, partial(in_blocks, of), partial(stack_in_blocks, of))
     with progress_bar(pairs + WARM_UP, "rounds") as step:
         found = [Found(count) for count in rows]
         for number in range(-WARM_UP, pairs):
@@ -91,7 +113,7 @@ def experts(
                 measured = run_pass(layer, one.rows, number)
                 if number >= 0:
                     one.add(measured, bandwidth)
-    told = {"kind": kind.name, "isa": kernels.isa().name, "shape": shape, "cores": cores}
+    told = {"kind": blocks or kind.name, "isa": kernels.isa().name, "shape": shape, "cores": cores}
     result = {**told, "rows": [one.as_json() for one in found]}
     report(result, as_json, lambda: show(told, found))
 
@@ -155,19 +177,45 @@ def show(told: dict[str, Any], found: Sequence[Found]) -> None:
     print_table(("rows", "experts", "ms", "reading ms", "ratio (95 %)", "bound", "holds"), cells)
 
 
-def make_layer(shape: Mixed, kind: Kind) -> DecoderLayer:
-    """A layer of random weights."""
+def filled(matrix: PackedMatrix) -> PackedMatrix:
+    """A matrix with random weights of a kind that numbers are packed as."""
     numbers = torch.randn(1 << 22, generator=torch.Generator().manual_seed(1))
+    size = matrix.n * matrix.k
+    weight = numbers.repeat(-(-size // len(numbers)))[:size].view(matrix.n, matrix.k)
+    matrix.pack((weight / matrix.k**0.5).to(STORED[Kind(matrix.kind)]))
+    return matrix
 
-    def fill(matrix: PackedMatrix) -> PackedMatrix:
-        size = matrix.n * matrix.k
-        weight = numbers.repeat(-(-size // len(numbers)))[:size].view(matrix.n, matrix.k)
-        matrix.pack((weight / matrix.k**0.5).to(STORED[Kind(matrix.kind)]))
-        return matrix
 
-    def stack(n: int, k: int) -> list[PackedMatrix]:
-        return [fill(matrix) for matrix in stacked_matrices(kind, shape.experts, n, k)]
+def packed(kind: Kind, n: int, k: int) -> PackedMatrix:
+    """A random matrix [n, k]."""
+    return filled(PackedMatrix(kind, n, k))
 
+
+def stack(kind: Kind, count: int, n: int, k: int) -> list[PackedMatrix]:
+    """Random matrices [n, k] side by side."""
+    return [filled(matrix) for matrix in stacked_matrices(kind, count, n, k)]
+
+
+def in_blocks(type: int, n: int, k: int) -> PackedMatrix:
+    """A random matrix [n, k] in blocks of a type."""
+    return random_blocks([Part(type, n)], k, None, 1)
+
+
+def stack_in_blocks(type: int, count: int, n: int, k: int) -> list[PackedMatrix]:
+    """Random matrices [n, k] in blocks of a type, side by side."""
+    one = random_blocks([Part(type, n)], k, None, 1)
+    matrices: list[PackedMatrix] = [*stacked(one, count)]
+    for matrix in matrices:
+        memmove(matrix.struct.packed, one.struct.packed, one.nbytes)
+    return matrices
+
+
+def make_layer(
+    shape: Mixed,
+    matrix: Callable[[int, int], PackedMatrix],
+    stack: Callable[[int, int, int], list[PackedMatrix]],
+) -> DecoderLayer:
+    """A layer of random weights, of matrices [n, k] and of stacks of them."""
     generator = torch.Generator().manual_seed(2)
     logits = PackedMatrix(Kind.FP32, shape.experts, shape.hidden)
     logits.pack(torch.randn(shape.experts, shape.hidden, generator=generator))
@@ -178,16 +226,16 @@ def make_layer(shape: Mixed, kind: Kind) -> DecoderLayer:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        qkv=fill(PackedMatrix(kind, queries, hidden)),
-        output=fill(PackedMatrix(kind, hidden, inner)),
+        qkv=matrix(queries, hidden),
+        output=matrix(hidden, inner),
         gate_up=None,
         down=None,
         attention_norm=Norm(torch.ones(hidden)),
         mlp_norm=Norm(torch.ones(hidden)),
         experts=ExpertsPlan(
             RouterPlan(logits, shape.chosen, normalised=True),
-            stack(2 * shape.units, hidden),
-            stack(hidden, shape.units),
+            stack(shape.experts, 2 * shape.units, hidden),
+            stack(shape.experts, hidden, shape.units),
         ),
     )
     return DecoderLayer(plan)
