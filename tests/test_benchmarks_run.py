@@ -53,7 +53,7 @@ COMMANDS = {
     "observed": "--inflate 32MiB --limit 1 --max-tokens 16",
     "papers": "--heads {here} --only small --limit 1 --max-tokens 16",
     "pictures": "bench --out {here} --inflate 32MiB --limit 1 --max-tokens 8 --values 1,2",
-    "plan": "--placement 'split target, head' --inflate 32MiB --limit 1 --max-tokens 16 --seconds 1",
+    "plan": "--placement 'split target, head' --inflate 32MiB --limit 1 --max-tokens 8 --seconds 1",
     "recurrence": "--shape 0.8b --prompt 16 --pairs 2 --weights int8",
     "reliability": "--limit 2 --max-tokens 16 --keys 1 --temperature 0",
     "replicas": "--inflate 32MiB --streams 1 --requests 2 --max-tokens 8 --repeat 1",
