@@ -681,6 +681,7 @@ def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Pa
         ({"llama.rope.scaling.type": "su"}, "scaled in the way 'su'"),
         ({"llama.block_count": 1 << 30}, "has 1073741824 layers, and has fewer tensors"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, no finite"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1.0, below 0"),
         ({"general.type": ["model"]}, "general.type is no text"),
         ({"split.no": "first"}, "split.no or split.count is no whole number"),
         ({"split.count": [1, 2]}, "split.no or split.count is no whole number"),
@@ -697,7 +698,12 @@ def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Pa
             {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
             "rope.scaling.factor is 0.0, no positive",
         ),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -2.0},
+            "rope.scaling.factor is -2.0, no positive",
+        ),
         ({"llama.embedding_length": "wide"}, "is wide, no whole number"),
+        ({"llama.context_length": [-1, -1]}, "context_length is -1, no number from 0"),
         ({"tokenizer.ggml.pre": "new-splitting"}, "is 'new-splitting' and not known here"),
         ({"tokenizer.ggml.pre": None}, "is missing and not known here"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'"),
@@ -714,6 +720,25 @@ def test_what_a_file_says_and_is_not_known_is_refused_by_name(
         view_of(file)
 
 
+def test_a_width_that_its_tensors_have_not_is_told_of_the_file(tmp_path: Path) -> None:
+    """The folder in the cache that stands for it is nothing that its user could correct."""
+    for width, words in ((0, "intermediate_size is 0"), (3, r"where its metadata calls for \[3")):
+        file, _ = write(tmp_path / str(width), **{"llama.feed_forward_length": width})
+        with pytest.raises(CheckpointError, match=words) as refused:
+            load(file)
+        assert str(refused.value).startswith(f"{file}: ")
+        assert str(refused.value).endswith(
+            "another file of this model, or its folder of safetensors"
+        )
+
+
+def test_a_file_that_does_not_say_where_an_mlp_reads_is_refused(tmp_path: Path) -> None:
+    """Both orders have the same tensors, and llama.cpp has no usual one."""
+    file, _ = write(tmp_path, "gpt_neox", **{"gptneox.use_parallel_residual": None})
+    with pytest.raises(CheckpointError, match=r"key gptneox\.use_parallel_residual is missing"):
+        view_of(file)
+
+
 def test_scales_of_0_are_those_that_a_file_does_not_say(tmp_path: Path) -> None:
     scales = ("attention.scale", "embedding_scale", "residual_scale")
     found = []
@@ -723,9 +748,19 @@ def test_scales_of_0_are_those_that_a_file_does_not_say(tmp_path: Path) -> None:
         )
         found.append(json.loads((view_of(file) / "config.json").read_text()))
     assert found[0] == found[1]
-    file, _ = write(tmp_path / "logits", "granite", **{"granite.logit_scale": 0.0})
-    with pytest.raises(CheckpointError, match=r"logit_scale is 0\.0, no positive finite number"):
-        view_of(file)
+    for kind in ("granite", "cohere2"):
+        file, _ = write(tmp_path / f"{kind} logits", kind, **{f"{kind}.logit_scale": 0.0})
+        with pytest.raises(CheckpointError, match=r"scale is 0\.0, no positive finite number"):
+            view_of(file)
+
+
+@pytest.mark.parametrize(("every", "windows"), [(None, "1110"), (0, "1111"), (1, "0000")])
+def test_every_so_many_layers_have_no_window(
+    tmp_path: Path, every: int | None, windows: str
+) -> None:
+    file, _ = write(tmp_path, "cohere2", **{"cohere2.attention.sliding_window_pattern": every})
+    kinds = json.loads((view_of(file) / "config.json").read_text())["layer_types"]
+    assert [kind == "sliding_attention" for kind in kinds] == [mark == "1" for mark in windows]
 
 
 def test_ends_template_and_sampling_are_those_of_the_file(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from dovetail.workers.models.checkpoints.configured import decoder_layers, read_
 from dovetail.workers.models.checkpoints.digests import known_digest
 from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
-from dovetail.workers.models.checkpoints.gguf.view import spelled
+from dovetail.workers.models.checkpoints.gguf.view import blaming_the_file, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import (
     grow_layer,
@@ -105,22 +105,26 @@ def load_language_model(
     drafts, whose products may round to the type of its weights.
     """
     check_names(weights, backend)
-    file = find_folder(source) / "config.json"
-    known = proof == "auto" and Proofs(read_bytes(file)).known
-    if not known:
-        read_config(file)  # what cannot be decoded is refused before all weights are read
-    checkpoint = replace(open_checkpoint(source, wait=known), context=context)
-    on_cpu = stage is not None or torch.device(device).type == "cpu"
-    cache = cache or ("fp32" if on_cpu else "auto")
-    own = type_of(weights, checkpoint, activations)
-    wanted = Wanted(weights, own, backend, inflate_bytes, profile, stage, cache, proof)
-    try:
-        if on_cpu:
-            return _on_cpu(lambda: open_skeleton(checkpoint), checkpoint, wanted, kept=checkpoint)
-        return _on_gpu(checkpoint, wanted, torch.device(device), draft)
-    except Exception:
-        checkpoint.digesting.result()  # what is wrong with its files comes first
-        raise
+    folder = find_folder(source)
+    with blaming_the_file(folder):
+        file = folder / "config.json"
+        known = proof == "auto" and Proofs(read_bytes(file)).known
+        if not known:
+            read_config(file)  # what cannot be decoded is refused before all weights are read
+        checkpoint = replace(open_checkpoint(source, wait=known), context=context)
+        on_cpu = stage is not None or torch.device(device).type == "cpu"
+        cache = cache or ("fp32" if on_cpu else "auto")
+        own = type_of(weights, checkpoint, activations)
+        wanted = Wanted(weights, own, backend, inflate_bytes, profile, stage, cache, proof)
+        try:
+            if on_cpu:
+                return _on_cpu(
+                    lambda: open_skeleton(checkpoint), checkpoint, wanted, kept=checkpoint
+                )
+            return _on_gpu(checkpoint, wanted, torch.device(device), draft)
+        except Exception:
+            checkpoint.digesting.result()  # what is wrong with its files comes first
+            raise
 
 
 def random_language_model(

@@ -14,6 +14,8 @@ from dovetail.workers.models.checkpoints.gguf.reader import Place
 
 HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
 """Keys that do not change what a model computes."""
+LARGEST = 1 << 32
+"""The largest whole number that a file can say of its architecture: files have 32 bits for it."""
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
 GUESSES = "nextn_predict_layers"
@@ -46,6 +48,8 @@ class Facts:
             raise self.refusal(f"{self._prefix}{key} differs from layer to layer")
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no whole number")
+        if not 0 <= value <= LARGEST:
+            raise self.refusal(f"{self._prefix}{key} is {value}, no number from 0 to {LARGEST}")
         return value
 
     def numbers(self, key: str, default: Sequence[int] | None = None) -> list[int]:
@@ -55,6 +59,10 @@ class Facts:
             return [*default]
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iub":
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no list of numbers")
+        if value.size and not 0 <= min(value.tolist()) <= max(value.tolist()) <= LARGEST:
+            raise self.refusal(
+                f"{self._prefix}{key} is {str(value)[:50]}, no numbers from 0 to {LARGEST}"
+            )
         return [int(one) for one in value]
 
     def each(self, key: str) -> list[int]:
@@ -71,7 +79,7 @@ class Facts:
         """Return whether there is a list under a key."""
         return isinstance(self.model.facts.get(self._prefix + key), np.ndarray)
 
-    def truth(self, key: str, default: bool) -> bool:
+    def truth(self, key: str, default: bool | None = None) -> bool:
         """Return whether something is so."""
         value = self._get(key, default)
         if not isinstance(value, bool):
@@ -108,6 +116,13 @@ class Facts:
         value = self.real(key, default)
         if not 0 < value < float("inf"):
             raise self.refusal(f"{self._prefix}{key} is {value}, no positive finite number")
+        return value
+
+    def epsilon(self, key: str, default: float | None = None) -> float:
+        """Return a number that is finite and not below 0."""
+        value = self.real(key, default)
+        if value < 0:
+            raise self.refusal(f"{self._prefix}{key} is {value}, below 0")
         return value
 
     def text(self, key: str, default: str) -> str:

@@ -7,9 +7,11 @@ Whatever takes the folder of a model takes this one. Needs no torch.
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +60,23 @@ def spelled(source: str) -> str:
     """Return the name of a model with a view replaced by its GGUF file, the first of several."""
     files = files_of(Path(source)) if source else []
     return str(files[0]) if files else source
+
+
+@contextmanager
+def blaming_the_file(folder: Path) -> Iterator[None]:
+    """Name the GGUF file in the `CheckpointError` of a view, which is none of its user's files, and
+    what there is to do about that file."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(folder) not in str(error) or not (files := files_of(folder)):
+            raise
+        said = str(error).replace(f"{folder}/config.json", str(files[0]))
+        said = said.replace(str(folder), str(files[0])).rpartition("; ")[0] or said
+        said = re.sub(r"((its|this) )?config\.json", "its metadata", said)
+        raise CheckpointError(
+            f"{said}; take another file of this model, or its folder of safetensors"
+        ) from None
 
 
 def view_of(file: Path) -> Path:

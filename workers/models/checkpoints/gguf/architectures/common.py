@@ -124,7 +124,7 @@ def _yarn(facts: Facts) -> Configuration:
         raise facts.refusal("its yarn mixes in another measure than all (yarn_ext_factor)")
     found: Configuration = {
         "rope_type": "yarn",
-        "factor": facts.real("rope.scaling.factor"),
+        "factor": facts.positive("rope.scaling.factor"),
         "original_max_position_embeddings": facts.whole("rope.scaling.original_context_length"),
         "beta_fast": facts.real("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": facts.real("rope.scaling.yarn_beta_slow", 1.0),
@@ -139,18 +139,18 @@ def _yarn(facts: Facts) -> Configuration:
 
 def with_rms(facts: Facts) -> Configuration:
     """Return what architectures with RMS norms have in common."""
-    return {**common(facts), "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon")}
+    return {**common(facts), "rms_norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon")}
 
 
 def pattern(facts: Facts, every: int) -> list[str]:
     """Return the kinds of layers: where the file says nothing, all but each of so many have a
-    window."""
+    window; of 0, all have one, as in llama.cpp."""
     key, layers = "attention.sliding_window_pattern", range(facts.layers)
     if facts.is_list(key):
         windows = facts.numbers(key)[: len(layers)]
     else:
-        every = max(1, facts.whole(key, every))
-        windows = [int((index + 1) % every > 0) for index in layers]
+        every = facts.whole(key, every)
+        windows = [int(every == 0 or (index + 1) % every > 0) for index in layers]
     if len(windows) != len(layers):
         raise facts.refusal(f"it says of {len(windows)} layers whether they have a window")
     return [SLIDING if window else FULL for window in windows]

@@ -107,7 +107,7 @@ def gemma4(facts: Facts) -> Configuration:
     found = {
         **sizes,
         "model_type": "gemma4_text",
-        "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon"),
         "hidden_activation": "gelu_pytorch_tanh",
         "intermediate_size": widths[0],
         "use_double_wide_mlp": wide,

@@ -25,7 +25,7 @@ def gpt2(facts: Facts) -> Configuration:
         "n_head": facts.whole(HEADS),
         "n_positions": facts.whole("context_length"),
         "n_inner": facts.whole("feed_forward_length"),
-        "layer_norm_epsilon": facts.real("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": facts.epsilon("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     }
@@ -35,7 +35,7 @@ def starcoder2(facts: Facts) -> Configuration:
     return {
         **common(facts),
         "model_type": "starcoder2",
-        "norm_epsilon": facts.real("attention.layer_norm_epsilon"),
+        "norm_epsilon": facts.epsilon("attention.layer_norm_epsilon"),
         "hidden_act": "gelu_pytorch_tanh",
         "use_bias": "blk.0.attn_q.bias" in facts.tensors,
         "sliding_window": None,
@@ -62,7 +62,7 @@ def stablelm(facts: Facts) -> Configuration:
         **common(facts),
         "model_type": "stablelm",
         "hidden_act": "silu",
-        "layer_norm_eps": facts.real(EPSILON),
+        "layer_norm_eps": facts.epsilon(EPSILON),
         "use_qkv_bias": has_bias(facts, "attn_q"),
         "use_parallel_residual": facts.truth("use_parallel_residual", True),
         "qk_layernorm": False,
@@ -75,7 +75,7 @@ def phi2(facts: Facts) -> Configuration:
         **common(facts),
         "model_type": "phi",
         "hidden_act": "gelu_new",
-        "layer_norm_eps": facts.real(EPSILON),
+        "layer_norm_eps": facts.epsilon(EPSILON),
         "qk_layernorm": False,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0),
     }
@@ -86,20 +86,20 @@ def gptneox(facts: Facts) -> Configuration:
         **common(facts),
         "model_type": "gpt_neox",
         "hidden_act": "gelu",
-        "layer_norm_eps": facts.real(EPSILON),
+        "layer_norm_eps": facts.epsilon(EPSILON),
         "attention_bias": has_bias(facts, "attn_qkv"),
-        "use_parallel_residual": facts.truth("use_parallel_residual", True),
+        "use_parallel_residual": facts.truth("use_parallel_residual"),
         **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
     }
 
 
 def nemotron(facts: Facts) -> Configuration:
-    facts.real("attention.layer_norm_rms_epsilon", 0.0)  # files say it twice
+    facts.epsilon("attention.layer_norm_rms_epsilon", 0.0)  # files say it twice
     return {
         **common(facts),
         "model_type": "nemotron",
         "hidden_act": "relu2",
-        "norm_eps": facts.real(EPSILON),
+        "norm_eps": facts.epsilon(EPSILON),
         "attention_bias": has_bias(facts, "attn_q"),
         "mlp_bias": has_bias(facts, "ffn_down"),
     }
@@ -107,7 +107,7 @@ def nemotron(facts: Facts) -> Configuration:
 
 def olmo(facts: Facts) -> Configuration:
     """Norms have no weights."""
-    if (epsilon := facts.real(EPSILON)) != OLMO_EPSILON:
+    if (epsilon := facts.epsilon(EPSILON)) != OLMO_EPSILON:
         raise facts.refusal(f"its norms have the epsilon {epsilon}, and OLMo's {OLMO_EPSILON}")
     return {**common(facts), "model_type": "olmo", "hidden_act": "silu", "pad_token_id": None}
 
@@ -117,7 +117,7 @@ def jais2(facts: Facts) -> Configuration:
         **common(facts),
         "model_type": "jais2",
         "hidden_act": "relu2",
-        "layer_norm_eps": facts.real(EPSILON),
+        "layer_norm_eps": facts.epsilon(EPSILON),
         "attention_bias": has_bias(facts, "attn_q"),
         "mlp_bias": has_bias(facts, "ffn_down"),
     }
@@ -129,8 +129,8 @@ def cohere2(facts: Facts) -> Configuration:
         **common(facts),
         "model_type": "cohere2",
         "hidden_act": "silu",
-        "layer_norm_eps": facts.real(EPSILON),
-        "logit_scale": facts.real("logit_scale"),
+        "layer_norm_eps": facts.epsilon(EPSILON),
+        "logit_scale": facts.positive("logit_scale"),
         "sliding_window": facts.whole("attention.sliding_window"),
         "layer_types": pattern(facts, 4),
         "attention_bias": has_bias(facts, "attn_q"),

@@ -224,7 +224,7 @@ def _latents(facts: Facts, width: int | None = None) -> Configuration:
         "qk_rope_head_dim": rotated,
         "v_head_dim": values,
         "rope_interleave": True,
-        "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": facts.whole("context_length"),
         "rope_parameters": rope,
     }

@@ -74,7 +74,7 @@ def with_convolutions(facts: Facts) -> Configuration:
         raise facts.refusal("its layers have several numbers of key heads, or none")
     return {
         **common(facts, max(heads)),
-        "norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon"),
         "layer_types": [FULL if count else "conv" for count in heads],
         "conv_L_cache": facts.whole("shortconv.l_cache"),
         "conv_bias": False,
@@ -147,7 +147,7 @@ def granitehybrid(facts: Facts) -> Configuration:
     heads = _key_heads(facts)
     found = {
         **common(facts, max(heads)),
-        "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": facts.epsilon("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "attention_bias": False,
     }
@@ -206,8 +206,8 @@ def nemotron_h(facts: Facts) -> Configuration:
     sizes = sizes_of(facts)
     rotation(facts, sizes["head_dim"])  # files say it, and nothing is rotated
     states = _mamba(facts, sizes["hidden_size"])
-    epsilon = facts.real("attention.layer_norm_epsilon")
-    facts.real("attention.layer_norm_rms_epsilon", epsilon)
+    epsilon = facts.epsilon("attention.layer_norm_epsilon")
+    facts.epsilon("attention.layer_norm_rms_epsilon", epsilon)
     found: dict[str, Any] = {
         **sizes,
         "model_type": "nemotron_h",
