@@ -62,6 +62,10 @@ def spelled(source: str) -> str:
     return str(files[0]) if files else source
 
 
+OF_FOLDERS = re.compile(r"config\.json|correct it|fetch the model|must be")
+"""Words of remedies that are for folders in the Hugging Face layout."""
+
+
 @contextmanager
 def blaming_the_file(folder: Path) -> Iterator[None]:
     """Name the GGUF file in the `CheckpointError` of a view, which is none of its user's files, and
@@ -72,11 +76,11 @@ def blaming_the_file(folder: Path) -> Iterator[None]:
         if str(folder) not in str(error) or not (files := files_of(folder)):
             raise
         said = str(error).replace(f"{folder}/config.json", str(files[0]))
-        said = said.replace(str(folder), str(files[0])).rpartition("; ")[0] or said
-        said = re.sub(r"((its|this) )?config\.json", "its metadata", said)
-        raise CheckpointError(
-            f"{said}; take another file of this model, or its folder of safetensors"
-        ) from None
+        said = said.replace(str(folder), str(files[0]))
+        told, _, remedy = said.rpartition("; ")
+        if told and OF_FOLDERS.search(remedy):
+            said = f"{told}; take another file of this model, or its folder of safetensors"
+        raise CheckpointError(re.sub(r"((its|this) )?config\.json", "its metadata", said)) from None
 
 
 def view_of(file: Path) -> Path:
