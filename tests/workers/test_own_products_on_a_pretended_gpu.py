@@ -21,8 +21,8 @@ from dovetail.workers.devices.pretended import (
 )
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.heads.arithmetic.matrices import device_product
 from dovetail.workers.heads.head import open_head
-from dovetail.workers.heads.matrices import device_product
 from dovetail.workers.models.backends.device.choice import products_on, tell_products
 from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.device.own_blocks import CONTEST as BLOCKS

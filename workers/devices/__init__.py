@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings.models import HEAD_KINDS
 from dovetail.workers.devices import cpu
 from dovetail.workers.devices.accelerator import wrong_numbers
 from dovetail.workers.devices.base import Capture, Device, DeviceKind, Program, Transfer
@@ -47,7 +48,7 @@ def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
             if device.conversion is not None and not for_head:
                 raise SettingsError(
                     f"{name} computes draft heads alone, and this is not one: use cpu, cuda:N, "
-                    "xpu:N or mps, or draft.kind eagle, eagle3, dovetail or jakiro"
+                    f"xpu:N or mps, or draft.kind {' or '.join(HEAD_KINDS)}"
                 )
             if kind.unproved:
                 _prove(device)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.devices.base import Conversion, Device
 from dovetail.workers.heads.arithmetic import FixedRows
+from dovetail.workers.heads.arithmetic.on_torch import TorchArithmetic, TorchRows
 from dovetail.workers.heads.checkpoint import open_head_checkpoint
 from dovetail.workers.heads.head import Head, Predicted, geometry_of
 from dovetail.workers.heads.parts import Inputs
-from dovetail.workers.heads.torch_arithmetic import TorchArithmetic, TorchRows
 from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.device.fixed import SLOTS
 from dovetail.workers.models.backends.device.rows import PlacedRows

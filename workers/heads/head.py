@@ -19,14 +19,14 @@ from torch.nn.functional import embedding
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
 from dovetail.workers.heads.arithmetic import KINDS, TYPES, Arithmetic, FixedRows, Geometry
+from dovetail.workers.heads.arithmetic.matrices import check_weights
+from dovetail.workers.heads.arithmetic.on_kernels import KernelArithmetic
+from dovetail.workers.heads.arithmetic.on_torch import TorchArithmetic
 from dovetail.workers.heads.checkpoint import open_head_checkpoint
 from dovetail.workers.heads.files import classify
-from dovetail.workers.heads.kernel_arithmetic import KernelArithmetic
-from dovetail.workers.heads.matrices import check_weights
 from dovetail.workers.heads.parts import HeadCheckpoint, Inputs
 from dovetail.workers.heads.registry import kind_of_head
 from dovetail.workers.heads.spec import HeadSpec
-from dovetail.workers.heads.torch_arithmetic import TorchArithmetic
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.device.fixed import Graphs

@@ -2,8 +2,10 @@
 
 This is the algorithm for one sequence in one process, with models as plain functions. The
 coordinator and its workers do the same over messages and caches, with the functions that are called
-here; the tests hold them against this page. Rounds follow Dovetail (section 3); the tree is
-EAGLE-2's with the policy `dynamic` (section 4).
+here; the tests hold them against this page. Rounds follow the Dovetail paper (section 3). With the
+policy `dynamic` the tree is that of the EAGLE-2 paper (section 4). A token is the argmax of
+processed logits plus Gumbel noise that depends on the key and the position alone: draft and target
+choose with the same noise, so that the draft guesses what the target will sample.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,17 +23,18 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.sampling import LookingBack, choose, process_logits
 
 Model = Callable[[Sequence[int], Sequence[Sequence[int]]], Tensor]
-"""A causal model: of a log and N paths behind it the logits [N, V] after each path."""
+"""A causal model: (tokens so far, N continuations of them) -> the logits [N, V] after each."""
 
 
 class Chooser:
-    """The chooser of tokens: processors, then the noise of the position, so that an argmax is an
-    exact sample (Gumbel-max), the same one whoever asks."""
+    """The chooser of tokens: it processes logits (penalties, temperature, top-k, top-p) and adds
+    the noise of the position, so that the argmax is an exact sample (Gumbel-max), and the same
+    sample whether the draft or the target asks."""
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, key: bytes, size: int) -> None:
         """`key` seeds the noise; `size` is V."""
         self.sampling, self._key, self._size, self._length = sampling, key, size, len(prompt)
-        self._looking_back = LookingBack(sampling, prompt, (), size)
+        self._looking_back = LookingBack(sampling, prompt, end=(), size=size)
 
     def process(
         self, logits: Tensor, paths: Sequence[Sequence[int]]
@@ -94,8 +97,9 @@ def speculative_decode(
 def grow(
     log: Sequence[int], draft: Model, chooser: Chooser, policy: Policy, shape: Shape
 ) -> TokenTree:
-    """Return the tree that a draft proposes behind `log`: a pass expands the nodes that the policy
-    wants, by the tokens that the target would choose after them if it thought as the draft does."""
+    """Return the tree that a draft proposes after `log`: each pass expands the nodes that the
+    policy wants, by the tokens that the target would choose there if its logits were the
+    draft's."""
     tree = GrowingTree()
     for nodes in policy.passes(tree, shape):
         paths = [tree.path_tokens(node) for node in nodes.tolist()]

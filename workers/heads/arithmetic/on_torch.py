@@ -18,7 +18,7 @@ from dovetail.workers.heads.arithmetic import (
     Mix,
     Product,
 )
-from dovetail.workers.heads.matrices import device_product, ours_on, parts_on
+from dovetail.workers.heads.arithmetic.matrices import device_product, ours_on, parts_on
 from dovetail.workers.kernels.layer_plan import Norm, NormKind
 from dovetail.workers.models.attention import Block, Masks, arrange, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.arenas import ArenaCache, Arenas

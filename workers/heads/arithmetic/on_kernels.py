@@ -14,7 +14,7 @@ from dovetail.workers.heads.arithmetic import (
     Mix,
     Product,
 )
-from dovetail.workers.heads.matrices import pack_matrix
+from dovetail.workers.heads.arithmetic.matrices import pack_matrix
 from dovetail.workers.kernels.layer import (
     Attention,
     DecoderLayer,
