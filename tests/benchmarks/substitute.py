@@ -8,7 +8,7 @@ processes.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -231,28 +231,7 @@ def ablation(
                 or logs[0][: len(plain)] != plain[: len(logs[0])]
             ):
                 raise UserError(f"prompt {number}: the steps do not write the same tokens")
-        for name, cells in found.items():
-            tokens = sum(tokens for tokens, _, _ in cells)
-            rounds = sum(rounds for _, rounds, _ in cells)
-            rate = tokens / sum(seconds for _, _, seconds in cells)
-            rows.append(
-                {
-                    "temperature": temperature,
-                    "step": name,
-                    "tau": tokens / rounds,
-                    "tokens_per_s": rate,
-                    "ratio": rate / fmean(alone),
-                }
-            )
-        rows.append(
-            {
-                "temperature": temperature,
-                "step": "target alone, streamed",
-                "tau": 1.0,
-                "tokens_per_s": fmean(alone),
-                "ratio": 1.0,
-            }
-        )
+        rows += rows_of(temperature, found, alone)
     return {
         "rows": rows,
         "inflate": inflate,
@@ -262,6 +241,24 @@ def ablation(
         "bits": bits,
         "copied_s": copied / limited.bytes_per_s,
     }
+
+
+def rows_of(
+    temperature: float,
+    found: Mapping[str, Sequence[tuple[int, int, float]]],
+    alone: Sequence[float],
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each step, of the tokens, rounds and seconds of its replies, and one for the
+    target alone, of the tokens a second of its replies."""
+    plain = fmean(alone)
+    for name, cells in found.items():
+        tokens = sum(tokens for tokens, _, _ in cells)
+        rounds = sum(rounds for _, rounds, _ in cells)
+        rate = tokens / sum(seconds for _, _, seconds in cells)
+        told = {"tau": tokens / rounds, "tokens_per_s": rate, "ratio": rate / plain}
+        yield {"temperature": temperature, "step": name, **told}
+    told = {"tau": 1.0, "tokens_per_s": plain, "ratio": 1.0}
+    yield {"temperature": temperature, "step": "target alone, streamed", **told}
 
 
 def pair(target: LanguageModel, model: LanguageModel, *, shared: bool) -> tuple[Verifier, Drafter]:
