@@ -195,8 +195,6 @@ class Planner:
     host_experts: bool = False
     nodes: int = 1
     """Memory nodes that the target is spread over."""
-    cpu_alone: bool = False
-    """True if no layer of the target can be on a device; a draft can."""
 
     def on_cpu(self) -> Places:
         """The whole target on the CPU."""
@@ -206,31 +204,26 @@ class Planner:
         """The last layers and the head on the device, which keeps them."""
         return (
             [(n, n) for n in range(1, self.target.layers)]
-            if self.machine.host is not None and self._takes_layers
+            if self.machine.host is not None and self.machine.device is not None
             else []
         )
 
     def streamed(self) -> Places:
         """All layers on the device, some of them through the link. One or two that are not resident
         would need as much room as if they were."""
-        if not self._takes_layers or self.machine.link is None:
+        if self.machine.device is None or self.machine.link is None:
             return []
         return [(self.target.layers, n) for n in range(max(0, self.target.layers - BUFFERS))]
 
     def mixed(self) -> Places:
         """Some layers on the CPU, some streamed, some resident."""
-        if self.machine.host is None or not self._takes_layers or self.machine.link is None:
+        if None in (self.machine.host, self.machine.device, self.machine.link):
             return []
         return [(n, r) for n in range(1, self.target.layers) for r in range(max(0, n - BUFFERS))]
 
     def whole(self) -> Places:
         """All on the device."""
-        return [(self.target.layers, self.target.layers)] if self._takes_layers else []
-
-    @property
-    def _takes_layers(self) -> bool:
-        """Return whether there is a device that layers of the target can be on."""
-        return self.machine.device is not None and not self.cpu_alone
+        return [] if self.machine.device is None else [(self.target.layers, self.target.layers)]
 
     def best(self, places: Places, drafts: Iterable[Draft | None]) -> Option | None:
         """The fastest of all of these within the limits; None: there is none. Among equals the one

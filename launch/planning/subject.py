@@ -31,7 +31,6 @@ from dovetail.protocol.experts import DENSE
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin, Source
 from dovetail.runtime.planner import Draft, Option, Planner
-from dovetail.workers.models.checkpoints.footprint import IN_BLOCKS
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
 GPU = "cuda:0"
@@ -73,13 +72,11 @@ class Subject:
     def planner(self) -> Planner:
         """Return what places the target, and places it with its experts on the CPU, or spread over
         memory nodes."""
-        alone, machine, spread = self._by_cpu_alone, self.prices.machine, self._over_nodes()
+        machine, spread = self.prices.machine, self._over_nodes()
         if self.configuration.settings.target.numa == "shard":
             nowhere_else = replace(machine, host=None, device=None)
             return Planner(self.target, nowhere_else, spread=spread)
-        whole = Planner(self.target, machine, cpu_alone=alone, spread=spread)
-        if alone:
-            return whole
+        whole = Planner(self.target, machine, spread=spread)
         beside = with_host_experts(self.prices, self.target.mixture)
         if beside is None:
             return whole
@@ -238,20 +235,13 @@ class Subject:
         return self.target.layers * self.target.layer + self.target.head
 
     @property
-    def _by_cpu_alone(self) -> bool:
-        """Return whether no layer of the target can be on a GPU."""
-        exact = self.configuration.settings.target.activations == "fp32"
-        return exact and self.weights in IN_BLOCKS
-
-    @property
     def _in_turns(self) -> bool:
         """Return whether a draft on the CPU has a core of the target, on this machine."""
         return self.here is not None and bool(self.here.layout.shared)
 
     def _device_says(self) -> str:
         if self.device:
-            said = "blocks times activations in fp32 are computed by the CPU alone"
-            return said if self._by_cpu_alone else ""
+            return ""
         place = "in turns with the target" if self._in_turns else "on a core of its own"
         said = f"there is no GPU here: everything is on the CPU, and a draft {place}"
         if self.configuration.settings.memory.vram == "auto":

@@ -27,10 +27,6 @@ def why_not_blocks(target: TargetSettings) -> str:
         return ""
     if target.inflate:
         return "blocks cannot be inflated"
-    places = (target.device, target.split.device or "cpu", target.prefill)
-    elsewhere = any(place not in ("cpu", "auto", "local") for place in places)
-    if elsewhere and target.activations != "int8":
-        return "blocks times activations in fp32 are computed by the CPU alone"
     if target.backend == "library" or not kernels.available():
         return "blocks are computed by the C++ kernels alone"
     return ""

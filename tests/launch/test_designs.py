@@ -11,7 +11,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dovetail.launch.planning.designs import design_of, read_config
-from dovetail.runtime.planner import Link, Machine, Place, Planner
 from dovetail.workers.models.checkpoints.composite import KINDS, VOCABULARIES
 from dovetail.workers.models.checkpoints.configured import decoder_layers, full_config
 from dovetail.workers.models.checkpoints.random_weights import random_skeleton
@@ -149,14 +148,3 @@ def test_a_plan_knows_which_layers_are_not_in_fixed_shapes_on_a_gpu(
     tiny_config(kind, {}).save_pretrained(tmp_path)
     design = design_of(read_config(tmp_path, "target model"), tmp_path)
     assert design.uncoded == uncoded
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_what_one_cpu_computes_alone_has_no_other_places(alone: bool, tmp_path: Path) -> None:
-    tiny_config("qwen3", {}).save_pretrained(tmp_path)
-    design = design_of(read_config(tmp_path, "target model"), tmp_path)
-    place = Place(lambda rows: rows, lambda rows: rows)
-    machine = Machine(place, place, Link(lambda rows: rows, overlaps=True))
-    planner = Planner(design.target("fp32", "cuda:0"), machine, cpu_alone=alone)
-    places = (*planner.split(), *planner.streamed(), *planner.mixed(), *planner.whole())
-    assert (planner.on_cpu(), bool(places)) == ([(0, 0)], not alone)

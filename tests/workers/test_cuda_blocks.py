@@ -2,6 +2,7 @@
 compiled for every GPU that they are for, and in whole models on the pretended one."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.devices.pretended import PretendedTransfer, device
 from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.blocks import Part
 from dovetail.workers.models.backends.blob import Lying
 from dovetail.workers.models.backends.device.choice import (
@@ -22,8 +24,8 @@ from dovetail.workers.models.backends.device.choice import (
     products_on,
 )
 from dovetail.workers.models.backends.device.own_blocks import (
+    CONTESTS,
     FORMATS,
-    SOURCE,
     blocks_on,
     own_blocks,
     random_blocks,
@@ -46,6 +48,8 @@ from support.kernels import needs_kernels
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
 F16, Q4_K, Q6_K = 1, 12, 14
+PATHS = [*((Kind.BLOCKS, units) for units in UNITS), (Kind.EXACT_BLOCKS, "vectors")]
+"""Rows in int8 on every path of the functions, and in fp32 on the only one."""
 ROUNDED = 0.08
 """See `test_substitute.py`."""
 FORMATS_IN = f"{own_blocks.__module__}.FORMATS"
@@ -55,28 +59,29 @@ FORMATS_IN = f"{own_blocks.__module__}.FORMATS"
 @needs_kernels
 @pytest.mark.parametrize("type", everyday(FORMATS, Q4_K))
 @pytest.mark.parametrize("order", everyday(["forwards", "backwards"], "backwards"))
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize(("kind", "units"), PATHS)
 def test_a_row_has_the_bytes_of_the_kernels(
-    monkeypatch: pytest.MonkeyPatch, type: int, order: str, units: str
+    monkeypatch: pytest.MonkeyPatch, type: int, order: str, kind: Kind, units: str
 ) -> None:
     if order == "backwards":
         monkeypatch.setenv("DT_BACKWARDS", "1")
-    matrix = random_blocks([Part(type, 20)], 1280, torch.linspace(-1, 1, 20), 1)
+    matrix = random_blocks([Part(type, 20)], 1280, torch.linspace(-1, 1, 20), 1, kind)
     memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)
-    own = own_blocks(emulated(UNITS[units] + SOURCE), Lying.of(matrix), memory)
+    own = own_blocks(emulated(UNITS[units] + CONTESTS[kind].source), Lying.of(matrix), memory)
     assert against_kernels(own, matrix, CPU) == ""
 
 
 @needs_a_compiler
 @needs_kernels
 @pytest.mark.parametrize("biased", [False, True])
-def test_parts_of_several_types_are_one_matrix(biased: bool) -> None:
+@pytest.mark.parametrize("kind", CONTESTS)
+def test_parts_of_several_types_are_one_matrix(biased: bool, kind: Kind) -> None:
     bias = torch.linspace(-1, 1, 90) if biased else None
     parts = [Part(Q4_K, 40), Part(F16, 17), Part(Q6_K, 33)]
-    matrix = random_blocks(parts, 256, bias, 2)
+    matrix = random_blocks(parts, 256, bias, 2, kind)
     memory = torch.zeros(64 + matrix.nbytes, dtype=torch.uint8)
     memory[64:] = torch.frombuffer(matrix.memory, dtype=torch.uint8)[: matrix.nbytes]
-    own = own_blocks(emulated(SOURCE), Lying.of(matrix, 64), memory)
+    own = own_blocks(emulated(CONTESTS[kind].source), Lying.of(matrix, 64), memory)
     assert against_kernels(own, matrix, CPU) == ""
 
 
@@ -132,24 +137,26 @@ def decode(model: LanguageModel) -> Tensor:
 @needs_a_compiler
 @needs_kernels
 @pytest.mark.parametrize("weights", everyday(["file", "int4"], "file"))
+@pytest.mark.parametrize(("activations", "off"), [("int8", 0.03), ("fp32", 1e-5)])
 def test_layers_in_blocks_are_computed_on_a_device_from_the_bytes_of_the_file(
-    tmp_path: Path, launches: list[str], weights: str
+    tmp_path: Path, launches: list[str], weights: str, activations: str, off: float
 ) -> None:
     source = str(written(tmp_path) if weights == "file" else tmp_path / "model")
     if weights == "int4":
         write_tiny("llama", tmp_path / "model", **WIDE)
-    whole = load_language_model(source, weights=weights, device="cpu")
+    loaded = partial(
+        load_language_model, source, weights=weights, device="cpu", activations=activations
+    )
+    whole = loaded()
     places = [Place.CPU, Place.STREAMED, Place.RESIDENT]
     staging = Staging(places, PretendedTransfer())
-    split = load_language_model(
-        source, weights=weights, device="cpu", stage=lambda *_: staging, cache="fp32"
-    )
+    split = loaded(stage=lambda *_: staging, cache="fp32")
     launches.clear()
     expected, found = decode(whole), decode(split)
-    assert float((found - expected).abs().max() / expected.abs().max()) < 0.03
+    assert float((found - expected).abs().max() / expected.abs().max()) < off
     assert {name for name in launches if name.startswith("blocks_")}
-    assert "round_32" in launches
-    assert "blocks" in products_on(device()).mark
+    assert ("round_32" in launches) == (activations == "int8")
+    assert ("exact_blocks" in products_on(device()).mark) == (activations == "fp32")
 
 
 @pytest.mark.slow
@@ -183,24 +190,12 @@ def test_a_draft_whose_blocks_cannot_be_multiplied_becomes_fp16_and_that_is_said
     assert "becomes fp16, and not the blocks of its file: " in capsys.readouterr().err
 
 
-@needs_kernels
-def test_activations_in_fp32_are_refused_on_a_device(tmp_path: Path, launches: list[str]) -> None:
-    staging = Staging([Place.RESIDENT] * 3, PretendedTransfer())
-    with pytest.raises(SettingsError, match="with activations in int8, not in fp32: use weights"):
-        load_language_model(
-            str(written(tmp_path)),
-            weights="file",
-            device="cpu",
-            stage=lambda *_: staging,
-            activations="fp32",
-        )
-
-
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", everyday(ARCHITECTURES, 61))
 def test_the_functions_compile_for_every_gpu(architecture: int) -> None:
     assert not isinstance(NVRTC, str)
-    code = NVRTC.compile(SOURCE, architecture)
-    assert isinstance(code, bytes), code
-    for type in FORMATS:
-        assert f"blocks_{KINDS[type].name}".encode() in code
+    for contest in CONTESTS.values():
+        code = NVRTC.compile(contest.source, architecture)
+        assert isinstance(code, bytes), code
+        for type in FORMATS:
+            assert f"blocks_{KINDS[type].name}".encode() in code

@@ -3,8 +3,9 @@
 //
 // Compiled behind numbers.cu.
 
-// On matrix units a lane has two outputs and two rows, elsewhere one and four.
-#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
+// On matrix units a lane has two outputs and two rows, elsewhere one and four; DT_SINGLE_OUTPUTS
+// in front of this source says that nothing is computed on them.
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800 && !defined(DT_SINGLE_OUTPUTS)
 #define DT_MATRIX_UNITS
 #endif
 #ifdef DT_MATRIX_UNITS

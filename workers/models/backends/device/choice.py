@@ -58,6 +58,7 @@ class Function(IntEnum):
     ROUNDED_FP16 = 102
     ROUNDED_BF16 = 103
     BLOCKS = 104
+    EXACT_BLOCKS = 105
 
     @property
     def rounds(self) -> bool:

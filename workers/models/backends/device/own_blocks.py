@@ -1,6 +1,6 @@
-"""Products of ours on a GPU over the blocks of GGUF files, as the kernels have packed them
-(`kernels/cuda/rounded.cu`): a row has the bytes that the kernels give it on the CPU, whatever its
-neighbours are.
+"""Products of ours on a GPU over the blocks of GGUF files, as the kernels have packed them, for
+rows in int8 (`kernels/cuda/rounded.cu`) and in fp32 (`kernels/cuda/exact.cu`): a row has the bytes
+that the kernels give it on the CPU, whatever its neighbours are.
 
 torch has no product for blocks: where ours is not proved, a model with such weights is not computed
 on that device. Knows matrices and their bytes.
@@ -9,7 +9,7 @@ on that device. Knows matrices and their bytes.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from dovetail.workers.models.backends.device.choice import (
 )
 from dovetail.workers.models.backends.device.own import SOURCE as PRODUCTS
 from dovetail.workers.models.backends.device.own import (
+    WORDS,
     OwnMatrix,
     multiply,
     own_matrix,
@@ -106,24 +107,75 @@ def _name(type: int) -> str:
     return f"blocks_{KINDS[type].name}"
 
 
-def _defined(type: int, own: Format) -> str:
-    """Return the line of C++ that makes the product of a format."""
+def _defined(macro: str, type: int, own: Format) -> str:
+    """Return the line of C++ that makes the products of a format."""
     words = [
         int.from_bytes(bytes(number & 255 for number in own.numbers[at : at + 4]), "little")
         for at in range(0, len(own.numbers), 4)
     ]
     parts = (_name(type), WIDTH, own.bits, own.middle, str(own.signed).lower(), own.scales)
     table = (str(bool(words)).lower(), *(f"{word}u" for word in words or [0]))
-    return f"DT_ROUNDED({', '.join(map(str, (*parts, *table)))})\n"
+    return f"{macro}({', '.join(map(str, (*parts, *table)))})\n"
 
 
 SOURCE = "\n".join(
     [
         PRODUCTS,
         source_of("formats", "rounded").removeprefix(source_of()),
-        *(_defined(type, own) for type, own in FORMATS.items()),
+        *(_defined("DT_ROUNDED", type, own) for type, own in FORMATS.items()),
     ]
 )
+EXACT_SOURCE = "\n".join(
+    [
+        PRODUCTS,
+        "#define DT_SINGLE_OUTPUTS",
+        source_of("formats", "exact").removeprefix(source_of()),
+        *(_defined("DT_EXACT", type, own) for type, own in FORMATS.items()),
+    ]
+)
+EXACT_TILES, EXACT_THREADS = (8, 32), 128
+"""Rows of a block of threads that computes rows in fp32, as few as hold all, or the most; and its
+threads."""
+
+
+class Inputs(Protocol):
+    """Rows as products over blocks read them."""
+
+    def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        """Write x W^T + bias to y [T, n], which may be some columns of a wider matrix. `name`: the
+        format of `packed`."""
+
+
+class RoundedInputs:
+    """Rows in int8."""
+
+    def __init__(self, program: Program, x: Tensor) -> None:
+        self._program, self._rows = program, rounded_rows(program, x, WIDTH)
+
+    def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        multiply(self._program, name, packed, self._rows, bias, y)
+
+
+class ExactInputs:
+    """Rows in fp32, which begin at multiples of 16 bytes."""
+
+    def __init__(self, program: Program, x: Tensor) -> None:
+        aligned = x.is_contiguous() and x.storage_offset() % WORDS == 0
+        self._program, self._x = program, x if aligned else x.clone().contiguous()
+
+    def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        (rows, count), blocks = y.shape, self._x.shape[1] // WIDTH
+        tile = next((tile for tile in EXACT_TILES if rows <= tile), EXACT_TILES[-1])
+        grid = (-(-count // VECTOR), -(-rows // tile))
+        arguments = (packed, self._x, bias, y, count, y.stride(0), blocks, rows)
+        self._program.launch(f"{name}_{tile}", grid, EXACT_THREADS, arguments)
+
+
+INPUTS: Mapping[Kind, Callable[[Program, Tensor], Inputs]] = {
+    Kind.BLOCKS: RoundedInputs,
+    Kind.EXACT_BLOCKS: ExactInputs,
+}
+"""Kind of matrices in blocks -> what prepares rows [T, k] for them."""
 
 
 @dataclass(frozen=True)
@@ -147,22 +199,23 @@ class OwnBlocks:
     k: int
     parts: Sequence[OwnPart]
     bias: Tensor | None
+    kind: Kind
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] fp32 -> x W^T + bias [T, n] fp32, the rows of x rounded to 8 bits where they
-        meet blocks."""
+        meet blocks of kind BLOCKS."""
         y = x.new_empty(len(x), self.n)
         if not len(x):
             return y
-        rounded = None
+        inputs: Inputs | None = None
         for part in self.parts:
             own = slice(part.first, part.first + part.count)
             if part.plain is not None:
                 y[:, own] = part.plain(x)
                 continue
-            rounded = rounded or rounded_rows(self.program, x, WIDTH)
+            inputs = inputs or INPUTS[self.kind](self.program, x)
             bias = None if self.bias is None else self.bias[own]
-            multiply(self.program, part.name, part.packed, rounded, bias, y[:, own])
+            inputs.multiply(part.name, part.packed, bias, y[:, own])
         return y
 
 
@@ -171,17 +224,13 @@ def blocks_on(
 ) -> OwnBlocks:
     """Return a matrix of blocks that lies in `memory` on a device, and stays there; `SettingsError`
     where it cannot be multiplied. `products`: the choice there; None: all are torch's."""
-    remedy = "use weights half or int8, or have the CPU compute it"
-    if lying.kind is not Kind.BLOCKS:
-        raise SettingsError(
-            f"on {device} blocks are multiplied with activations in int8, not in fp32: {remedy}"
-        )
-    program = None if products is None else products.owner(CONTEST)
+    contest = CONTESTS[Kind(lying.kind)]
+    program = None if products is None else products.owner(contest)
     if program is None:
         why = (
-            f"{device}: torch multiplies none" if products is None else products.said[CONTEST.kind]
+            f"{device}: torch multiplies none" if products is None else products.said[contest.kind]
         )
-        raise SettingsError(f"{why}; {remedy}")
+        raise SettingsError(f"{why}; use weights half or int8, or have the CPU compute it")
     return own_blocks(program, lying, memory)
 
 
@@ -207,7 +256,7 @@ def own_blocks(program: Program, lying: Lying, memory: Tensor) -> OwnBlocks:
         own_bias = None if bias is None else bias[struct.first : struct.first + part.count]
         plain = partial(_plain, matrix, own_bias)
         found.append(OwnPart(struct.first, part.count, "", packed, plain))
-    return OwnBlocks(program, lying.n, lying.k, found, bias)
+    return OwnBlocks(program, lying.n, lying.k, found, bias, Kind(lying.kind))
 
 
 def _plain(matrix: Matrix | OwnMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -224,9 +273,11 @@ SMALL = 0x3B
 """A byte below which the upper half of 16 bits is that of a number below 1."""
 
 
-def random_blocks(parts: Sequence[Part], k: int, bias: Tensor | None, seed: int) -> BlockMatrix:
-    """Return a matrix of random codes, and of scales that are numbers."""
-    matrix = BlockMatrix(Kind.BLOCKS, parts, k, bias=bias)
+def random_blocks(
+    parts: Sequence[Part], k: int, bias: Tensor | None, seed: int, kind: Kind = Kind.BLOCKS
+) -> BlockMatrix:
+    """Return a matrix of random codes, and of scales that are numbers. `kind`: or EXACT_BLOCKS."""
+    matrix = BlockMatrix(kind, parts, k, bias=bias)
     memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     for part, struct in zip(parts, placed_parts(parts, k)[0], strict=True):
@@ -247,10 +298,11 @@ def random_blocks(parts: Sequence[Part], k: int, bias: Tensor | None, seed: int)
     return matrix
 
 
-def _against(program: Program, device: torch.device) -> str:
+def _against(kind: Kind, program: Program, device: torch.device) -> str:
     """Name the first format whose product differs from the kernels'; empty if none does."""
     for type in FORMATS:
-        matrix = random_blocks([Part(type, PROOF[0])], PROOF[1], torch.linspace(-1, 1, PROOF[0]), 1)
+        bias = torch.linspace(-1, 1, PROOF[0])
+        matrix = random_blocks([Part(type, PROOF[0])], PROOF[1], bias, 1, kind)
         if wrong := against_kernels(_copied(program, matrix, device), matrix, device):
             return f"{KINDS[type].name}: {wrong}"
     return ""
@@ -262,13 +314,14 @@ def _copied(program: Program, matrix: BlockMatrix, device: torch.device) -> OwnB
 
 
 def _pairs(
-    program: Program, device: torch.device
+    kind: Kind, program: Program, device: torch.device
 ) -> Iterator[tuple[Product, Callable[[], Product]]]:
     def torchs() -> Product:
         raise RuntimeError("torch multiplies no blocks")
 
     for seed in range(TIMED_MATRICES):
-        matrix = random_blocks([Part(TIMED_TYPE, TIMED_SHAPE[0])], TIMED_SHAPE[1], None, seed)
+        parts = [Part(TIMED_TYPE, TIMED_SHAPE[0])]
+        matrix = random_blocks(parts, TIMED_SHAPE[1], None, seed, kind)
         yield _copied(program, matrix, device), torchs
 
 
@@ -276,7 +329,17 @@ CONTEST = Contest(
     Function.BLOCKS,
     "product multiplies blocks of GGUF files",
     SOURCE,
-    _against,
-    _pairs,
+    partial(_against, Kind.BLOCKS),
+    partial(_pairs, Kind.BLOCKS),
     torchs=False,
 )
+EXACT = Contest(
+    Function.EXACT_BLOCKS,
+    "product multiplies blocks of GGUF files with activations in fp32",
+    EXACT_SOURCE,
+    partial(_against, Kind.EXACT_BLOCKS),
+    partial(_pairs, Kind.EXACT_BLOCKS),
+    torchs=False,
+)
+CONTESTS: Mapping[Kind, Contest] = {Kind.BLOCKS: CONTEST, Kind.EXACT_BLOCKS: EXACT}
+"""Kind of matrices in blocks -> what they are multiplied by."""

@@ -20,7 +20,7 @@ from dovetail.workers.models.substitutes import coded
 
 CONTESTS = (
     *(*choice.CONTESTS.values(), *choice.ROUNDED.values(), *coded.CONTESTS.values()),
-    *(attention.CONTEST, parts.CONTEST, own_blocks.CONTEST),
+    *(attention.CONTEST, parts.CONTEST, *own_blocks.CONTESTS.values()),
 )
 """Every contest between functions of ours and torch's."""
 LONGEST = 4096
