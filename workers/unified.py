@@ -33,7 +33,8 @@ from dovetail.protocol.settings import (
     TargetSettings,
 )
 from dovetail.protocol.spans import Spans
-from dovetail.workers.devices import Device, open_device
+from dovetail.workers.devices.base import Device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING

@@ -20,7 +20,8 @@ from dovetail.launch.processes import ahead
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
-from dovetail.protocol.settings import SHARED_DEVICES, Settings, byte_count
+from dovetail.protocol.settings import Settings, byte_count
+from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_BYTES,
     PROCESS_SPACE,
@@ -146,7 +147,7 @@ def needs_of(
     """Yield what each role takes while it loads, as far as the files tell."""
     target = with_target(settings.target)
     tensors = _tensors(target.model)
-    in_memory = target.device in SHARED_DEVICES and not target.split.device
+    in_memory = memory_of(target.device) is not Memory.OWN and not target.split.device
     for role in roles:
         if role == "target" and tensors and in_memory:
             yield Need(
@@ -185,7 +186,7 @@ def _draft_need(settings: Settings, target: Sequence[Tensor]) -> Iterator[Need]:
     if settings.draft.kind == "ngram":  # a look-up has no weights, and imports torch
         yield Need("the draft", PROCESS_BYTES)
         return
-    if settings.draft.device not in ("auto", *SHARED_DEVICES):
+    if memory_of(settings.draft.device) is Memory.OWN:
         return
     if settings.draft.kind == "substitute":
         if target:

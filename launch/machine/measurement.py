@@ -74,8 +74,8 @@ def measure(
     target, draft = configuration.settings.target, configuration.settings.draft
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
     os.environ.update({**thread_environment(threads), **TORCH_CAPS.get(isa, {})})
-    from dovetail.workers.devices import open_device
     from dovetail.workers.devices.memory import is_out_of_memory
+    from dovetail.workers.devices.opening import open_device
     from dovetail.workers.kernels.shards import Shard
     from dovetail.workers.serving.sharded import begin_shards
 

@@ -38,7 +38,7 @@ def device_of(settings: Settings) -> str | None:
         return settings.target.split.device
     if settings.target.device != "cpu":
         return settings.target.device
-    from dovetail.workers.devices import first_device
+    from dovetail.workers.devices.opening import first_device
 
     return None if (found := first_device()) == "cpu" else found
 
@@ -66,7 +66,7 @@ class Here:
         so at the last start, or the GPU has too little memory. Empty: the GPU drafts."""
         if self.configuration.settings.draft.device != "auto" or self.draft_device == "cpu":
             return ""
-        from dovetail.workers.devices import open_device
+        from dovetail.workers.devices.opening import open_device
         from dovetail.workers.drafters.trial import fall_key
 
         size, room = candidate.size.bytes, self.hardware.device_bytes
@@ -85,7 +85,7 @@ class Here:
         if candidate.lacks and candidate.kind != "substitute":
             return None
         from dovetail.workers.calibration.levels import expected_levels
-        from dovetail.workers.devices import open_device
+        from dovetail.workers.devices.opening import open_device
 
         target = with_target(self.configuration.settings.target)
         if candidate.kind == "substitute" and not any(
@@ -122,7 +122,7 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     device = device_of(settings)
     from dovetail.workers.calibration.devices import known_costs, planned_config
     from dovetail.workers.calibration.products import product_seconds
-    from dovetail.workers.devices import open_device
+    from dovetail.workers.devices.opening import open_device
     from dovetail.workers.models.backends.sizes import has_sizes
 
     open_device("cpu", threads)
@@ -219,7 +219,7 @@ def _with_gpu(
     ram: int,
 ) -> Hardware:
     from dovetail.workers.calibration.devices import probe_device
-    from dovetail.workers.devices import open_device
+    from dovetail.workers.devices.opening import open_device
     from dovetail.workers.serving.spread import FREE_SHARE
 
     opened = open_device(device, threads)

@@ -16,13 +16,13 @@ from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import (
-    HOST_DEVICES,
     SUBSTITUTE_WEIGHTS,
     DraftSettings,
     Settings,
     TargetSettings,
     byte_count,
 )
+from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, has_sizes, sizes_of
@@ -258,7 +258,7 @@ def draft_bytes(settings: Settings) -> int:
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (
-        device in HOST_DEVICES
+        memory_of(device) is Memory.HOST
         or draft.device not in ("auto", device)
         or draft.kind in ("none", "ngram")
         or draft.share is True
@@ -280,7 +280,7 @@ def draft_has_gpu_alone(settings: Settings) -> bool:
     """Return whether a draft may be on a GPU, and nothing of the target asks for one."""
     target, draft = settings.target, settings.draft
     return (
-        draft.device not in HOST_DEVICES
+        memory_of(draft.device) is not Memory.HOST
         and draft.kind not in ("none", "ngram")
         and draft.share is not True
         and target.device == "cpu"

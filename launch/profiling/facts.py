@@ -17,7 +17,8 @@ from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
-from dovetail.protocol.settings import DEVICE, HEAD_KINDS
+from dovetail.protocol.settings import HEAD_KINDS
+from dovetail.workers.devices.registry import computes_layers
 from dovetail.workers.models.checkpoints.gguf.view import resolved
 
 HEAD, SMALL = "head", "small"
@@ -169,7 +170,7 @@ def _card(watch: Watch) -> Card | None:
     found = [
         Card(device, gpu.name, gpu.memory_bytes - gpu.used_bytes, gpu.link_gb_s)
         for device, gpu in cards.items()
-        if DEVICE.fullmatch(device)
+        if computes_layers(device)
         and gpu.memory_bytes is not None
         and gpu.used_bytes is not None
         and not gpu.integrated

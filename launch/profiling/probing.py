@@ -59,7 +59,7 @@ def measure(cores: str, memory_nodes: str, parent: int) -> None:
     os.environ.update(thread_environment(len(place.cores)))
     from dovetail.workers import kernels
     from dovetail.workers.calibration.limits import best_of, measure_limits
-    from dovetail.workers.devices import open_device
+    from dovetail.workers.devices.opening import open_device
     from dovetail.workers.kernels.shards import Shard
     from dovetail.workers.serving.sharded import begin_shards
 

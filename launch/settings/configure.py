@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.catalog import ALL_SECTIONS, PREFIX, SETTINGS, Setting, names_in
+from dovetail.launch.settings.devices import check_devices
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
@@ -224,6 +225,7 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str], local: boo
         raise SettingsError(_explain(error, values, origins)) from None
     if (text := misfit(settings.sampling, settings.tree, settings.draft.kind)) is not None:
         raise SettingsError(text)
+    check_devices(settings, origins)
     named = settings.tree.thresholds
     return Configuration(
         _with_thresholds(settings, "" if isinstance(named, str) else named), origins, local, named

@@ -24,18 +24,10 @@ DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "file", "int4", "int3",
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 """Types of the weights of a target's substitute; auto is int4."""
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
-HOST_DEVICES = ("cpu", "pretended")
-"""Devices that compute in the host's memory; every other one has a memory of its own."""
-SHARED_DEVICES = ("cpu", "mps", "openvino:CPU")
-"""Devices whose weights lie in the host's memory, whatever computes with them."""
 TARGETS_OWN = ("target.model", "target.inflate", "target.context")
 """Settings of the target that a draft reads too: what a head or a substitute is made for."""
 MODELLESS_KINDS = ("ngram", "substitute", "none")
 """The draft kinds that name no model of their own: none at all, or the target."""
-DEVICE = re.compile(r"cpu|(cuda|xpu)(:[0-9]{1,3})?|mps|pretended")
-"""Names of devices that a setting may have."""
-GPUS = "cuda:N, xpu:N, mps"
-"""The names of GPUs (NVIDIA's and AMD's, Intel's, Apple's) as an error message lists them."""
 
 
 def cache_of(cache: str, weights: str) -> str:
@@ -64,13 +56,6 @@ class SplitSettings(Frozen):
         description="what of these layers the device computes: layer (all), or mixer (all but the "
         "routed experts, which the CPU computes from its own memory)",
     )
-
-    @field_validator("device")
-    @classmethod
-    def _device(cls, value: str) -> str:
-        if value and DEVICE.fullmatch(value) is None:
-            raise ValueError(f"write {GPUS} or cpu, or leave it empty")
-        return value
 
 
 class TargetSettings(Frozen):
@@ -143,13 +128,6 @@ class TargetSettings(Frozen):
     split: SplitSettings = Field(
         SplitSettings(), description="whether another device computes the last layers"
     )
-
-    @field_validator("prefill")
-    @classmethod
-    def _prefill(cls, value: str) -> str:
-        if value not in ("auto", "local") and DEVICE.fullmatch(value) is None:
-            raise ValueError(f"write auto, local, {GPUS} or cpu")
-        return value
 
     @field_validator("numa")
     @classmethod

@@ -31,7 +31,7 @@ from dovetail.protocol.settings import (
 )
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.devices.pretended import MEMORY
 from dovetail.workers.models.backends.placement import CACHED_ROWS, Placement
 from dovetail.workers.models.loading import load_language_model

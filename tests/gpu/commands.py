@@ -259,7 +259,7 @@ class _Follower:
 
 def _do(step: str, report: Report, device: str, caps: Sequence[float], work: Path) -> None:
     """One step, in this process."""
-    from dovetail.workers.devices import open_device
+    from dovetail.workers.devices.opening import open_device
 
     if step == "margins":
         from gpu import margins

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.devices import Device
+from dovetail.workers.devices.base import Device
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.registry import open_draft_worker

@@ -26,7 +26,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.runtime.record.comparison import NEAR_TIE
 from dovetail.workers.calibration.passes import Passes
-from dovetail.workers.devices import Device
+from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.cuda import CudaTransfer
 from dovetail.workers.devices.memory import HELD

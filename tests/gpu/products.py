@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dovetail.workers.devices import Device, Program
+from dovetail.workers.devices.base import Device, Program
 from dovetail.workers.models.backends.device import attention, choice, own_blocks, parts
 from dovetail.workers.models.backends.device.choice import Contest, Products
 from dovetail.workers.models.backends.device.own_blocks import OwnBlocks

@@ -110,7 +110,11 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         (
             {"target.split.device": "gpu"},
             {},
-            ("target.split.device = 'gpu'", "write cuda:N, xpu:N, mps or cpu, or leave it empty"),
+            (
+                "target.split.device = 'gpu'",
+                "write cuda:N",
+                "(Apple) or cpu, or leave it empty",
+            ),
         ),
         (
             {"target.split.layers": "0"},
@@ -126,7 +130,7 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         (
             {"target.prefill": "gpu"},
             {},
-            ("target.prefill = 'gpu'", "write auto, local, cuda:N, xpu:N, mps or cpu"),
+            ("target.prefill = 'gpu'", "write auto, local, cuda:N", "mps (Apple) or cpu"),
         ),
         ({"memory.vram": "much"}, {}, ("memory.vram = 'much'", "such as 512MiB or 7GB")),
         (

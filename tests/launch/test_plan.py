@@ -17,7 +17,7 @@ from dovetail.launch.processes.stack import layout_of
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.settings import DraftSettings, Settings
 from dovetail.runtime.costs.nodes import MEETING_S
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped
 from dovetail.workers.drafters.trial import fall_key, remember_fall
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors

@@ -28,7 +28,7 @@ from gpu.grown import grow  # noqa: E402
 from benchmarks.measure import estimate, ratio  # noqa: E402
 from dovetail.launch.settings.embedded import DEMO_FOLDER  # noqa: E402
 from dovetail.protocol.spans import Spans  # noqa: E402
-from dovetail.workers.devices import open_device  # noqa: E402
+from dovetail.workers.devices.opening import open_device  # noqa: E402
 from dovetail.workers.drafters.converted_head import open_converted_head  # noqa: E402
 from dovetail.workers.drafters.head import HeadDrafter  # noqa: E402
 from dovetail.workers.heads.head import open_head  # noqa: E402

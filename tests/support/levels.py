@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices import Capture
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.drafters.head_levels import Level, compute_level, open_levels
 from dovetail.workers.heads.head import Head
 from dovetail.workers.models.segment import Paths, Segment

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.devices import kind_of
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.devices.pretended import POSSIBLE, capable, device
 from dovetail.workers.heads.head import open_head
 from dovetail.workers.models.backends.device.choice import products_on

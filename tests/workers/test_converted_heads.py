@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.devices import Device, open_device, openvino
+from dovetail.workers.devices import openvino
+from dovetail.workers.devices.base import Device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.converted_head import ConvertedHead, open_converted_head
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.drafters.trial import try_out
@@ -141,7 +143,7 @@ def test_what_openvino_does_not_have_is_refused(tmp_path: Path, place: Device) -
 
 def test_a_name_of_no_device_is_answered_with_openvinos_for_a_head_alone() -> None:
     for for_head in (False, True):
-        with pytest.raises(SettingsError, match="there is no device 'rocm'; write cpu or") as said:
+        with pytest.raises(SettingsError, match="there is no device 'rocm'; write cuda:N") as said:
             open_device("rocm", 1, for_head=for_head)
         assert ("openvino:CPU|GPU|NPU" in str(said.value)) is for_head
 

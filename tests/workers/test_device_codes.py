@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
-from dovetail.workers.devices import open_device
 from dovetail.workers.devices.cpu import HostTransfer
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels.coded import GROUP
 from dovetail.workers.models.backends import staged
 from dovetail.workers.models.backends.blob import alone

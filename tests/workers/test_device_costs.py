@@ -16,7 +16,7 @@ from dovetail.workers.calibration.devices import (
     planned_config,
     probe_device,
 )
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.serving.spread import known_readings
 from support.kernels import needs_kernels
 from support.models import tiny_llama

@@ -1,11 +1,12 @@
-"""A device that is not there is refused with the remedy."""
+"""The table of devices, and what is said of one that is not there."""
 
 import pytest
 import torch
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.devices import open_device
 from dovetail.workers.devices.memory import is_out_of_memory
+from dovetail.workers.devices.opening import open_device
+from dovetail.workers.devices.registry import ENTRIES, Memory, memory_of
 
 
 def test_the_cpu_opens_with_the_threads_asked_for_and_says_so() -> None:
@@ -37,8 +38,31 @@ def test_a_gpu_beyond_the_last_is_refused_and_the_first_opens() -> None:
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:x", "cuda:0:1", "CPU"])
 def test_an_unknown_device_is_refused(name: str) -> None:
-    with pytest.raises(SettingsError, match="write cpu or cuda:N"):
+    with pytest.raises(SettingsError, match=r"write cuda:N.*, mps \(Apple\) or cpu$"):
         open_device(name, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("cuda", Memory.OWN),
+        ("cuda:1", Memory.OWN),
+        ("xpu:0", Memory.OWN),
+        ("mps", Memory.SHARED),
+        ("cpu", Memory.HOST),
+        ("openvino:CPU", Memory.SHARED),
+        ("openvino:GPU.0", Memory.OWN),
+        ("pretended", Memory.HOST),
+        *((name, None) for name in ("auto", "", "cuda:x", "cpu:0")),
+    ],
+)
+def test_the_table_says_where_weights_lie(name: str, memory: Memory | None) -> None:
+    assert memory_of(name) is memory
+
+
+def test_a_kind_of_the_table_has_its_names() -> None:
+    for entry in ENTRIES:
+        assert entry.pattern.startswith(entry.load().type)
 
 
 def test_exhausted_memory_is_told_from_other_failures() -> None:

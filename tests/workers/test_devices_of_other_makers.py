@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers import devices
-from dovetail.workers.devices import accelerator, memory, rocm, xpu
+from dovetail.workers.devices import accelerator, memory, opening, rocm, xpu
 from dovetail.workers.devices.base import DeviceKind
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.devices.memory import limit_memory
@@ -74,7 +73,7 @@ def standing_in(patch: pytest.MonkeyPatch, kind: DeviceKind, **modules: Any) -> 
     """Have a kind compute on the pretended GPU, and torch answer with stand-ins."""
     with patch.context() as patched:
         patched.setattr(type(kind), "type", NAME)
-        patched.setattr(devices, "KINDS", (kind, CPU))
+        patched.setattr(opening, "KINDS", (kind, CPU))
         for name, module in modules.items():
             patched.setattr(torch, name, module)
         yield
@@ -84,8 +83,8 @@ def test_an_intel_gpu_without_graphs_or_fp64_opens_and_says_that_none_was_ever_t
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with standing_in(monkeypatch, XPU, xpu=Module(Properties())), lacking({"fp64", "int4"}):
-        assert devices.first_device() == f"{NAME}:0"
-        opened = devices.open_device("auto", 1)
+        assert opening.first_device() == f"{NAME}:0"
+        opened = opening.open_device("auto", 1)
         place = opened.torch_device
         assert (opened.capture, opened.draft_weights) == (None, "fp16")
         assert "Arc" in opened.library
@@ -97,12 +96,12 @@ def test_an_intel_gpu_without_graphs_or_fp64_opens_and_says_that_none_was_ever_t
         monkeypatch.setattr(torch.xpu, name, lambda share, _: limits.append(share), raising=False)
         limit_memory(opened, 3 * GIB)
         assert limits == [0.5]
-        assert not devices.has_fp64(place)
-        assert devices.in_fp64(torch.ones(2, device=place)).device.type == "cpu"
+        assert not opening.has_fp64(place)
+        assert opening.in_fp64(torch.ones(2, device=place)).device.type == "cpu"
         assert "no int4 products" in opened.kind.against_int4(place)
         assert "NVIDIA's GPUs alone" in str(opened.kind.program(place, ""))
         with pytest.raises(SettingsError, match=r"this machine has 1 such devices"):
-            devices.open_device(f"{NAME}:3", 1)
+            opening.open_device(f"{NAME}:3", 1)
     assert "has never been run on an Intel GPU" in caplog.text
 
 
@@ -162,7 +161,7 @@ def test_graphs_that_are_refused_or_wrong_are_not_used(
 ) -> None:
     monkeypatch.setattr(Graph, "lazy", lazy)
     with standing_in(monkeypatch, XPU, xpu=Graphs(Properties(has_fp64=True))):
-        assert devices.open_device("auto", 1).capture is None
+        assert opening.open_device("auto", 1).capture is None
     assert "passes are computed operation by operation, without graphs" in caplog.text
     assert ("wrong numbers" in caplog.text) is lazy
 
@@ -187,7 +186,7 @@ def test_a_device_that_computes_wrong_numbers_is_refused(monkeypatch: pytest.Mon
             SettingsError, match=r"its results for attention are off by .*; use device cpu"
         ),
     ):
-        devices.open_device("auto", 1)
+        opening.open_device("auto", 1)
 
 
 def test_cuda_0_of_a_build_for_rocm_is_an_amd_gpu(
@@ -197,18 +196,18 @@ def test_cuda_0_of_a_build_for_rocm_is_an_amd_gpu(
     found = Graphs(Properties(name="AMD Radeon RX 6700 XT"))
     place = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
-    assert devices.kind_of(place) is ROCM
+    assert opening.kind_of(place) is ROCM
     assert "and cuda:0 is AMD's" in str(ROCM.program(place, ""))
     with pytest.raises(SettingsError, match="finds no AMD GPU"):
-        devices.open_device("cuda:0", 1)
+        opening.open_device("cuda:0", 1)
     with standing_in(monkeypatch, ROCM, cuda=found), lacking({"int4"}):
-        opened = devices.open_device("auto", 1)
+        opened = opening.open_device("auto", 1)
         assert "rocm6.4.43482-AMD-Radeon-RX-6700-XT-gfx1031" in opened.library
         assert opened.kind.against_int4(opened.torch_device)
         assert opened.capture is None
     assert "has never been run on an AMD GPU" in caplog.text
     monkeypatch.setattr(torch.version, "hip", None)
-    assert devices.kind_of(place) is not ROCM
+    assert opening.kind_of(place) is not ROCM
     assert rocm.ROCM.open("cuda:0") is None
 
 
@@ -223,7 +222,7 @@ def test_a_mac_has_one_gpu_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr("dovetail.workers.devices.cpu.free_bytes", lambda: 8 * GIB)
     with standing_in(monkeypatch, MPS, mps=metal), lacking({"fp64", "int4"}):
-        opened = devices.open_device("auto", 1)
+        opened = opening.open_device("auto", 1)
         assert (opened.capture, opened.kind.has_fp64(opened.torch_device)) == (None, False)
         assert opened.free_bytes() == 8 * GIB
         limit_memory(opened, 3 * GIB)

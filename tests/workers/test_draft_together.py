@@ -13,8 +13,9 @@ from dovetail.protocol.codec import COMMAND, encode
 from dovetail.protocol.messages import Close, Draft, Drafted, Drafts, Event, Failed
 from dovetail.protocol.settings import Sampling
 from dovetail.protocol.spans import Spans
-from dovetail.workers.devices import Device, open_device
+from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.memory import HELD
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.devices.pretended import POSSIBLE
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.head import HeadDrafter

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
-from dovetail.workers.devices import open_device
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.devices.cpu import HostTransfer
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.devices.pretended import POSSIBLE, PretendedTransfer
 from dovetail.workers.models.backends.placement import (
     Demand,

@@ -19,8 +19,8 @@ from dovetail.protocol.noise import gumbel
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
-from dovetail.workers.devices import open_device
 from dovetail.workers.devices.memory import captured_if_possible
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import FORETOLD, NOISE_SHARE, HeadDrafter
 from dovetail.workers.drafters.head_levels import Capture
 from dovetail.workers.heads.head import Head, Predicted, open_head

@@ -12,7 +12,7 @@ import torch
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.messages import Draft, Drafted, Feed, Open
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
-from dovetail.workers.devices import in_fp64, open_device
+from dovetail.workers.devices.opening import in_fp64, open_device
 from dovetail.workers.devices.pretended import POSSIBLE, PROFILES, device, lacking
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.backends.placement import Place

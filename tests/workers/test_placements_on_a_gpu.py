@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
-from dovetail.workers.devices import open_device
 from dovetail.workers.devices.cuda import CudaTransfer
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends.blob import Lying
 from dovetail.workers.models.backends.device import choice

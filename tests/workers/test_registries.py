@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS
-from dovetail.workers import devices
+from dovetail.workers.devices import opening, registry
 from dovetail.workers.devices.base import Device, DeviceKind, Transfer
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.drafters import registry as drafters
@@ -21,7 +22,6 @@ class Board(DeviceKind):
     """A device that is the CPU by another name."""
 
     type = "cpu"
-    names = "board"
 
     def open(self, name: str) -> Device | None:
         return Device(self, name, torch.device("cpu"), "board", "fp16") if name == "board" else None
@@ -37,11 +37,16 @@ class Board(DeviceKind):
 
 
 def test_a_device_is_an_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "KINDS", (Board(), *devices.KINDS))
-    opened = devices.open_device("auto", torch.get_num_threads())
+    board = Board()
+    entry = registry.Entry(lambda: board, "board", "board", registry.Memory.OWN)
+    monkeypatch.setattr(registry, "ENTRIES", (entry, *registry.ENTRIES))
+    monkeypatch.setattr(opening, "KINDS", (board, *opening.KINDS))
+    opened = opening.open_device("auto", torch.get_num_threads())
     assert (opened.name, opened.free_bytes()) == ("board", 7)
-    with pytest.raises(SettingsError, match="write cpu or board or cuda:N"):
-        devices.open_device("bord", torch.get_num_threads())
+    with pytest.raises(SettingsError, match="write board, cuda:N"):
+        opening.open_device("bord", torch.get_num_threads())
+    found = configure(flags={"target.device": "board", "draft.device": "board"}, environment={})
+    assert found.settings.draft.device == "board"
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)

@@ -12,7 +12,7 @@ import torch
 
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.models.backends.resident import ResidentDraft
 from dovetail.workers.models.loading import load_language_model

@@ -9,7 +9,8 @@ import torch
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.spans import Spans
-from dovetail.workers.devices import Device, open_device
+from dovetail.workers.devices.base import Device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.passes import Rows

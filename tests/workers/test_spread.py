@@ -12,7 +12,7 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import ProfileKey, update_profile
 from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSettings
 from dovetail.workers.calibration.target import calibrate
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.serving.spread import known_readings, spread_of

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dovetail.workers.devices import Program, open_device
+from dovetail.workers.devices.base import Program
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.devices.pretended import POSSIBLE
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends.device.choice import (

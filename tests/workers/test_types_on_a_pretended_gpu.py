@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import TypeTimes, load_profile, rewrite_profile
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.devices.pretended import (
     MEMORY,
     POSSIBLE,

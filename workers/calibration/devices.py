@@ -24,8 +24,8 @@ from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import CONTEXT, Passes
 from dovetail.workers.calibration.subject import design_key, read_design
-from dovetail.workers.devices import Device, open_device
-from dovetail.workers.devices.base import Transfer
+from dovetail.workers.devices.base import Device, Transfer
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.linear import CANDIDATES
 from dovetail.workers.models.backends.placement import Place

@@ -20,7 +20,7 @@ from dovetail.protocol.profile import ProfileKey
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.head_levels import (
     Capture,

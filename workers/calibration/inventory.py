@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers import devices, kernels
-from dovetail.workers.devices import cuda, kind_of, openvino
+from dovetail.workers import kernels
+from dovetail.workers.devices import cuda, openvino
 from dovetail.workers.devices.cuda import CUDA
+from dovetail.workers.devices.opening import KINDS as DEVICE_KINDS
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.kernels import Isa, Kind, PackedMatrix
 from dovetail.workers.kernels.coded import GROUP, KINDS, CodedMatrix
 from dovetail.workers.models.backends.device.choice import Products
@@ -62,7 +64,7 @@ def take_inventory() -> dict[str, Any]:
 def found() -> Iterator[dict[str, str]]:
     """Yield the GPUs that torch finds, by name and chip, with a clause where dovetail has never
     been run on one of the kind."""
-    for kind in devices.KINDS:
+    for kind in DEVICE_KINDS:
         for name in kind.found():
             yield {"name": name, "chip": kind.chip(torch.device(name)), "unproved": kind.unproved}
 

@@ -10,7 +10,7 @@ import torch
 
 from dovetail.protocol.calibration import Reading, RowsSeconds
 from dovetail.protocol.settings import TargetSettings, byte_count
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.sizes import Matrices, sizes_of
 from dovetail.workers.models.backends.staged import Staging

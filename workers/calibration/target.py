@@ -48,7 +48,7 @@ from dovetail.workers.calibration.passes import (
 )
 from dovetail.workers.calibration.reading import measure_reading
 from dovetail.workers.calibration.subject import Design, Subject, design_key, read_design
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels import shards
 from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.checkpoints.gguf.view import FILE, weight_paths

@@ -100,8 +100,6 @@ class DeviceKind(ABC):
 
     type: ClassVar[str]
     """The name of the device in torch."""
-    names: ClassVar[str] = ""
-    """The names that a user may write, as an error message has them; empty: for tests alone."""
     unproved: ClassVar[str] = ""
     """A clause that says that dovetail has never been run on a device of this kind; empty if it
     has."""

@@ -70,7 +70,6 @@ class _Cpu(DeviceKind):
     """The CPU, where every machine can compute."""
 
     type = "cpu"
-    names = "cpu"
 
     def open(self, name: str) -> Device | None:
         return (

@@ -155,7 +155,6 @@ class Cuda(DeviceKind):
     """NVIDIA GPUs, by their index."""
 
     type = "cuda"
-    names = "cuda:N (NVIDIA, AMD)"
     remedy = (
         "CUDA device; use device cpu, or install torch for CUDA (for ROCm if it is an AMD GPU) and "
         "a driver, as dovetail doctor says"

@@ -16,7 +16,6 @@ class _Mps(DeviceKind):
     """The GPU of a Mac."""
 
     type = "mps"
-    names = "mps (Apple)"
     remedy = "Apple GPU; use device cpu, or install torch for macOS on Apple silicon"
     unproved = "dovetail has never been run on an Apple GPU"
 

@@ -146,7 +146,6 @@ class _Openvino(DeviceKind):
     """OpenVINO's devices, by the names that it has for them."""
 
     type = "openvino"  # no name of torch's: tensors are the host's
-    names = "openvino:CPU|GPU|NPU"
 
     def open(self, name: str) -> Device | None:
         if (match := PLACE.fullmatch(name)) is None:

@@ -18,7 +18,6 @@ class _Xpu(DeviceKind):
     """Intel GPUs, by their index."""
 
     type = "xpu"
-    names = "xpu:N (Intel)"
     remedy = (
         "Intel GPU; use device cpu, or install torch for XPU and Intel's compute runtime, as "
         "dovetail doctor says"

@@ -20,7 +20,7 @@ from dovetail.workers.drafters.ngram import Lookup
 from dovetail.workers.sessions.prefix_cache import affordable_tokens
 
 if TYPE_CHECKING:
-    from dovetail.workers.devices import Device
+    from dovetail.workers.devices.base import Device
     from dovetail.workers.heads.head import Head
     from dovetail.workers.models.language_model import LanguageModel
 
@@ -49,8 +49,8 @@ class Wanted:
 
     def open_device(self, *, for_head: bool = False) -> "Device":
         """Return the device that the settings name, limited to the memory that it may take."""
-        from dovetail.workers.devices import open_device
         from dovetail.workers.devices.memory import HELD, limit_memory
+        from dovetail.workers.devices.opening import open_device
 
         device = open_device(self.settings.device, self.threads, for_head=for_head)
         if self.vram is not None and device.is_cpu:

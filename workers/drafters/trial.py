@@ -14,8 +14,9 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import MAX_SPANS, Draft, Feed, Hello, Open
 from dovetail.protocol.profile import DraftFall, load_profile, rewrite_profile
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
-from dovetail.workers.devices import Device, first_device
+from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.memory import HELD
+from dovetail.workers.devices.opening import first_device
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.sessions.wire import narrowed, to_array
 

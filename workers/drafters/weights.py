@@ -17,8 +17,9 @@ from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import TypeTimes, load_profile, rewrite_profile
-from dovetail.workers.devices import Device, Program, kind_of
+from dovetail.workers.devices.base import Device, Program
 from dovetail.workers.devices.memory import HELD, is_out_of_memory
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.models.backends.blob import ELEMENTS, Matrix, alone
 from dovetail.workers.models.backends.device.choice import (

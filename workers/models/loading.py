@@ -12,7 +12,7 @@ import torch
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
-from dovetail.workers.devices import Device
+from dovetail.workers.devices.base import Device
 from dovetail.workers.models.assembly import (
     against_kernels,
     assembled,

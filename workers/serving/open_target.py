@@ -13,8 +13,10 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import MemorySettings, TargetSettings
-from dovetail.workers.devices import Device, cpu, open_device
+from dovetail.workers.devices import cpu
+from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.memory import limit_memory
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels.shards import Shard
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.backends.stages.cache import StagedCache

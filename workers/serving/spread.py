@@ -20,7 +20,8 @@ from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, sha
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.subject import read_design
-from dovetail.workers.devices import Device, open_device
+from dovetail.workers.devices.base import Device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.backends.fused import VERSION
 from dovetail.workers.models.backends.placement import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.noise import GOLDEN, MULTIPLIERS, position_word
-from dovetail.workers.devices import has_fp64
+from dovetail.workers.devices.opening import has_fp64
 
 SIGN = 1 << 63
 

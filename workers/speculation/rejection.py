@@ -32,7 +32,7 @@ from torch import Tensor
 from dovetail.protocol.errors import TreeError
 from dovetail.protocol.noise import KEY_BYTES, uniform
 from dovetail.protocol.tree import ROOT, TokenTree
-from dovetail.workers.devices import in_fp64
+from dovetail.workers.devices.opening import in_fp64
 from dovetail.workers.speculation.growth import Floats, Ints, Nodes
 from dovetail.workers.speculation.noise import gumbel_noise, gumbel_noise_of
 from dovetail.workers.speculation.sampling import LARGEST_MARGIN, choose

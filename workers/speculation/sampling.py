@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.settings import Sampling
-from dovetail.workers.devices import in_fp64
+from dovetail.workers.devices.opening import in_fp64
 from dovetail.workers.speculation.history import History
 
 MASKED = float("-inf")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.devices import first_device
+from dovetail.workers.devices.opening import first_device
 
 
 class ProcessGroup:

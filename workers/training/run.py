@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.devices import first_device
+from dovetail.workers.devices.opening import first_device
 from dovetail.workers.training.process_group import ALONE, ProcessGroup
 from dovetail.workers.training.workplace import replace_tensors
 

@@ -27,7 +27,8 @@ from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.launch.settings.generation import with_generation_config
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.keys import COORDINATOR, OwnKey, load_own_key, own_key_for
-from dovetail.protocol.settings import HOST_DEVICES, SHARED_DEVICES, Settings
+from dovetail.protocol.settings import Settings
+from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.checkpoints.gguf.view import spelled
 
 NVIDIA = Path("/dev/nvidiactl")
@@ -226,6 +227,6 @@ def _may_use_gpu(settings: Settings, name: str) -> bool:
         "draft": (draft.device if draft.kind not in ("none", "ngram") else "cpu",),
     }
     asked = {device for role in WORKER_ROLES.get(name, ()) for device in devices[role]}
-    if asked - {"", "auto", "local", *HOST_DEVICES, *SHARED_DEVICES}:
+    if any(memory_of(device) is Memory.OWN for device in asked):
         return True
     return "auto" in asked and (NVIDIA.exists() or bool([*read_cards()]))

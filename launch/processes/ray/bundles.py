@@ -9,13 +9,13 @@ from dovetail.launch.machine.fit import needed_bytes
 from dovetail.launch.processes.serving.site import COORDINATOR
 from dovetail.launch.processes.stack import Played
 from dovetail.protocol.settings import Settings, node_wishes
+from dovetail.workers.devices.registry import Memory, computes_layers, memory_of
 
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node by itself."""
 LEAST_BYTES = 256e6
 """Bytes that a part reserves of which nothing is known: two processes without torch and more."""
-GPU_DEVICES = ("cuda", "xpu")
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,14 @@ def _wants_gpu(settings: Settings, role: Played, nodes: Sequence[Node]) -> bool:
             return False
         if settings.draft.device == "auto":
             return any(node.resources.get(GPU, 0.0) >= 1.0 for node in nodes)
-        return settings.draft.device.startswith(GPU_DEVICES)
+        return _is_gpu(settings.draft.device)
     target = settings.target
-    return any(one.startswith(GPU_DEVICES) for one in (target.device, target.split.device))
+    return any(map(_is_gpu, (target.device, target.split.device)))
+
+
+def _is_gpu(device: str) -> bool:
+    """Return whether Ray counts a device as a GPU."""
+    return memory_of(device) is Memory.OWN and computes_layers(device)
 
 
 def _listed(node: Node) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
-from dovetail.workers.devices import kind_of
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.heads.arithmetic import KINDS, Product
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.blocks import WIDTH, BlockMatrix, Part

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices import Capture
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends.blob import Lying, Matrix
 from dovetail.workers.models.backends.device.arenas import Arenas

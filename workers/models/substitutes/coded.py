@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices import Program, kind_of
+from dovetail.workers.devices.base import Program
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.kernels.coded import GROUP, KINDS, Coded, CodedMatrix, groups_of
 from dovetail.workers.kernels.experts import stacked
 from dovetail.workers.models.backends.blob import STEP, VECTOR, Lying, alone

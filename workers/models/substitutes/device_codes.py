@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.devices import Capture, Device
+from dovetail.workers.devices.base import Capture, Device
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import Coded
 from dovetail.workers.kernels.layer_plan import LayerPlan

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError, SettingsError
-from dovetail.workers.devices import Device, kind_of
+from dovetail.workers.devices.base import Device
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.assembly import assemble
 from dovetail.workers.models.backends import packing

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError, UserError
-from dovetail.workers.devices import open_device
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment

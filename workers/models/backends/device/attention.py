@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices import Program
+from dovetail.workers.devices.base import Program
 from dovetail.workers.models.attention import Attending, by_torch
 from dovetail.workers.models.backends.device.choice import (
     TIMED_SHAPE,

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from dovetail.workers import kernels
-from dovetail.workers.devices import Capture, Device, Program, kind_of
+from dovetail.workers.devices.base import Capture, Device, Program
 from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.devices.nvidia import compiled
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.coded import Coded
 from dovetail.workers.models.backends.blob import Lying, Matrix, unpack

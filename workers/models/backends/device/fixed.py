@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.workers.devices import Capture, kind_of
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.devices.memory import HELD
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.device.attention import PLACE
 from dovetail.workers.models.segment import Segment

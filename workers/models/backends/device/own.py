@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dovetail.workers import kernels
-from dovetail.workers.devices import Program
+from dovetail.workers.devices.base import Program
 from dovetail.workers.kernels import ALIGNMENT, Kind
 from dovetail.workers.kernels.coded import GROUP, Coded
 from dovetail.workers.models.backends.blob import ELEMENTS, STEP, VECTOR, Lying

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.devices import Program
+from dovetail.workers.devices.base import Program
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.blocks import (
     PLAIN,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm, silu
 
-from dovetail.workers.devices import Program
+from dovetail.workers.devices.base import Program
 from dovetail.workers.kernels.layer_plan import (
     Activation,
     HeadNorm,

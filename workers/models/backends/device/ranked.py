@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.workers.devices import kind_of
+from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.models.backends.device.fixed import Form, Inputs, Shapes
 from dovetail.workers.models.segment import Segment
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices import Program
+from dovetail.workers.devices.base import Program
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.attention import Attending, Block, attend_blocks, by_torch
 from dovetail.workers.models.backends.device.angles import Turn

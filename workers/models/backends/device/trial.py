@@ -13,8 +13,8 @@ import select
 import sys
 from typing import IO
 
-from dovetail.workers.devices import open_device
 from dovetail.workers.devices.memory import HELD
+from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.device import attention, choice, own_blocks, parts
 from dovetail.workers.models.substitutes import coded
 

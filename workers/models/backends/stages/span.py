@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices import Capture
+from dovetail.workers.devices.base import Capture
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Matrix
 from dovetail.workers.models.backends.device.arenas import ArenaCache

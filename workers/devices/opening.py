@@ -1,0 +1,67 @@
+"""Devices of this process by their names. Nothing else asks which kind of device it is on."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.settings.models import HEAD_KINDS
+from dovetail.workers.devices import cpu
+from dovetail.workers.devices.accelerator import wrong_numbers
+from dovetail.workers.devices.base import Device, DeviceKind
+from dovetail.workers.devices.memory import HELD, captured_if_possible
+from dovetail.workers.devices.registry import ENTRIES, known
+
+KINDS: tuple[DeviceKind, ...] = tuple(dict.fromkeys(entry.load() for entry in ENTRIES))
+"""All kinds, the one that a draft runs fastest on first."""
+
+
+def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
+    """Return the device `name`, or for `auto` the one that suits a draft; makes the settings that
+    hold for the whole process, which has so many CPU threads. `for_head`: it may be one that
+    computes nothing but draft heads."""
+    cpu.set_threads(threads)
+    if name == "auto":
+        name = first_device()
+    for kind in KINDS:
+        if (device := kind.open(name)) is not None:
+            if device.conversion is not None and not for_head:
+                raise SettingsError(
+                    f"{name} computes draft heads alone, and this is not one: use cpu, cuda:N, "
+                    f"xpu:N or mps, or draft.kind {' or '.join(HEAD_KINDS)}"
+                )
+            if kind.unproved:
+                _prove(device)
+            capture = device.capture and captured_if_possible(device.capture)
+            return replace(device, capture=capture)
+    raise SettingsError(f"there is no device {name!r}; write {known(for_head=for_head)}")
+
+
+def _prove(device: Device) -> None:
+    """Say that dovetail has never been run on a device like this one; `SettingsError` if its
+    numbers are wrong."""
+    HELD.tell(f"{device.name}: {device.kind.unproved}; its results are checked now, not its speed")
+    if wrong := wrong_numbers(device.torch_device):
+        raise SettingsError(f"{device.name} cannot be used: {wrong}; use device cpu")
+
+
+def first_device() -> str:
+    """Return where a draft goes unless told otherwise: the first GPU if there is one, else the
+    CPU."""
+    return next(name for kind in KINDS if (name := kind.best()) is not None)
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """Return the kind of a device."""
+    return next(kind for kind in KINDS if kind.type == device.type and kind.is_here())
+
+
+def has_fp64(device: torch.device) -> bool:
+    """Return whether a device computes in fp64."""
+    return device.type == "cpu" or kind_of(device).has_fp64(device)
+
+
+def in_fp64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64: on its device, or on the host where the device has no fp64."""
+    return (tensor if has_fp64(tensor.device) else tensor.cpu()).double()
