@@ -16,8 +16,6 @@ SEED = click.IntRange(0, (1 << 63) - 1)
 
 Decorator = Callable[[Any], Any]
 
-OWN_COORDINATOR = "[default: the only coordinator of this user, else one that is started here]"
-
 
 def json_option(text: str = "One JSON object on stdout.") -> Decorator:
     """`--json`, as the parameter `as_json`."""

@@ -213,9 +213,7 @@ def _offloading(
     alone_s = next(
         (1 / other.tokens_per_s for other in found if other.candidate is None), option.verify_s
     )
-    bounds = Bounds(
-        one.tau, alone_s, option.verify_s, alone_s, one.round_s, option.draft_s, one.draft_s
-    )
+    bounds = Bounds(one.tau, option.verify_s, alone_s, one.round_s, option.draft_s, one.draft_s)
     bus = (
         None if link is None else layer_bytes / link.layer_s(1) / GIGA if link.layer_s(1) else None
     )

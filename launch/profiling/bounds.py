@@ -214,10 +214,8 @@ class Bounds:
     """Figures of a run, each beside the most that it could be."""
 
     tau: float
-    t_t_s: float
-    """A pass of the target over one row."""
     t_v_s: float
-    """A pass as it was called."""
+    """A pass of the target as it was called."""
     alone_s: float
     """A round of the target alone."""
     round_s: float

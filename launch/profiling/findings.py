@@ -260,10 +260,9 @@ def bounds_of(evidence: Evidence, forecast: Forecast, split: Split | None) -> Bo
     """Return the bounds of the run; None where no two rounds followed each other."""
     if split is None:
         return None
-    records, prices = evidence.records, forecast.prices
+    records = evidence.records
     return Bounds(
         tau=timeline.tokens_of(records) / len(records),
-        t_t_s=prices.verify_s(1),
         t_v_s=fmean(record.verify_ns for record in records) / NS,
         alone_s=forecast.alone.seconds,
         round_s=split.wall_s,

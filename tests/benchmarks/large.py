@@ -1,9 +1,10 @@
-"""Checkpoints for the command `loading` that are more than layers of one kind of numbers: a mixture
-of experts, and a GGUF file of blocks."""
+"""Checkpoints that are more than layers of one kind of numbers: a mixture of experts, and GGUF
+files of blocks."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ NUMBERS = 256
 """The numbers of a block."""
 SCALES = {Type.Q4_K: {0: 6e-5, 2: 4.5e-4}, Type.Q6_K: {208: 1e-5}}
 """The 16-bit scales of a block, by their offsets in bytes: weights are about 1e-2 then."""
-VOCABULARY = 32000
+VOCABULARY, FEW = 32000, 512
+"""Tokens of a model, and of one whose head costs next to nothing."""
 
 
 def write_mixture(folder: Path, layers: int, experts: int = 128) -> Path:
@@ -110,88 +112,166 @@ def write_mixture(folder: Path, layers: int, experts: int = 128) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What a GGUF file of random blocks has in it."""
+
+    architecture: str
+    facts: Mapping[str, int | float]
+    """Its values, by their keys without the architecture."""
+    vocabulary: int
+    tensors: Iterable[tuple[str, tuple[int, ...], Type | None]]
+    """Name, shape and type of each tensor; None: fp32, ones in a norm and small in a matrix."""
+
+
 def write_blocks(file: Path, shape: Shape) -> Path:
-    """Write a Llama as a GGUF file of random blocks in the mix of Q4_K_M: of values and of what
-    leads back from the inner units half the layers are Q6_K, and so is the head; inner units are
-    rounded up to whole blocks. One that is there already is taken as it is."""
+    """Write a Llama as a GGUF file of random blocks in the mix of Q4_K_M; inner units are rounded
+    up to whole blocks. One that is there already is taken as it is."""
+    inner = -(-shape.intermediate // NUMBERS) * NUMBERS
+    facts = {
+        "block_count": shape.layers,
+        "context_length": CONTEXT,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": inner,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "rope.dimension_count": shape.hidden // shape.heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": VOCABULARY,
+    }
+    tensors = _tensors(replace(shape, intermediate=inner))
+    return _write(file, Outline("llama", facts, VOCABULARY, tensors))
+
+
+def write_expert_blocks(file: Path, layers: int) -> Path:
+    """Write the shape of `MIXTURE` as a GGUF file of random blocks in the mix of Q4_K_M, with a
+    vocabulary that costs next to nothing. One that is there already is taken as it is."""
+    facts = {
+        "block_count": layers,
+        "context_length": CONTEXT,
+        "embedding_length": MIXTURE["hidden_size"],
+        "feed_forward_length": MIXTURE["intermediate_size"],
+        "attention.head_count": MIXTURE["num_attention_heads"],
+        "attention.head_count_kv": MIXTURE["num_key_value_heads"],
+        "attention.key_length": MIXTURE["head_dim"],
+        "attention.value_length": MIXTURE["head_dim"],
+        "attention.layer_norm_rms_epsilon": MIXTURE["rms_norm_eps"],
+        "rope.freq_base": MIXTURE["rope_parameters"]["rope_theta"],
+        "expert_count": MIXTURE["num_experts"],
+        "expert_used_count": MIXTURE["num_experts_per_tok"],
+        "expert_feed_forward_length": MIXTURE["moe_intermediate_size"],
+    }
+    return _write(file, Outline("qwen3moe", facts, FEW, _expert_tensors(layers)))
+
+
+def _write(file: Path, outline: Outline) -> Path:
     if file.is_file():
         return file
-    inner = -(-shape.intermediate // NUMBERS) * NUMBERS
-    shape = replace(shape, intermediate=inner)
     file.parent.mkdir(parents=True, exist_ok=True)
     made = file.with_suffix(".new")
-    writer = gguf.GGUFWriter(made, "llama")
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_dimension_count(shape.hidden // shape.heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCABULARY)
-    _add_tokens(writer)
-    tensors = list(_tensors(shape))
-    for name, rows, columns, kind in tensors:
+    writer = gguf.GGUFWriter(made, outline.architecture)
+    for key, value in outline.facts.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{outline.architecture}.{key}", value)
+    _add_tokens(writer, outline.vocabulary)
+    tensors = list(outline.tensors)
+    for name, shape, kind in tensors:
         if kind is None:
-            writer.add_tensor_info(name, (rows,), np.dtype(np.float32), 4 * rows)
-        else:
-            width = columns // NUMBERS * BLOCK_BYTES[kind]
-            dtype = np.dtype(np.uint8)
-            writer.add_tensor_info(name, (rows, width), dtype, rows * width, raw_dtype=kind)
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * math.prod(shape))
+            continue
+        *outer, columns = shape
+        own = (*outer, columns // NUMBERS * BLOCK_BYTES[kind])
+        writer.add_tensor_info(name, own, np.dtype(np.uint8), math.prod(own), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     seeds = np.random.default_rng(0)
-    for _, rows, columns, kind in tensors:
-        drawn = np.ones(rows, np.float32) if kind is None else _blocks(rows, columns, kind, seeds)
-        writer.write_tensor_data(drawn)
+    for _, shape, kind in tensors:
+        writer.write_tensor_data(_drawn(shape, kind, seeds))
     writer.close()
     return made.rename(file)
 
 
-def _add_tokens(writer: gguf.GGUFWriter) -> None:
+def _add_tokens(writer: gguf.GGUFWriter, count: int) -> None:
     """Add a vocabulary of letters in GPT-2's spelling, filled up with words that no text has."""
     letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 512))]
     tokens = ["<begin>", "<end>", *letters]
-    tokens += [f"word{number}" for number in range(VOCABULARY - 1 - len(tokens))]
+    tokens += [f"word{number}" for number in range(count - 1 - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*tokens, letters[0] + letters[1]])
-    writer.add_token_types([3, 3, *[1] * (VOCABULARY - 2)])
+    writer.add_token_types([3, 3, *[1] * (count - 2)])
     writer.add_token_merges([f"{letters[0]} {letters[1]}"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
 
 
-def _tensors(shape: Shape) -> Iterator[tuple[str, int, int, Type | None]]:
-    """Yield name, rows, columns and type of each tensor; None: fp32, a norm."""
+def _better(index: int, layers: int) -> Type:
+    """Return the type of values and of what leads back from inner units: in half of the layers of
+    Q4_K_M it is Q6_K."""
+    eighth = layers // 8
+    more = index < eighth or index >= layers - eighth or (index - eighth) % 3 == 2
+    return Type.Q6_K if more else Type.Q4_K
+
+
+def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], Type | None]]:
     hidden, inner, layers = shape.hidden, shape.intermediate, shape.layers
     keys = hidden // shape.heads * shape.kv_heads
-    yield "token_embd.weight", VOCABULARY, hidden, Type.Q4_K
-    yield "output_norm.weight", hidden, 0, None
-    yield "output.weight", VOCABULARY, hidden, Type.Q6_K
+    yield "token_embd.weight", (VOCABULARY, hidden), Type.Q4_K
+    yield "output_norm.weight", (hidden,), None
+    yield "output.weight", (VOCABULARY, hidden), Type.Q6_K
     for index in range(layers):
-        eighth = layers // 8
-        more = index < eighth or index >= layers - eighth or (index - eighth) % 3 == 2
-        better = Type.Q6_K if more else Type.Q4_K
-        for name, rows, columns, kind in (
-            ("attn_norm", hidden, 0, None),
-            ("attn_q", hidden, hidden, Type.Q4_K),
-            ("attn_k", keys, hidden, Type.Q4_K),
-            ("attn_v", keys, hidden, better),
-            ("attn_output", hidden, hidden, Type.Q4_K),
-            ("ffn_norm", hidden, 0, None),
-            ("ffn_gate", inner, hidden, Type.Q4_K),
-            ("ffn_up", inner, hidden, Type.Q4_K),
-            ("ffn_down", hidden, inner, better),
+        better = _better(index, layers)
+        for name, own, kind in (
+            ("attn_norm", (hidden,), None),
+            ("attn_q", (hidden, hidden), Type.Q4_K),
+            ("attn_k", (keys, hidden), Type.Q4_K),
+            ("attn_v", (keys, hidden), better),
+            ("attn_output", (hidden, hidden), Type.Q4_K),
+            ("ffn_norm", (hidden,), None),
+            ("ffn_gate", (inner, hidden), Type.Q4_K),
+            ("ffn_up", (inner, hidden), Type.Q4_K),
+            ("ffn_down", (hidden, inner), better),
         ):
-            yield f"blk.{index}.{name}.weight", rows, columns, kind
+            yield f"blk.{index}.{name}.weight", own, kind
 
 
-def _blocks(rows: int, columns: int, kind: Type, seeds: np.random.Generator) -> np.ndarray:
-    """Draw rows of blocks, uint8 [rows, bytes]."""
-    drawn = seeds.integers(0, 256, (rows * columns // NUMBERS, BLOCK_BYTES[kind]), dtype=np.uint8)
+def _expert_tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...], Type | None]]:
+    hidden, units, experts = (
+        MIXTURE[name] for name in ("hidden_size", "moe_intermediate_size", "num_experts")
+    )
+    width = MIXTURE["head_dim"]
+    heads, keys = (width * MIXTURE[name] for name in ("num_attention_heads", "num_key_value_heads"))
+    yield "token_embd.weight", (FEW, hidden), Type.Q4_K
+    yield "output_norm.weight", (hidden,), None
+    yield "output.weight", (FEW, hidden), Type.Q6_K
+    for index in range(layers):
+        better = _better(index, layers)
+        for name, own, kind in (
+            ("attn_norm", (hidden,), None),
+            ("attn_q", (heads, hidden), Type.Q4_K),
+            ("attn_k", (keys, hidden), Type.Q4_K),
+            ("attn_v", (keys, hidden), better),
+            ("attn_q_norm", (width,), None),
+            ("attn_k_norm", (width,), None),
+            ("attn_output", (hidden, heads), Type.Q4_K),
+            ("ffn_norm", (hidden,), None),
+            ("ffn_gate_inp", (experts, hidden), None),
+            ("ffn_gate_exps", (experts, units, hidden), Type.Q4_K),
+            ("ffn_up_exps", (experts, units, hidden), Type.Q4_K),
+            ("ffn_down_exps", (experts, hidden, units), better),
+        ):
+            yield f"blk.{index}.{name}.weight", own, kind
+
+
+def _drawn(shape: tuple[int, ...], kind: Type | None, seeds: np.random.Generator) -> np.ndarray:
+    """Draw a tensor: of blocks uint8 [..., bytes], else fp32 as the shape is."""
+    if kind is None:
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        return (seeds.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+    count = math.prod(shape) // NUMBERS
+    drawn = seeds.integers(0, 256, (count, BLOCK_BYTES[kind]), dtype=np.uint8)
     for offset, scale in SCALES[kind].items():
         drawn[:, offset : offset + 2] = np.array([scale], np.float16).view(np.uint8)
-    return drawn.reshape(rows, -1)
+    return drawn.reshape(*shape[:-1], -1)

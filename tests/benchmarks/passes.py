@@ -11,14 +11,18 @@ import click
 
 from benchmarks.child import Side
 from benchmarks.context import written_file
+from benchmarks.large import write_expert_blocks
 from benchmarks.measure import estimate, ratio
-from benchmarks.options import BEHIND, Command, Numbers, options, pin, report
+from benchmarks.models import model_folder
+from benchmarks.options import BEHIND, Command, Numbers, option, options, pin, report
 from benchmarks.verification import Turn
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.protocol.errors import UserError
 
 OWN = ("Q8_0", "Q4_0")
 """Types that are written here; llama-quantize makes others of an F16 file."""
+MIXTURE, MIX, LAYERS = "mixture", "Q4_K_M", 3
+"""The shape with experts, the mix of types that it is written in, and its layers."""
 REPETITIONS = 3
 """Times that a side makes a pass when it is its turn; the median counts."""
 
@@ -33,7 +37,13 @@ REPETITIONS = 3
 @click.option("--type", "kind", default="Q4_0", show_default=True, help="Such as Q8_0 or Q4_K_M.")
 @click.option("--rows", type=Numbers(), default="1,2,4,8,16", help="Rows behind 512 cached tokens.")
 @click.option("--prefill", type=Numbers(), default="512", help='Lengths of prompts; "" for none.')
-@options("shape", "layers", "pairs", "threads", "models", "json")
+@option(
+    "--shape",
+    type=click.Choice(("7b", "1b", "small", MIXTURE)),
+    default="7b",
+    help="Sizes of a layer; small takes seconds; mixture: those of Qwen3-30B-A3B, as Q4_K_M.",
+)
+@options("layers", "pairs", "threads", "models", "json")
 def passes(
     llama_bench: Path,
     kind: str,
@@ -86,6 +96,13 @@ def passes(
 
 @contextmanager
 def _file(kind: str, llama_bench: Path, **model: Any) -> Iterator[Path]:
+    if model["shape"] == MIXTURE:
+        if kind != MIX:
+            raise UserError(f"--type {kind}: --shape {MIXTURE} has its weights as {MIX}")
+        layers = model["layers"] or LAYERS
+        with model_folder(model["models"]) as folder:
+            yield write_expert_blocks(folder / f"{MIXTURE}-{layers}-layers-{MIX}.gguf", layers)
+        return
     with written_file(kind if kind in OWN else "F16", **model) as file:
         if kind in OWN:
             yield file

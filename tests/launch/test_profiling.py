@@ -256,7 +256,6 @@ def test_weights_of_a_smaller_type_are_read_faster_and_multiplied_by_their_own_a
 def test_the_bounds_of_a_run() -> None:
     bounds = Bounds(
         tau=4.0,
-        t_t_s=0.02,
         t_v_s=0.025,
         alone_s=0.021,
         round_s=0.035,
@@ -273,7 +272,6 @@ def test_the_bounds_of_a_run() -> None:
 def test_offloading_wins_where_the_bus_carries_the_weights_faster_than_a_token_takes() -> None:
     bounds = Bounds(
         tau=4.0,
-        t_t_s=0.02,
         t_v_s=0.025,
         alone_s=0.021,
         round_s=0.04,

@@ -51,8 +51,6 @@ class Reading:
     """The time at which its first pass began."""
     rows: int = 0
     """All rows of its passes, those of other sessions included."""
-    own_rows: int = 0
-    """Rows that were computed for this session."""
     logits: Tensor | None = None
     """[N, V] after the nodes, once all is computed."""
     error: Exception | None = None
@@ -94,7 +92,6 @@ def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) ->
     rows = sum(reading.part.count for reading in asked)
     for reading in asked:
         reading.rows += rows
-        reading.own_rows += reading.part.count
     for alike in kinds.values():
         if not _pass(alike, compute):
             break
