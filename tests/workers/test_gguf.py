@@ -739,6 +739,17 @@ def test_a_file_that_does_not_say_where_an_mlp_reads_is_refused(tmp_path: Path) 
         view_of(file)
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text", "gemma4_text"])
+def test_a_base_of_rotation_that_a_file_does_not_say_is_that_of_llama_cpp(
+    tmp_path: Path, kind: str
+) -> None:
+    """10000 whatever the architecture, also where transformers has another for full attention."""
+    key = f"{kind.removesuffix('_text')}.rope.freq_base"
+    file, _ = write(tmp_path, kind, **{key: None})
+    rotations = json.loads((view_of(file) / "config.json").read_text())["rope_parameters"]
+    assert rotations["full_attention"]["rope_theta"] == 10000.0
+
+
 def test_scales_of_0_are_those_that_a_file_does_not_say(tmp_path: Path) -> None:
     scales = ("attention.scale", "embedding_scale", "residual_scale")
     found = []

@@ -14,6 +14,8 @@ from dovetail.workers.models.checkpoints.gguf.kinds import BF16, F16, F32
 
 Configuration = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
+BASE = 10000.0
+"""The base of rotation where a file says none: llama.cpp's, of every architecture."""
 ROTATED_IN_PART = frozenset(
     (
         *("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"),
@@ -76,7 +78,7 @@ def rotation(facts: Facts, head: int) -> Configuration:
     rotated = facts.whole("rope.dimension_count", head)
     found: Configuration = {
         "rope_type": "default",
-        "rope_theta": facts.positive("rope.freq_base", 10000.0),
+        "rope_theta": facts.positive("rope.freq_base", BASE),
     }
     if not 0 < rotated <= head or rotated % 2:
         raise facts.refusal(f"it rotates {rotated} numbers of a head of {head}")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from itertools import takewhile
 
 from dovetail.workers.models.checkpoints.gguf.architectures.common import (
+    BASE,
     FULL,
     SLIDING,
     Configuration,
@@ -48,9 +49,6 @@ def gemma3(facts: Facts) -> Configuration:
     layers = range(found["num_hidden_layers"])
     cap = facts.real("final_logit_softcapping", 0.0)
     base = facts.positive("rope.freq_base_swa", LOCAL_BASE)
-    full = found["rope_parameters"]
-    if "rope.freq_base" not in facts:
-        full = {**full, "rope_theta": 1_000_000.0}
     return {
         **found,
         **_gemmas(facts, found),
@@ -58,7 +56,7 @@ def gemma3(facts: Facts) -> Configuration:
         "sliding_window": window or found["max_position_embeddings"],
         "layer_types": [SLIDING if window and (index + 1) % 6 else FULL for index in layers],
         "rope_parameters": {
-            FULL: full,
+            FULL: found["rope_parameters"],
             SLIDING: {"rope_type": "default", "rope_theta": base},
         },
         "final_logit_softcapping": cap or None,
@@ -142,7 +140,7 @@ def _proportional(facts: Facts, head: int) -> Configuration:
     return {
         "rope_type": "proportional",
         "partial_rotary_factor": 2 * rotated / head,
-        "rope_theta": facts.positive("rope.freq_base", 1_000_000.0),
+        "rope_theta": facts.positive("rope.freq_base", BASE),
     }
 
 
