@@ -475,6 +475,19 @@ def test_a_head_beside_an_embedding_that_is_one_elsewhere_is_the_head(
 
 
 @pytest.mark.parametrize(
+    "kind", ["gpt_oss", "gpt_neox", "nemotron", "olmo2", "olmoe", "phi", "stablelm"]
+)
+def test_no_embedding_is_the_head_of_an_architecture_that_has_one_of_its_own(
+    tmp_path: Path, kind: str
+) -> None:
+    """llama.cpp loads none of these without it."""
+    write_tiny(kind, tmp_path / "model", tie_word_embeddings=True)
+    write_gguf(tmp_path / "model", tmp_path / "m.gguf", lambda *_: Type.F32)
+    with pytest.raises(CheckpointError, match=r"tensor output\.weight is missing"):
+        view_of(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
     ("kind", "architecture"),
     [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")],
 )

@@ -16,6 +16,9 @@ Configuration = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 BASE = 10000.0
 """The base of rotation where a file says none: llama.cpp's, of every architecture."""
+UNTIED = frozenset(("gpt-oss", "gptneox", "nemotron", "olmo2", "olmoe", "phi2", "stablelm"))
+"""Architectures whose files llama.cpp does not load without a head of their own (output.weight);
+of others, an embedding stands for one that is missing."""
 ROTATED_IN_PART = frozenset(
     (
         *("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"),
@@ -63,6 +66,8 @@ def sizes_of(facts: Facts) -> Configuration:
 
 def everywhere(facts: Facts) -> Configuration:
     """Return what every architecture has."""
+    if facts.architecture in UNTIED:
+        facts.need("output.weight")
     matrix = facts.tensors.get("blk.0.ffn_down.weight")
     kinds = {F16: "float16", BF16: "bfloat16"}
     return {
