@@ -295,6 +295,7 @@ def test_an_adapter_is_refused(folder: Path) -> None:
         ({"hidden_size": 63}, "63"),
         ({"head_dim": -3}, "head_dim is -3"),
         ({"rope_parameters": 3}, "rope_parameters is 3"),
+        ({"pad_token_id": 5000}, "config.json: pad_token_id is 5000; correct it"),
     ],
 )
 def test_what_cannot_be_decoded_is_refused_by_name(

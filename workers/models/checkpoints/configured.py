@@ -254,7 +254,8 @@ def said_by(error: BaseException) -> str:
 
 def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object]) -> str:
     """The first field of a configuration without which an attempt that fails with it succeeds, and
-    its value."""
+    its value; the size of the vocabulary is the last to be blamed, since transformers' own is
+    large enough for any id that is beyond this one."""
 
     def works(fields: dict[str, Any]) -> bool:
         with contextlib.suppress(Exception), quiet():
@@ -263,7 +264,7 @@ def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], obj
         return False
 
     if not works(dict(content)):
-        for name, value in content.items():
+        for name, value in sorted(content.items(), key=lambda item: item[0] == "vocab_size"):
             if name != "model_type" and works(
                 {key: other for key, other in content.items() if key != name}
             ):
