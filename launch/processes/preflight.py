@@ -16,6 +16,7 @@ from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
 from dovetail.protocol.settings import (
+    DRAFT_KINDS,
     SUBSTITUTE_WEIGHTS,
     DraftSettings,
     Settings,
@@ -196,7 +197,9 @@ def check_source(role: str, source: str, *, pickled: bool = False) -> None:
     try:
         hub.check_source(source, files=files)
     except CheckpointError as error:
-        raise CheckpointError(f"the {role} model {error}") from None
+        no_kind = role == "draft" and "/" not in source and source not in DRAFT_KINDS
+        kinds = f"{source} is no kind of draft ({', '.join(DRAFT_KINDS)}), and " if no_kind else ""
+        raise CheckpointError(f"{kinds}the {role} model {error}") from None
 
 
 def is_path(source: str) -> bool:

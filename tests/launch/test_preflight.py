@@ -34,7 +34,7 @@ from dovetail.launch.profiling.bounds import linears_of
 from dovetail.launch.settings import embedded
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
-from dovetail.protocol.settings import DraftSettings, TargetSettings
+from dovetail.protocol.settings import DRAFT_KINDS, DraftSettings, TargetSettings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -135,6 +135,19 @@ def test_a_name_of_no_model_is_refused_before_torch_is_imported(
     assert f"{named} is not a folder here and not in the Hugging Face cache" in line
     assert line.endswith("while connected")
     assert "Connection refused" in line
+
+
+def test_a_name_that_is_no_draft_is_answered_with_the_kinds_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError) as refused:
+        check_model("draft", "foo")
+    kinds = f"foo is no kind of draft ({', '.join(DRAFT_KINDS)}), and the draft model foo is not a"
+    assert str(refused.value).startswith(f"{kinds} folder here and not in the Hugging Face cache, ")
+    for source in ("foo/bar", "ngram"):  # none could be a kind, and the other is one
+        with pytest.raises(CheckpointError, match=f"^the draft model {source} is not a folder"):
+            check_model("draft", source)
 
 
 def test_a_relative_path_that_exists_is_looked_at(
