@@ -453,7 +453,27 @@ def test_a_tensor_that_one_layer_alone_has_is_missed_in_another_by_name(tmp_path
     write_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
     extra = {f"blk.0.attn_{part}.bias": np.ones(64, np.float32) for part in ("q", "output")}
     write_gguf(tmp_path / "model", tmp_path / "m.gguf", lambda *_: Type.F32, extra=extra)
-    with pytest.raises(CheckpointError, match=r"lacks tensors .* such as model\.layers\.0\."):
+    with pytest.raises(CheckpointError, match=r"lacks tensors .* such as blk\.0\.attn_k\.bias;"):
+        open_skeleton(open_checkpoint(str(tmp_path / "m.gguf")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "output_norm.weight"),
+        ("gpt2", "blk.1.attn_qkv.bias"),
+        ("qwen3_moe", "blk.1.ffn_up_exps.weight"),
+        ("qwen3_5_text", "blk.0.ssm_a"),
+        ("gpt_oss", "blk.1.attn_sinks.weight"),
+        ("glm4_moe", "blk.1.exp_probs_b.bias"),
+    ],
+)
+def test_a_tensor_that_is_missing_is_named_as_files_name_it(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    write_tiny(kind, tmp_path / "model")
+    write_gguf(tmp_path / "model", tmp_path / "m.gguf", lambda *_: Type.F32, without=(name,))
+    with pytest.raises(CheckpointError, match=rf"lacks tensor.* {re.escape(name)}[;,] "):
         open_skeleton(open_checkpoint(str(tmp_path / "m.gguf")))
 
 

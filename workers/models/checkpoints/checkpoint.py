@@ -8,7 +8,7 @@ Knows files; builds no model.
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,9 @@ from dovetail.workers.models.checkpoints.digests import (
     refuse_changed,
 )
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json, unreadable
+from dovetail.workers.models.checkpoints.gguf.facts import Facts
 from dovetail.workers.models.checkpoints.gguf.formats import UNPACK
-from dovetail.workers.models.checkpoints.gguf.placing import TRANSPOSE
+from dovetail.workers.models.checkpoints.gguf.placing import TRANSPOSE, naming_of
 from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows
 from dovetail.workers.models.checkpoints.gguf.tensors import (
     Blocks,
@@ -99,6 +100,14 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """The tensor of that name in the type it is stored in."""
         return self.tensors[name].read(name)
+
+    def own_names(self, names: Iterable[str]) -> list[str]:
+        """Return what the weight files call tensors of the model, also such as they lack: GGUF
+        files have names of their own, one for the matrices of all experts of a layer."""
+        if (model := model_of(self.folder)) is None:
+            return [*names]
+        naming = naming_of(Facts(model))
+        return [*dict.fromkeys(naming.in_file(name) or name for name in names)]
 
     def rows(self, name: str, *others: str, transposed: bool) -> Rows | Pile | None:
         """Return the rows [out] of a matrix as the blocks of its file; None for a tensor without

@@ -190,7 +190,7 @@ def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
     """`CheckpointError` for tensors that are decoded here and not those of the model one by one."""
     if not checkpoint.is_coded:
         return
-    missing = sorted(_missing(model, checkpoint))
+    missing = checkpoint.own_names(sorted(_missing(model, checkpoint)))
     raise CheckpointError(
         f"{checkpoint.source} lacks tensors that its architecture calls for"
         f"{f', such as {missing[0]}' if missing else ''}; fetch the file again"
@@ -201,7 +201,7 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
     """The model of a checkpoint that holds the experts of a layer one by one."""
     tied = _tied(model)
     pieces = _pieces_of(model, checkpoint, naming, tied)
-    pieces.refuse_misshapen(checkpoint.folder)
+    pieces.refuse_misshapen(checkpoint.folder, checkpoint.own_names)
     _settle_unused(model, checkpoint, pieces.superfluous())
     return _pieced(model, checkpoint, pieces, tied)
 

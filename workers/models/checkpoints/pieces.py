@@ -169,13 +169,16 @@ class Pieces:
                 "again"
             ) from None
 
-    def refuse_misshapen(self, folder: Path) -> None:
-        """`CheckpointError` naming a piece that is missing, that has another shape than the model
-        calls for, or other numbers than fractions."""
+    def refuse_misshapen(
+        self, folder: Path, own_names: Callable[[Sequence[str]], Sequence[str]]
+    ) -> None:
+        """`CheckpointError` naming a piece that is missing (as `own_names` has it), that has
+        another shape than the model calls for, or other numbers than fractions."""
         missing = [piece for name in self.shapes for piece in self._missing(name)]
         if missing:
+            named = own_names(missing)
             raise CheckpointError(
-                f"{folder} lacks tensor {missing[0]}{others(missing)}, which its config.json calls "
+                f"{folder} lacks tensor {named[0]}{others(named)}, which its config.json calls "
                 "for; fetch the model again"
             )
         for name in self.shapes:

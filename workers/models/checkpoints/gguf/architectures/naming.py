@@ -1,13 +1,17 @@
 """The names of tensors in GGUF files and in transformers' models, by llama.cpp's architectures, and
 how their numbers are arranged. Names alone; needs no torch."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 NOT_READ = frozenset(("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"))
 """Factors of the rotation, which become part of the configuration."""
+
+ONE_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.(.+)")
+"""The end of the name of a matrix of one expert in transformers' model."""
 
 
 class Tiled(Enum):
@@ -69,6 +73,26 @@ class Naming:
     transformers has those of each head."""
     latents: bool = False
     """Matrices that make keys and values of latents are numbers, in files of one or two tensors."""
+
+    def in_file(self, name: str) -> str | None:
+        """Return the name that files have for a tensor of transformers' model, or for a matrix of
+        one expert; None where that is not one name."""
+        stem, _, end = name.rpartition(".")
+        index, _, rest = name.removeprefix(self.prefix).partition(".")
+        if not name.startswith(self.prefix) or not index.isdecimal():
+            return _only(f"{own}.{end}" for own, theirs in self.outside.items() if theirs == stem)
+        stem = rest.rpartition(".")[0]
+        expert = ONE_EXPERT.search(stem)
+        names, wanted = (self.layer, stem) if expert is None else (self.experts, expert[1])
+        found = [own for own, theirs in self.bare.items() if theirs == rest]
+        found = found or [f"{own}.{end}" for own, theirs in names.items() if theirs == wanted]
+        return _only(f"blk.{index}.{own}" for own in found)
+
+
+def _only(names: Iterable[str]) -> str | None:
+    """The name where there is one."""
+    found = [*names]
+    return found[0] if len(found) == 1 else None
 
 
 MERGED = "ffn_gate_up_exps"
