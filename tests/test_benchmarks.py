@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from benchmarks.accuracy import judge
+from benchmarks.checkpoints import tree_mask, write_model
 from benchmarks.child import Side, SideError
 from benchmarks.figures import llama_bound
 from benchmarks.measure import Estimate, estimate, limit_s, ratio, take_turns
-from benchmarks.models import Shape, draw_tree, tree_mask, write_model
+from benchmarks.models import Shape, draw_tree
 from benchmarks.sameness import Record
 from dovetail.launch.bench.llama.kinds import LLAMA_TYPES
 from dovetail.workers.models.loading import load_language_model

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
-from benchmarks.commands import main
+from benchmarks import commands
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 PEERS = {
@@ -74,7 +75,33 @@ COMMANDS = {
 
 
 def test_every_command_is_run_or_needs_a_peer() -> None:
-    assert {*main.commands} == {*COMMANDS, *PEERS}
+    assert {*commands.COMMANDS} == {*COMMANDS, *PEERS}
+
+
+def test_every_command_is_where_the_table_says() -> None:
+    context = click.Context(commands.main)
+    for name in commands.COMMANDS:
+        command = commands.main.get_command(context, name)
+        assert isinstance(command, click.Command), name
+        assert command.name == name
+
+
+@pytest.mark.parametrize("arguments", [(), ("legacy",)], ids=" ".join)
+def test_help_imports_the_commands_that_it_is_about_alone(arguments: tuple[str, ...]) -> None:
+    code = "from benchmarks.commands import main; main(standalone_mode=False)"
+    said = "import sys; print(*sorted(sys.modules), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {said}", *arguments, "--help"],
+        cwd=BENCHMARKS.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    places = {place.partition(".")[0] for place, _ in commands.COMMANDS.values()}
+    imported = {*done.stderr.split()}
+    assert {place for place in places if f"benchmarks.{place}" in imported} == {*arguments}
+    assert "torch" not in imported
+    assert all(name in done.stdout for name in arguments or commands.COMMANDS)
 
 
 @pytest.mark.slow

@@ -17,8 +17,5 @@ if __name__ == "__main__":
     try:
         commands = importlib.import_module("benchmarks.commands")
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"{error.name} is not installed: the benchmarks need what the tests need, pip "
-            "install -e '.[test]'"
-        )
+        sys.exit(f"{error.name} {importlib.import_module('benchmarks').NEEDED}")
     commands.main()

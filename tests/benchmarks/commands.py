@@ -1,60 +1,246 @@
 """The command line: one command a figure, a table for people or an object for programs.
 
 Every command takes the cores that it may use (taskset counts), pins itself and its children to the
-first of them, one a thread, and says what it measured.
+first of them, one a thread, and says what it measured. A command's module is imported when the
+command is chosen, since all of them together take many seconds.
 """
+
+import importlib
+from collections.abc import Mapping
 
 import click
 
-from benchmarks.accuracy import accuracy
-from benchmarks.ahead import ahead
-from benchmarks.beginnings import beginnings
-from benchmarks.building import build_llama
-from benchmarks.context import context
-from benchmarks.coupling import coupling
-from benchmarks.engines import llama, transformers
-from benchmarks.experts import experts
-from benchmarks.fleet import fleet
-from benchmarks.gains import gains, picture, utilisation
-from benchmarks.gaps import gaps
-from benchmarks.goodput import goodput
-from benchmarks.heterospec import heterospec
-from benchmarks.http import http
-from benchmarks.journal import journal
-from benchmarks.legacy import legacy
-from benchmarks.levels import levels
-from benchmarks.limit import limit
-from benchmarks.links import links
-from benchmarks.loading import loading
-from benchmarks.loads import loads
-from benchmarks.logits import logits
-from benchmarks.losses import losses
-from benchmarks.memory import memory
-from benchmarks.observed import observed
-from benchmarks.papers import papers
-from benchmarks.parallel import parallel
-from benchmarks.passes import passes
-from benchmarks.pictures import pictures
-from benchmarks.plan import plan
-from benchmarks.recurrence import recurrence
-from benchmarks.reliability import reliability
-from benchmarks.replicas import ray, replicas
-from benchmarks.rest import rest
-from benchmarks.rounds import rounds
-from benchmarks.router import router
-from benchmarks.routing import routing
-from benchmarks.same_file import gguf_pair
-from benchmarks.sameness import bytes_command
-from benchmarks.shards import shards
-from benchmarks.substitute import substitute
-from benchmarks.targets import targets
-from benchmarks.training import training
-from benchmarks.transport import transport
-from benchmarks.turns import turns
-from benchmarks.users import users
+from benchmarks import NEEDED
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "accuracy": (
+        "accuracy.accuracy",
+        "Logits of our and of llama.cpp's types of weights against fp32.",
+    ),
+    "ahead": (
+        "ahead.ahead",
+        "Tokens/s, tau and exposed drafting with draft.ahead true over those with false.",
+    ),
+    "beginnings": (
+        "beginnings.beginnings",
+        "Time to first token of requests at once that begin alike.",
+    ),
+    "build-llama": (
+        "building.build_llama",
+        "Build llama-server, llama-bench and llama-quantize from llama-cpp-python's sources.",
+    ),
+    "bytes": (
+        "sameness.bytes_command",
+        "Check that what a token leaves in the model is the same bytes everywhere.",
+    ),
+    "context": (
+        "context.context",
+        "T_V(M) behind so many cached tokens, against llama.cpp's attention.",
+    ),
+    "coupling": (
+        "coupling.coupling",
+        "Acceptance with the noise that draft and target share, against others.",
+    ),
+    "experts": (
+        "experts.experts",
+        "A decoder layer with experts against the bandwidth of the weights that it reads.",
+    ),
+    "fleet": (
+        "fleet.fleet",
+        "Throughput and latencies of real replicas beside those that are simulated.",
+    ),
+    "gains": (
+        "gains.gains",
+        "What `dovetail profile` predicts of its advice beside what the advice brings.",
+    ),
+    "gaps": (
+        "gaps.gaps",
+        "Pauses of a stream while prompts are prefilled, over those without.",
+    ),
+    "gguf-pair": (
+        "same_file.gguf_pair",
+        "Write the GGUF files of a target and a draft, and print where they are.",
+    ),
+    "goodput": (
+        "goodput.goodput",
+        "Tokens/s of goodput over those of the best fixed tree, the preset and heterospec.",
+    ),
+    "heterospec": (
+        "heterospec.heterospec",
+        "tau, calls, verified tokens and tokens/s of heterospec as its parts join.",
+    ),
+    "http": (
+        "http.http",
+        "What the HTTP process costs a token, and others cost a healthy client.",
+    ),
+    "journal": (
+        "journal.journal",
+        "Tokens/s with a journal over those without, and microseconds of a write.",
+    ),
+    "legacy": (
+        "legacy.legacy",
+        "What `dovetail plan --machine` predicted of legacy.toml over what was measured.",
+    ),
+    "levels": (
+        "levels.levels",
+        "Milliseconds of a draft level, and the share of it that is no matrix product.",
+    ),
+    "limit": (
+        "limit.limit",
+        "The linears of one layer on the kernels against limit(M).",
+    ),
+    "links": (
+        "links.links",
+        "Tokens/s over slow and distant lines, over those of one machine.",
+    ),
+    "llama": (
+        "engines.llama",
+        "T_V(M) and prefill against llama.cpp with as many bytes a weight.",
+    ),
+    "loading": (
+        "loading.loading",
+        "The first start of a model, which checks and proves it, and the next one.",
+    ),
+    "loads": (
+        "loads.loads",
+        "Tokens a second of 1, 2, 4, 8 streams over plain decoding of the same.",
+    ),
+    "logits": (
+        "logits.logits",
+        "Our logits beside llama.cpp's on the same GGUF files of the embedded target.",
+    ),
+    "losses": (
+        "losses.losses",
+        "Time to the next token when a draft or a target is killed.",
+    ),
+    "memory": (
+        "memory.memory",
+        "Peak memory of a target under limits.",
+    ),
+    "observed": (
+        "observed.observed",
+        "The sum of a round's spans over the round, and what recording them takes.",
+    ),
+    "papers": (
+        "papers.papers",
+        "tau, tokens/s and the cost of drafting of every kind of head, side by side.",
+    ),
+    "parallel": (
+        "parallel.parallel",
+        "Requests at once: tokens a second of `dovetail serve` over those of llama-server.",
+    ),
+    "passes": (
+        "passes.passes",
+        "Our passes over M rows of a tree, and over prompts, beside llama-bench's.",
+    ),
+    "picture": (
+        "gains.picture",
+        "Draw the upper part of a report of `dovetail profile`.",
+    ),
+    "pictures": (
+        "pictures.pictures",
+        "Make pictures of speed-ups and sweeps.",
+    ),
+    "plan": (
+        "plan.plan",
+        "What `dovetail plan` predicts of placements beside what they come to.",
+    ),
+    "ray": (
+        "replicas.ray",
+        "A service that Ray has placed on this machine beside one that `serve` starts.",
+    ),
+    "recurrence": (
+        "recurrence.recurrence",
+        "A layer with a state against one without, and its trees against chains.",
+    ),
+    "reliability": (
+        "reliability.reliability",
+        "How often nodes are accepted beside what their scores say.",
+    ),
+    "replicas": (
+        "replicas.replicas",
+        "Two replicas on separate cores behind the router over one of them.",
+    ),
+    "rest": (
+        "rest.rest",
+        "The share of T_V on the kernels that is no linear.",
+    ),
+    "rounds": (
+        "rounds.rounds",
+        "Milliseconds of each part of a round, and their sum over the round.",
+    ),
+    "router": (
+        "router.router",
+        "Decisions, requests and chunks of the router a second on one core.",
+    ),
+    "routing": (
+        "routing.routing",
+        "Predicted passes of a mixture of experts over trees beside measured ones.",
+    ),
+    "shards": (
+        "shards.shards",
+        "Passes of a target that is spread over shards, which stand for memory nodes.",
+    ),
+    "substitute": (
+        "substitute.substitute",
+        "Ablation over a streamed target, and tau of substitutes beside other drafts'.",
+    ),
+    "targets": (
+        "targets.targets",
+        "Tokens a second of streams on two targets behind one draft, over one target.",
+    ),
+    "training": (
+        "training.training",
+        "Training tokens a second of each kind of head.",
+    ),
+    "transformers": (
+        "engines.transformers",
+        "T_V(M) against transformers' own modules in fp32; and T_V(16) / T_V(1).",
+    ),
+    "transport": (
+        "transport.transport",
+        "Microseconds of a round beside the work: coordinator and links.",
+    ),
+    "turns": (
+        "turns.turns",
+        "Time to the first token of a conversation's second turn, over that of its first.",
+    ),
+    "users": (
+        "users.users",
+        "Many users with a few keys: waits, failures and memory.",
+    ),
+    "utilisation": (
+        "gains.utilisation",
+        "Busy shares from spans beside the CPU time of the same processes.",
+    ),
+}
+"""Name -> the module in this folder and what the command is called there; what help says of it."""
 
 
-@click.group()
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are used; its help comes from the table."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, own_name = COMMANDS[cmd_name][0].partition(".")
+        try:
+            command: click.Command = getattr(
+                importlib.import_module(f"benchmarks.{module}"), own_name
+            )
+        except ModuleNotFoundError as error:
+            raise click.ClickException(f"{error.name} {NEEDED}") from None
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup)
 def main() -> None:
     """Figures of speed, bytes and accuracy on this machine, each printed by one command.
 
@@ -62,58 +248,3 @@ def main() -> None:
     cores. A ratio is the median over the pairs with the 95 % interval of a bootstrap; a bound holds
     when the interval reaches it and the median misses it by at most 0.02.
     """
-
-
-for command in (
-    transformers,
-    llama,
-    context,
-    limit,
-    shards,
-    experts,
-    recurrence,
-    rest,
-    bytes_command,
-    build_llama,
-    gguf_pair,
-    accuracy,
-    logits,
-    loading,
-    loads,
-    targets,
-    memory,
-    substitute,
-    coupling,
-    levels,
-    papers,
-    parallel,
-    passes,
-    pictures,
-    reliability,
-    heterospec,
-    training,
-    ahead,
-    goodput,
-    rounds,
-    replicas,
-    ray,
-    router,
-    routing,
-    observed,
-    transport,
-    turns,
-    http,
-    losses,
-    links,
-    gains,
-    beginnings,
-    gaps,
-    journal,
-    users,
-    fleet,
-    utilisation,
-    picture,
-    plan,
-    legacy,
-):
-    main.add_command(command)

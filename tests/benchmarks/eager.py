@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
+from benchmarks.checkpoints import tree_mask
 from benchmarks.child import obey, timed
-from benchmarks.models import draw_tree, token_row, tree_mask
+from benchmarks.models import draw_tree, token_row
 from dovetail.workers.models.parity.following import cache_name
 
 

@@ -13,7 +13,7 @@ import click
 
 from benchmarks.child import Side, SideError
 from benchmarks.measure import Estimate, estimate
-from benchmarks.models import SHAPES, TYPES, model_folder, write_model
+from benchmarks.models import SHAPES, model_folder
 from dovetail.launch.bench.llama.kinds import LLAMA_TYPES
 from dovetail.launch.bench.llama.start import INSTALL, has_llama
 from dovetail.protocol.errors import UserError
@@ -217,6 +217,8 @@ def written_model(
     *, weights: str, checkpoint: str | None, shape: str, layers: int | None, models: Path | None
 ) -> Iterator[Path]:
     """The folder of a random checkpoint of that shape."""
+    from benchmarks.checkpoints import TYPES, write_model  # torch, for seconds
+
     sizes = SHAPES[shape] if layers is None else dataclasses.replace(SHAPES[shape], layers=layers)
     kind = checkpoint_type(weights=weights, checkpoint=checkpoint)
     with model_folder(models) as folder:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import click
 
+from benchmarks.checkpoints import TYPES, write_model
 from benchmarks.figures import SECOND_TURN
 from benchmarks.measure import estimate
-from benchmarks.models import SHAPES, TYPES, VOCABULARY, model_folder, write_model
+from benchmarks.models import SHAPES, VOCABULARY, model_folder
 from benchmarks.options import Command, holds, option, options, report, verdict
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.launch.processes.stack import start_stack, wait_until_ready
