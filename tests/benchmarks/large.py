@@ -114,7 +114,7 @@ def write_mixture(folder: Path, layers: int, experts: int = 128) -> Path:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a GGUF file of random blocks has in it."""
+    """The contents of a GGUF file of random blocks."""
 
     architecture: str
     facts: Mapping[str, int | float]

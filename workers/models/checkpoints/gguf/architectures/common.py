@@ -16,7 +16,12 @@ Configuration = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 BASE = 10000.0
 """The base of rotation where a file says none: llama.cpp's, of every architecture."""
-UNTIED = frozenset(("gpt-oss", "gptneox", "nemotron", "olmo2", "olmoe", "phi2", "stablelm"))
+UNTIED = frozenset(
+    (
+        *("dots1", "gpt-oss", "gptneox", "minimax-m2", "nemotron", "olmo2", "olmoe", "phi2"),
+        *("qwen2moe", "stablelm"),
+    )
+)
 """Architectures whose files llama.cpp does not load without a head of their own (output.weight);
 of others, an embedding stands for one that is missing."""
 ROTATED_IN_PART = frozenset(
