@@ -69,15 +69,22 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         return await service.answer(body, request)
 
     @app.get("/v1/chat/completions/{name}", **documented("chat_again"))
-    async def chat_again(name: str, request: Request, stream: bool = False) -> Response:
+    async def chat_again(name: str, request: Request, stream: bool | None = None) -> Response:
         """The reply to a conversation once more, by the id of the response, as long as the journal
-        has it; streamed, behind what the header Last-Event-ID says that the client has."""
-        return await service.resume(name, request, stream=stream)
+        has it; streamed, behind what the header Last-Event-ID says that the client has. With that
+        header it is streamed unless `stream` is false."""
+        return await service.resume(name, request, stream=_streamed(stream, request))
 
     @app.get("/v1/completions/{name}", **documented("text_again"))
-    async def text_again(name: str, request: Request, stream: bool = False) -> Response:
+    async def text_again(name: str, request: Request, stream: bool | None = None) -> Response:
         """The continuation of a text once more, as of a conversation."""
-        return await service.resume(name, request, stream=stream)
+        return await service.resume(name, request, stream=_streamed(stream, request))
+
+
+def _streamed(asked: bool | None, request: Request) -> bool:
+    """Return whether a client that comes back gets a stream: one that has had a part of it wants
+    the rest of it, unless it says otherwise."""
+    return bool(request.headers.get("last-event-id")) if asked is None else asked
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:

@@ -112,6 +112,22 @@ def test_a_response_is_told_again_whole_by_its_id_and_the_characters_that_a_clie
     assert (text[:7] + rest, reason) == (text, "length")
 
 
+@pytest.mark.parametrize("path", [CHATS, TEXTS])
+def test_a_get_with_the_id_of_an_event_is_a_stream_unless_it_says_otherwise(
+    server: Api, path: str
+) -> None:
+    body = CHAT if path == CHATS else TEXT
+    said = server.client.post(path, json=body).json()
+    where, headers = f"{path}/{said['id']}", {"last-event-id": "7"}
+    with server.client.stream("GET", where, headers=headers) as reply:
+        ((rest, _, _),) = pieces(told(reply))
+    choice = said["choices"][0]
+    text = choice["message"]["content"] if path == CHATS else choice["text"]
+    assert text[:7] + rest == text
+    whole = server.client.get(f"{where}?stream=false", headers=headers)
+    assert whole.json()["choices"] == said["choices"]
+
+
 def test_a_stream_has_no_event_ids_unless_they_are_asked_for(server: Api) -> None:
     with server.client.stream("POST", CHATS, json={**CHAT, "stream": True}) as reply:
         assert not any(line.startswith("id:") for line in reply.iter_lines())
