@@ -226,10 +226,28 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str], local: boo
     if (text := misfit(settings.sampling, settings.tree, settings.draft.kind)) is not None:
         raise SettingsError(text)
     check_devices(settings, origins)
+    settings = _with_queues(settings, origins)
     named = settings.tree.thresholds
     return Configuration(
         _with_thresholds(settings, "" if isinstance(named, str) else named), origins, local, named
     )
+
+
+def _with_queues(settings: Settings, origins: Mapping[str, str]) -> Settings:
+    """Return the settings with a limit of each key's queue that is no more than that of the whole
+    queue; `SettingsError` if somebody asked for more."""
+    own = settings.coordinator
+    if own.key_queue <= own.queue:
+        return settings
+    if (origin := origins["coordinator.key_queue"]) != "default":
+        raise SettingsError(
+            f"coordinator.key_queue = {own.key_queue} ({origin}): the requests of one API key that "
+            f"wait are among those of coordinator.queue = {own.queue} "
+            f"({origins['coordinator.queue']}): write at most {own.queue}, or raise "
+            "coordinator.queue"
+        )
+    coordinator = own.model_copy(update={"key_queue": own.queue})
+    return settings.model_copy(update={"coordinator": coordinator})
 
 
 def _with_thresholds(settings: Settings, thresholds: str | tuple[float, ...]) -> Settings:

@@ -132,6 +132,23 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
             {},
             ("target.prefill = 'gpu'", "write auto, local, cuda:N", "mps (Apple) or cpu"),
         ),
+        (
+            {"coordinator.key_queue": "300"},
+            {},
+            (
+                "coordinator.key_queue = 300 (--coordinator.key_queue)",
+                "coordinator.queue = 256 (default)",
+            ),
+        ),
+        (
+            {"coordinator.queue": "8"},
+            {"DOVETAIL_COORDINATOR__KEY_QUEUE": "9"},
+            (
+                "coordinator.key_queue = 9 (DOVETAIL_COORDINATOR__KEY_QUEUE)",
+                "coordinator.queue = 8 (--coordinator.queue)",
+                "write at most 8, or raise coordinator.queue",
+            ),
+        ),
         ({"memory.vram": "much"}, {}, ("memory.vram = 'much'", "such as 512MiB or 7GB")),
         (
             {},
@@ -190,6 +207,14 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: tuple[str, ...]
     with pytest.raises(SettingsError) as caught:
         configure(file=file, environment={})
     assert all(word in str(caught.value) for word in (*words, str(file))), caught.value
+
+
+def test_a_shorter_queue_shortens_the_queue_of_a_key_that_nobody_has_set(tmp_path: Path) -> None:
+    found = configure(flags={"coordinator.queue": "9"}, environment={})
+    assert (found.settings.coordinator.queue, found.settings.coordinator.key_queue) == (9, 9)
+    file = tmp_path / "settings.toml"
+    file.write_text("[coordinator]\nqueue = 9\nkey_queue = 9\n")
+    assert configure(file=file, environment={}).settings == found.settings
 
 
 def test_variables_that_kubernetes_makes_for_a_service_are_not_ours() -> None:
