@@ -73,9 +73,9 @@ def serve(
     reconnecting: Reconnecting | None = None,
     watchdog: Watchdog | None = None,
     listener: Listener | None = None,
-) -> bool:
-    """Register with the coordinator and work until it lets this worker go (True), or has gone and
-    is not found again; closes the links that it used.
+) -> Drain | None:
+    """Register with the coordinator and work until it lets this worker go, which is returned, or
+    has gone and is not found again; closes the links that it used.
 
     `UserError` if it refuses this worker, `LinkClosed` if it goes before it has answered and is not
     to be looked for. `binding` says to which cores and memory this process is bound; on `standby`
@@ -93,8 +93,7 @@ def serve(
         loop = _register_again(reconnecting, str(lost), worker, standing, watchdog)
     while loop is not None:
         try:
-            loop.run()
-            return True
+            return loop.run()
         except LinkClosed as lost:
             standing.suspend(worker, loop.coordinator_epoch)
             loop = (
@@ -102,7 +101,7 @@ def serve(
                 if reconnecting is None
                 else _register_again(reconnecting, str(lost), worker, standing, watchdog)
             )
-    return False
+    return None
 
 
 def _register(link: Link, worker: Worker, standing: Standing, watchdog: Watchdog | None) -> "_Loop":
@@ -172,9 +171,9 @@ class _Loop:
         """Messages that arrived while something was computed."""
         self._process = psutil.Process(os.getpid())
 
-    def run(self) -> None:
-        """Do commands until Drain; `LinkClosed` when the coordinator has gone, or knows this worker
-        no more."""
+    def run(self) -> Drain:
+        """Do commands until Drain, and return it; `LinkClosed` when the coordinator has gone, or
+        knows this worker no more."""
         try:
             with heard(self._beat):
                 while not isinstance(command := self._next(), Drain):
@@ -182,9 +181,11 @@ class _Loop:
                         self._turned_away(command)
                     for event in self._do(command):
                         self._send(event)
+                return command
         except (LinkClosed, Abandoned) as lost:
-            if not self._was_let_go():
+            if (drain := self._last_drain()) is None:
                 raise LinkClosed(str(lost)) from None
+            return drain
         finally:
             self._link.close()
 
@@ -208,15 +209,15 @@ class _Loop:
             DovetailError(text) if failed.code == "protocol" else UserError(text)
         )  # what we said wrong is our fault, not the user's
 
-    def _was_let_go(self) -> bool:
-        """Return whether a Drain is among what the coordinator sent before it went."""
+    def _last_drain(self) -> Drain | None:
+        """Return the Drain among what the coordinator sent before it went, if there is one."""
         try:
             while (frames := self._receive(0.0)) is not None:
-                if isinstance(self._decode(frames), Drain):
-                    return True
+                if isinstance(command := self._decode(frames), Drain):
+                    return command
         except LinkClosed:
             pass
-        return False
+        return None
 
     def _next(self) -> Command:
         """The next command of this coordinator; background work while there is none."""

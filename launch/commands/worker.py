@@ -159,7 +159,7 @@ def command(
     with nullcontext() if parent is None else ending_at_once():
         if told := connect == TOLD:
             connect = await_address(configuration, role)
-        let_go = WorkerProcess(
+        drain = WorkerProcess(
             configuration,
             role,
             connect,
@@ -172,7 +172,9 @@ def command(
             notifier,
             told,
         ).serve()
-        if let_go and own_log:
+        if drain is None:
+            return
+        if own_log:
             remove_stderr()
-        if let_go and parent is not None:
+        if drain.dismissed or parent is not None:
             sys.exit(LET_GO)

@@ -16,8 +16,8 @@ PR_SET_PDEATHSIG = 1
 COMMAND_LINE = "dovetail-command"
 """The name of a file in memory that a process holds open."""
 LET_GO = 3
-"""Exit code of a worker under a supervisor that the coordinator wants no more: it is not to be
-started again."""
+"""Exit code of a worker that was drained or replaced, and of one under a supervisor that the
+coordinator wants no more: it is not to be started again."""
 
 
 def end_with(parent: int) -> None:

@@ -29,6 +29,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
 from dovetail.protocol.links.ways import Way
+from dovetail.protocol.messages import Drain
 from dovetail.protocol.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -122,9 +123,9 @@ class WorkerProcess:
     def _title(self) -> str:
         return f"{self.role} worker {self.name}"
 
-    def serve(self) -> bool:
-        """Return whether the coordinator let the worker go. Connect first: a wrong address or key
-        is told at once, not after a model has been loaded."""
+    def serve(self) -> Drain | None:
+        """Return the word with which the coordinator let the worker go; None: it has gone. Connect
+        first: a wrong address or key is told at once, not after a model has been loaded."""
         parts = parts_of(self.role)
         keys = self.configuration.settings.coordinator.keys
         folder = Path(keys) if keys else None
@@ -160,13 +161,13 @@ class WorkerProcess:
             }
             for thread in others.values():
                 thread.start()
-            let_go = first()
+            drain = first()
             end_undisturbed()
             for thread in others.values():
                 thread.join(ANSWER_S)
-            parted = "released it" if let_go else "disconnected"
+            parted = "released it" if drain is not None else "disconnected"
             self.say(f"{self._title} ends: its coordinator {parted}")
-            return let_go
+            return drain
         finally:
             over.set()
             for part, link in links.items():
@@ -237,8 +238,8 @@ class WorkerProcess:
         part: Part,
         again: Callable[[], Link],
         load_s: float,
-    ) -> bool:
-        """Serve in one role until the coordinator lets it go, True, or is lost for good, False."""
+    ) -> Drain | None:
+        """Serve in one role until the coordinator lets it go, or is lost for good (None)."""
         from dovetail.workers.loop import serve
         from dovetail.workers.progress import Watchdog
         from dovetail.workers.serving.registration import Reconnecting
@@ -265,7 +266,7 @@ class SecondRole(threading.Thread):
     """The second of two roles; what ends it unasked, before the first one is over, is said, and
     ends the process."""
 
-    def __init__(self, work: Callable[[], bool], over: threading.Event) -> None:
+    def __init__(self, work: Callable[[], object], over: threading.Event) -> None:
         super().__init__(name="draft", daemon=True)
         self._work, self._over = work, over
 

@@ -311,3 +311,6 @@ class Drain(Message):
     """No more work will come: end."""
 
     type: Literal["drain"] = "drain"
+    dismissed: bool = False
+    """True: an operator drained this worker or had another one take its place, so that nobody is to
+    start it again; False: the coordinator ends."""

@@ -189,8 +189,8 @@ class Peers:
         self.worker_lost(worker, why)
 
     def let_go(self, worker: Worker) -> None:
-        """Have a worker end; sessions that it still holds go on without it."""
-        self._post.to_worker(worker, Drain(epoch=self._service.epoch))
+        """Have a worker end for good; sessions that it still holds go on without it."""
+        self._post.to_worker(worker, Drain(epoch=self._service.epoch, dismissed=True))
         if self._registry.workers.pop(worker.peer, None) is not None:
             log.info("%s worker %s is removed", "/".join(worker.hello.roles), worker.whereabouts)
             self._failing.forget(worker)

@@ -16,12 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.launch.files.deployment.systemd import SOCKET, program
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SYSTEMD = Path("/lib/systemd/systemd")
 BOOT = Path(__file__).parents[1] / "support" / "boot.sh"
-TOOLS = ("unshare", "nsenter", "systemctl")
+TOOLS = ("unshare", "nsenter", "setpriv", "systemctl")
 STUCK_S, WATCHDOG_S, PATIENCE_S = 2, 6, 120.0
+RESTART_S = 5
 UNITS = ("coordinator", "http", "worker-target", "worker-draft")
 
 pytestmark = [
@@ -142,5 +145,14 @@ def test_units_serve_and_are_watched(
         assert booted.show("coordinator", "NRestarts") == {"NRestarts": "0"}, booted.said(
             "coordinator"
         )
+        owner = ("setpriv", "--reuid=dovetail", "--regid=dovetail", "--clear-groups")
+        booted.run(*owner, *program(), "drain", "draft", "--connect", SOCKET)
+        wait(
+            lambda: booted.show("worker-draft", "ActiveState")["ActiveState"] == "inactive",
+            "the worker that was drained has not ended",
+        )
+        time.sleep(2 * RESTART_S)
+        state = booted.show("worker-draft", "ActiveState", "NRestarts")
+        assert state == {"ActiveState": "inactive", "NRestarts": "0"}, booted.said("worker-draft")
     finally:
         booted.end()

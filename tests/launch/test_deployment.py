@@ -111,6 +111,9 @@ def test_units_are_the_processes_of_serve_and_are_watched() -> None:
         assert values(unit, "PartOf") == ["dovetail.target"]
         assert values(unit, "Restart") == ["always"]
         assert (values(unit, "RestartSec"), values(unit, "StartLimitIntervalSec")) == (["5"], ["0"])
+        drained = ["3"] if "worker" in name else []
+        assert values(unit, "RestartPreventExitStatus") == drained
+        assert values(unit, "SuccessExitStatus") == drained
         assert not values(unit, "Wants"), "a coordinator that was stopped would be started again"
         assert ("dovetail-coordinator.service" in unit) == (name != "dovetail-coordinator.service")
         command = shlex.split(values(unit, "ExecStart")[0])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.machine.binding import Place
+from dovetail.launch.processes.changes import wait_for
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.worker import place_of, thread_count
 from dovetail.protocol.codec import EVENT, encode
@@ -132,6 +133,22 @@ def test_a_worker_tells_who_looks_after_it_whether_it_was_let_go_or_told_to_end(
     registered(address)
     coordinator.terminate()
     assert let_go.wait(BACK_S) == LET_GO
+
+
+def test_a_worker_of_nobody_tells_by_its_exit_code_whether_it_was_drained(
+    start: Start, address: str
+) -> None:
+    coordinator = coordinate(start, address)
+    arguments = ("worker", "--role", "draft", "--draft", "ngram", "--connect", address)
+    drained = start(*arguments)
+    epoch = registered(address).worker_epoch
+    with Client(open_link(address, role="operator")) as client:
+        wait_for(client, client.dismiss(epoch))
+    assert drained.wait(BACK_S) == LET_GO
+    other = start(*arguments)
+    registered(address)
+    coordinator.terminate()
+    assert other.wait(BACK_S) == 0
 
 
 def test_a_worker_that_is_stopped_is_lost_and_comes_back_as_another_incarnation(

@@ -178,7 +178,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         ),
         "observe": m.Observe(epoch=1, fine=True),
         "engage": m.Engage(epoch=1),
-        "drain": m.Drain(epoch=1),
+        "drain": m.Drain(epoch=1, dismissed=True),
     }
 
 

@@ -729,7 +729,7 @@ def test_a_worker_whose_coordinator_has_gone_says_what_it_holds_and_keeps_what_t
     assert isinstance(again, Opened)
     assert again.epoch == second.epoch
     coordinators.send(Drain(epoch=EPOCH + 1))
-    assert coordinators.end() is True
+    assert coordinators.end() == Drain(epoch=EPOCH + 1)
     assert coordinators.news == [
         "the coordinator disconnected; reconnecting for up to 30 s",
         "registered anew at memory",
@@ -755,7 +755,7 @@ def test_a_worker_that_its_coordinator_does_not_know_any_more_says_hello_again(
     assert isinstance(probed, Probed)
     assert probed.sessions == 0
     coordinators.send(Drain(epoch=EPOCH))
-    assert coordinators.end() is True
+    assert coordinators.end() == Drain(epoch=EPOCH)
 
 
 def test_a_worker_that_computes_for_a_coordinator_that_has_gone_gives_it_up_at_the_next_layer(
@@ -778,7 +778,7 @@ def test_a_worker_that_computes_for_a_coordinator_that_has_gone_gives_it_up_at_t
         coordinators.welcomes(EPOCH + 1)
     assert isinstance(coordinators.ask(opening(1, epoch=EPOCH + 1)), Opened)
     coordinators.send(Drain(epoch=EPOCH + 1))
-    assert coordinators.end() is True
+    assert coordinators.end() == Drain(epoch=EPOCH + 1)
 
 
 def test_a_worker_that_was_let_go_while_it_computed_looks_for_nobody(
@@ -795,9 +795,10 @@ def test_a_worker_that_was_let_go_while_it_computed_looks_for_nobody(
     monkeypatch.setattr(coordinators.worker._model, "forward_with_states", compute)
     coordinators.send(opening(1))
     assert computing.wait(60.0)
-    coordinators.send(Drain(epoch=EPOCH))
+    drain = Drain(epoch=EPOCH, dismissed=True)
+    coordinators.send(drain)
     coordinators.hub.close()
-    assert (coordinators.end(), coordinators.news) == (True, [])
+    assert (coordinators.end(), coordinators.news) == (drain, [])
 
 
 def test_a_coordinator_that_goes_before_it_has_answered_is_looked_for_too(
@@ -808,7 +809,7 @@ def test_a_coordinator_that_goes_before_it_has_answered_is_looked_for_too(
     coordinators.appears()
     coordinators.welcomes(EPOCH)
     coordinators.send(Drain(epoch=EPOCH))
-    assert coordinators.end() is True
+    assert coordinators.end() == Drain(epoch=EPOCH)
 
 
 def test_a_coordinator_that_does_not_come_back_is_given_up(settings: TargetSettings) -> None:
@@ -818,7 +819,7 @@ def test_a_coordinator_that_does_not_come_back_is_given_up(settings: TargetSetti
     coordinators.welcomes(EPOCH)
     gone_s = time.monotonic()
     coordinators.hub.close()
-    assert coordinators.end() is False
+    assert coordinators.end() is None
     assert time.monotonic() - gone_s >= 0.4
 
 

@@ -12,7 +12,16 @@ import pytest
 
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import LinkClosed, UserError
-from dovetail.protocol.messages import MAX_STRIKES, Close, Closed, Hello, Probe, Probed, Welcome
+from dovetail.protocol.messages import (
+    MAX_STRIKES,
+    Close,
+    Closed,
+    Drain,
+    Hello,
+    Probe,
+    Probed,
+    Welcome,
+)
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.loop import serve
@@ -53,7 +62,7 @@ class Dialogue:
     def __init__(self) -> None:
         self.hub = memory_links()
         self.link = self.hub.connect()
-        self.outcome: list[BaseException | bool] = []
+        self.outcome: list[BaseException | Drain | None] = []
         worker = open_draft_worker(DraftSettings(kind="ngram"), name="lookup", threads=1, target="")
         self.thread = threading.Thread(target=self._serve, args=(worker,))
         self.thread.start()
@@ -98,7 +107,7 @@ def test_a_coordinator_that_keeps_breaking_the_protocol_is_hung_up_on() -> None:
     assert isinstance(probed, Probed)
     assert probed.stale == MAX_STRIKES - 1
     spoken.hub.send(spoken.peer, [b"\xc1"])
-    assert spoken.ended() is False
+    assert spoken.ended() is None
     spoken.hub.close()
 
 

@@ -28,6 +28,7 @@ from dovetail.launch.files.deployment.parts import (
 from dovetail.launch.files.deployment.parts import standby_of as as_standby
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.addresses import check_pair
+from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.http_keys import read_keys
@@ -83,6 +84,10 @@ SystemCallArchitectures=native
 SystemCallFilter=@system-service
 SystemCallFilter=~@privileged
 SystemCallErrorNumber=EPERM"""
+AWAY = f"""\
+# one that an operator drained or replaced stays away, until its unit is started
+RestartPreventExitStatus={LET_GO}
+SuccessExitStatus={LET_GO}"""
 TORCH = """\
 # no MemoryDenyWriteExecute: torch generates code for this processor
 Environment=XDG_CACHE_HOME=%C HF_HUB_OFFLINE=1
@@ -235,6 +240,7 @@ def _service(part: Part, settings: Settings, standby: str) -> str:
             else ["TimeoutStartSec=30"]
         ),
         *COMMON.splitlines(),
+        *((AWAY if part.is_worker else "").splitlines()),
         *_folders(part),
         *_network(part, settings, standby),
         *_resources(part),
