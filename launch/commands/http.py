@@ -25,7 +25,7 @@ from dovetail.launch.processes.child import (
     end_with,
     show_stacks_when_asked,
 )
-from dovetail.launch.processes.connection import ahead_of, only_coordinator
+from dovetail.launch.processes.connection import ahead_of, call_model, only_coordinator
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import TARGET_FOLDER
@@ -155,6 +155,7 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
         ),
         model=settings.http.model,
         names={f"/{'/'.join(TARGET_FOLDER.parts[-3:])}": "demo"},  # wherever a worker has it
+        called=call_model,
         version=installed_version(),
         keys=keys,
         deadline_s=settings.http.deadline_s,

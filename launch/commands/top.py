@@ -25,7 +25,7 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
-from dovetail.launch.processes.connection import find_coordinator, speaks_http
+from dovetail.launch.processes.connection import call_model, find_coordinator, speaks_http
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, RequestError, UserError
@@ -119,7 +119,9 @@ class _LinkEye:
                     break
             state = self._client.status()
             self._live_stats.hear(state)
-            return self._live_stats.view(spell=self._spell(self._client, state), session=session)
+            return self._live_stats.view(
+                spell=self._spell(self._client, state), session=session, called=call_model
+            )
         except DovetailError:
             self._close()
             raise

@@ -30,6 +30,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from dovetail.runtime.telemetry.picture import folder_name
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf
 
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
@@ -344,3 +345,9 @@ def shorten_model(model: str) -> str:
     if not path.is_relative_to(DEMO_FOLDER):
         return model
     return f"demo {path.name}" if path.parent.name == "heads" else f"demo{bracket}{which}"
+
+
+def call_model(model: str) -> str:
+    """Return how a model is called in a picture of what happens: as `shorten_model` has it, without
+    the folder that it lies in."""
+    return folder_name(shorten_model(model))

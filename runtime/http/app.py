@@ -45,7 +45,14 @@ def open_app(service: Service) -> App:
     if terms.dashboard != "off":
         about = {"version": terms.version, "began": service.began, "pid": os.getpid()}
         add_dashboard(
-            app, Watch(service.gateway, shown=terms.dashboard, name=service.name_of, about=about)
+            app,
+            Watch(
+                service.gateway,
+                shown=terms.dashboard,
+                name=service.name_of,
+                called=terms.called,
+                about=about,
+            ),
         )
         open_paths += tuple(page_files())
     return Guard(

@@ -77,10 +77,13 @@ class Watch:
         *,
         shown: Shown,
         name: Callable[[Target], str],
+        called: Callable[[str], str],
         about: Mapping[str, Any],
     ) -> None:
-        """`name`: under which a target is served; `about`: what is told of this server."""
+        """`name`: under which a target is served; `called` returns how a worker's model is called;
+        `about`: what is told of this server."""
         self._gateway, self._shown, self._name, self._about = gateway, shown, name, about
+        self._called = called
         self._live_stats = LiveStats()
         self._heard_s = float("-inf")
         self._hearing = asyncio.Lock()
@@ -92,7 +95,7 @@ class Watch:
                 await self._hear()
         target = await self._target()
         spell = None if target is None or self._shown != "full" else partial(_spelt, target)
-        seen = self._live_stats.view(spell=spell, session=session)
+        seen = self._live_stats.view(spell=spell, session=session, called=self._called)
         model = "" if target is None else self._name(target)
         told = {
             "server": self._about,

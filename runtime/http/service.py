@@ -37,6 +37,7 @@ from dovetail.runtime.http.resuming import (
 )
 from dovetail.runtime.http.server import Connections
 from dovetail.runtime.telemetry.load import load_of
+from dovetail.runtime.telemetry.picture import folder_name
 
 SMALL_CHARACTERS = 4096
 """Texts up to this are tokenized at once; longer ones in a thread: nobody waits for them."""
@@ -60,8 +61,9 @@ class Terms:
     model: str = ""
     """Name under which the target is served; empty: its own."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Own names of targets, by the ends of the paths of their folders; others have that of the
-    folder."""
+    """Own names of targets, by the ends of their folders' paths; others have that of the folder."""
+    called: Callable[[str], str] = folder_name
+    """Returns how the dashboard calls a model."""
     version: str = ""
     keys: Sequence[str] = ()
     deadline_s: float = 600.0

@@ -8,6 +8,7 @@ says it. Knows no HTTP and no terminal.
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from dovetail.runtime.telemetry.picture import (
     Spell,
     cores_in_words,
     counts,
+    folder_name,
     pair_figures,
     share,
     speculation,
@@ -175,9 +177,15 @@ class LiveStats:
 
     # -- the picture -------------------------------------------------------------------------------
 
-    def view(self, *, spell: Spell | None = None, session: int | None = None) -> dict[str, Any]:
+    def view(
+        self,
+        *,
+        spell: Spell | None = None,
+        session: int | None = None,
+        called: Callable[[str], str] = folder_name,
+    ) -> dict[str, Any]:
         """Return all that is shown, and the last tree of a session: of this one, or of the newest.
-        `spell`: without it neither tokens nor texts are told."""
+        `spell`: without it neither tokens nor texts are told; `called` returns how a model is."""
         state = self._state
         assert state is not None, "nothing has arrived yet"
         stats = self._sessions.get(session) if session is not None else None
@@ -199,7 +207,7 @@ class LiveStats:
             "figures": self._figures(),
             "history": self._history(),
             "workers": [
-                self._worker(worker)
+                self._worker(worker, called)
                 for worker in sorted(
                     state.workers, key=lambda worker: ("target" not in worker.roles, worker.name)
                 )
@@ -264,7 +272,7 @@ class LiveStats:
             ],
         }
 
-    def _worker(self, worker: WorkerState) -> dict[str, Any]:
+    def _worker(self, worker: WorkerState, called: Callable[[str], str]) -> dict[str, Any]:
         load = self._loads.get(worker.worker_epoch)
         shares = (
             []
@@ -281,7 +289,7 @@ class LiveStats:
                 name: round(value, 3) if isinstance(value, float) else value
                 for name, value in told.items()
             },
-            "model": worker.model.rstrip("/").rpartition("/")[2],
+            "model": called(worker.model),
             "epoch": f"{worker.worker_epoch:x}",
             "waiting": "" if load is None else load.seen.waiting,
             "cores": cores_in_words(() if load is None else load.seen.cores),

@@ -29,6 +29,11 @@ def label(content: bytes) -> str:
     return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 1] + "…"
 
 
+def folder_name(model: str) -> str:
+    """Return the last part of a model's path: a picture does not say where models lie."""
+    return model.rstrip("/").rpartition("/")[2]
+
+
 def cores_in_words(cores: Sequence[int]) -> str:
     """Return numbers of cores as ranges: "0-3,8"."""
     return ",".join(

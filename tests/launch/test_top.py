@@ -24,10 +24,11 @@ from rich.console import Console
 from dovetail.launch.commands.top import _next
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.tree import MARKS
+from dovetail.launch.settings.embedded import DEMO_FOLDER, TARGET_FOLDER
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.live_stats import LiveStats
-from support.scripted import ScriptedTarget
+from support.scripted import ScriptedDraft, ScriptedTarget
 from support.web import Backend, api, backend
 
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli", "top")
@@ -99,6 +100,20 @@ def test_the_same_is_json_over_ipc_and_over_http(house: Backend, invoke: Run) ->
         == ["target", "draft"]
     )
     assert near["tree"]["texts"] is not None
+
+
+def test_models_are_called_as_in_status(invoke: Run) -> None:
+    folders = {"target": TARGET_FOLDER, "draft": DEMO_FOLDER / "heads" / "dovetail"}
+    with backend(target=False, draft=False) as house:
+        house.add(ScriptedTarget, "target", model=str(folders["target"]))
+        house.add(ScriptedDraft, "draft", model=str(folders["draft"]))
+        status = invoke("status", "--connect", house.address).stdout
+        near = invoke("top", "--connect", house.address, "--once").stdout
+        with api(house.address) as server:
+            far = invoke("top", "--connect", server.url, "--once").stdout
+    for shown in (status, near, far):
+        assert re.search(r"\bdemo dovetail\b", shown)
+        assert re.search(r"\bdemo(?! dovetail)\b", shown)
 
 
 def test_over_http_the_key_of_the_environment_is_sent(
