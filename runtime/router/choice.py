@@ -39,6 +39,10 @@ BUSY = 4
 EQUAL = 0.25
 """Replicas whose rates differ by less, as those of equal ones do where they are measured, are taken
 to have the same rate."""
+AGE_S = 300.0
+"""Seconds after which the rate of a replica that has had no round since is not believed any more:
+it may have been slow for a reason that has gone, and at a light load nobody would find out. One
+that is slow gets a request in so long a time, which renews its word."""
 NEVER = float("-inf")
 BESIDE_STREAMS = 2.0
 """Times as long as by itself a prompt is taken to be read beside streams, which have a third of the
@@ -111,6 +115,8 @@ class Replica:
     load: Load = field(default_factory=Load)
     rate: Rate = UNKNOWN
     """The rate that `agree_on_rates` has given it."""
+    rated_s: float = 0.0
+    """When its own word on that changed last, as every round changes it."""
     in_flight: int = 0
     """Requests of this router that run there."""
     sent: int = 0
@@ -124,11 +130,13 @@ class Replica:
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of the blocks that it has read, those of long ago first."""
 
-    def told(self, load: Load) -> None:
+    def told(self, load: Load, now_s: float = 0.0) -> None:
         """Take its word; a coordinator that began anew has read nothing."""
         if load.epoch != self.load.epoch:
             self.known.clear()
             self.unread_s = 0.0
+        if _rate(load) != _rate(self.load):
+            self.rated_s = now_s
         self.load = load
 
     @property
@@ -237,11 +245,15 @@ def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
     return Predicted(before_s + reading_s + request.reply_tokens * token_s, reading_s)
 
 
-def agree_on_rates(replicas: Sequence[Replica]) -> None:
+def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
     """Give replicas the rates that they have told: to those that are near each other the mean, and
-    to those that have told none that of all others."""
+    to those that have told none, or none for `AGE_S`, that of all others."""
     told = sorted(
-        ((rate, one) for one in replicas if (rate := _rate(one.load)) is not None),
+        (
+            (rate, one)
+            for one in replicas
+            if now_s - one.rated_s < AGE_S and (rate := _rate(one.load)) is not None
+        ),
         key=lambda told: told[0].busy_s,
     )
     usual = _mean([rate for rate, _ in told]) if told else UNKNOWN

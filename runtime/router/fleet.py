@@ -4,6 +4,7 @@ second."""
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -56,7 +57,7 @@ class Fleet:
                 self._upstream.close(replica.url)
                 log.info("the replica %s has been let go", replica.url)
         await asyncio.gather(*(self._ask(replica) for replica in self.replicas))
-        agree_on_rates(self.replicas)
+        agree_on_rates(self.replicas, time.monotonic())
 
     def lost(self, replica: Replica, why: str) -> None:
         """Do without a replica until it answers again."""
@@ -78,7 +79,7 @@ class Fleet:
             self.lost(replica, str(error) or "it does not answer")
             return
         if load is not None:
-            replica.told(replace(load, in_flight=asked + replica.sent))
+            replica.told(replace(load, in_flight=asked + replica.sent), time.monotonic())
         if status == 200 and not replica.ready:
             log.info("the replica %s gets requests", replica.url)
         elif status != 200 and replica.ready:

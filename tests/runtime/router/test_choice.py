@@ -8,6 +8,7 @@ import pytest
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.runtime.router.choice import (
+    AGE_S,
     BLOCK,
     MOST_BLOCKS,
     USUAL_TOKENS,
@@ -107,6 +108,35 @@ def test_replicas_of_one_rate_take_turns_also_where_nothing_is_known_yet() -> No
             assert number is not None
             taken[number] += 1
         assert taken == [10, 10, 10]
+
+
+def test_an_idle_replica_that_was_slow_once_is_tried_again_when_its_word_is_old() -> None:
+    slow = replace(MEASURED, seconds_per_token=0.04)
+    there, taken = replicas(Load(), Load()), list[tuple[int, int]]()
+    for second in range(0, 3 * round(AGE_S), 10):
+        rounds = sum(number == 0 for number, _ in taken)
+        there[0].told(replace(MEASURED, seconds_per_token=0.01 + 1e-6 * rounds), second)
+        there[1].told(MEASURED if (1, AGE_S) in taken else slow, second)
+        agree_on_rates(there, second)
+        number = chosen(there, chat(f"Question {second}."), now_s=second)
+        assert number is not None
+        taken.append((number, second))
+    of_slow = [second for number, second in taken if number == 1]
+    assert of_slow[0] == AGE_S
+    assert 25 < len(of_slow) < 35, "no slower than the other, it gets half of what came since"
+
+
+def test_a_replica_that_is_slow_gets_a_request_when_its_word_is_old_and_no_more() -> None:
+    there, taken = replicas(Load(), Load()), list[int]()
+    for second in range(0, 3 * round(AGE_S), 10):
+        there[0].told(replace(MEASURED, seconds_per_token=0.01 + 1e-6 * second), second)
+        tried = taken.count(1)
+        there[1].told(replace(MEASURED, seconds_per_token=0.04 + 1e-6 * tried), second)
+        agree_on_rates(there, second)
+        number = chosen(there, chat(f"Question {second}."), now_s=second)
+        assert number is not None
+        taken.append(number)
+    assert taken.count(1) == 2
 
 
 def test_requests_of_others_count_and_our_own_count_once() -> None:
