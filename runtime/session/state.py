@@ -11,7 +11,7 @@ from dovetail.runtime.session.kept import Base, Kept, pack
 from dovetail.runtime.session.logprobs import PromptScores
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.metrics import Accounts, RoundFacts
-from dovetail.runtime.text.tokenizer import ReplyText, Writer
+from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText
 
 NO_TREE = TokenTree()
 MAX_HELD_BYTES = 32 << 20
@@ -43,7 +43,7 @@ class SessionState:
     number: int
     epoch: int
     request: Request
-    detokenizer: InitVar[Writer]
+    detokenizer: InitVar[Detokenizer]
     accounts: Accounts
     fingerprint: str = ""
     """The fingerprint of its target."""
@@ -92,7 +92,7 @@ class SessionState:
     length: int = field(init=False)
     """Tokens of the log; stored, since every round asks for it several times."""
 
-    def __post_init__(self, detokenizer: Writer) -> None:
+    def __post_init__(self, detokenizer: Detokenizer) -> None:
         self.restored = len(self.tokens)
         self.length = len(self.request.prompt) + self.restored
         self.reply = ReplyText(detokenizer, self.request.end, self.request.stop)

@@ -33,7 +33,6 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.spans import Span
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.session import Session
-from dovetail.runtime.text.tokenizer import Writer
 
 MAX_HELD = 1 << 15
 """Rounds and spans that are remembered: minutes of coarse ones; some 6 MiB."""
@@ -199,7 +198,7 @@ class EventLog:
 
     def begin(self, session: Session, *, trace: bool) -> None:
         """A session begins; `trace`: what is about it is kept until it is taken."""
-        session.reply.detokenizer = Timed(session.reply.detokenizer, self, session)
+        session.reply.watch(self, session)
         if trace:
             self._traces[session.number] = []
 
@@ -269,31 +268,6 @@ class EventLog:
         """Return what has come behind a number: whoever asks often looks at few."""
         found = list(itertools.takewhile(lambda entry: entry.number > number, reversed(self._ring)))
         return found[::-1]
-
-
-class Timed:
-    """A detokenizer with a stopwatch."""
-
-    def __init__(self, detokenizer: Writer, observing: EventLog, session: Session) -> None:
-        self._detokenizer, self._observing, self._session = detokenizer, observing, session
-
-    def push(self, *tokens: int) -> str:
-        if not self._observing.fine:
-            return self._detokenizer.push(*tokens)
-        began_ns = self._observing.began_ns
-        text = self._detokenizer.push(*tokens)
-        self._observing.finely("detokenise", began_ns, self._session)
-        return text
-
-    @property
-    def fresh(self) -> str:
-        return self._detokenizer.fresh
-
-    def peek(self) -> str:
-        return self._detokenizer.peek()
-
-    def flush(self) -> str:
-        return self._detokenizer.flush()
 
 
 def _on_ours(peer_ns: int, offset_ns: int) -> int:

@@ -161,22 +161,17 @@ class TextCodec:
         return special_tokens(self._tokenizer)
 
 
-class Writer(Protocol):
-    """Makes text of tokens as they come: a Detokenizer, or what stands before one."""
+class Stopwatch(Protocol):
+    """Notes how long the coordinator's parts take, while somebody looks at that."""
 
-    @property
-    def fresh(self) -> str:
-        """Characters that the last token completed, and that a later one may still replace: they
-        have not been returned."""
+    fine: bool
+    """False: nobody looks."""
 
-    def push(self, *tokens: int) -> str:
-        """Return the text that these tokens complete."""
+    def now_ns(self) -> int: ...
 
-    def peek(self) -> str:
-        """Return what `flush` would bring now."""
-
-    def flush(self) -> str:
-        """Return what is left when no token will follow."""
+    def finely(self, name: str, start_ns: int, about: object) -> int:
+        """Note a part that ends now, and return when that is. `about`: the session that it is a
+        part of."""
 
 
 class Detokenizer:
@@ -252,11 +247,17 @@ class ReplyText:
     """The text of a reply: tokens come, text goes out, and an end token, a stop string or the
     length ends it."""
 
-    def __init__(self, detokenizer: Writer, end: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, end: Sequence[int], stop: Sequence[str]) -> None:
         """`end`: the tokens that end the reply; `stop`: the strings that do."""
         self.detokenizer = detokenizer
         self._end, self._stopping, self._stops = end, bool(stop), StopStrings(stop)
         self._shown: list[str] = []
+        self._stopwatch: Stopwatch | None = None
+        self._about: object = None
+
+    def watch(self, stopwatch: Stopwatch, about: object) -> None:
+        """Have each reading noted by a stopwatch. `about`: the session whose reply this is."""
+        self._stopwatch, self._about = stopwatch, about
 
     @property
     def shown(self) -> str:
@@ -267,7 +268,11 @@ class ReplyText:
         """Return how many of these tokens belong to the reply, the text that they complete, which
         counts as shown, and why the reply ends with them, if it does. `room`: tokens that it may
         still have."""
+        watch = self._stopwatch
+        began_ns = watch.now_ns() if watch is not None and watch.fine else 0
         count, text, reason = self._read(tokens, room)
+        if watch is not None and began_ns:
+            watch.finely("detokenise", began_ns, self._about)
         self._shown.append(text)
         return count, text, reason
 
