@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+SCORES = {"deepseek_v2": 1, "youtu": None}
+"""Model types of DeepSeek's architecture whose experts are not chosen by sigmoids."""
 DELTA_FACTS = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -172,12 +174,15 @@ def facts_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         rotated, log = config["qk_rope_head_dim"], full.get("mscale_all_dim")
         found |= {
             "attention.head_count_kv": 1,
+            "expert_gating_func": SCORES.get(config["model_type"], 2),
             "attention.key_length": config["kv_lora_rank"] + rotated,
             "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
             "rope.scaling.yarn_log_multiplier": None if log is None else 0.1 * log,
         }
         if config.get("mlp_layer_types"):
             found["leading_dense_block_count"] = config["mlp_layer_types"].count("dense")
+    if architecture in ("dots1", "lfm2moe", "minimax-m2"):
+        found["expert_gating_func"] = 2
     if architecture.startswith("lfm2"):
         heads = config["num_key_value_heads"]
         kinds = config["layer_types"]

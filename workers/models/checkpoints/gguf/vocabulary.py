@@ -17,22 +17,38 @@ from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS, Splitting
 
 PREFIX = "tokenizer.ggml."
-UNKNOWN, CONTROL, USER = 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 """Types of tokens that matter here."""
 SPACE = "▁"
 INSTEAD = "take the model's folder of safetensors, or a file whose tokenizer is known"
 ENDS = ("eos", "eot", "eom")
+FILLED = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Keys of tokens that end what a model fills in, and so a reply, and their names where a file has
+no such key."""
 ENDING = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
         *("<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "<|flush|>", "<|calls|>"),
-        *("<eos>", "<turn|>", "<｜end▁of▁sentence｜>"),
+        *("<eos>", "<turn|>", "<｜end▁of▁sentence｜>", "</s>", "_<EOT>", "[EOT]", "[EOS]"),
+        *("<end_of_utterance>", "<|tool_response>", "[e~["),
     )
 )
-"""Control tokens that end a reply by their names, as llama.cpp has it: files say only one of
-them."""
-HARMONY = {"<|return|>", "<|call|>"}
-"""Tokens beside which <|end|> ends a message of a reply, and not the reply."""
+"""Tokens that end a reply by their names, as llama.cpp has it, which takes them for control tokens:
+files say only one of them."""
+HARMONY = [
+    {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
+]
+"""Tokens beside which <|end|> ends a message of a reply, and not the reply: some of these."""
+NORMAL_BESIDE = "<|tool_response>"
+"""The token beside which </s> is one like others."""
+STRIPPED = ("phi-3", "phi3")
+"""Parts of names of models of which most added tokens take the spaces behind them."""
+UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""Those of their tokens that take none."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +131,8 @@ def read_vocabulary(model: Model) -> Vocabulary:
         )
     if len(set(facts.tokens)) != len(facts.tokens):
         raise facts.refusal("two of its tokens are spelt alike")
-    begin = facts.id("bos")
+    begin, ends = facts.id("bos"), _ends(facts)
+    facts.types = _with_control(facts, ends)
     parts, begins = makers[facts.kind](facts)
     if facts.flag("add_eos_token", False):
         raise facts.refusal("it ends every text with an end token (add_eos_token)")
@@ -126,10 +143,9 @@ def read_vocabulary(model: Model) -> Vocabulary:
         "added_tokens": _added(facts),
         **parts,
     }
-    content["post_processor"] = _template(
-        facts.tokens, begin if facts.flag("add_bos_token", begins) else None
-    )
-    return Vocabulary(content, begin, _ends(facts))
+    begun = facts.flag("add_bos_token", begins) or facts.kind == "gemma4"  # whatever it says
+    content["post_processor"] = _template(facts.tokens, begin if begun else None)
+    return Vocabulary(content, begin, ends)
 
 
 def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
@@ -237,15 +253,17 @@ def _spelt(token: str, kind: int) -> str:
 
 def _added(facts: _Facts) -> list[dict[str, Any]]:
     """Tokens that are found in a text before anything else is: control tokens, and those that a
-    user has defined, which are looked for in the normalised text."""
-    pieces = facts.kind == "llama"
+    user has defined, which are looked for in the normalised text. Those of Phi-3 take the spaces
+    behind them, which llama.cpp knows by the name of the model."""
+    pieces, name = facts.kind == "llama", str(facts.model.facts.get("general.name", "")).lower()
+    strips = any(own in name for own in STRIPPED)
     return [
         {
             "id": place,
             "content": _spelt(facts.tokens[place], kind) if pieces else facts.tokens[place],
             "single_word": False,
             "lstrip": False,
-            "rstrip": False,
+            "rstrip": strips and facts.tokens[place] not in UNSTRIPPED,
             "normalized": pieces and kind == USER,
             "special": kind != USER,
         }
@@ -255,14 +273,26 @@ def _added(facts: _Facts) -> list[dict[str, Any]]:
 
 
 def _ends(facts: _Facts) -> list[int]:
-    """The ids that end a reply: those that the file names, and control tokens that do by name."""
+    """The ids that end a reply: those that the file names, and those that do by their text."""
     named = [found for name in ENDS if (found := facts.id(name)) is not None]
-    control = {
-        facts.tokens[place]: place for place in np.flatnonzero(facts.types == CONTROL).tolist()
-    }
-    ending = ENDING - ({"<|end|>"} if control.keys() >= HARMONY else set())
-    more = (place for token, place in control.items() if token in ending)
-    return list(dict.fromkeys((*named, *more)))
+    more = [place for place, token in enumerate(facts.tokens) if token in ENDING]
+    for name, texts in FILLED.items():
+        by_text = (place for place, token in enumerate(facts.tokens) if token in texts)
+        place = found if (found := facts.id(name)) is not None else next(by_text, None)
+        more += [] if place is None else [place]
+    ends = list(dict.fromkeys((*named, *more)))
+    texts_of = {facts.tokens[place] for place in ends}
+    spared = {"<|end|>"} if any(texts_of >= tokens for tokens in HARMONY) else set()
+    spared |= {"</s>"} if NORMAL_BESIDE in texts_of else set()
+    return [place for place in ends if facts.tokens[place] not in spared]
+
+
+def _with_control(facts: _Facts, ends: Sequence[int]) -> np.ndarray:
+    """The types of tokens, those that end a reply by their text being no normal ones."""
+    texts = ENDING.union(*FILLED.values())
+    types = facts.types.copy()
+    types[[end for end in ends if types[end] == NORMAL and facts.tokens[end] in texts]] = CONTROL
+    return types
 
 
 def _split(expression: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def sizes_of(facts: Facts) -> Configuration:
     if not 0 < heads <= hidden:
         raise facts.refusal(f"it has {heads} heads in a width of {hidden}")
     head = facts.whole("attention.key_length", hidden // heads)
-    if facts.whole("attention.value_length", head) != head:
+    if facts.whole("attention.value_length", hidden // heads) != head:
         raise facts.refusal("its values are of another width than its keys")
     return {
         **everywhere(facts),
@@ -96,7 +96,7 @@ def rotation(facts: Facts, head: int) -> Configuration:
         raise facts.refusal(
             f"it rotates {rotated} numbers of a head of {head}, where its architecture has all"
         )
-    if rotated != head:
+    if facts.architecture in ROTATED_IN_PART:  # of some, transformers has a share of its own
         found["partial_rotary_factor"] = rotated / head
     kind = facts.text("rope.scaling.type", "none")
     if kind == "none":  # Hunyuan's, whose scaling is in its base

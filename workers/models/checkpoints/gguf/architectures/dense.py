@@ -48,7 +48,11 @@ def phi3(facts: Facts) -> Configuration:
     attention = facts.real("rope.scaling.attn_factor", 1.0)
     if "rope_factors_short.weight" in facts.tensors:
         names = "rope_factors_short.weight", "rope_factors_long.weight"
+        if (kind := found["rope_parameters"]["rope_type"]) != "default":
+            raise facts.refusal(f"it has both rope_factors and a scaling of kind {kind}")
         found["rope_parameters"].update(factors_of(facts, *names, attention))
+    elif attention != 1.0:
+        raise facts.refusal(f"it scales attention by {attention} and has no rope_factors")
     return {
         **found,
         "model_type": "phi3",
@@ -95,7 +99,7 @@ def granite(facts: Facts) -> Configuration:
     _no_states(facts)
     return {
         **found,
-        **granite_factors(facts, found["head_dim"]),
+        **granite_factors(facts, found["head_dim"], None),
         "model_type": "granite",
         "hidden_act": "silu",
         "intermediate_size": facts.whole(
@@ -105,13 +109,14 @@ def granite(facts: Facts) -> Configuration:
     }
 
 
-def granite_factors(facts: Facts, head: int) -> Configuration:
-    """Return Granite's factors of attention, embeddings, what halves add, and logits."""
+def granite_factors(facts: Facts, head: int, logits: float | None) -> Configuration:
+    """Return Granite's factors of attention, embeddings, what halves add, and logits; `logits`:
+    this where the file has none."""
     return {
         "attention_multiplier": facts.real("attention.scale", 0.0) or head**-0.5,
         "embedding_multiplier": facts.real("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": facts.real("residual_scale", 0.0) or 1.0,
-        "logits_scaling": facts.positive("logit_scale", 1.0),
+        "logits_scaling": facts.positive("logit_scale", logits),
     }
 
 

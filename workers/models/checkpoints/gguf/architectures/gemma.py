@@ -17,6 +17,8 @@ from dovetail.workers.models.checkpoints.gguf.files import numbers_of
 
 LOCAL_BASE = 10000.0
 """The base of rotation of layers with a window, where the file says none."""
+FINAL_CAP = 30.0
+"""The cap of logits where a file of Gemma 2 or 4 says none; Gemma 3 has none then."""
 BIG_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose queries are scaled by another width."""
 UNROTATED = 1e30
@@ -38,7 +40,7 @@ def gemma2(facts: Facts) -> Configuration:
         "sliding_window": facts.whole("attention.sliding_window", 4096),
         "layer_types": [FULL if index % 2 else SLIDING for index in layers],
         "attn_logit_softcapping": facts.real("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": facts.real("final_logit_softcapping", 30.0),
+        "final_logit_softcapping": facts.real("final_logit_softcapping", FINAL_CAP),
     }
 
 
@@ -74,10 +76,11 @@ def _gemmas(facts: Facts, found: Configuration) -> Configuration:
 def gemma4(facts: Facts) -> Configuration:
     """Layers with a window have heads of another width and a rotation of their own; the last may
     read keys and values of others, and each may have inputs of its own."""
+    facts.numbers("attention.sliding_window_pattern")
     sizes, kinds = sizes_of(facts), pattern(facts, 6)
     head, shared = sizes["head_dim"], facts.whole("attention.shared_kv_layers", 0)
-    local = facts.whole("attention.key_length_swa", head)
-    whole_values = facts.whole("attention.value_length_swa", local) == local
+    local = facts.whole("attention.key_length_swa")
+    whole_values = facts.whole("attention.value_length_swa") == local
     rotated = (
         facts.whole("rope.dimension_count", head),
         facts.whole("rope.dimension_count_swa", local),
@@ -88,7 +91,7 @@ def gemma4(facts: Facts) -> Configuration:
             f"another width, or {shared} layers read keys of others"
         )
     own, widths = (
-        facts.whole("embedding_length_per_layer_input", 0),
+        facts.whole("embedding_length_per_layer_input"),
         facts.each("feed_forward_length"),
     )
     wide = widths[-1] == 2 * widths[0]
@@ -121,7 +124,7 @@ def gemma4(facts: Facts) -> Configuration:
             FULL: _proportional(facts, head),
             SLIDING: {"rope_type": "default", "rope_theta": local_base},
         },
-        "final_logit_softcapping": facts.real("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": facts.real("final_logit_softcapping", FINAL_CAP) or None,
         "hidden_size_per_layer_input": own,
     }
     if own:

@@ -58,13 +58,15 @@ def starcoder(facts: Facts) -> Configuration:
 
 
 def stablelm(facts: Facts) -> Configuration:
+    """Halves are parallel where an MLP has no norm, whatever the file says."""
+    facts.truth("use_parallel_residual", True)
     return {
         **common(facts),
         "model_type": "stablelm",
         "hidden_act": "silu",
         "layer_norm_eps": facts.epsilon(EPSILON),
         "use_qkv_bias": has_bias(facts, "attn_q"),
-        "use_parallel_residual": facts.truth("use_parallel_residual", True),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in facts.tensors,
         "qk_layernorm": False,
         **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
     }

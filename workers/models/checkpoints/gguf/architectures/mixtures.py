@@ -22,13 +22,18 @@ from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Fact
 SOFTMAX, SIGMOID = 1, 2
 """Functions that make scores of a router's logits, by llama.cpp's numbers."""
 NOTHING = 0
+SCORED = frozenset(("dots1", "lfm2moe", "minimax-m2"))
+"""Architectures of whose files llama.cpp takes what makes scores, having no usual one."""
+GLM_FLASH = ((47, 154880), (48, 154880))
+"""Layers and tokens of GLM-4.7-Flash."""
 LLAMA4_CHUNK = 8192
 """Positions of a chunk, and those after which queries grow: a constant of llama.cpp."""
 
 
 def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
     """Return the experts that all of these have; `score`: what makes scores."""
-    if (said := facts.whole("expert_gating_func", score)) not in (NOTHING, score):
+    unsaid = None if facts.architecture in SCORED else score
+    if (said := facts.whole("expert_gating_func", unsaid)) != score and (unsaid is None or said):
         raise facts.refusal(f"its experts are chosen by gating function {said}")
     return {
         "hidden_act": "silu",
@@ -129,7 +134,7 @@ def glm4moe(facts: Facts) -> Configuration:
         "n_shared_experts": facts.whole("expert_shared_count"),
         "first_k_dense_replace": facts.whole("leading_dense_block_count", 0),
         "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
-        "norm_topk_prob": facts.truth("expert_weights_norm", True),
+        "norm_topk_prob": facts.truth("expert_weights_norm", False),
         "n_group": facts.whole("expert_group_count", 1),
         "topk_group": facts.whole("expert_group_used_count", 1),
         "num_nextn_predict_layers": 0,
@@ -144,12 +149,14 @@ def dots1(facts: Facts) -> Configuration:
 def deepseek2(facts: Facts) -> Configuration:
     """Attention is over latents. Experts that are chosen by sigmoids, with a correction, are those
     of DeepSeek-V3 (GLM-4.7-Flash, too), and by shares those of DeepSeek-V2; a file that does not
-    say which has the first if it has corrections."""
+    say which has the second, but for GLM-4.7-Flash, which llama.cpp tells by its sizes."""
     first = facts.whole("leading_dense_block_count", 0)
     if first >= facts.layers and not facts.whole("expert_count", 0):
         return _youtu(facts)
     corrected = any(name.endswith(".exp_probs_b.bias") for name in facts.tensors)
-    score = facts.whole("expert_gating_func", NOTHING) or (SIGMOID if corrected else SOFTMAX)
+    sizes = facts.layers, facts.need("token_embd.weight").shape[0]
+    unsaid = SIGMOID if sizes in GLM_FLASH else SOFTMAX
+    score = facts.whole("expert_gating_func", NOTHING) or unsaid
     if score not in (SOFTMAX, SIGMOID) or corrected != (score == SIGMOID):
         said = "with" if corrected else "without"
         raise facts.refusal(f"its experts are chosen by gating function {score} {said} corrections")
@@ -207,7 +214,7 @@ def _latents(facts: Facts, width: int | None = None) -> Configuration:
         raise facts.refusal(f"it has {heads} heads of {keys}, of which {rotated} are rotated")
     rope = rotation(facts, rotated)
     if rope["rope_type"] == "yarn":  # the file has a tenth of it, and one number for both
-        magnitude = round(10 * facts.real("rope.scaling.yarn_log_multiplier"), 6)
+        magnitude = round(10 * facts.positive("rope.scaling.yarn_log_multiplier"), 6)
         rope |= {"mscale": magnitude, "mscale_all_dim": magnitude}
     asked = "blk.0.attn_q_a.weight" in facts.tensors
     query_rank = facts.whole("attention.q_lora_rank", 0)
@@ -245,7 +252,7 @@ def ernie4_5_moe(facts: Facts) -> Configuration:
         "moe_num_shared_experts": count,
         "moe_layer_start_index": facts.whole("leading_dense_block_count", 0),
         "moe_layer_end_index": found["num_hidden_layers"] - 1,
-        "moe_layer_interval": facts.whole("interleave_moe_layer_step", 1),
+        "moe_layer_interval": facts.whole("interleave_moe_layer_step"),
     }
 
 
@@ -254,7 +261,7 @@ def minimax_m2(facts: Facts) -> Configuration:
     found = {**with_rms(facts), **experts_of(facts, SIGMOID), "model_type": "minimax_m2"}
     return {
         **found,
-        "intermediate_size": _expert_width(facts),
+        "intermediate_size": facts.whole("expert_feed_forward_length"),
         "num_local_experts": found.pop("num_experts"),
     }
 
@@ -268,7 +275,8 @@ def qwen3vlmoe(facts: Facts) -> Configuration:
 def hunyuan_moe(facts: Facts) -> Configuration:
     """All layers have experts beside a shared one of their width."""
     found = {**with_rms(facts), **experts_of(facts)}
-    width, shared = _expert_width(facts), facts.whole("expert_shared_count", 1)
+    width = facts.whole("expert_feed_forward_length")
+    shared = facts.whole("expert_shared_count", 1)
     if shared != 1 or shared_width(facts) != width:
         raise facts.refusal(f"it has {shared} shared experts of another width than others")
     return {
@@ -287,7 +295,7 @@ def llama4(facts: Facts) -> Configuration:
     experts, layers = found.pop("num_experts"), range(found["num_hidden_layers"])
     if "attention.sliding_window" in facts:
         raise facts.refusal("it says of a window, where Llama 4 has chunks of 8192")
-    step = facts.whole("interleave_moe_layer_step", 1)
+    step = facts.whole("interleave_moe_layer_step")
     return {
         **found,
         "model_type": "llama4_text",

@@ -50,7 +50,7 @@ def _delta(facts: Facts) -> Configuration:
 
 def qwen35(facts: Facts) -> Configuration:
     found = {**_delta(facts), "model_type": "qwen3_5_text"}
-    sections = facts.numbers("rope.dimension_sections", [0, 0, 0])
+    sections = facts.numbers("rope.dimension_sections")
     found["rope_parameters"] |= {"mrope_section": sections[:3], "mrope_interleaved": True}
     return found
 
@@ -161,7 +161,7 @@ def granitehybrid(facts: Facts) -> Configuration:
     used, width = facts.whole("expert_used_count", 0), found["intermediate_size"]
     return {
         **found,
-        **granite_factors(facts, found["head_dim"]),
+        **granite_factors(facts, found["head_dim"], 1.0),
         "model_type": "granitemoehybrid",
         "layer_types": layers,
         "position_embedding_type": "rope" if rotates else "nope",
@@ -206,8 +206,8 @@ def nemotron_h(facts: Facts) -> Configuration:
     sizes = sizes_of(facts)
     rotation(facts, sizes["head_dim"])  # files say it, and nothing is rotated
     states = _mamba(facts, sizes["hidden_size"])
-    epsilon = facts.epsilon("attention.layer_norm_epsilon")
-    facts.epsilon("attention.layer_norm_rms_epsilon", epsilon)
+    epsilon = facts.epsilon("attention.layer_norm_epsilon")  # of layers that guess
+    epsilon = facts.epsilon("attention.layer_norm_rms_epsilon", epsilon)
     found: dict[str, Any] = {
         **sizes,
         "model_type": "nemotron_h",
@@ -248,7 +248,7 @@ def _nemotron_experts(facts: Facts) -> Configuration:
         "n_shared_experts": facts.whole("expert_shared_count", 1),
         "moe_latent_size": latent or None,
         "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
-        "norm_topk_prob": facts.truth("expert_weights_norm", True),
+        "norm_topk_prob": facts.truth("expert_weights_norm", False),
         "n_group": facts.whole("expert_group_count", 1),
         "topk_group": facts.whole("expert_group_used_count", 1),
     }

@@ -1,0 +1,165 @@
+"""Keys of GGUF files that are missing, or that say something unusual, are taken as llama.cpp takes
+them, or refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.gguf.view import view_of
+from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from support.architectures import VARIED, write_tiny
+from support.gguf_files import architecture_of, write_gguf
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def config_of(
+    folder: Path, kind: str, facts: dict[str, Any], *, sizes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The configuration of a tiny file of which some keys of its architecture have other values, or
+    are missing where these are None."""
+    write_tiny(kind, folder / "model", **(sizes or {}))
+    file = folder / "model.gguf"
+    architecture = architecture_of(json.loads((folder / "model" / "config.json").read_text()))
+    own = {
+        key if key.startswith(("tokenizer.", "general.")) else f"{architecture}.{key}": value
+        for key, value in facts.items()
+    }
+    write_gguf(folder / "model", file, lambda *_: Type.F32, **own)
+    found: dict[str, Any] = json.loads((view_of(file) / "config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["glm4", "qwen3_next", "stablelm", "phi", "gpt_neox", "nemotron"])
+def test_a_file_that_does_not_say_how_much_of_a_head_it_rotates_rotates_all(
+    tmp_path: Path, kind: str
+) -> None:
+    """transformers rotates a share of its own where a configuration says none."""
+    config = config_of(tmp_path, kind, {"rope.dimension_count": None})
+    assert config["rope_parameters"]["partial_rotary_factor"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "field", "value"),
+    [
+        ("gemma4_text", {"final_logit_softcapping": None}, "final_logit_softcapping", 30.0),
+        ("glm4_moe", {"expert_weights_norm": None}, "norm_topk_prob", False),
+        ("dots1", {"expert_weights_norm": None}, "norm_topk_prob", False),
+        ("nemotron_h", {"expert_weights_norm": None}, "norm_topk_prob", False),
+        ("nemotron_h", {"attention.layer_norm_rms_epsilon": 0.5}, "layer_norm_epsilon", 0.5),
+    ],
+)
+def test_what_a_file_does_not_say_is_what_llama_cpp_takes(
+    tmp_path: Path, kind: str, facts: dict[str, Any], field: str, value: Any
+) -> None:
+    assert config_of(tmp_path, kind, facts, sizes=VARIED.get(kind))[field] == value
+
+
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "words"),
+    [
+        ("deepseek_v3", {"expert_gating_func": None}, "by gating function 1 with corrections"),
+        ("phi3", {"rope.scaling.attn_factor": 1.25}, r"by 1\.25 and has no rope_factors"),
+        (
+            "deepseek_v3",
+            {**YARN, "rope.scaling.yarn_log_multiplier": 0.0},
+            "yarn_log_multiplier is 0.0, no positive",
+        ),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(
+    tmp_path: Path, kind: str, facts: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        config_of(tmp_path, kind, facts)
+
+
+def tokens(*names: str) -> dict[str, Any]:
+    """A vocabulary that has tokens of these names, none of them a control token."""
+    letters = [chr(number) for number in range(0x21, 0x50)]
+    whole = [*letters[:30], *names, *letters[30 : 47 - len(names)], "AB"]
+    return {
+        "tokenizer.ggml.tokens": whole,
+        "tokenizer.ggml.token_type": [1] * 48,
+        "tokenizer.ggml.merges": ["A B"],
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (("</s>", "<|repo_name|>", "[EOS]", "<|file_sep|>"), {1, 30, 31, 32, 33}),
+        (("<|end|>", "<|return|>", "<|call|>"), {1, 31, 32}),
+        (("<|end|>", "<|flush|>", "<|calls|>"), {1, 31, 32}),
+        (("<|tool_response>", "</s>"), {1, 30}),
+    ],
+)
+def test_tokens_end_a_reply_by_their_text_as_llama_cpp_has_it(
+    tmp_path: Path, names: tuple[str, ...], ends: set[int]
+) -> None:
+    config_of(tmp_path, "llama", tokens(*names))
+    tokenizer, facts = read_tokenizer(view_of(tmp_path / "model.gguf"))
+    assert set(facts.end) == ends
+    assert {one["id"] for one in json.loads(tokenizer)["added_tokens"]} == ends - {1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("granite", "logit_scale"),
+        ("qwen3_5_text", "rope.dimension_sections"),
+        ("gemma4_text", "embedding_length_per_layer_input"),
+        ("gemma4_text", "attention.key_length_swa"),
+        ("gemma4_text", "attention.sliding_window_pattern"),
+        ("ernie4_5_moe", "interleave_moe_layer_step"),
+        ("hunyuan_v1_moe", "expert_feed_forward_length"),
+        ("minimax_m2", "expert_feed_forward_length"),
+        ("minimax_m2", "expert_gating_func"),
+        ("lfm2_moe", "expert_gating_func"),
+        ("dots1", "expert_gating_func"),
+    ],
+)
+def test_a_key_that_llama_cpp_needs_is_missed_by_name(tmp_path: Path, kind: str, key: str) -> None:
+    sizes = VARIED["gemma4_text"] if kind == "gemma4_text" else {}
+    with pytest.raises(CheckpointError, match=rf"key .*\.{re.escape(key)} is missing"):
+        config_of(tmp_path, kind, {key: None}, sizes=sizes)
+
+
+def test_values_are_as_wide_as_an_even_share_where_a_file_does_not_say(tmp_path: Path) -> None:
+    """And of another width than keys, which is not computed here."""
+    with pytest.raises(CheckpointError, match="its values are of another width than its keys"):
+        config_of(tmp_path, "qwen3", {"attention.value_length": None}, sizes={"head_dim": 32})
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_an_mlp_of_stablelm_with_a_norm_reads_behind_attention(
+    tmp_path: Path, parallel: bool
+) -> None:
+    config = config_of(tmp_path, "stablelm", {"use_parallel_residual": parallel})
+    assert not config["use_parallel_residual"]
+
+
+@pytest.mark.parametrize(("name", "strips"), [("Phi3", True), ("Phi 4", False)])
+def test_tokens_of_phi_3_take_the_spaces_behind_them(
+    tmp_path: Path, name: str, strips: bool
+) -> None:
+    config_of(tmp_path, "phi3", {**tokens("</s>", "<|endoftext|>"), "general.name": name})
+    tokenizer, _ = read_tokenizer(view_of(tmp_path / "model.gguf"))
+    added = {one["content"]: one["rstrip"] for one in json.loads(tokenizer)["added_tokens"]}
+    assert added == {"</s>": strips, "<|endoftext|>": False}
