@@ -227,6 +227,7 @@ class Device:
 
     kind: DeviceKind
     name: str
+    """The name by which torch opens `torch_device` again, in whoever loads a model on it."""
     torch_device: torch.device
     library: str
     """The library that computes here, as it stands in a fingerprint: library, instruction set or

@@ -28,8 +28,8 @@ def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
         if (device := kind.open(name)) is not None:
             if device.conversion is not None and not for_head:
                 raise SettingsError(
-                    f"{name} computes draft heads alone, and this is not one: use cpu, cuda:N, "
-                    f"xpu:N or mps, or draft.kind {' or '.join(HEAD_KINDS)}"
+                    f"{name} computes draft heads alone, and this is not one: use {known()}; or "
+                    f"draft.kind {' or '.join(HEAD_KINDS)}"
                 )
             if kind.unproved:
                 _prove(device)
