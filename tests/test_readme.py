@@ -25,7 +25,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
     if not path.relative_to(ROOT).parts[0].startswith((".", "build"))
 )
-MOST_LINES, MOST_COLUMNS = 200, 100
+MOST_LINES, MOST_COLUMNS, LONGEST_HEADING = 200, 100, 80
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -114,6 +114,13 @@ def test_prose_is_no_wider_than_code(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     prose = [line for line in text.splitlines() if not line.startswith(("|", "!["))]
     assert [line for line in prose if len(line) > MOST_COLUMNS] == []
+
+
+def test_a_heading_has_its_line_to_itself(page: Path) -> None:
+    lines = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    headings = [place for place, line in enumerate(lines) if line.startswith("#")]
+    assert [lines[place] for place in headings if "".join(lines[place + 1 : place + 2])] == []
+    assert [lines[place] for place in headings if len(lines[place]) > LONGEST_HEADING] == []
 
 
 def test_links_lead_somewhere(page: Path) -> None:

@@ -348,6 +348,6 @@ def shorten_model(model: str) -> str:
 
 
 def call_model(model: str) -> str:
-    """Return how a model is called in a picture of what happens: as `shorten_model` has it, without
-    the folder that it lies in."""
+    """Return the name of a model in a live view: that of `shorten_model`, without the folder that
+    the model lies in."""
     return folder_name(shorten_model(model))

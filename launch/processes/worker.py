@@ -124,8 +124,9 @@ class WorkerProcess:
         return f"{self.role} worker {self.name}"
 
     def serve(self) -> Drain | None:
-        """Return the word with which the coordinator let the worker go; None: it has gone. Connect
-        first: a wrong address or key is told at once, not after a model has been loaded."""
+        """Return the Drain by which the coordinator released the worker; None: the coordinator has
+        gone. Connect first: a wrong address or key is told at once, not after a model has been
+        loaded."""
         parts = parts_of(self.role)
         keys = self.configuration.settings.coordinator.keys
         folder = Path(keys) if keys else None

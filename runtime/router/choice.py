@@ -42,7 +42,7 @@ to have the same rate."""
 AGE_S = 300.0
 """Seconds after which the rate of a replica that has had no round since is not believed any more:
 it may have been slow for a reason that has gone, and at a light load nobody would find out. One
-that is slow gets a request in so long a time, which renews its word."""
+that is still slow gets one request in that time, which measures it again."""
 NEVER = float("-inf")
 BESIDE_STREAMS = 2.0
 """Times as long as by itself a prompt is taken to be read beside streams, which have a third of the
@@ -116,7 +116,7 @@ class Replica:
     rate: Rate = UNKNOWN
     """The rate that `agree_on_rates` has given it."""
     rated_s: float = 0.0
-    """When its own word on that changed last, as every round changes it."""
+    """When its own rate last changed, by the clock of `told`; every round changes it."""
     in_flight: int = 0
     """Requests of this router that run there."""
     sent: int = 0

@@ -185,7 +185,8 @@ class LiveStats:
         called: Callable[[str], str] = folder_name,
     ) -> dict[str, Any]:
         """Return all that is shown, and the last tree of a session: of this one, or of the newest.
-        `spell`: without it neither tokens nor texts are told; `called` returns how a model is."""
+        `spell`: without it neither tokens nor texts are told; `called`: a model -> its name in the
+        view."""
         state = self._state
         assert state is not None, "nothing has arrived yet"
         stats = self._sessions.get(session) if session is not None else None

@@ -118,10 +118,11 @@ class Outline:
 
     architecture: str
     facts: Mapping[str, int | float]
-    """Its values, by their keys without the architecture."""
+    """Keys of its metadata, without the architecture in front -> their values."""
     vocabulary: int
     tensors: Iterable[tuple[str, tuple[int, ...], Type | None]]
-    """Name, shape and type of each tensor; None: fp32, ones in a norm and small in a matrix."""
+    """The name, shape and type of each tensor; a type of None is fp32: a norm of ones, or a matrix
+    of small random numbers."""
 
 
 def write_blocks(file: Path, shape: Shape) -> Path:

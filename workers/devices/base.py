@@ -227,7 +227,8 @@ class Device:
 
     kind: DeviceKind
     name: str
-    """The name by which torch opens `torch_device` again, in whoever loads a model on it."""
+    """The name by which models are loaded on it: one that `torch.device` takes, unless the device
+    has a `conversion`."""
     torch_device: torch.device
     library: str
     """The library that computes here, as it stands in a fingerprint: library, instruction set or

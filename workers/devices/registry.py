@@ -29,10 +29,10 @@ class Entry:
     load: "Callable[[], DeviceKind]"
     """Import its file, and with it torch."""
     pattern: str
-    """Its names, as a regular expression."""
+    """A regular expression that matches the names of its devices in the settings."""
     said: str
-    """Its names, as an error message has them; empty: another entry says them, or it is for tests
-    alone."""
+    """The names of its devices as an error message lists them; empty: another entry lists them, or
+    the device is for tests alone."""
     memory: Memory
     heads_alone: bool = False
     """True if it computes nothing but draft heads."""

@@ -134,8 +134,8 @@ EXACT_SOURCE = "\n".join(
     ]
 )
 EXACT_TILES, EXACT_THREADS = (8, 32), 128
-"""Rows of a block of threads that computes rows in fp32, as few as hold all, or the most; and its
-threads."""
+"""The numbers of rows that a block of threads can compute in fp32, of which the smallest that holds
+all rows is taken, or else the largest; and its threads."""
 
 
 class Inputs(Protocol):
@@ -161,7 +161,8 @@ class ExactInputs:
 
     def __init__(self, program: Program, x: Tensor) -> None:
         aligned = x.is_contiguous() and x.storage_offset() % WORDS == 0
-        self._program, self._x = program, x if aligned else x.clone().contiguous()
+        self._x = x if aligned else x.clone(memory_format=torch.contiguous_format)
+        self._program = program
 
     def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
         (rows, count), blocks = y.shape, self._x.shape[1] // WIDTH

@@ -27,8 +27,8 @@ FILLED = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Keys of tokens that end what a model fills in, and so a reply, and their names where a file has
-no such key."""
+"""Keys of tokens that end a fill-in-the-middle completion, and so a reply -> their texts, for files
+without such a key."""
 ENDING = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
@@ -37,18 +37,19 @@ ENDING = frozenset(
         *("<end_of_utterance>", "<|tool_response>", "[e~["),
     )
 )
-"""Tokens that end a reply by their names, as llama.cpp has it, which takes them for control tokens:
-files say only one of them."""
+"""Texts of tokens that end a reply, of which files name only one by a key. llama.cpp takes all of
+them for control tokens."""
 HARMONY = [
     {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
 ]
-"""Tokens beside which <|end|> ends a message of a reply, and not the reply: some of these."""
+"""Pairs of tokens: in a vocabulary with both, <|end|> ends a message of a reply, and not the
+reply."""
 NORMAL_BESIDE = "<|tool_response>"
-"""The token beside which </s> is one like others."""
+"""A token: in a vocabulary where it ends replies, </s> is an ordinary token."""
 STRIPPED = ("phi-3", "phi3")
-"""Parts of names of models of which most added tokens take the spaces behind them."""
+"""Parts of names of models whose added tokens also match the whitespace behind them."""
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
-"""Those of their tokens that take none."""
+"""Added tokens of the models of `STRIPPED` that do not match the whitespace behind them."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,8 @@ def _ends(facts: _Facts) -> list[int]:
 
 
 def _with_control(facts: _Facts, ends: Sequence[int]) -> np.ndarray:
-    """The types of tokens, those that end a reply by their text being no normal ones."""
+    """Return the types of all tokens, in which a normal token that ends a reply by its text is a
+    control token."""
     texts = ENDING.union(*FILLED.values())
     types = facts.types.copy()
     types[[end for end in ends if types[end] == NORMAL and facts.tokens[end] in texts]] = CONTROL

@@ -23,7 +23,7 @@ SOFTMAX, SIGMOID = 1, 2
 """Functions that make scores of a router's logits, by llama.cpp's numbers."""
 NOTHING = 0
 SCORED = frozenset(("dots1", "lfm2moe", "minimax-m2"))
-"""Architectures of whose files llama.cpp takes what makes scores, having no usual one."""
+"""Architectures whose files have to say how experts are scored: llama.cpp has no default."""
 GLM_FLASH = ((47, 154880), (48, 154880))
 """Layers and tokens of GLM-4.7-Flash."""
 LLAMA4_CHUNK = 8192
