@@ -2,7 +2,6 @@
 entries a folder may have, and how many lines the folders may have together."""
 
 import ast
-import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -63,8 +62,6 @@ are pickled, and the user has to ask for it."""
 SORTED = ("launch", "workers", "runtime")
 """The folders that have few entries at the top, since they have rooms."""
 MOST_ENTRIES = 20
-FRAGMENT = re.compile(r"(Of|What|Whether|The same|How|Where|As)\b")
-"""A docstring that begins so is a part of a sentence, and the reader has to find the rest."""
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -76,8 +73,6 @@ class Read(NamedTuple):
     """Full names of everything that it imports, wherever in it."""
     at_run_time: set[str]
     """Full names of what it imports, but for that which it imports for types alone."""
-    sentences: list[str]
-    """Strings that are statements: docstrings, and those below a variable."""
 
 
 @cache
@@ -92,13 +87,6 @@ def read(path: Path) -> Read:
     return Read(
         [name for node, _ in all_of_it for name in imported_by(node)],
         {name for node, typed in all_of_it if not typed for name in imported_by(node)},
-        [
-            node.value.value
-            for node, _ in all_of_it
-            if isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ],
     )
 
 
@@ -255,17 +243,6 @@ def test_a_folder_keeps_to_its_budget_of_lines() -> None:
         lines[name(path).split("/")[0]] += len(path.read_text(encoding="utf-8").splitlines())
     over = {folder: count for folder, count in lines.items() if count > budget[folder]}
     assert not over, f"lines above tests/budget.toml: {over}; look for what can go"
-
-
-def test_a_docstring_is_a_sentence_that_stands_alone() -> None:
-    said = [
-        (name(path), text)
-        for path in (*sources(), *sorted((ROOT / "tests").rglob("*.py")))
-        for text in read(path).sentences
-    ]
-    fragments = [(path, text.splitlines()[0]) for path, text in said if FRAGMENT.match(text)]
-    assert len(said) > len(sources())
-    assert not fragments
 
 
 def test_nobody_but_the_devices_asks_whether_a_device_is_one_of_nvidias() -> None:
