@@ -241,11 +241,7 @@ def show(told: Mapping[str, Any]) -> None:
         )
     if told["bounds"]:
         print_table(("figure", "this run", "at best", "bound"), tables.bound_rows(told))
-    if advice := [
-        _advice(one)
-        for one in told["verdict"]["advice"]
-        if one["tells"] and (one["gain"] > 1.0 or one["name"] == "alone")
-    ]:
+    if advice := [_advice(one) for one in told["verdict"]["advice"]]:
         print_table(("predicted", "change", "settings"), advice)
     for words in told["verdict"]["in_words"]:
         click.echo(words)

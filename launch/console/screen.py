@@ -37,14 +37,6 @@ DOING = {
     "coordinator": "for coord.",
 }
 """The names of what a worker waits for."""
-STATES = {
-    "on": "on",
-    "off": "off",
-    "partly": "on for some",
-    "alone": "not in use",
-    "none": "not possible",
-    "idle": "idle",
-}
 
 
 @dataclass
@@ -127,11 +119,10 @@ def _head(picture: Picture, standing: Standing | None = None) -> RenderableType:
     )
     second = Text.assemble(
         ("speculation ", "bold"),
-        STATES.get(speculation["state"], "?"),
-        f": {speculation['why']}" if speculation["why"] else "",
+        speculation["words"],
     )
     reasons = [
-        Text(f"  - {reason}") for reason in picture["reasons"] if reason != speculation["why"]
+        Text(f"  - {reason}") for reason in picture["reasons"] if reason not in speculation["why"]
     ]
     lost = (
         [Text(f"LOST: {standing.lost}; trying again", "bold red")]

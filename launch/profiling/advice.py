@@ -9,9 +9,8 @@ settings and of those in force, so that what the prediction leaves out is left o
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from dovetail.launch.profiling.forecast import GAMMAS, Forecast, Outcome, Tree
 from dovetail.launch.profiling.situation import Situation
@@ -50,11 +49,8 @@ class Advice:
 
     @property
     def tells(self) -> bool:
-        """Return whether it says anything: what changes nothing is of no use to anybody."""
-        return f"{self.gain:.2f}" != "1.00"
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "tells": self.tells}
+        """Return whether it is of use to anybody: whether the printed gain is above 1.00."""
+        return round(self.gain, 2) > 1.0
 
 
 UNKNOWN = ""

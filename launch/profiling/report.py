@@ -179,10 +179,10 @@ def _card(name: str, value: str, beside: str) -> str:
 
 
 def _advice(advice: Sequence[Advice]) -> str:
-    if not advice:
-        return "<p>Nothing was looked at: no round was drafted.</p>"
+    if not (of_use := [one for one in advice if one.tells]):
+        return "<p>No change that was looked at is predicted to be faster.</p>"
     rows = []
-    for one in (one for one in advice if one.tells):
+    for one in of_use:
         kind = "gain" if one.worth else "least"
         flags = (
             f"<br>{' '.join(f'<code>{escape(flag)}</code>' for flag in one.flags)}"

@@ -1,6 +1,7 @@
 """The verdict on a run in sentences: what bounds it, and what in it is doubtful."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -95,7 +96,8 @@ def verdict(
             *_doubts(forecast),
         ],
         "offloading": offloading.as_json() if offloading else None,
-        "advice": [one.as_json() for one in advice],
+        "advice": [asdict(one) for one in advice if one.tells],
+        "no_gain": [asdict(one) for one in advice if not one.tells],
     }
 
 
@@ -150,7 +152,8 @@ def _sentences(
             f"Whether memory or arithmetic bounds a pass is not known: {why_no_roofline(evidence)}."
         )
     if forecast.offers:
-        word = "pays" if bounds.speedup >= 1.0 else "does not pay"
+        printed = round(bounds.speedup, 2)
+        word = "pays" if printed > 1.0 else "does not pay" if printed < 1.0 else "brings nothing"
         yield (
             f"Speculation {word} here: {bounds.speedup:.2f} times as fast as the target alone "
             f"({1.0 / bounds.alone_s:.1f} tokens/s, {forecast.alone_from}), "

@@ -146,7 +146,8 @@ class PairState(Frozen):
     draft: Name
     target: Name
     speculating: bool
-    """False: at present it does not pay, or nobody has asked."""
+    """Whether any of its running sessions is drafted for; where none runs, whether the last one
+    was."""
     rounds: Count
     hit_rate: float | None
     gamma: float | None
@@ -162,6 +163,9 @@ class PairState(Frozen):
     """The target's pass over rows, at the context of late."""
     t_d: RowsSeconds | None
     """The draft's pass over rows."""
+    undrafted: Name = ""
+    """In words, how many of its running sessions are decoded without a draft, and why; empty:
+    none."""
 
 
 Lack = Literal["room", "key", "beginning"]

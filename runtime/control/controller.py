@@ -82,11 +82,8 @@ class Controller:
         self._empty = self._resting = 0
         self._settle()
         if pair is not None and self._own is not None and not self._own.drafting:
-            alone_s = costs.alone_s(context=pair.context)
-            rates = f": {self._own.last_rates(alone_s)}" if alone_s > 0.0 else ""
             self._say(
-                f"session {self._number} begins without a draft: with {self._names} "
-                f"drafting was stopped last{rates}"
+                f"session {self._number} begins without a draft: {self._names}: {self._own.why_off}"
             )
 
     def leave(self) -> None:
@@ -150,9 +147,15 @@ class Controller:
     @property
     def off(self) -> str | None:
         """Return why nothing is drafted; None if something is."""
-        if not self.idle:
+        on_off = self._now.on_off
+        if on_off is None or on_off.drafting:
             return None
-        return f"{self._names} are currently slower with drafting"
+        return f"{self._names}: {on_off.why_off}"
+
+    @property
+    def pair(self) -> Pair | None:
+        """Return the pair that the session is decoded by; None: the target alone."""
+        return self._now.pair
 
     @property
     def _names(self) -> str:
@@ -312,6 +315,8 @@ class Controller:
             self._pricing.count(tokens, judged_s)
             if on_off is not None and done.load.level == now.load.level:
                 self._weigh(on_off, done, tokens, judged_s)
+        if now.pair is not None:
+            now.pair.on_off = on_off
         if now.pair is not None and done.drafted is not None:
             self._learn_of_draft(now.pair, done, done.drafted, seconds)
         if now.pair is not None and on_off is not None and on_off.drafting:
@@ -386,9 +391,8 @@ class Controller:
             self._say(f"{self._names}: {load}: {words}")
 
     def _learn_of_draft(self, pair: Pair, done: Round, drafted: Drafted, seconds: float) -> None:
-        on_off, alone = self._now.on_off, self._now.load.alone
+        alone = self._now.load.alone
         pair.learn(done, drafted, seconds)
-        pair.speculating = on_off is None or on_off.state == "on"
         self._empty = 0 if drafted.tokens or self._empty >= EMPTY else self._empty + 1
         if self._empty == EMPTY and not alone:
             self._resting, self._empty = RESTING, EMPTY - 1

@@ -49,6 +49,8 @@ WORTH_OF_MANY = 1.02
 BARREN = 8
 """Rounds of each of several sessions after which drafting stops if nothing was worth verifying in
 any of them: to ask a draft costs what it costs."""
+PAUSED = "drafting is paused while prompts are read"
+UNTRIED = "drafting has not been tested at this load yet"
 SETTLING = 2
 """Rounds after a change that do not count, since what went on before still does."""
 
@@ -64,8 +66,8 @@ class Experience:
     """Time that trying may cost."""
     try_s: float = 0.0
     """Time that the last try cost, or the next is thought to."""
-    rate: float = 0.0
-    """Tokens a second that drafting brought when that was last judged; 0 before."""
+    why: str = ""
+    """Why drafting stopped last, in words that follow "because"; empty if it never did."""
     granted: bool = False
     hopeless: int = 0
     """Tries in a row that failed as known costs had said, or after which nothing was drafted."""
@@ -92,6 +94,36 @@ class Experience:
         self.try_s += seconds
 
 
+@dataclass
+class Compared:
+    """Rounds with drafting, and what the target alone would have done in the same time."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    alone: float = 0.0
+    """Rounds of the target alone in those seconds; each brings one token."""
+
+    def add(self, tokens: float, seconds: float, alone_s: float) -> None:
+        """Count a round; `alone_s`: seconds of a round of the target alone."""
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.alone += seconds / alone_s
+
+    def words(self, unit: str, *, on: bool) -> str:
+        """Return why drafting is turned on or off, with both rates, in words that agree with the
+        rates as they are printed."""
+        rates = self.tokens / self.seconds, self.alone / self.seconds
+        drafted, alone = (f"{rate:.1f}" if rate >= 10.0 else f"{rate:.3g}" for rate in rates)
+        if on:
+            why = "it is faster"
+        elif drafted == alone:
+            why = "it was no faster"
+        elif rates[0] < rates[1]:
+            why = "it was slower"
+        else:
+            why = f"it was less than {100 * (TRY_MARGIN - 1):.0f} % faster"
+        return f"{why}: {drafted} {unit} with a draft, {alone} without"
+
+
 class OnOff:
     """On, off or trying, for one session, or for all sessions that run at once."""
 
@@ -112,6 +144,8 @@ class OnOff:
         self._balance = 0.0
         """On: rounds of the target alone that were lost; trying: that were won."""
         self._tokens = self._seconds = 0.0
+        self._compared = Compared()
+        """On: the rounds in which `_balance` was lost; trying: those that count."""
         self._tried = self._doubted = False
         """`_doubted`: the try in hand is made against what known costs say."""
         self._cost_s = 0.0
@@ -141,6 +175,14 @@ class OnOff:
     def untried(self) -> bool:
         """Return whether the first rounds at this load run, behind which drafting is tried."""
         return self._many and not self.era and self._rounds < FIRST_OF_MANY
+
+    @property
+    def why_off(self) -> str:
+        """Return in words why nothing is drafted, where that is so."""
+        if self._paused is not None:
+            return PAUSED
+        why = self._experience.why
+        return f"drafting was stopped because {why}" if why else UNTRIED
 
     @property
     def token_s(self) -> float | None:
@@ -181,8 +223,8 @@ class OnOff:
         if doubted and self._rounds < _doubled(HOPELESS, self._experience.hopeless):
             return None
         without = f"{_counted(self._rounds)} without a draft"
-        if self._experience.rate:
-            words = f"drafting is tested again after {without}: {self.last_rates(alone_s)}"
+        if why := self._experience.why:
+            words = f"drafting is tested again after {without}: it was stopped because {why}"
         else:
             rate = f"{1 / alone_s:.1f} {self._unit}"
             words = f"drafting is tested after {without}, which bring {rate}"
@@ -218,12 +260,14 @@ class OnOff:
         won = (tokens - (WORTH_OF_MANY if self._many else 1.0) * seconds / alone_s) / among
         if self.state == "try":
             return self._tested(tokens, seconds, alone_s, won, among)
-        self._count(tokens, seconds)
+        self._count(tokens, seconds, alone_s)
         if self._rounds >= LASTING:
             won = max(won, -MOST_LOSS_OF_A_WINNER / among)
         self._won_s += won * alone_s
         self._balance = max(0.0, self._balance - won)
         self._worst_s = max(self._worst_s, -won * alone_s)
+        if self._balance == 0.0:
+            self._compared = Compared()
         if self._rounds >= LASTING and self._balance == 0.0:
             self._failed, self._tried, self._experience.losing = 0, False, False
             self._experience.hopeless, self._experience.fruitless = 0, False
@@ -245,7 +289,7 @@ class OnOff:
         going_on = self.state
         self._enter("off")
         self._paused = going_on
-        return "drafting is paused while prompts are read"
+        return PAUSED
 
     def _stop(self, alone_s: float, *, fruitless: bool) -> str:
         """Turn drafting off, which is charged with what it has lost; return in words why."""
@@ -257,14 +301,15 @@ class OnOff:
         self._experience.losing = True
         self._experience.try_s = TRY_ROUNDS * self._worst_s
         if not fruitless:
-            return self._judged("off", "drafting stopped because", alone_s)
+            return self._judged("off", "drafting stopped because")
         self._experience.hopeless += 1
         self._experience.fruitless = True
-        self._enter("off")
-        return (
-            "drafting stopped because no drafted node has been worth verifying lately: "
-            f"{1 / alone_s:.1f} tokens/s without a draft"
+        self._experience.why = (
+            "no drafted node has been worth verifying lately: "
+            f"{1 / alone_s:.1f} {self._unit} without a draft"
         )
+        self._enter("off")
+        return f"drafting stopped because {self._experience.why}"
 
     def _tested(
         self, tokens: float, seconds: float, alone_s: float, won: float, among: int
@@ -272,24 +317,21 @@ class OnOff:
         self._cost_s += max(0.0, -won * alone_s)
         if self._rounds < 1.0 + 0.5 / among:
             return None
-        self._count(tokens, seconds)
+        self._count(tokens, seconds, alone_s)
         self._balance += won
         judged = self._rounds - 1.0 + 0.5 / among  # a half for what sums of fractions lack
         if (self._balance >= TRY_GAIN and judged >= LEAST_TRY) or (
-            judged >= MOST_TRY and self._tokens * alone_s > TRY_MARGIN * self._seconds
+            judged >= MOST_TRY and self._compared.tokens > TRY_MARGIN * self._compared.alone
         ):
             self._pay()
             self._tried, self._experience.losing = True, False
-            return self._judged("on", "drafting resumed because", alone_s)
+            return self._judged("on", "drafting resumed because")
         if self._balance <= -TRY_LOSS / among**0.5 or judged >= MOST_TRY:
             self._pay()
             self._failed += 1
             self._experience.hopeless += self._doubted
-            return self._judged(
-                "off",
-                f"drafting was tried ({_counted(self._rounds)}) and stopped because",
-                alone_s,
-            )
+            tried = f"drafting was tried ({_counted(self._rounds)}) and stopped because"
+            return self._judged("off", tried)
         return None
 
     def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
@@ -314,25 +356,14 @@ class OnOff:
         else:
             self._experience.credit_s -= cost_s
 
-    def last_rates(self, alone_s: float) -> str:
-        """Return both rates in words: that of drafting when it was last judged."""
-        return (
-            f"{self._experience.rate:.1f} {self._unit} with a draft when last measured, "
-            f"{1 / alone_s:.1f} without"
-        )
-
-    def _judged(self, state: Literal["on", "off"], verdict: str, alone_s: float) -> str:
-        """Enter a state, and return a sentence that begins with `verdict` and names both rates."""
-        rate, alone = self._tokens / self._seconds, 1 / alone_s
-        self._experience.rate = rate
+    def _judged(self, state: Literal["on", "off"], verdict: str) -> str:
+        """Enter a state, and return a sentence that begins with `verdict` and names the rates by
+        which it was decided."""
+        why = self._compared.words(self._unit, on=state == "on")
+        if state == "off":
+            self._experience.why = why
         self._enter(state)
-        if state == "on":
-            why = "it is faster"
-        elif rate < alone:
-            why = "it was slower"
-        else:  # the rate is of more rounds than those that were counted against it
-            why = "its last rounds were not faster"
-        return f"{verdict} {why}: {rate:.1f} {self._unit} with a draft, {alone:.1f} without"
+        return f"{verdict} {why}"
 
     def _pay(self) -> None:
         self._experience.try_s = 0.0
@@ -344,10 +375,12 @@ class OnOff:
         self._rounds, self._balance, self._cost_s, self._worst_s = 0.0, 0.0, 0.0, 0.0
         self._won_s = 0.0
         self._tokens = self._seconds = self._barren = self._beside = 0.0
-        self._paused = None
+        self._paused, self._compared = None, Compared()
 
-    def _count(self, tokens: float, seconds: float) -> None:
-        """Count a round for the rate with drafting, in which early rounds fade."""
+    def _count(self, tokens: float, seconds: float, alone_s: float) -> None:
+        """Count a round in the comparison, and in the rate with drafting, in which early rounds
+        fade."""
+        self._compared.add(tokens, seconds, alone_s)
         kept = 1.0 - 1.0 / 16
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
         self._experience.token_s = self._seconds / self._tokens

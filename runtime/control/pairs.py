@@ -4,6 +4,8 @@ bring, and of whether drafting pays at each load.
 Pure: rounds are handed in by the controllers of sessions.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Drafted, Hello, PairState
@@ -11,13 +13,15 @@ from dovetail.runtime.control.ahead_trial import AheadTrial
 from dovetail.runtime.control.calibration import MOST_CALIBRATION
 from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import Load
-from dovetail.runtime.control.on_off import Experience
+from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.costs.averages import Average, add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
 CPU = "cpu"
 """The name of the device that workers share by their cores."""
+MAX_WORDS = 512
+"""Characters of a reason or a decision; the names in it are a worker's own."""
 CALIBRATED = 8
 """Rounds after which the expected nodes are compared with those that were accepted."""
 
@@ -60,7 +64,8 @@ class Pair:
     """Tokens of a round that were expected, in `predicted_s` seconds."""
     predicted_s: Average = field(default_factory=Average)
     context: float = 0.0
-    speculating: bool = False
+    on_off: OnOff | None = None
+    """What decided on drafting in the last round; None: nothing did."""
 
     ahead_in_doubt: bool = field(init=False)
     """True if it has to be found out whether drafting ahead pays: if it takes from the other
@@ -105,13 +110,20 @@ class Pair:
         self.rounds += 1
         self.context = float(done.context)
 
-    def state(self) -> PairState:
-        """Return the figures of the pair, as `dovetail status` shows them."""
+    def state(self, offs: Sequence[str | None] = ()) -> PairState:
+        """Return the figures of the pair, as `dovetail status` shows them. `offs`: of each of its
+        running sessions why nothing is drafted for it, None if something is."""
         costs, alone_s = self.costs, self.costs.alone_s(context=self.context)
         return PairState(
             draft=self.draft,
             target=self.target,
-            speculating=self.speculating,
+            speculating=None in offs
+            if offs
+            else self.rounds > 0 and (self.on_off is None or self.on_off.state == "on"),
+            undrafted="; ".join(
+                f"{count} session{'s are' if count > 1 else ' is'} decoded without a draft: {why}"
+                for why, count in Counter(filter(None, offs)).items()
+            )[:MAX_WORDS],
             rounds=self.rounds,
             hit_rate=_known(self.hits),
             gamma=_known(self.gamma),

@@ -115,7 +115,7 @@ class Coordinator:
             self.epoch,
             self._running,
             reuse=settings.reuse,
-            say=self.decide,
+            say=partial(self.decide, level=logging.DEBUG),
             sessions=journal.sessions if journal is not None else 0,
         )
         parts = (self.service, self._running, self.registry, self._placement)
@@ -320,9 +320,9 @@ class Coordinator:
         if self._journal is not None:
             aside(self._journal.tick)
 
-    def decide(self, words: str) -> None:
+    def decide(self, words: str, level: int = logging.INFO) -> None:
         """Log a decision, and keep it for `status`."""
-        log.info("%s", words)
+        log.log(level, "%s", words)
         self._status.decided(words)
 
     def carry_out(self, effects: Effects[T]) -> T:

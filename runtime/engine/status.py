@@ -1,7 +1,7 @@
 """The answer to Status: who is here, what runs, and what does not do its work."""
 
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from dovetail.protocol.messages import (
@@ -16,6 +16,7 @@ from dovetail.protocol.messages import (
     Totals,
 )
 from dovetail.protocol.messages.status import Lack
+from dovetail.runtime.control.pairs import MAX_WORDS
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared, WaitingRequest
 from dovetail.runtime.fleet.peers import Worker
@@ -29,8 +30,6 @@ DRAINED = (
 MAX_REASONS = 64
 LABEL = 8
 """Hexadecimal digits of a key's digest that name it in metrics."""
-MAX_WORDS = 512
-"""Characters of a reason or a decision; the names in it are a worker's own."""
 
 
 class Status:
@@ -133,17 +132,17 @@ class Status:
         reasons += [state.words[:MAX_WORDS] for state in loading]
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
         reasons += [medley[:MAX_WORDS]] if (medley := self._registry.medley()) else []
-        offs: list[str | None] = []
+        offs: dict[int, list[str | None]] = {}
+        """By the identity of a pair: of each of its sessions why nothing is drafted for it."""
         for running in [*self._running.values()]:
             if running.loss is not None:
                 continue  # it is not decoded at all, as said above
-            self._attempt(running, lambda running=running: offs.append(running.controller.off))  # type: ignore[misc]
-        reasons += [
-            f"{count} session{'s are' if count > 1 else ' is'} decoded without a draft: {why}"[
-                :MAX_WORDS
-            ]
-            for why, count in Counter(filter(None, offs)).items()
-        ]
+            self._attempt(
+                running,
+                lambda one=running.controller: offs.setdefault(id(one.pair), []).append(one.off),  # type: ignore[misc]
+            )
+        pairs = [pair.state(offs.get(id(pair), ())) for pair in self._placement.pairs]
+        reasons += [pair.undrafted for pair in pairs if pair.undrafted]
         return Reported(
             epoch=self._service.epoch,
             address=self._hub.address,
@@ -162,7 +161,7 @@ class Status:
             reasons=tuple(reasons[:MAX_REASONS]),
             faults=faults,
             loading=loading,
-            pairs=tuple(self._placement.states()[:MAX_PAIRS]),
+            pairs=tuple(pairs[:MAX_PAIRS]),
             decisions=tuple(self._decisions),
             totals=self._totals(),
             drained=drained,

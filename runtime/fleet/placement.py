@@ -6,10 +6,10 @@ profile; where that is not known of all who are there, the one with the fewest s
 is known soon. Workers are looked at, and nothing is sent.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from dovetail.protocol.messages import PairState, Submit
+from dovetail.protocol.messages import Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.pairs import Pair, share_cores, share_device
@@ -84,8 +84,9 @@ class Placement:
             peers: pair for peers, pair in self._pairs.items() if worker.peer not in peers
         }
 
-    def states(self) -> Sequence[PairState]:
-        return [pair.state() for pair in self._pairs.values()]
+    @property
+    def pairs(self) -> Collection[Pair]:
+        return self._pairs.values()
 
     # -- who serves --------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from dovetail.runtime.telemetry.picture import (
     tree_picture,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Version of the picture, raised when a reader of an older one would not understand it."""
 HISTORY_S = 120
 """Seconds that are drawn over time, and that shares and means are taken over."""

@@ -80,25 +80,40 @@ def counts(state: Reported, missed: int) -> dict[str, int]:
     }
 
 
+SPECULATION = {
+    "on": "on",
+    "partly": "on for some sessions",
+    "off": "off",
+    "alone": "not in use",
+    "none": "not possible",
+    "idle": "waiting for a request",
+}
+"""What follows "Speculation is" in each of its states."""
+
+
 def speculation(state: Reported) -> dict[str, Any]:
-    """Return whether anything is drafted, in a word, and why not if not."""
+    """Return whether anything is drafted, in a word and in words, why not if not, and whether that
+    is a fault."""
+    word, why = _speculation(state)
+    there = any("target" in worker.roles for worker in state.workers)
+    fault = bool(state.faults or state.totals.waiting or (state.degraded and there))
+    words = SPECULATION[word] + (f": {why}" if why else "")
+    return {"state": word, "why": why, "words": words, "fault": fault}
+
+
+def _speculation(state: Reported) -> tuple[str, str]:
     serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
     if not any("target" in worker.roles for worker in serving):
-        return {"state": "none", "why": "no target worker is registered"}
+        return "none", "no target worker is registered"
     if not any("draft" in worker.roles for worker in serving):
-        return {
-            "state": "off" if state.degraded else "alone",
-            "why": "no draft worker is registered: the target decodes alone",
-        }
-    speculating = {pair.speculating for pair in state.pairs}
-    if not speculating:
-        return {"state": "idle", "why": "nothing has been decoded yet"}
-    if speculating == {True}:
-        return {"state": "on", "why": ""}
-    reason = next(
-        iter(state.decisions[::-1]), "nothing has been drafted yet, or no request asks for it"
-    )
-    return {"state": "off" if speculating == {False} else "partly", "why": reason}
+        why = "no draft worker is registered: the target decodes alone"
+        return "off" if state.degraded else "alone", why
+    if not state.pairs:
+        return "idle", "no request with a draft has come yet"
+    undrafted = "; ".join(pair.undrafted for pair in state.pairs if pair.undrafted)
+    if not any(pair.speculating for pair in state.pairs):
+        return "off", undrafted or "nothing was drafted in the last round"
+    return "partly" if undrafted else "on", undrafted
 
 
 def pair_figures(pair: PairState) -> dict[str, Any]:

@@ -52,7 +52,10 @@ def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_wou
     assert {"verify", "draft", "linears", "level", "handle", "link"} <= set(told["round_ms"])
     assert abs(told["unaccounted_share"]) < 1.0
     assert told["bounds"]["pass"]["bound"] in ("memory", "compute", "both")
-    assert {"alone", "policy"} <= {one["name"] for one in told["verdict"]["advice"]}
+    verdict = told["verdict"]
+    looked_at = [*verdict["advice"], *verdict["no_gain"]]
+    assert {"alone", "policy"} <= {one["name"] for one in looked_at}
+    assert all(one["gain"] > 1.0 for one in verdict["advice"])
     assert set(told["files"]) >= FILES
     assert all((out / name).stat().st_size for name in told["files"])
     assert json.loads((out / "profile.json").read_text(encoding="utf-8")) == told

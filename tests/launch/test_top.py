@@ -321,6 +321,8 @@ def test_over_tcp_it_asks_with_a_key(
     assert json.loads(shown.stdout)["speculation"] == {
         "state": "none",
         "why": "no target worker is registered",
+        "words": "not possible: no target worker is registered",
+        "fault": False,
     }
     refused = invoke("top", "--connect", address, "--once")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

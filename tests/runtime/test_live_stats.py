@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.protocol.messages import Reported, RoundRecord, Seen, SeenRound, SeenWorker
+from dovetail.protocol.messages import (
+    Fault,
+    PairState,
+    Reported,
+    RoundRecord,
+    Seen,
+    SeenRound,
+    SeenWorker,
+    Totals,
+)
 from dovetail.runtime.telemetry.live_stats import (
     HISTORY_S,
     MAX_SESSIONS,
@@ -17,7 +26,13 @@ from dovetail.runtime.telemetry.live_stats import (
     RATE_S,
     LiveStats,
 )
-from dovetail.runtime.telemetry.picture import MAX_LABEL, MAX_NODES, cores_in_words, label
+from dovetail.runtime.telemetry.picture import (
+    MAX_LABEL,
+    MAX_NODES,
+    cores_in_words,
+    label,
+    speculation,
+)
 from support.golden import representative
 
 S = 10**9
@@ -203,22 +218,6 @@ def test_a_foreseen_root_of_a_round_without_a_tree_is_no_hit() -> None:
     assert picture(seen(*hits))["figures"]["hit_rate"] == 1.0
 
 
-@pytest.mark.parametrize(("degraded", "state"), [(False, "alone"), (True, "off")])
-def test_a_draft_that_nobody_wanted_is_no_fault_and_one_that_was_lost_is(
-    degraded: bool, state: str
-) -> None:
-    live_stats = LiveStats()
-    live_stats.hear(
-        STATE.model_copy(
-            update={
-                "workers": (WORKER.model_copy(update={"roles": ("target",)}),),
-                "degraded": degraded,
-            }
-        )
-    )
-    assert live_stats.view()["speculation"]["state"] == state
-
-
 def test_a_worker_that_has_not_said_anything_yet_and_its_successor_are_not_taken_for_busy() -> None:
     shown = picture(seen(workers=(worker(0, 0),)), seen(workers=(worker(NOW, 7 * S),)))["workers"][
         0
@@ -334,36 +333,55 @@ def test_a_picture_is_json_and_has_nothing_that_a_browser_would_round() -> None:
     assert all(abs(number) < 1 << 53 for number in integers(shown))
 
 
+UNDRAFTED = "4 sessions are decoded without a draft: it was slower"
+ALONE = {"workers": (WORKER.model_copy(update={"roles": ("target",)}),)}
+FAULTS = (Fault(part="draft worker", why="it was killed", since_s=1.0),)
+
+
+def pair(*, drafted: bool, undrafted: str = "") -> PairState:
+    """A pair some of whose sessions are drafted for, and what is said of the others."""
+    update = {"speculating": drafted, "undrafted": undrafted}
+    return STATE.pairs[0].model_copy(update=update)
+
+
 @pytest.mark.parametrize(
-    ("state", "why", "changes"),
+    ("words", "fault", "changes"),
     [
-        ("none", "no target worker is registered", {"workers": ()}),
+        ("not possible: no target worker is registered", False, {"workers": ()}),
+        ("not possible: no target worker is registered", True, {"workers": (), "faults": FAULTS}),
+        ("not in use: no draft worker is registered: the target decodes alone", False, ALONE),
         (
-            "off",
-            "no draft worker is registered",
-            {"workers": (WORKER.model_copy(update={"roles": ("target",)}),)},
+            "off: no draft worker is registered: the target decodes alone",
+            True,
+            {**ALONE, "degraded": True},
         ),
-        ("idle", "nothing has been decoded yet", {"pairs": ()}),
-        ("on", "", {"pairs": (STATE.pairs[0].model_copy(update={"speculating": True}),)}),
+        ("waiting for a request: no request with a draft has come yet", False, {"pairs": ()}),
+        ("on", False, {"pairs": (pair(drafted=True),), "decisions": ("drafting was paused",)}),
+        ("on", True, {"pairs": (pair(drafted=True),), "faults": FAULTS, "degraded": True}),
         (
-            "off",
-            "it loses",
-            {
-                "pairs": (STATE.pairs[0].model_copy(update={"speculating": False}),),
-                "decisions": ("it pays", "it loses"),
-            },
+            "on for some sessions: 4 sessions are decoded without a draft: it was slower",
+            False,
+            {"pairs": (pair(drafted=True, undrafted=UNDRAFTED),)},
         ),
+        (
+            "on for some sessions: 4 sessions are decoded without a draft: it was slower",
+            False,
+            {"pairs": (pair(drafted=True), pair(drafted=False, undrafted=UNDRAFTED))},
+        ),
+        (
+            "off: 4 sessions are decoded without a draft: it was slower",
+            False,
+            {"pairs": (pair(drafted=False, undrafted=UNDRAFTED),), "decisions": ("it is faster",)},
+        ),
+        ("off: nothing was drafted in the last round", False, {"pairs": (pair(drafted=False),)}),
     ],
 )
-def test_whether_is_speculated_and_why_not_is_said(
-    state: str, why: str, changes: dict[str, Any]
+def test_what_is_said_of_speculation_agrees_with_what_sessions_do_and_only_faults_are_red(
+    words: str, fault: bool, changes: dict[str, Any]
 ) -> None:
-    live_stats = LiveStats()
-    live_stats.hear(STATE.model_copy(update={"workers": (WORKER,), **changes}))
-    live_stats.see(seen())
-    said = live_stats.view()["speculation"]
-    assert said["state"] == state
-    assert why in said["why"]
+    sound = {"degraded": False, "faults": (), "totals": Totals()}
+    found = speculation(STATE.model_copy(update={"workers": (WORKER,), **sound, **changes}))
+    assert (found["words"], found["fault"]) == (words, fault)
 
 
 @pytest.mark.parametrize(

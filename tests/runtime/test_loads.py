@@ -315,7 +315,7 @@ def test_where_nothing_is_worth_verifying_drafting_stops_and_is_tried_ever_later
         assert words[:7] == [None] * 7
         assert words[7] == (
             "drafting stopped because no drafted node has been worth verifying lately: 50.0 "
-            "tokens/s without a draft"
+            "tokens/s per session without a draft"
         )
     assert waits[:3] == [2, 512, 1024]
     assert waits[3] >= 2048

@@ -14,6 +14,7 @@ from dovetail.protocol.messages import Emitted, Finished, Result, Verify
 from dovetail.protocol.noise import mix
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.session.session import Session
+from dovetail.runtime.telemetry.picture import speculation
 from support.timed import HOST_S, Costs, TimedHouse
 
 TOKENS = 300
@@ -159,17 +160,21 @@ def test_while_drafting_is_off_status_says_why(monkeypatch: pytest.MonkeyPatch) 
     (reason,) = reports[0].reasons
     assert reason.startswith("1 session is decoded without a draft: ")
     assert not reports[0].degraded
+    assert not reports[0].pairs[0].speculating
+    assert reports[0].pairs[0].undrafted == reason
+    assert speculation(reports[0])["words"] == f"off: {reason}"
     (beginning,) = (
         line for line in reports[0].decisions if "session 2 begins without a draft" in line
     )
     assert re.search(
-        r"drafting was stopped last: \d+\.\d tokens/s with a draft when last measured, "
+        r"drafting was stopped because it was slower: \d+\.\d tokens/s with a draft, "
         r"4\d\.\d without$",
         beginning,
     )
     assert house.client.status().reasons == ()
     (pair,) = house.client.status().pairs
     assert not pair.speculating
+    assert pair.undrafted == ""
     assert pair.alone_tokens_per_s == pytest.approx(
         TimedHouse(NEVER_RIGHT).rate(TOKENS, speculate=False), rel=0.03
     )

@@ -1,6 +1,7 @@
 """The decision whether drafting pays, from rounds that were made up."""
 
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -96,6 +97,35 @@ def test_one_round_is_told_as_one_and_rates_of_many_sessions_as_those_of_each() 
     )
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_why_drafting_changes_agrees_with_the_rates_beside_it(seed: int) -> None:
+    """Drafting that about breaks even, or pays for a while, with passes that vary."""
+    rng, on_off, told = random.Random(seed), OnOff(Experience(), many=seed % 2 == 1), list[str]()
+    for at in range(1500):
+        alone_s = ALONE_S * rng.uniform(0.7, 1.5)
+        tokens = 3.0 if at % 400 < 100 else float(rng.choice((1, 1, 2, 4)))
+        seconds = (1.9 + 0.02 * (seed % 12)) * alone_s * rng.uniform(0.5, 1.5)
+        words = (
+            on_off.drafted(tokens, seconds, alone_s)
+            if on_off.drafting
+            else on_off.undrafted(alone_s, alone_s)
+        )
+        told += [words] if words and "because" in words else []
+    assert told
+    for words in told:
+        pattern = r".*because (it [^:]*): ([\d.]+) .*draft, ([\d.]+) without$"
+        found = re.match(pattern, words)
+        assert found is not None, words
+        why, drafted, alone = found[1], float(found[2]), float(found[3])
+        agrees = {
+            "it is faster": drafted > alone,
+            "it was slower": drafted < alone,
+            "it was no faster": drafted == alone,
+            "it was less than 3 % faster": alone < drafted < 1.03 * alone + 0.1,
+        }
+        assert agrees[why], words
+
+
 def test_every_change_is_told_with_both_rates() -> None:
     on_off = OnOff(Experience())
     states, told = [on_off.state], []
@@ -113,8 +143,8 @@ def test_every_change_is_told_with_both_rates() -> None:
     assert {"on", "off", "try"} == {*states}
     assert told[:3] == [
         "drafting stopped because it was slower: 31.2 tokens/s with a draft, 50.0 without",
-        "drafting is tested again after 8 rounds without a draft: 31.2 tokens/s with "
-        "a draft when last measured, 50.0 without",
+        "drafting is tested again after 8 rounds without a draft: it was stopped because it was "
+        "slower: 31.2 tokens/s with a draft, 50.0 without",
         "drafting was tried (3 rounds) and stopped because it was slower: 31.2 tokens/s with "
         "a draft, 50.0 without",
     ]

@@ -638,6 +638,7 @@ def _pair_state(m: Any, facts: SimpleNamespace) -> Any:
         draft="draft-1",
         target="target-1",
         speculating=True,
+        undrafted="1 session is decoded without a draft: it does not pay",
         rounds=40,
         hit_rate=0.5,
         gamma=9.5,

@@ -4,7 +4,6 @@ import { bytes, element, facts, find, fixed, number, percent, show, span, table 
 import { above, bar, curve } from "./charts.js";
 import { drawTree, legend, treeList, treeWords } from "./tree.js";
 
-const SPECULATION = { on: "is on.", off: "is off:", partly: "is on for some sessions only:", alone: "is not in use:", none: "is not possible:", idle: "waits for a request:" };
 const PARTS = { draft: "drafting", verify: "verifying", transport: "transport", queue: "queue", coordinator: "coordinator" };
 const SHOWN_DECISIONS = 10;
 
@@ -37,9 +36,9 @@ export function showTree({ tree, sessions }) {
 }
 
 function showSpeculation({ speculation, reasons, loading, degraded }) {
-  find("speculation").dataset.state = speculation.state;
-  show("speculation-words", speculation, ({ state, why }) => [SPECULATION[state], why].join(" "));
-  const others = reasons.filter((reason) => reason !== speculation.why && !loading.some(({ words }) => words === reason));
+  find("speculation").dataset.state = speculation.fault ? "fault" : speculation.state;
+  show("speculation-words", speculation, ({ words }) => `is ${words}`);
+  const others = reasons.filter((reason) => !speculation.why.includes(reason) && !loading.some(({ words }) => words === reason));
   find("loading").hidden = loading.length === 0;
   show("loading", loading, () => loading.map(({ words, done, total }) => element("li", {}, element("label", {}, words, element("progress", { max: total, value: done })))));
   find("reasons").hidden = others.length === 0;
