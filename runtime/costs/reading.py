@@ -2,7 +2,7 @@
 Pure."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 LAST = 9
 """Chunks that are remembered. The median of their seconds a row counts, so that a pause of the
@@ -45,17 +45,25 @@ class ReadingCosts:
 
 
 def reading_order(
-    owners: Sequence[str], *, waited_s: Sequence[float], reading_s: Sequence[float]
+    owners: Sequence[str],
+    *,
+    waited_s: Sequence[float],
+    reading_s: Sequence[float],
+    since_s: Mapping[str, float] | None = None,
 ) -> list[int]:
     """Return the places of logs in the order in which they are read: one of each owner, then the
     second ones, and so on; among these that first which has waited longest, less the time that
-    reading it takes, so that short prompts are not held up by long ones, nor these for ever."""
+    reading it takes, so that short prompts are not held up by long ones, nor these for ever.
+    `since_s`: seconds since a log of an owner was read to its end, before which none of its others
+    counts as waiting, so that who has many does not come before who has one."""
     before: Counter[str] = Counter()
-    turns = list[tuple[int, int, int]]()
+    turns = list[tuple[int, float, int, int]]()
     for place in sorted(range(len(owners)), key=lambda log: reading_s[log] - waited_s[log]):
-        turns.append((before[owners[place]], len(turns), place))
-        before[owners[place]] += 1
-    return [place for _, _, place in sorted(turns)]
+        owner, waited = owners[place], waited_s[place]
+        waited = min(waited, (since_s or {}).get(owner, waited))
+        turns.append((before[owner], reading_s[place] - waited, len(turns), place))
+        before[owner] += 1
+    return [place for *_, place in sorted(turns)]
 
 
 def shares(left: list[int], rows: int, *, at_once: int) -> list[int]:

@@ -60,6 +60,7 @@ class Peers:
         worker.turns.cut = partial(self._dispatch.cut, worker)
         worker.turns.hold = partial(self._dispatch.holds, worker)
         worker.turns.share = partial(self._dispatch.share, worker)
+        worker.turns.first = partial(self._dispatch.first, worker)
         self.probe(worker)
         if worker.serves:
             self.join(worker)

@@ -48,21 +48,23 @@ def share(
         return [0]  # opened now, and read in the passes of the others
     if others:
         most = min(most, max(LEAST_ROWS, _rows_beside(worker, items, others, latency_ms)))
-    first = _in_order(logs, running, now_ns, worker.reading.row_s)
+    first = in_order(worker, logs, running, now_ns)
     rows = shares([logs[place].left for place in first], most, at_once=AT_ONCE)
     given = dict(zip(first, rows, strict=True))
     return [given[place] for place in range(len(logs))]
 
 
-def _in_order(
-    logs: Sequence[Rest], running: Mapping[int, RunningRequest], now_ns: int, row_s: float
+def in_order(
+    worker: Worker, logs: Sequence[Rest], running: Mapping[int, RunningRequest], now_ns: int
 ) -> Sequence[int]:
-    """Return the places of logs in the order in which they are read. `row_s`: seconds of a row."""
+    """Return the places of logs in the order in which a worker reads them."""
+    row_s = worker.reading.row_s
     sessions = [running[log.command.session].session for log in logs]
     return reading_order(
         [session.request.owner for session in sessions],
         waited_s=[(now_ns - session.accounts.began_ns) / 1e9 for session in sessions],
         reading_s=[log.left * row_s for log in logs],
+        since_s={owner: (now_ns - at_ns) / 1e9 for owner, at_ns in worker.read_ns.items()},
     )
 
 

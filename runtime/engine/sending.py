@@ -27,7 +27,7 @@ from dovetail.runtime.control.pricing import cut, worth_waiting
 from dovetail.runtime.engine.census import due_s
 from dovetail.runtime.engine.faults import aside, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
-from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, pass_of, rows_read, share
+from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, in_order, pass_of, rows_read, share
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
@@ -227,7 +227,6 @@ class CommandSender:
         while (
             worker.peer in self._registry.workers and worker.turns.waiting and not worker.turns.owed
         ):
-            first = worker.turns.waiting[0][0]
             try:
                 if (turn := worker.turns.next(most)) is None:
                     return  # a pass waits for proposals
@@ -245,7 +244,7 @@ class CommandSender:
                     )
                     most = 1
                 else:
-                    self._unaskable(worker, first, error)
+                    self._unaskable(worker, worker.turns.waiting[0][0], error)
                 continue
             if worker.peer in self._registry.workers:
                 self._left(worker, *turn, size, left_ns)
@@ -321,6 +320,14 @@ class CommandSender:
         """Return how many rows of each log are read in a pass that verifies these items."""
         now_ns = self._post.now_ns()
         return share(worker, items, logs, self._running, now_ns, self._latency_ms)
+
+    def first(self, worker: Worker, logs: Sequence[Rest]) -> int:
+        """Return the place of the log that a worker reads first. While sessions decode there, those
+        that are not open yet come first: they are read in the passes of these sessions."""
+        order = in_order(worker, logs, self._running, self._post.now_ns())
+        if not any(one.decoding and worker in one.workers for one in self._running.values()):
+            return order[0]
+        return next((place for place in order if logs[place].done < 0), order[0])
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
         """Return how many nodes of each item of a pass are verified: whatever was offered, but

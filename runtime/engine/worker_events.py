@@ -121,6 +121,7 @@ class WorkerEvents:
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
         running = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
         self._read_alone(worker, event.spans)
+        worker.has_read(running.session.request.owner, now_ns)
         if worker is not running.target:
             running.draft_read(now_ns, event.spans)
             return

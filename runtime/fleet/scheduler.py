@@ -6,7 +6,8 @@ out as one `Verify`, so that one pass over the weights serves several sessions. 
 whose passes several sessions share go out as one `Drafts`. Prompts and other logs are read in
 chunks, if the worker can do that: after each chunk the unread rows wait behind what others have
 asked for meanwhile, and share their passes. Knows no sockets and no clock, and nothing of a session
-but its number; `cut` says how many nodes of a tree go into a pass, `share` how many rows of logs.
+but its number; `cut` says how many nodes of a tree go into a pass, `share` how many rows of logs,
+`first` which log is read first.
 """
 
 from collections import deque
@@ -65,6 +66,10 @@ Hold = Callable[[Sequence[int]], bool]
 has them looked at again. Without sessions: True if a chunk in a pass of its own waits."""
 
 
+First = Callable[[Sequence[Rest]], int]
+"""Returns the place of the log that is read before the others."""
+
+
 def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
     """All of them."""
     return [len(item.tokens) for item in items]
@@ -84,6 +89,7 @@ class Turns:
     """Asked of items whose nodes were not drawn from a law."""
     hold: Hold = lambda _: False
     share: Share = all_rows
+    first: First = lambda _: 0
     together: int = 1
     """The most sessions that a draft serves in shared passes."""
     parts: bool = False
@@ -235,6 +241,8 @@ class Turns:
         worker owes an answer."""
         if self.owed or not self.waiting:
             return None
+        if len(self.waiting) > 1 and isinstance(self.waiting[0][1], Open | Rest):
+            self._choose_log()
         session, command = self.waiting[0]
         if isinstance(command, Verify):
             return self._pass(command, most)
@@ -250,6 +258,18 @@ class Turns:
         self.waiting.popleft()
         self._sent = [(session, command)]
         return message, (session,)
+
+    def _choose_log(self) -> None:
+        """Move the log whose turn it is to the head of the queue."""
+        logs, seen = dict[int, Rest](), set[int]()
+        for place, (session, asked) in enumerate(self.waiting):
+            if session not in seen and isinstance(asked, Open | Rest):
+                logs[place] = asked if isinstance(asked, Rest) else Rest(asked, -1)
+            seen.add(session)
+        place = [*logs][self.first([*logs.values()])]
+        entry = self.waiting[place]
+        del self.waiting[place]
+        self.waiting.appendleft(entry)
 
     def _orders(self, command: Draft, most: int) -> tuple[Sent, Sequence[int]]:
         """Return the message for `command` and the orders that can go with it, and their sessions:

@@ -175,6 +175,7 @@ class Reader:
                     policy=wish.policy, insist=wish.policy != "goodput", gamma=6, depth=4, width=2
                 ),
                 speculate=wish.speculate,
+                owner=wish.owner,
                 stop=wish.stop,
                 logprobs=wish.logprobs,
                 scored=wish.scored,

@@ -62,6 +62,8 @@ class Wish:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     scored: bool = False
+    owner: str = ""
+    """Whose it is: requests of several owners are served in turn."""
 
 
 @dataclass(frozen=True)
