@@ -123,7 +123,8 @@ def command(
     with find_coordinator(configuration, connect, role="operator") as client:
         state = client.status()
         several = connect is not None and len(split_addresses(connect)) > 1
-        way = connect if connect is not None and several else state.address
+        given = connect is not None and (several or leaves_the_machine(connect))
+        way = connect if connect is not None and given else state.address
         old = {part: None if beside else leaver(state.workers, part, replaced) for part in parts}
         name = (
             _free(state.workers, name, old[parts[0]])

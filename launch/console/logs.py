@@ -3,10 +3,12 @@ their names and words."""
 
 import logging
 import os
+import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from dovetail.protocol.errors import printable
 
@@ -23,9 +25,17 @@ class OneLine(logging.Formatter):
         return printable(super().formatMessage(record))
 
 
+class ToStderr(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at the moment: while a bar is drawn, its lines go above the bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+
 def log_to_stderr(level: int, form: str = "%(asctime)s %(levelname)s %(message)s") -> None:
     """Log from this level on."""
-    handler = logging.StreamHandler()
+    handler = ToStderr()
     handler.setFormatter(OneLine(form))
     logging.basicConfig(handlers=[handler], level=level)
 

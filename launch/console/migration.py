@@ -22,7 +22,15 @@ class Foreign:
 
 
 MODEL = "`--target MODEL`: a GGUF file, a folder in the Hugging Face layout or a hub id"
-CONTEXT = "no such limit: the context is the model's own; `--max-tokens N` bounds a reply"
+CONTEXT = "`--target.context N` bounds prompt and reply together; by default it is the model's own"
+EXPERTS = (
+    "`--target.split.device cuda:0 --target.split.layers N --target.split.parts mixer` leaves the "
+    "experts of the last N layers to the CPU; `dovetail plan` finds out where that is faster"
+)
+LOGS = (
+    "nothing to set: logs go to stderr, `dovetail top` shows the rounds; `--json` has all figures"
+)
+PROMPT = "`dovetail generate PROMPT`; a file of them: `dovetail generate --prompts FILE`"
 LAYERS = (
     "`--target.split.device cuda:0 --target.split.layers N` computes the last N layers on the GPU; "
     "`--target.device cuda:0 --target.resident N` keeps N there and streams the others"
@@ -51,8 +59,9 @@ FLAGS = (
     Foreign(
         ("-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
         LLAMA,
-        "layers are placed whole: `--target.split.layers N`, `--target.resident N`",
+        EXPERTS,
     ),
+    Foreign(("--enable-expert-parallel",), VLLM, GPUS),
     Foreign(("-dev",), LLAMA, DEVICE),
     Foreign(("--device",), BOTH, DEVICE),
     Foreign(("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu"), LLAMA, GPUS),
@@ -215,7 +224,12 @@ FLAGS = (
     Foreign(
         ("--keepalive",), "ollama", "nothing to set: a model stays until `dovetail serve` ends"
     ),
-    Foreign(("--verbose",), "ollama", "nothing to set: the summary is on stderr; `--json` has it"),
+    Foreign(("-p", "--prompt", "-f", "--file"), LLAMA, PROMPT),
+    Foreign(("-v", "-lv", "--log-verbosity", "--log-file", "--log-disable"), LLAMA, LOGS),
+    Foreign(("--verbose",), "llama-server, ollama", LOGS),
+    Foreign(("--disable-log-requests", "--disable-log-stats", "--uvicorn-log-level"), VLLM, LOGS),
+    Foreign(("-fitc", "--fit-ctx"), LLAMA, CONTEXT),
+    Foreign(("--max-seq-len-to-capture", "--max-seq-len"), VLLM, CONTEXT),
 )
 """Options of others, and what to write here."""
 
@@ -261,7 +275,7 @@ def context_size(value: str) -> str | None:
     """Return what is meant by `-c VALUE` where that is no file of settings: the size of a context,
     or the rest of an option such as `-ctk`; None if it is neither."""
     if value.isdigit():
-        return f"-c names a file of settings, and {value} is none; there is {CONTEXT}"
+        return f"-c names a file of settings, and {value} is none: {CONTEXT}"
     return advice((f"-c{value}",), "-c")
 
 

@@ -62,7 +62,7 @@ def template_values(text: str) -> dict[str, Any]:
 
 def byte_count(text: str) -> int:
     """The number of bytes that "512MiB", "7GB" (10^9) or "7GiB" (2^30) names; `ValueError` if it
-    names none."""
+    names none, or a number other than 0 has no unit."""
     units = {
         "B": 1,
         "KB": 10**3,
@@ -75,9 +75,9 @@ def byte_count(text: str) -> int:
         "TiB": 2**40,
     }
     number = text.strip().rstrip("KMGTiB")
-    unit = text.strip()[len(number) :] or "B"
+    unit = text.strip()[len(number) :]
     try:
-        size = int(float(number) * units[unit])
+        size = int(float(number) * units[unit]) if unit or float(number) else 0
     except (ValueError, KeyError, OverflowError):
         size = -1
     if size < 0:

@@ -129,8 +129,8 @@ class ClientRequests:
         try:
             if key is not None and OPERATOR not in key.roles:
                 text = (
-                    f"the key {key.name!r} is not an operator's: only operators change workers "
-                    "(`dovetail keygen --name NAME --role operator`)"
+                    f"the key {key.name!r} is not an operator key, which swapping and draining "
+                    "need: `dovetail keygen --name NAME --role operator` makes one"
                 )
                 raise RequestError("role", text)
             if self._service.ending:

@@ -96,18 +96,23 @@ def test_the_words_of_a_table_stand_in_the_full_help_and_the_short_one_says_so(
         (("serve", "-m", "model.gguf"), ("-m (llama-server)", "--target MODEL", "GGUF")),
         (("serve", "-ngl", "99"), ("-ngl", "--target.split.layers N")),
         (("serve", "--n-gpu-layers=99"), ("--n-gpu-layers", "--target.split.layers N")),
-        (("serve", "-c", "4096"), ("4096", "the context is the model's own")),
-        (("serve", "-c4096"), ("4096", "the context is the model's own")),
+        (("serve", "-c", "4096"), ("4096", "--target.context N")),
+        (("serve", "-c4096"), ("4096", "--target.context N")),
         (("serve", "-ctk", "q8_0"), ("-ctk", "--target.cache fp32")),
-        (("serve", "--ctx-size", "4096"), ("--ctx-size", "the context is the model's own")),
+        (("serve", "--ctx-size", "4096"), ("--ctx-size", "--target.context N")),
         (("serve", "-hf", "ggml-org/x"), ("-hf", "--target ID")),
         (("serve", "-md", "draft.gguf"), ("-md", "--draft MODEL")),
         (("serve", "--draft", "16"), ("--draft 16", "--tree.gamma")),
         (("serve", "--draft-max", "16"), ("--draft-max", "--tree.gamma N")),
         (("serve", "--tensor-parallel-size", "2"), ("vLLM", "one GPU")),
-        (("serve", "--max-model-len", "4096"), ("vLLM", "the context is the model's own")),
+        (("serve", "--max-model-len", "4096"), ("vLLM", "--target.context N")),
         (("serve", "--speculative-config", "{}"), ("vLLM", "--draft MODEL")),
         (("serve", "--port", "8080"), ("--port", "--http.port N")),
+        (("generate", "-p", "hello"), ("-p ", "dovetail generate PROMPT")),
+        (("serve", "-v"), ("-v ", "dovetail top")),
+        (("-v",), ("-v ", "dovetail top")),
+        (("serve", "--n-cpu-moe", "8"), ("--n-cpu-moe", "--target.split.parts mixer")),
+        (("serve", "-ot", "exps=CPU"), ("-ot", "--target.split.parts mixer")),
         (("calibrate", "Qwen/Qwen3-0.6B"), ("Qwen/Qwen3-0.6B", "--target MODEL")),
         (("generate", "--temp", "0.8", "hello"), ("--temp", "--temperature T")),
         (("generate", "-n", "64", "hello"), ("-n ", "--max-tokens N")),
@@ -124,6 +129,17 @@ def test_what_others_call_an_option_is_answered_with_its_name_here(
     assert said == ""
     assert len(complaint.splitlines()) == 1
     assert all(word in complaint for word in words), complaint
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "worker", "bench", "top"])
+def test_every_option_of_the_table_is_answered_on_every_command_that_has_none_of_the_name(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    own = {opt for p in ALL[command].params for opt in p.opts}
+    for foreign in migration.FLAGS:
+        for name in {*foreign.names} - own:
+            assert cli.run((command, name, "7")) == 2
+            assert foreign.here in capsys.readouterr().err, (command, name)
 
 
 def test_an_option_that_nobody_has_is_answered_as_before(

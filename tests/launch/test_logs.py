@@ -4,6 +4,7 @@ commands."""
 import contextlib
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +29,40 @@ def test_a_record_is_one_printable_line(words: str) -> None:
     )
     assert line.isprintable()
     assert line.startswith("INFO worker ")
+
+
+BESIDE_A_BAR = """
+import logging
+from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.console.terminal import counting_bar, progress_bar, spinner
+log_to_stderr(logging.INFO)
+with spinner() as say:
+    say("a bar")
+    logging.info("line")
+with progress_bar(2, "a bar"):
+    logging.info("line")
+with counting_bar("a bar") as tell:
+    tell(1, 2)
+    logging.info("line")
+"""
+
+
+def test_a_line_of_the_log_does_not_run_into_a_bar() -> None:
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", BESIDE_A_BAR],
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    ):
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while piece := os.read(ours, 1 << 16):
+                shown += piece
+    os.close(ours)
+    lines = re.split(r"\n|\x1b\[2K", shown.decode())
+    assert sum("INFO line" in line for line in lines) == 3
+    assert not any("INFO line" in line and "a bar" in line for line in lines)
 
 
 def test_a_process_that_ends_as_it_should_removes_its_own_log_and_no_device(tmp_path: Path) -> None:

@@ -434,3 +434,19 @@ def test_a_setting_of_the_other_role_is_refused(flags: list[str], words: str) ->
 def test_a_newcomer_gets_a_name_that_is_free() -> None:
     assert free_name([], "draft") == "draft"
     assert free_name([state("draft", 1), state("draft-2", 2)], "draft") == "draft-3"
+
+
+def test_what_to_type_on_another_machine_has_the_address_that_was_given(
+    start: Callable[..., "subprocess.Popen[str]"], invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    keys = str(tmp_path / "keys")
+    assert invoke("keygen", "--out", keys).returncode == 0
+    lead = start("coordinator", "--listen", "tcp://0.0.0.0:*", "--keys", keys)
+    assert lead.stdout is not None
+    given = "tcp://127.0.0.1:" + lead.stdout.readline().strip().rpartition(":")[2]
+    waits = start("swap", "--role=draft", "--beside", "--print", "--connect", given, "--keys", keys)
+    assert waits.stdout is not None
+    line = waits.stdout.readline()
+    assert f"--connect={given} " in line
+    waits.send_signal(signal.SIGINT)
+    waits.wait()

@@ -660,7 +660,8 @@ def test_ipc_peers_have_no_keys(ipc_wire: Wire) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "*", "localhost", "[::1]"])
 def test_tcp_without_keys_is_refused_everywhere(host: str) -> None:
     with pytest.raises(
-        KeysError, match="needs keys, as every tcp address does: make them with `dovetail keygen`"
+        KeysError,
+        match="needs keys, as every tcp address does: make them once with `dovetail keygen",
     ):
         open_hub(f"tcp://{host}:*")
     with pytest.raises(KeysError, match="needs keys"):

@@ -169,7 +169,7 @@ def test_every_setting_says_what_it_is() -> None:
     ("text", "size"),
     [
         ("0", 0),
-        ("12", 12),
+        ("0MiB", 0),
         ("12B", 12),
         ("1KB", 1000),
         ("1KiB", 1024),
@@ -185,7 +185,24 @@ def test_a_size_is_read_in_powers_of_ten_or_two(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MiB", "1 mb", "1XB", "1iB", "-5GB", "infGB", "nanB", "1e999TB", "five"]
+    "text",
+    [
+        "",
+        "8",
+        "512",
+        "1e3",
+        "0.5",
+        " 12 ",
+        "MiB",
+        "1 mb",
+        "1XB",
+        "1iB",
+        "-5GB",
+        "infGB",
+        "nanB",
+        "1e999TB",
+        "five",
+    ],
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size: write a number and a unit"):
