@@ -45,8 +45,9 @@ CAPS = (
 )
 SPINNING = {"OMP_WAIT_POLICY": "active", "KMP_BLOCKTIME": "infinite"}
 LOST = (
-    "int8 weights, half weights of BF16 checkpoints, a third of the speed, and that a token "
-    "has the same bytes in every pass and on every processor"
+    "int8, int4 and file weights, half weights of BF16 checkpoints, keys and values in 16 bits, "
+    "targets on a GPU, a third of the speed, and that a token has the same bytes in every pass and "
+    "on every processor"
 )
 
 

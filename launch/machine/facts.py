@@ -22,6 +22,7 @@ from dovetail.launch.machine.wheels import Capability, parse_capability
 from dovetail.launch.processes.preflight import free_memory_bytes, memory_bytes
 from dovetail.protocol.files import cache_folder
 from dovetail.protocol.profile import ProfileError, load_profile
+from dovetail.workers.kernels.build import compiler
 
 TIMEOUT_S = 120
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -104,10 +105,7 @@ def gather() -> Facts:
         if os.access(SHARED_MEMORY, os.W_OK)
         else 0,
         environment=dict(os.environ),
-        compiler=next(
-            filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))),
-            "",
-        ),
+        compiler=" ".join(compiler()),
         profile=profile,
         profile_problem=problem,
         cache=cache_folder(),

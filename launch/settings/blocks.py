@@ -27,9 +27,10 @@ def why_not_blocks(target: TargetSettings) -> str:
         return ""
     if target.inflate:
         return "blocks cannot be inflated"
-    if target.backend == "library" or not kernels.available():
-        return "blocks are computed by the C++ kernels alone"
-    return ""
+    alone = "blocks are computed by the C++ kernels alone"
+    if target.backend == "library":
+        return alone
+    return f"{alone}, and {why}" if (why := kernels.why_not()) else ""
 
 
 def keeps_blocks(target: TargetSettings) -> bool:

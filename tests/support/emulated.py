@@ -99,14 +99,16 @@ def library_file(source: str) -> Path:
     (`cuda/driver.cpp`). The first process of a run that needs it compiles it, and others wait."""
     text = f'{source}\n#include "{FOLDER / "driver.cpp"}"\n'
     program, made = compiler(), KEPT / f"{sha256(text.encode()).hexdigest()}.so"
-    assert program is not None
+    assert program
     KEPT.mkdir(parents=True, exist_ok=True)
     with made.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             part = made.with_suffix(".part")
-            command = [program, *FLAGS, "-include", str(FOLDER / "cpu.h"), "-x", "c++", "-"]
-            subprocess.run([*command, "-o", str(part), "-ldl"], check=True, input=text, text=True)
+            command = [*program, *FLAGS, "-include", str(FOLDER / "cpu.h"), "-x", "c++", "-"]
+            subprocess.run(
+                [*command, "-o", str(part), "-ldl", "-lstdc++"], check=True, input=text, text=True
+            )
             part.rename(made)
     return made
 

@@ -6,6 +6,7 @@ compiler, not what the kernels do.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,23 +34,30 @@ def sources() -> list[Path]:
     return sorted((FOLDER / "native").glob("*.cpp"))
 
 
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, else g++, c++ or clang++, whichever is there."""
-    return next(
-        filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None
-    )
+def compiler() -> list[str]:
+    """The C++ compiler and arguments of its own: what $CXX or else $CC names, which may be a
+    compiler of C, else g++, c++ or clang++, whichever is there; empty if none is."""
+    if named := os.environ.get("CXX") or os.environ.get("CC"):
+        return shlex.split(named)
+    return [*filter(None, map(shutil.which, ("g++", "c++", "clang++")))][:1]
 
 
 def build() -> Path:
     """Compile the kernels and put the library in its place in one step, so that nobody ever loads a
     half-written one; the compiler's error otherwise."""
     program = compiler()
-    if program is None:
+    if not program:
         raise FileNotFoundError("no C++ compiler: install g++ or set CXX")
+    if shutil.which(program[0]) is None:
+        raise FileNotFoundError(
+            f"CXX or CC names {program[0]}, and there is no such program: correct or unset it"
+        )
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         made = Path(folder) / LIBRARY.name
         subprocess.run(
-            [program, *FLAGS, "-fPIC", "-shared", *map(str, sources()), "-o", str(made)], check=True
+            [*program, *FLAGS, "-fPIC", "-shared", *map(str, sources()), "-o", str(made)]
+            + ["-lstdc++"],
+            check=True,
         )
         return made.replace(LIBRARY)
 

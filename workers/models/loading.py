@@ -12,6 +12,7 @@ import torch
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.workers import kernels
 from dovetail.workers.devices.base import Device
 from dovetail.workers.models.assembly import (
     against_kernels,
@@ -116,6 +117,9 @@ def load_language_model(
         cache = cache or ("fp32" if on_cpu else "auto")
         own = type_of(weights, checkpoint, activations)
         wanted = Wanted(weights, own, backend, inflate_bytes, profile, stage, cache, proof)
+        if on_cpu and (why := kernels.why_not()):  # refused before the weights are read
+            wanted.refuse_placement(checkpoint.source, why)
+            wanted.refuse_library(checkpoint.source, why)
         try:
             if on_cpu:
                 return _on_cpu(

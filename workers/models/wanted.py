@@ -79,7 +79,7 @@ class Wanted:
                 f"{source}: {self.asked} weights need the C++ kernels, and {why_not}; or use "
                 "weights fp32"
             )
-        if self.weights == "bf16":
+        if self.rounded:
             raise CheckpointError(
                 f"{source}: half weights of a BF16 checkpoint need the C++ kernels, and {why_not}; "
                 "or use weights fp32 or bf16"

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,18 @@ class Proofs:
 
     def __init__(self, configuration: bytes) -> None:
         """`configuration`: the content of config.json."""
-        self.folder = cache_folder() / FOLDER
-        self.group = hashlib.sha256(f"{basis()}\0".encode() + configuration).hexdigest()[:32]
+        self.folder, self._configuration = cache_folder() / FOLDER, configuration
+
+    @cached_property
+    def group(self) -> str:
+        """Return what the proofs of the configuration are kept under; the kernels must be there."""
+        return hashlib.sha256(f"{basis()}\0".encode() + self._configuration).hexdigest()[:32]
 
     @property
     def known(self) -> bool:
-        """Return whether a checkpoint of this configuration was proved before."""
-        return any(self.folder.glob(f"{self.group}-*.json"))
+        """Return whether a checkpoint of this configuration was proved before; never without the
+        kernels, since a proof is about what they compute."""
+        return kernels.available() and any(self.folder.glob(f"{self.group}-*.json"))
 
     def find(self, key: str) -> Proof | None:
         """Return the proof that is kept under a key; one that is damaged counts as none."""
