@@ -180,12 +180,12 @@ def drafts_there(configuration: Configuration, target: Path) -> Iterator[Candida
 def _nearby(target: Path) -> Iterator[Path]:
     """The folders of other models: beside the target, or in the Hugging Face cache."""
     files = view.files_of(target)
-    place = (files[0] if files else target).resolve()
+    place = files[0] if files else target.resolve()
     beside = sorted(place.parent.iterdir())
     names = models_in(path.name for path in beside if is_gguf(path) and path not in files)
-    most = place.stat().st_size / SMALLER
+    most = sum(file.stat().st_size for file in files or [place]) / SMALLER
     for path in [*beside, *cached_folders()]:
-        if path.resolve() == place:
+        if path.resolve() == place.resolve():
             continue
         with suppress(CheckpointError, OSError):
             if path.is_dir() and (path / "config.json").is_file():

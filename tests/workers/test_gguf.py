@@ -5,6 +5,7 @@ import json
 import os
 import re
 import struct
+from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
-from dovetail.workers.models.checkpoints.gguf.view import local_folder, resolved, view_of
+from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, resolved, view_of
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
@@ -694,6 +695,32 @@ def test_a_file_in_the_cache_of_the_hub_is_found_by_its_name_there(
     folder = find_folder("some-one/m-GGUF/m.Q8_0.gguf")
     assert folder.name == "m.Q8_0.gguf"
     assert open_checkpoint(str(folder)).vocabulary.size > 0
+
+
+def test_a_split_file_in_the_cache_of_the_hub_is_found_by_any_part_and_by_the_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = write(tmp_path)
+    model, plain = tmp_path / "models--some-one--m-GGUF", open_checkpoint(str(file))
+    snapshot = model / "snapshots" / ("0" * 40)
+    for folder in (model / "refs", model / "blobs", snapshot / "Q8_0"):
+        folder.mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    links = []
+    for part in split(file, tmp_path / "parts"):
+        blob = part.rename(model / "blobs" / sha256(part.name.encode()).hexdigest())
+        for folder in (snapshot, snapshot / "Q8_0"):
+            links.append(folder / part.name)
+            links[-1].symlink_to(os.path.relpath(blob, folder))
+    (named := tmp_path / "named.gguf").symlink_to(links[0])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    ids = ["some-one/m-GGUF", *(f"some-one/m-GGUF/{link.name}" for link in links[::2])]
+    ids.append(f"some-one/m-GGUF/Q8_0/{links[0].name}")
+    for source in (*map(str, links), str(snapshot), str(named), *ids):
+        folder = find_folder(source)
+        assert {*files_of(folder)} in ({*links[::2]}, {*links[1::2]})
+        assert open_checkpoint(source).tensors.keys() == plain.tensors.keys()
+        assert read_tensors(folder)
 
 
 def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Path) -> None:

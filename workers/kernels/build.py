@@ -55,9 +55,7 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         made = Path(folder) / LIBRARY.name
         subprocess.run(
-            [*program, *FLAGS, "-fPIC", "-shared", *map(str, sources()), "-o", str(made)]
-            + ["-lstdc++"],
-            check=True,
+            [*program, *FLAGS, "-fPIC", "-shared", *sources(), "-o", made, "-lstdc++"], check=True
         )
         return made.replace(LIBRARY)
 

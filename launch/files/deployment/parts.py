@@ -215,7 +215,7 @@ def _here(model: str) -> Path:
             f"the model {model} is not on this machine, and a service downloads nothing: fetch it "
             f"first{fetch}"
         )
-    return folder
+    return Path(spelled(str(folder)))
 
 
 def _may_use_gpu(settings: Settings, name: str) -> bool:

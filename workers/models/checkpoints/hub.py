@@ -109,7 +109,8 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     if hosted.file:
         there = all((folder / part).is_file() for part in wanted)
         return view.local_folder(folder / hosted.file) if there else None
-    return folder if _is_complete(folder, files) else None
+    plain = any(folder.glob("*.safetensors")) or not any(folder.glob("*.gguf"))
+    return view.local_folder(folder) if _is_complete(folder, files) or not plain else None
 
 
 def cached_folders() -> list[Path]:

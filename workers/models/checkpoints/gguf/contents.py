@@ -44,7 +44,7 @@ def contents_of(model: Model) -> dict[str, str]:
     ends = list(vocabulary.ends)
     ids = {"bos_token_id": vocabulary.begin, "eos_token_id": ends or None}
     config = {**config, **ids, "eos_token_id": ends[0] if ends else None}
-    files = [{"path": str(h.file.resolve()), "identity": asdict(h.identity)} for h in model.heads]
+    files = [{"path": str(h.file.absolute()), "identity": asdict(h.identity)} for h in model.heads]
     mark = {
         "files": files,
         "mix": _mix(model),

@@ -23,9 +23,12 @@ def is_gguf(source: str | Path) -> bool:
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return all files of a model by the name of one."""
+    """Return all files of a model by the name of one, or of what it is a link to: in the hub's
+    cache a name is a link to a file that is named by its digest."""
     if (found := PART.fullmatch(file.name)) is None:
-        return [file]
+        linked = file.is_symlink() and file.exists()
+        behind = parts_of(file.parent / file.readlink()) if linked else []
+        return behind if len(behind) > 1 else [file]
     count = int(found[3])
     if not 1 <= int(found[2]) <= count:
         raise CheckpointError(f"{file} says that it is part {found[2]} of {found[3]}; {AGAIN}")

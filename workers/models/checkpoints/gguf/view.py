@@ -86,8 +86,8 @@ def blaming_the_file(folder: Path) -> Iterator[None]:
 def view_of(file: Path) -> Path:
     """Return the view of the model that a GGUF file belongs to; `CheckpointError` in one sentence
     for one that is damaged, foreign or not read here."""
-    parts = [part.resolve() for part in parts_of(file.absolute())]
-    folder = _place() / _key(parts) / file.with_name(parts_of(file)[0].name).name
+    parts = parts_of(file.absolute())
+    folder = _place() / _key(parts) / parts[0].name
     if (folder / MARK).is_file():
         folder.parent.touch()
         return folder
