@@ -21,6 +21,7 @@ from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import MODELLESS_KINDS
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+from dovetail.workers import kernels
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.footprint import (
     half_of,
@@ -71,11 +72,12 @@ def _with_weights(
         return configuration, []
     if folder is None or not (tensors := read_tensors(folder)):
         return configuration, []
-    if not on_kernels(folder):
-        own = "fp32"
-    else:
-        in_blocks = keeps_blocks(configuration.settings.target)
-        own = FILE if in_blocks else "half" if half_of(tensors) else "fp32"
+    if not on_kernels(folder):  # torch has no smaller ones
+        chosen = configuration.over("chosen", {"target.weights": "fp32"})
+        why = kernels.why_not() or "the C++ kernels do not compute this family"
+        return chosen, [f"weights fp32, by torch: {why}"]
+    target = configuration.settings.target.model_copy(update={"model": str(folder)})
+    own = FILE if keeps_blocks(target) else "half" if half_of(tensors) else "fp32"
     chosen, why = configuration.over("chosen", {"target.weights": own}), OWN[own]
     if own != FILE and not _fits(chosen):  # blocks are no larger than int8
         chosen, why = _in_less(configuration, folder, own)
@@ -90,7 +92,7 @@ def _in_less(configuration: Configuration, folder: Path, own: str) -> tuple[Conf
     if any(tensor.packed_bytes for tensor in tensors):
         blocks = configuration.over("chosen", {"target.weights": FILE})
         return blocks, f"{own} does not fit into memory, and these are the file's own blocks"
-    able = INT4 in types_below("int8", tensors, library=whole or not on_kernels(folder))
+    able = INT4 in types_below("int8", tensors, library=whole)
     if not able or _fits(int8) or not _fits(int4):
         return int8, f"{own} does not fit into memory"
     return int4, f"neither {own} nor int8 fits into memory"

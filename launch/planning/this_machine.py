@@ -22,6 +22,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import Settings
 from dovetail.workers.models.checkpoints.gguf.view import weight_paths
+from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 
 PROBE_S = 0.5
 STAND_IN_SHARE = 0.5
@@ -140,7 +141,8 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
         over = {"shards": len(spread.target.shards), "threads": len(spread.target.cores)}
         spread_calibration = known_costs(target, profile, device="cpu", **over).calibration
     parts = known.parts if device is not None else None
-    calibration, folder = known.calibration, Path(target.model).expanduser()
+    folder = find_folder(target.model, files=CONFIG_ALONE)
+    calibration = known.calibration
     limits = _limits(calibration, say) if before is None or calibration else before.limits
     products = None if calibration else product_seconds(target.weights, folder, target.activations)
     hardware = _hardware(settings, device, limits, products, threads)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,21 @@ def test_a_gguf_target_is_computed_from_its_blocks_unless_something_else_is_name
     assert weights(whole)[1].endswith("the file's exact function")
     merged = configure(flags={"target.model": str(blocks)}, environment={})
     assert "--target.weights=file" in merged.arguments("target")  # of its workers
+
+
+@needs_kernels
+def test_a_gguf_file_of_the_hub_is_chosen_and_planned_as_the_blocks_that_it_has(
+    target: Path, tmp_path: Path, invoke: Callable[..., Any]
+) -> None:
+    snapshot = tmp_path / "hub" / "models--some-one--m" / "snapshots" / ("0" * 40)
+    for folder in (snapshot, snapshot.parents[1] / "refs"):
+        folder.mkdir(parents=True)
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    write_gguf(target, tmp_path / "blob", lambda *_: Type.Q8_0, **tokens_of(target))
+    (snapshot / "m-Q8_0.gguf").symlink_to(tmp_path / "blob")
+    for name in ("some-one/m", "some-one/m/m-Q8_0.gguf"):
+        found, said = chosen(name)
+        assert found.settings.target.weights == "file"
+        assert said[0] == "weights file: the file's own blocks; --weights names others"
+    done = invoke("plan", "--target", "some-one/m", "--weights", "file")
+    assert done.returncode == 0, done.stderr
