@@ -9,13 +9,14 @@ file, from where workers read it and tell it the coordinator.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dovetail.launch.console.help import HelpCommand
+from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of
 from dovetail.launch.console.terminal import note, progress_bar
@@ -25,6 +26,7 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.calibration_tables import chart_of, read_found, show_found
 from dovetail.launch.machine.measurement import Role, beside_cpu
+from dovetail.launch.machine.others import OTHERS, Load
 from dovetail.launch.machine.sharding import (
     choice_of,
     layout_for,
@@ -44,7 +46,7 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
-from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError
 from dovetail.protocol.files import writing
 from dovetail.protocol.profile import (
     Entry,
@@ -87,6 +89,12 @@ PERCENT = 100
     type=FILE,
     help="Draw T_V and its limit over the rows into this SVG file.",
 )
+@click.option(
+    "--keep-anyway",
+    is_flag=True,
+    cls=Rare,
+    help="Save the figures though other programs were busy meanwhile.",
+)
 @json_instead_of("tables")
 @settings_flags("target", "draft")
 def command(
@@ -95,6 +103,7 @@ def command(
     seconds: float,
     isa: str | None,
     plot: Path | None,
+    keep_anyway: bool,
     as_json: bool,
 ) -> None:
     """Measure T_V(M), the seconds of a pass of the target over M rows, for M = 1 to 64 and several
@@ -102,7 +111,8 @@ def command(
 
     A target folder may hold a config.json alone: its weights are random then, which costs the same,
     so that a model can be measured before it is downloaded. Where memory does not hold all layers,
-    fewer are measured and the times scaled by weights. Median of several passes.
+    fewer are measured and the times scaled by weights. Median of several passes. If other programs
+    take more than a tenth of the processors meanwhile nothing is saved, and the exit code is 1.
 
     Of a draft, a small model or a head, t_D is measured: the seconds of one level of its tree.
 
@@ -121,7 +131,11 @@ def command(
     profile = writable_profile_path() if isa is None else None
     if profile is not None:
         load_profile(profile)  # a damaged one is told now, not after the measurement
-    found, drafted = _measure_both(configuration, contexts, seconds, isa)
+    found, drafted, spread = _measure_both(configuration, contexts, seconds, isa)
+    loads = [Load(**told) for one in (found, *spread, drafted) if one and (told := one["others"])]
+    most = max(loads, key=lambda load: load.share, default=None)
+    found["others"] = None if most is None else asdict(most)
+    busy = most is not None and most.share > OTHERS and not keep_anyway
     levels = read_found(ContextCurve, drafted["levels"]) if drafted is not None else None
     found["t_d"] = (
         {str(rows): taken for rows, taken in zip(levels.t_v.rows, levels.t_v.seconds, strict=True)}
@@ -129,8 +143,10 @@ def command(
         else {}
     )
     key, calibration = found.pop("key"), read_found(Calibration, found.pop("calibration"))
-    if profile is not None:
+    if profile is not None and not busy:
         _keep_target(profile, key, calibration, found)
+        if spread:
+            _keep_nodes(configuration.settings.target, spread)
         if drafted is not None and levels is not None:
             _keep(profile, drafted["key"], lambda entry: entry.with_levels(levels))
     if plot is not None:
@@ -138,15 +154,23 @@ def command(
             plot.write_text(chart_of(found), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(found))
-        return
-    show_found(found)
-    if words := choice_of(configuration.settings.target).words:
-        click.echo(words)
-    note(
-        f"saved in {profile}"
-        if profile is not None
-        else f"not saved: {'--isa was given' if isa else f'{profile_path()} cannot be written'}"
-    )
+    else:
+        show_found(found)
+        if words := choice_of(configuration.settings.target).words:
+            click.echo(words)
+        if most is not None:
+            click.echo(f"Other programs {most.words}.")
+    if busy and most is not None and profile is not None:
+        raise DovetailError(
+            f"nothing was saved, since other programs {most.words}: end them and measure again, "
+            "or add --keep-anyway"
+        )
+    if not as_json:
+        note(
+            f"saved in {profile}"
+            if profile is not None
+            else f"not saved: {'--isa was given' if isa else f'{profile_path()} cannot be written'}"
+        )
 
 
 def _check(configuration: Configuration) -> None:
@@ -234,8 +258,9 @@ def _keep(profile: Path, key: object, change: Callable[[Entry], Entry]) -> None:
 
 def _measure_both(
     configuration: Configuration, contexts: Sequence[int], seconds: float, isa: str | None
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return what is found of the target, and of the draft if there is one."""
+) -> tuple[dict[str, Any], dict[str, Any] | None, list[dict[str, Any]]]:
+    """Return what is found of the target, of the draft if there is one, and of the target on one
+    memory node and spread over all, if it was measured in both ways."""
     target = configuration.settings.target
     place = layout_for(target)
     long = f"--seconds={seconds}"
@@ -245,16 +270,16 @@ def _measure_both(
         *configuration.arguments("target"),
     ]
     with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
-        found = _measure(supervisor, "target", place.target, ours, step)
+        found, spread = _measure(supervisor, "target", place.target, ours, step), []
         by_kernels = found["backends"]["backend"] == "kernels"
         if isa is None and by_kernels and may_be_sharded(target, read_topology()):
             other = other_layout(target, read_topology(), place).target
             both = [found, _measure(supervisor, "target", other, ours, step)]
-            _keep_nodes(target, both if other.shards else both[::-1])
+            spread = both if other.shards else both[::-1]
         if not _has_draft(configuration):
-            return found, None
+            return found, None, spread
         drafts = [long, *_draft_arguments(configuration)]
-        return found, _measure(supervisor, "draft", place.draft, drafts, step)
+        return found, _measure(supervisor, "draft", place.draft, drafts, step), spread
 
 
 def _measure(

@@ -8,12 +8,14 @@ Knows keys and time; how a picture looks, `screen.py` knows.
 import json
 import os
 import select
+import socket
 import sys
 import termios
 import time
 import tty
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import click
@@ -25,6 +27,7 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
+from dovetail.launch.machine.others import Others, is_dovetail
 from dovetail.launch.processes.connection import call_model, find_coordinator, speaks_http
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
@@ -74,6 +77,7 @@ def command(configuration: Configuration, connect: str | None, once: bool, as_js
             if connect is not None and speaks_http(connect)
             else opened.enter_context(_LinkEye(configuration, connect))
         )
+        eye = _Beside(eye)
         eye.look(None)
         if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             time.sleep(EVERY_S)  # how busy somebody is, shows over a while
@@ -92,6 +96,20 @@ class Eye(Protocol):
     def look(self, session: int | None) -> Picture:
         """Return what happens, and the last tree of this session, or of the newest; `DovetailError`
         if nobody answers."""
+
+
+class _Beside:
+    """An eye that also sees what other programs take of this machine's processors, where workers
+    run on it."""
+
+    def __init__(self, eye: Eye) -> None:
+        self._eye, self._others, self._here = eye, Others(), socket.gethostname()
+
+    def look(self, session: int | None) -> Picture:
+        picture, load = self._eye.look(session), self._others.load(is_dovetail)
+        here = any(worker["host"] == self._here for worker in picture["workers"])
+        told = {**asdict(load), "words": load.words} if load is not None and here else None
+        return {**picture, "others": told}
 
 
 class _LinkEye:

@@ -129,7 +129,9 @@ def _head(picture: Picture, standing: Standing | None = None) -> RenderableType:
         if standing is not None and standing.lost
         else []
     )
-    return Group(first, *lost, second, *reasons)
+    others = picture.get("others")
+    beside = [Text(f"other programs on this machine {others['words']}")] if others else []
+    return Group(first, *lost, second, *reasons, *beside)
 
 
 def _foot(standing: Standing) -> Text:

@@ -15,6 +15,7 @@ from dovetail.launch.machine.facts import (
     Facts,
 )
 from dovetail.launch.machine.gpu_checks import build_of, examine_gpus
+from dovetail.launch.machine.others import OTHERS
 from dovetail.launch.machine.topology import cpus_for, format_numbers
 
 INSTRUCTIONS = (
@@ -196,6 +197,13 @@ def _huge_pages(facts: Facts) -> Iterator[Check]:
     )
 
 
+def _others(facts: Facts) -> Iterator[Check]:
+    """What other programs take; it passes, and is nothing to change about the machine."""
+    if (load := facts.others) is not None:
+        busy = "; what is measured meanwhile holds for a machine that is as busy"
+        yield Check("other programs", True, load.words + (busy if load.share > OTHERS else ""))
+
+
 def _memory(facts: Facts) -> Iterator[Check]:
     fine = facts.memory_bytes >= LEAST_MEMORY
     found = (
@@ -290,6 +298,7 @@ CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (
     _cores,
     _memory_nodes,
     _huge_pages,
+    _others,
     _memory,
     _limits,
     _environment,

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dovetail.launch.console.terminal import counted
 from dovetail.launch.files.directory import profile_path, writable_profile_path
 from dovetail.launch.machine.binding import memory_refusal
 from dovetail.launch.machine.cards import Card, read_cards
+from dovetail.launch.machine.others import Load, Others
 from dovetail.launch.machine.topology import Topology, read_topology
 from dovetail.launch.machine.wheels import Capability, parse_capability
 from dovetail.launch.processes.preflight import free_memory_bytes, memory_bytes
@@ -25,6 +27,7 @@ from dovetail.protocol.profile import ProfileError, load_profile
 from dovetail.workers.kernels.build import compiler
 
 TIMEOUT_S = 120
+WATCHED_S = 0.5
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CPUINFO = Path("/proc/cpuinfo")
 SHARED_MEMORY = Path("/dev/shm")
@@ -67,6 +70,8 @@ class Facts:
     shared_bytes: int = LEAST_SHARED
     environment: Mapping[str, str] = field(default_factory=dict)
     compiler: str = ""
+    others: Load | None = None
+    """Processor time that other programs took while nothing was done here."""
     profile: str = ""
     profile_problem: str = ""
     cache: Path = Path()
@@ -80,7 +85,9 @@ class Facts:
 
 def gather() -> Facts:
     """Return what there is on this machine."""
-    topology = read_topology()
+    topology, watched = read_topology(), Others()
+    time.sleep(WATCHED_S)
+    others = watched.load(lambda pid: pid == os.getpid())
     profile, problem = _profile_state()
     gpus, driver_problem = read_gpus()
     return Facts(
@@ -106,6 +113,7 @@ def gather() -> Facts:
         else 0,
         environment=dict(os.environ),
         compiler=" ".join(compiler()),
+        others=others,
         profile=profile,
         profile_problem=problem,
         cache=cache_folder(),

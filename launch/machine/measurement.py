@@ -6,6 +6,7 @@ then what it found."""
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Any, Literal, TextIO
 
 import click
@@ -14,6 +15,7 @@ from dovetail.launch.cli import run
 from dovetail.launch.files.directory import substitutes_path, writable_profile_path
 from dovetail.launch.machine.binding import bind
 from dovetail.launch.machine.cores import parse_place
+from dovetail.launch.machine.others import Others
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import free_memory_bytes
@@ -85,6 +87,7 @@ def measure(
     device = beside_cpu(configuration)
     if device:
         open_device(device, threads)  # one that is not there is told now, not after the measurement
+    others = Others(place.cores)
     try:
         if role == "draft":
             found = _measured_draft(with_draft(draft), with_target(target), threads, seconds / 4)
@@ -106,7 +109,8 @@ def measure(
                 "other weights"
             ) from None
         raise
-    _tell(said, {"found": found})
+    load = others.load(lambda pid: pid == parent)
+    _tell(said, {"found": {**found, "others": None if load is None else asdict(load)}})
 
 
 def _measured_draft(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from dovetail.launch.machine.others import OTHERS
 from dovetail.launch.machine.topology import Topology
 from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.profiling.forecast import Tree
@@ -13,9 +14,6 @@ from dovetail.launch.profiling.situation import Situation
 from dovetail.launch.profiling.timeline import NS, Slice
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWorker, WorkerState
-
-OTHERS = 0.1
-"""Share of the cores' time that other programs may take without a word."""
 
 
 @dataclass(frozen=True)

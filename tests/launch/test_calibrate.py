@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -30,7 +33,8 @@ def calibrate(run: Any, tmp_path: Path, environment: dict[str, str]) -> Calibrat
     """Runs the command shortly, with a cache directory of its own."""
     changed = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     return lambda *arguments, **variables: run(
-        "calibrate", "--seconds", "0.2", *arguments, env={**changed, **variables}
+        *("calibrate", "--seconds", "0.2", "--keep-anyway", *arguments),
+        env={**changed, **variables},
     )  # type: ignore[no-any-return]
 
 
@@ -191,6 +195,24 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
     )
     assert result.returncode == 0, result.stderr
     assert "cannot be written" in result.stderr
+
+
+def test_on_a_busy_machine_nothing_is_kept_and_who_was_busy_is_reported(
+    run: Any, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    cache = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    model = str(tiny_llama(tmp_path / "model"))
+    with ExitStack() as opened:
+        for _ in os.sched_getaffinity(0):
+            busy = opened.enter_context(subprocess.Popen([sys.executable, "-c", "while 1: pass"]))
+            opened.callback(busy.kill)
+        result = run("calibrate", "--seconds", "0.5", "--target", model, "--json", env=cache)
+    assert result.returncode == 1
+    assert "nothing was saved, since other programs take" in result.stderr
+    found = json.loads(result.stdout)["others"]
+    assert found["share"] > 0.1
+    assert found["programs"]
+    assert not (tmp_path / "cache" / "dovetail" / "profile.json").exists()
 
 
 @pytest.mark.parametrize(

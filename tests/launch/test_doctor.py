@@ -11,6 +11,7 @@ import pytest
 from dovetail.launch.machine.check import Check
 from dovetail.launch.machine.examination import examine
 from dovetail.launch.machine.facts import Gpu, read_gpus, sizes_in
+from dovetail.launch.machine.others import Load
 from dovetail.launch.machine.topology import Node, Topology, read_topology
 from support.healthy import AMPERE, HEALTHY, VOLTA, inventory
 from support.sysfs import GIB, TWO_SOCKETS, write_machine
@@ -47,6 +48,15 @@ def test_every_finding_has_a_remedy() -> None:
     found = [c for c in examine(sick) if not c.ok]
     assert len(found) == 12
     assert all(c.advice for c in found)
+
+
+def test_it_reports_what_other_programs_take() -> None:
+    found = check("other programs", others=Load("0-3", 0.4, 0.0, [("cc1plus", 12, 1.6)]))
+    assert found.ok
+    assert found.found.startswith("take 40% of cores 0-3: cc1plus (pid 12) 1.6 cores; what is")
+    assert check("other programs", others=Load("0-3", 0.02, 0.0, [])).found == (
+        "take 2% of cores 0-3"
+    )
 
 
 def test_it_says_what_lies_in_the_caches(tmp_path: Path) -> None:
