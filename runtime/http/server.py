@@ -10,6 +10,7 @@ import json
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ log = logging.getLogger("dovetail.http")
 
 LOOK_EVERY_S = 1.0
 MAX_HEAD_BYTES = 64 << 10
+BODY_LENGTH = (b"content-length", b"transfer-encoding")
+"""Headers that say where the body of a request ends."""
 KEEP_ALIVE_S = 30
 GRACE_S = 5.0
 """After a signal, requests that run have so long to end."""
@@ -60,7 +63,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._told_s: float | None = None
         """When its client was told that it reads nothing."""
         self._head = 0
-        self._refused = False
+        self._refused = self._repeats = False
         if len(self.shared.open) >= self.shared.most:
             self._refuse(
                 ApiError(
@@ -79,23 +82,47 @@ class PatientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._began_s is None:
             self._began_s = self.loop.time()
-        if self.parser is not None and not self._refused:
-            super().data_received(data)
+        self._left = data
+        while self._left and self.parser is not None and not self._refused:
+            self._fed, self._left = self._left, b""
+            super().data_received(self._fed)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read on behind the head of a request that offers another protocol (h2c, websocket) as if
+        it did not. The parser takes what follows for that protocol; another one is given as much of
+        the head as says how long the body is."""
+        self._left = self._fed[getattr(sys.exception(), "args", (0,))[0] :]
+        self.parser = type(self.parser)(self)
+        length = [header for header in self.headers if header[0] in BODY_LENGTH]
+        self._repeats = True
+        self.parser.feed_data(
+            b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % one for one in length)
+        )
+        self._repeats = False
 
     def on_message_begin(self) -> None:
-        self._head = 0
-        self._told_s = None
-        super().on_message_begin()
+        if not self._repeats:
+            self._head = 0
+            self._told_s = None
+            super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
+        if not self._repeats:
+            self._count(len(url))
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if not self._repeats:
+            self._count(len(name) + len(value) + 4)
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self._repeats:
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # its body has yet to be read
+            return
         self._began_s = None
         super().on_message_complete()
 
