@@ -146,10 +146,12 @@ def test_a_client_that_was_cut_off_goes_on_by_event_id_or_by_the_id_of_the_respo
                 "",
             )
             assert rest.name == cut.name
-            again = httpx.get(f"{service.url}{CHATS}/{cut.name}", timeout=60.0).json()
+            again = httpx.get(
+                f"{service.url}{CHATS}/{cut.name}", timeout=60.0, trust_env=False
+            ).json()
             assert again["choices"][0]["message"]["content"] == whole.text
             assert again["id"] == cut.name
             assert again["metrics"]["seed"] == body["seed"]
-        unknown = httpx.get(f"{service.url}{CHATS}/chatcmpl-0", timeout=60.0)
+        unknown = httpx.get(f"{service.url}{CHATS}/chatcmpl-0", timeout=60.0, trust_env=False)
         assert unknown.status_code == 404
         assert unknown.json()["error"]["code"] == "reply_not_found"

@@ -52,7 +52,10 @@ def run(draft: str, flags: Sequence[str], tokens: int, requests: int, *, seed: i
     all are answered."""
     begins = words(tokens, seed)
     prompts = [[*begins, *words(OWN, 100 + number)] for number in range(requests)]
-    with server(draft, flags) as url, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+    with (
+        server(draft, flags) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client,
+    ):
         client.post("/v1/completions", json=order(words(8, 7), 16)).raise_for_status()
         began_s = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(requests) as pool:

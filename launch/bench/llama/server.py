@@ -14,8 +14,6 @@ import os
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.launch.bench.llama.lines import Question, answer
+from dovetail.launch.chat.web import Site
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
+from dovetail.protocol.errors import DovetailError
 
 CONTEXT_STEP = 2048
 """A context has room for a multiple of so many tokens: as much as the longest reply so far
@@ -128,25 +128,22 @@ class Server:
                 raise RuntimeError(
                     f"{' '.join(command)} ended with exit code {self._process.returncode}"
                 )
-            with suppress(OSError):
+            with suppress(DovetailError):
                 if self._asked("/health", None).get("status") == "ok":
                     return
             time.sleep(POLL_S)
 
     def _asked(self, path: str, question: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}",
-            None if question is None else json.dumps(question).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=ASK_S) as reply:
-                told: Mapping[str, Any] = json.load(reply)
-        except urllib.error.HTTPError as error:
-            if question is None:  # it still loads
-                return {}
-            raise RuntimeError(error.read().decode(errors="replace")[:500]) from None
-        return told
+        site = Site(f"http://127.0.0.1:{self._port}", "", silence_s=ASK_S)
+        body = None if question is None else json.dumps(question).encode()
+        with site.opened("GET" if body is None else "POST", path, body) as reply:
+            told = reply.read()
+        if reply.status == 200:
+            answered: Mapping[str, Any] = json.loads(told)
+            return answered
+        if question is None:  # it still loads
+            return {}
+        raise RuntimeError(told.decode(errors="replace")[:500])
 
 
 class Opponent:

@@ -23,10 +23,10 @@ DOCKERFILE = "launch/files/deployment/Dockerfile"
 CONFINED: Mapping[str, Any] = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": CACHE}
 """Variables of a worker: it downloads nothing, and keeps what it has measured."""
 READY = (
-    "import sys, urllib.request; "
-    "sys.exit(urllib.request.urlopen('http://127.0.0.1:{port}/readyz').status != 200)"
+    "import sys, http.client; asked = http.client.HTTPConnection('127.0.0.1', {port}); "
+    "asked.request('GET', '/readyz'); sys.exit(asked.getresponse().status != 200)"
 )
-"""A check of readiness for where there is neither curl nor wget."""
+"""A check of readiness for where there is neither curl nor wget; no proxy is asked for it."""
 
 
 def image() -> str:
