@@ -5,9 +5,10 @@ Fields that are not served here are refused unless they ask for nothing, and so 
 nobody knows (`fields.py`).
 """
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dovetail.protocol.messages import MAX_ENDS, MAX_STOPS, MAX_TOKENS, MAX_TOP, MAX_TURNS
 from dovetail.protocol.settings import MAX_BIASES
@@ -20,11 +21,42 @@ LONGEST_KIND = 40
 """Characters of an unknown type that an error shows."""
 STOP_CHARACTERS = 1024
 LARGEST_SEED = (1 << 63) - 1
+DEEPEST = 64
+"""Objects and lists within each other in values for a chat template: more than any of them reads,
+and less than the 255 at which pydantic stops to write them."""
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Strings = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
 TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+Length = Annotated[int, Field(ge=-1, le=(1 << 63) - 1)]
+"""Tokens of a reply; -1: as many as the context has room for."""
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
+
+
+def whole(value: Any, deep: int = 2) -> Any:
+    """Return a number without a fraction as an integer, as which some clients do not write it
+    (10.0), and so those of a list or of lists in it."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if deep and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [whole(one, deep - 1) for one in value]
+    return value
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Pass what JSON in UTF-8 can hold and what is not nested too deeply; else `ValueError`."""
+    layer: list[Any] = [values]
+    for _ in range(DEEPEST):
+        parts = (one.values() if isinstance(one, dict) else one for one in layer)
+        layer = [part for found in parts for part in found if isinstance(part, dict | list)]
+    if layer:
+        raise ValueError(f"nested more than {DEEPEST} deep: send flatter values")
+    try:
+        json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:  # of characters too
+        text = "a value is NaN, infinite or half a surrogate pair: send what JSON and UTF-8 hold"
+        raise ValueError(text) from None
+    return values
 
 
 class Body(BaseModel):
@@ -43,9 +75,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, body: Any) -> Any:
-        if isinstance(body, dict) and cls._is_read(body):
+        if not isinstance(body, dict):
+            return body
+        if cls._is_read(body):
             check_fields(body, cls.model_fields, benign=cls.benign, param=cls.place)
-        return body
+        return {name: whole(value) for name, value in body.items()}
 
     @classmethod
     def _is_read(cls, _body: dict[str, Any]) -> bool:
@@ -78,10 +112,11 @@ class Wishes(Body):
         description="each event of a stream has an id, with which a client that was cut off goes "
         "on: as the header Last-Event-ID of the same request, or of GET with the response's id",
     )
-    fit: bool = Field(
-        False,
+    fit: bool | None = Field(
+        None,
         description="a max_tokens that does not fit into the context behind the prompt is lowered "
-        "to what fits; false: such a request is refused",
+        "to what fits, which metrics.max_tokens of the reply reports; false: such a request is "
+        "refused; left out: as http.fit has it",
     )
 
 
@@ -188,6 +223,7 @@ TemplateValues = Annotated[
         max_length=64,
         description="values for the target's chat template, such as enable_thinking",
     ),
+    AfterValidator(plain),
 ]
 
 
@@ -236,14 +272,23 @@ class ChatMessage(Body):
         )
 
 
+def _some(length: int) -> int:
+    if not length:
+        raise ValueError("0 is no length of a reply: send at least 1, or -1 for all that fits")
+    return length
+
+
+ReplyLength = Annotated[Length, AfterValidator(_some)]
+
+
 class ChatBody(Decoding):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[
         list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)
     ]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_tokens: ReplyLength | None = None
+    max_completion_tokens: ReplyLength | None = None
     logprobs: bool | None = Field(
         None, description="each token comes with its natural log-probability"
     )
@@ -257,9 +302,7 @@ class CompletionBody(Decoding):
     """The body of /v1/completions."""
 
     prompt: str | Strings | TokenIds | TokenLists
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
-        None, description="left out: 16"
-    )
+    max_tokens: Length | None = Field(None, description="-1: to the end; left out: 16")
     echo: bool | None = Field(
         None,
         description="the prompt comes before the reply, with its log-probabilities if logprobs "

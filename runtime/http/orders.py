@@ -53,6 +53,8 @@ class Defaults:
     """True if drafting goes on while the target verifies; None: where that pays."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Values for the chat template."""
+    fit: bool = True
+    """False: a number of tokens that the context has no room for is refused, not lowered."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Order:
     """The prompts as text, where they come before the replies."""
     name: str = ""
     """The id of the response, which nobody can guess."""
+    asked: int = 0
+    """The most tokens of a reply that the request names; 0: none."""
     created: int = 0
     """When the request came, in seconds since 1970."""
 
@@ -93,8 +97,8 @@ def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = 
             400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs"
         )
     prompt = _messages(body, target, defaults.template)
-    most = body.max_completion_tokens or body.max_tokens or defaults.sampling.max_tokens
-    _check_room(body, [prompt], target, body.max_completion_tokens or body.max_tokens)
+    most = getattr(body, _length_field(body)) or defaults.sampling.max_tokens
+    _check_room(body, [prompt], target, defaults)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _order(
         "chat", body, [prompt], target, defaults, owner=owner, most=most, logprobs=logprobs
@@ -115,7 +119,7 @@ def completion_order(
             param="n",
         )
     most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    _check_room(body, prompts, target, body.max_tokens)
+    _check_room(body, prompts, target, defaults)
     echo = None
     if body.echo:
         echo = tuple(
@@ -167,6 +171,7 @@ def _order(
     echo: tuple[str, ...] | None = None,
 ) -> Order:
     wishes = body.dovetail or Wishes()
+    most = MAX_TOKENS if most < 0 else min(most, MAX_TOKENS)
     sampling = _sampling(body, target, defaults.sampling)
     if sampling.min_tokens > most:
         raise ApiError(
@@ -210,22 +215,25 @@ def _order(
         wishes=wishes,
         logprobs=logprobs,
         echo=echo,
+        asked=getattr(body, _length_field(body)) or 0,
         name=f"{ID_PREFIXES[kind]}-{secrets.token_hex(16)}",
         created=int(time.time()),
     )
 
 
 def _check_room(
-    body: Decoding, prompts: Iterable[tuple[int, ...]], target: Target, most: int | None
+    body: Decoding, prompts: Iterable[tuple[int, ...]], target: Target, defaults: Defaults
 ) -> None:
-    """Refuse a number of tokens that the request names and that does not fit behind its prompt. A
-    reply whose length is not named ends with the context at the latest."""
-    wishes = body.dovetail or Wishes()
+    """Refuse a least number of tokens that does not fit behind the prompt, and a largest one where
+    it is not to be lowered. A reply whose length is not named ends with the context at the
+    latest."""
     longest = max(map(len, prompts))
     room = target.context - longest
-    named = "min_tokens" if most is None else _length_field(body)
-    asked = body.min_tokens if most is None else most
-    if asked is None or asked <= room or (wishes.fit and most is not None):
+    wishes, named = body.dovetail or Wishes(), _length_field(body)
+    if (defaults.fit if wishes.fit is None else wishes.fit) or not getattr(body, named):
+        named = "min_tokens"
+    asked = getattr(body, named)
+    if asked is None or asked <= room:
         return
     raise ApiError(
         400,

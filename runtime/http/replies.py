@@ -19,6 +19,7 @@ from dovetail.runtime.http.resuming import Place, beyond, event_id
 from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": no token yet\n"
 LEAST_LOGPROB = -9999.0
 """The number that OpenAI writes for a logarithm that JSON has none for."""
 
@@ -52,7 +53,7 @@ class Writer(ABC):
     ) -> None:
         """`places`: what a client that comes back has of each reply."""
         self.replies = [Reply(order, index, target) for index in range(len(order.submits))]
-        self._order, self._text = order, target.text
+        self._order, self._text, self._context = order, target.text, target.context
         self._head = {
             "id": order.name,
             "object": self.chunk_object if order.stream else self.whole_object,
@@ -78,7 +79,10 @@ class Writer(ABC):
             return ""
         said, begin = "", None
         if self._streamed[reply.index] is None:
-            begin = {"seed": self._order.submits[reply.index].seed}
+            begin = {
+                "seed": self._order.submits[reply.index].seed,
+                **self._lowered(reply.index),
+            }
             said = self._first(reply.index, begin)
         self._count(reply.index, part)
         if part.ended is None or part.text:
@@ -89,7 +93,7 @@ class Writer(ABC):
             last = Part("", () if part.text else part.tokens, part.ended)
             said += self._chunk(
                 self._choice(reply.index, last, part.ended.finish_reason),
-                metrics=self._metrics(part.ended),
+                metrics=self._metrics(reply.index, part.ended),
             )
         if self._order.wishes.event_ids:
             return f"{said[:-1]}id: {event_id(self._order.name, self._streamed)}\n\n"
@@ -119,6 +123,12 @@ class Writer(ABC):
     def _count(self, index: int, part: Part) -> None:
         """Note that a part has been streamed."""
         self._streamed[index] = _behind(self._streamed[index] or Place(), part)
+
+    @property
+    def comment(self) -> bytes:
+        """A line of a stream that clients pass over. An empty line follows, by which some of them
+        divide a stream, unless events have ids: openai-python would take it for an event then."""
+        return COMMENT if self._order.wishes.event_ids else COMMENT + b"\n"
 
     def last_lines(self) -> bytes:
         """Return what comes after the last reply."""
@@ -177,7 +187,7 @@ class Writer(ABC):
             choices.append(
                 self._whole_choice(reply.index, text, tokens, reply.result.finish_reason)
             )
-            metrics.append(self._metrics(reply.result))
+            metrics.append(self._metrics(reply.index, reply.result))
             head = {**self._head, "system_fingerprint": reply.result.fingerprint}
         if len(choices) == 1:
             return {**head, "choices": choices, "usage": self.usage(), "metrics": metrics[0]}
@@ -201,10 +211,16 @@ class Writer(ABC):
     def _gamma(self) -> int:
         return self._order.submits[0].tree.most_nodes
 
-    def _metrics(self, result: Result) -> dict[str, Any]:
+    def _metrics(self, index: int, result: Result) -> dict[str, Any]:
         """The figures of a reply; how its draft failed is for who asks about the draft, and no part
         of an OpenAI body."""
-        return metrics_of(result, self._gamma, failure=self._order.wishes.drafted)
+        figures = metrics_of(result, self._gamma, failure=self._order.wishes.drafted)
+        return {**figures, **self._lowered(index)}
+
+    def _lowered(self, index: int) -> dict[str, int]:
+        """Return to what the largest number of tokens was lowered, if it was."""
+        room = self._context - len(self._order.submits[index].tokens or ())
+        return {"max_tokens": room} if room < self._order.asked else {}
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far; a prompt counts once, however many replies it has."""

@@ -67,6 +67,8 @@ class Metrics(Result):
 
     text: SkipJsonSchema[str] = ""
     token_ids: SkipJsonSchema[tuple[int, ...]] = ()
+    max_tokens: int | None = None
+    """Present if a larger number was lowered to what the context has room for."""
     speculative_decoding: SpeculativeDecoding
 
 
@@ -74,6 +76,7 @@ class Begun(BaseModel):
     """The metrics of a reply's first chunk."""
 
     seed: int
+    max_tokens: int | None = None
 
 
 class DraftedTokens(BaseModel):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from dovetail.protocol.messages import MAX_TOKENS
 from support.scripted import END, VOCABULARY, ScriptedTarget, continuation, logprobs
 from support.web import CHAT, Api, Backend, api, backend
 
@@ -353,7 +352,10 @@ def test_what_a_chat_cannot_have_is_refused_by_its_name(
         ({"temperature": "hot"}, 'temperature is "hot": send a number'),
         ({"temperature": -1}, "temperature is -1: send at least 0"),
         ({"n": 10**9}, "n is 1000000000: send at most 128"),
-        ({"max_tokens": 10**9}, f"max_tokens is 1000000000: send at most {MAX_TOKENS}"),
+        ({"max_tokens": 10.5}, "max_tokens is 10.5: send a whole number"),
+        ({"max_tokens": True}, "max_tokens is true: send a whole number"),
+        ({"max_tokens": -2}, "max_tokens is -2: send at least -1"),
+        ({"max_tokens": 1 << 63}, f"max_tokens is {1 << 63}: send at most {(1 << 63) - 1}"),
         ({"messages": []}, "messages is empty: send at least one item"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
         ({"seed": 1.5}, "seed is 1.5: send a whole number"),
@@ -386,7 +388,7 @@ def test_a_reply_that_cannot_fit_behind_its_prompt_is_refused_with_the_largest_t
     server: Api, path: str, fields: dict[str, Any], param: str, asked: int
 ) -> None:
     prompts = {CHATS: {"messages": MESSAGES}, TEXTS: {"prompt": ["w5", "w5 w6 w7 w8"]}}
-    error = server.refusal(path, {**prompts[path], **fields})
+    error = server.refusal(path, {**prompts[path], **fields, "dovetail": {"fit": False}})
     length = {CHATS: len(CHAT), TEXTS: 4}[path]
     assert error["message"] == (
         f"the prompt has {length} tokens and {param} is {asked}, which is {length + asked - 512} "
@@ -395,13 +397,30 @@ def test_a_reply_that_cannot_fit_behind_its_prompt_is_refused_with_the_largest_t
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
-def test_a_reply_may_fill_the_context_and_is_cut_there_where_that_is_wanted(server: Api) -> None:
+def test_a_reply_may_fill_the_context_and_reports_where_less_was_left_than_asked_for(
+    server: Api,
+) -> None:
     room = 512 - len(CHAT)
-    told = [
+    replies = [
         server.chat(ignore_eos=True, **fields)
-        for fields in ({"max_tokens": room}, {"max_tokens": 600, "dovetail": {"fit": True}}, {})
+        for fields in (
+            {"max_tokens": room},
+            {"max_tokens": -1},
+            {},
+            {"max_tokens": 600, "dovetail": {"fit": True}},
+            {"max_completion_tokens": 10**9},
+        )
     ]
-    assert [reply["usage"]["completion_tokens"] for reply in told] == [room] * 3
+    assert [reply["usage"]["completion_tokens"] for reply in replies] == [room] * 5
+    assert {reply["choices"][0]["finish_reason"] for reply in replies} == {"length"}
+    assert [reply["metrics"].get("max_tokens") for reply in replies] == [None] * 3 + [room] * 2
+    events = server.stream(CHATS, messages=MESSAGES, max_tokens=600, n=2)
+    begun = [event["metrics"] for event in events if event != "[DONE]" and "metrics" in event]
+    assert [metrics["max_tokens"] for metrics in begun] == [room] * 4
+    texts = server.complete(["w5", "w5 w6 w7"], max_tokens=510, ignore_eos=True)["choices"]
+    assert [choice["metrics"].get("max_tokens") for choice in texts] == [None, 509]
+    error = server.refusal(TEXTS, {"prompt": "w5", "max_tokens": 600, "min_tokens": 512})
+    assert (error["param"], error["code"]) == ("min_tokens", "context_length_exceeded")
 
 
 def test_a_path_that_takes_another_method_says_which(server: Api) -> None:
@@ -434,7 +453,7 @@ def test_a_part_that_is_no_text_is_refused_in_one_sentence(server: Api, kind: st
         ({"prompt": 5}, "prompt"),
         ({"prompt": "w5", "suffix": "w6"}, "suffix"),
         ({"prompt": "w5", "logprobs": 21}, "logprobs"),
-        ({"prompt": "w5", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "w5", "max_tokens": -2}, "max_tokens"),
         ({}, "prompt"),
     ],
 )
