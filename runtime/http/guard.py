@@ -1,5 +1,5 @@
-"""The guard before every route: who may ask, from where, and how much. A plain ASGI layer, since
-the token path leads through it.
+"""The guard before every route: who may ask, from where, how much, and in which encoding. A plain
+ASGI layer, since the token path leads through it.
 
 Knows headers and addresses, nothing of models.
 """
@@ -8,8 +8,11 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import zlib
 from collections.abc import Awaitable, Callable, Container, MutableMapping, Sequence
 from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
 
 from dovetail.runtime.http.errors import ApiError
 
@@ -32,6 +35,13 @@ UNREAD = "dovetail.unread"
 """The key under which a stream says what is to be called when its client reads nothing: it ends
 then, with an error for its last words."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
+ENCODINGS = (b"gzip", b"x-gzip", b"deflate")
+"""Encodings of a body that are undone here."""
+AS_ITS_HEAD_IS = 32 + zlib.MAX_WBITS
+"""zlib's `wbits` for gzip and for its own format alike."""
+PLAIN = (b"", b"identity")
+ENCODED = (b"content-encoding", b"content-length")
+"""Headers that hold no longer once an encoding has been undone."""
 
 
 class Guard:
@@ -64,11 +74,16 @@ class Guard:
         if error is not None:
             await answer(error, send)
             return
-        scope[STRAIGHT] = send
+        scope[STRAIGHT], unpack = send, None
+        if scope["method"] == "HEAD":  # whose body the server leaves out
+            scope = {**scope, "method": "GET"}
+        if (encoding := _encoding(headers)) not in PLAIN:
+            scope["headers"] = [one for one in scope["headers"] if one[0] not in ENCODED]
+            unpack = Unpacking(encoding, self._most)
         try:
-            await self._app(scope, self._bounded(receive), send)
-        except TooLarge:
-            await answer(self._too_large(), send)
+            await self._app(scope, self._bounded(receive, unpack), send)
+        except Refused as refused:
+            await answer(refused.error or self._too_large(), send)
 
     def _why_not(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         if self._only_local_names and host_name(headers.get(b"host", b"")) not in LOCAL_NAMES:
@@ -88,6 +103,10 @@ class Guard:
                 "the API key is missing or wrong: send the header `Authorization: Bearer KEY`",
                 code="invalid_api_key",
             )
+        if (encoding := _encoding(headers)) not in (*PLAIN, *ENCODINGS):
+            shown = encoding[:80].decode("latin-1")
+            text = f"Content-Encoding {shown!r} is not read here: send gzip, deflate or none"
+            return ApiError(415, text)
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length[:20]) > self._most else None
 
@@ -106,24 +125,77 @@ class Guard:
             code="request_too_large",
         )
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Counts a body while it arrives."""
+    def _bounded(self, receive: Receive, unpack: "Unpacking | None") -> Receive:
+        """Counts a body while it arrives, and undoes its encoding."""
         arrived = 0
 
         async def bounded() -> Message:
             nonlocal arrived
             message = await receive()
-            arrived += len(message.get("body", b""))
+            body = message.get("body", b"")
+            arrived += len(body)
             if arrived > self._most:
-                raise TooLarge
-            return message
+                raise Refused
+            if unpack is None or message["type"] != "http.request":
+                return message
+            return {**message, "body": unpack.read(body, last=not message.get("more_body"))}
 
         return bounded
 
 
-class TooLarge(BaseException):
-    """More of a body has arrived than may. No `Exception`, so that whoever reads the body does not
-    take it for a mistake in there."""
+class Refused(BaseException):
+    """A body is refused while it arrives; without an error, because more has arrived than may. No
+    `Exception`, so that whoever reads the body does not take it for a mistake in there."""
+
+    def __init__(self, error: ApiError | None = None) -> None:
+        self.error = error
+
+
+class Unpacking:
+    """Undoes the encoding of a body piece by piece, up to `most` bytes; `Refused` for more, and for
+    what is not of that encoding."""
+
+    def __init__(self, encoding: bytes, most: int) -> None:
+        self._encoding, self._room = encoding.decode(), most + 1
+        self._stream: zlib._Decompress | None = None
+
+    def read(self, data: bytes, *, last: bool) -> bytes:
+        """Return what the next piece holds."""
+        read = b""
+        try:
+            while data:
+                if self._stream is None or self._stream.eof:  # gzip may have several members
+                    bare = self._encoding == "deflate" and data[0] & 15 != 8  # without zlib's head
+                    self._stream = zlib.decompressobj(-zlib.MAX_WBITS if bare else AS_ITS_HEAD_IS)
+                piece = self._stream.decompress(data, self._room)
+                self._room -= len(piece)
+                if not self._room:
+                    raise Refused
+                read, data = read + piece, self._stream.unused_data
+            if last and self._stream is not None and not self._stream.eof:
+                raise zlib.error("it ends too soon")
+        except zlib.error as error:
+            text = f"the body is not {self._encoding}, as Content-Encoding says: {error}"
+            raise Refused(ApiError(400, text)) from None
+        return read
+
+
+def _encoding(headers: dict[bytes, bytes]) -> bytes:
+    return headers.get(b"content-encoding", b"").strip().lower()
+
+
+def shared(app: App, cors: str) -> App:
+    """Return an app that web pages of these origins, which commas divide, may use (*: all)."""
+    if not cors:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=cors.split(","),
+        allow_methods=("GET", "HEAD", "POST", "OPTIONS"),
+        allow_headers=("*",),
+        allow_credentials="*" not in cors,
+        expose_headers=("Retry-After", "WWW-Authenticate"),
+    )
 
 
 async def answer(error: ApiError, send: Send) -> None:
