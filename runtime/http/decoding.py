@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from dovetail.protocol.messages import Failed
 from dovetail.runtime.http.asked import Told
@@ -50,13 +51,14 @@ class Run:
         self._end: ApiError | Gone | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def begin(self, order: Order) -> None:
-        """Ask for the replies, and wait for the first word of any; `WrongVocabulary` where the
-        prompt has to be read anew."""
+    async def begin(self, order: Order, within_s: float | None = None) -> None:
+        """Ask for the replies, and wait for the first word of any, at most so many seconds;
+        `WrongVocabulary` where the prompt has to be read again."""
         self._order, self._next = order, 0
         self._ask()
-        await self._wait()
-        first = self._heard[0][1]
+        with suppress(TimeoutError):
+            await self._wait(within_s)
+        first = self._heard[0][1] if self._heard else None
         if isinstance(first, Failed):
             self.close()
             if first.code == "vocabulary":
@@ -64,15 +66,16 @@ class Run:
                 raise WrongVocabulary
             raise of_failure(first)
 
-    async def take(self) -> list[tuple[int, Told]]:
+    async def take(self, within_s: float | None = None) -> list[tuple[int, Told]]:
         """Return what has come since the last time, at least one thing, each with the reply that it
         is about; empty: all have ended.
 
-        An `ApiError` is raised when something failed, `Gone` when the client has gone.
+        An `ApiError` is raised when something failed, `Gone` when the client has gone,
+        `TimeoutError` if nothing has come within so many seconds.
         """
         if not (self._heard or self._numbers or self._refused or self._end):
             return []
-        await self._wait()
+        await self._wait(within_s)
         heard, self._heard = [*self._heard], deque()
         return heard
 
@@ -136,11 +139,13 @@ class Run:
         except ApiError as error:
             self.fail(error)
 
-    async def _wait(self) -> None:
-        """Until there is something to take; raises what ended it."""
-        while not self._heard and self._end is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    async def _wait(self, within_s: float | None = None) -> None:
+        """Wait until there is something to take; raises what ended it, `TimeoutError` after so many
+        seconds."""
+        async with asyncio.timeout(within_s):
+            while not self._heard and self._end is None:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
         if self._end is not None:
             raise self._end
 

@@ -41,6 +41,12 @@ from dovetail.runtime.telemetry.picture import folder_name
 
 SMALL_CHARACTERS = 4096
 """Texts up to this are tokenized at once; longer ones in a thread: nobody waits for them."""
+REFUSAL_S = 1.0
+"""The head of a stream is sent after so long without a word of its reply: a refusal comes sooner,
+and has its status."""
+SILENCE_S = 15.0
+"""A stream without a word for so long gets a comment, since proxies close what is silent: the HTML
+standard's advice (server-sent events, authoring notes)."""
 CLIENT_GONE = 499
 """A status that nobody reads (nginx's)."""
 EVENT_STREAM = {
@@ -69,6 +75,8 @@ class Terms:
     deadline_s: float = 600.0
     most_body_bytes: int = 8 << 20
     only_local_names: bool = False
+    cors: str = ""
+    """Origins of web pages that may ask, as http.cors names them."""
     dashboard: Shown = "off"
     """Says if there is a page, and if it shows the tokens of requests."""
 
@@ -174,7 +182,7 @@ class Service:
             if self.gateway.journal:
                 order = ticketed(order, body, again=resumed is not None)
             try:
-                await run.begin(order)
+                await run.begin(order, REFUSAL_S if body.stream else None)
             except WrongVocabulary:
                 self.gateway.forget_target()
                 continue
@@ -248,15 +256,8 @@ class Service:
         but served."""
         if (state := await self.reported()) is None:
             missing = [self.gateway.missing or "the coordinator does not answer"]
-            return False, {
-                "ready": False,
-                "status": "waiting",
-                "degraded": True,
-                "missing": missing,
-                "faults": [],
-                "loading": [],
-                "load": None,
-            }
+            told = {"ready": False, "status": "waiting", "degraded": True, "missing": missing}
+            return False, {**told, "faults": [], "loading": [], "load": None}
         there = any(
             "target" in worker.roles and not (worker.standby or worker.stuck)
             for worker in state.workers
@@ -296,7 +297,7 @@ class Service:
 
 
 class Answer:
-    """One answer while it is written; the metrics hear of it."""
+    """One answer while it is written; the metrics are informed of it."""
 
     def __init__(self, run: Run, writer: Writer, exposition: Exposition, model: str) -> None:
         self._run, self._writer = run, writer
@@ -312,9 +313,17 @@ class Answer:
         return self._writer.whole()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the answer as it comes; an error is the last line."""
+        """Yield the answer as it comes, and comments while nothing does; an error is the last
+        line."""
         try:
-            while heard := await self._run.take():
+            while True:
+                try:
+                    heard = await self._run.take(SILENCE_S)
+                except TimeoutError:
+                    yield self._writer.comment
+                    continue
+                if not heard:
+                    break
                 said = ""
                 for index, told in heard:
                     self._note(index, told)

@@ -75,7 +75,7 @@ def streamed(url: str, begun: Callable[[], object] = lambda: None, *, seed: int 
         for line in connection.getresponse():
             if line.strip() == b"data: [DONE]":
                 return said
-            if line.strip():
+            if line.startswith(b"data: "):
                 chunk = json.loads(line.removeprefix(b"data: "))
                 said += chunk["choices"][0]["delta"].get("content", "")
                 chunks += 1

@@ -245,7 +245,7 @@ class Api:
 
 def events(reply: httpx.Response) -> Iterator[Any]:
     for line in reply.iter_lines():
-        if line:
+        if line and not line.startswith(":"):  # a comment
             data = line.removeprefix("data: ")
             assert line.startswith("data: ")
             yield data if data == "[DONE]" else json.loads(data)
