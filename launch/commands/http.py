@@ -152,6 +152,7 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
             settings.draft.kind != "none",
             ahead_of(settings.draft),
             _template_values(settings.http),
+            settings.http.fit,
         ),
         model=settings.http.model,
         names={f"/{'/'.join(TARGET_FOLDER.parts[-3:])}": "demo"},  # wherever a worker has it
@@ -161,6 +162,7 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
         deadline_s=settings.http.deadline_s,
         most_body_bytes=byte_count(settings.http.body),
         only_local_names=not keys,
+        cors=settings.http.cors,
         dashboard=shown(settings.http, keyed=bool(keys)),
     )
 

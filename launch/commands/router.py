@@ -27,7 +27,7 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import byte_count
-from dovetail.runtime.http.guard import Guard
+from dovetail.runtime.http.guard import Guard, shared
 from dovetail.runtime.http.listening import listen
 from dovetail.runtime.http.server import Connections, serve
 from dovetail.runtime.router.app import Router
@@ -62,6 +62,7 @@ REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
     "http.receive_s",
     "http.body",
     "http.connections",
+    "http.cors",
     shown=("http.host", "http.port", "http.api_key_file"),
 )
 def command(
@@ -117,7 +118,7 @@ def command(
             gc.freeze()
             try:
                 await serve(
-                    guard,
+                    shared(guard, http.cors),
                     listener,
                     connections,
                     hurry=router.end,

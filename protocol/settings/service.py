@@ -1,10 +1,14 @@
 """Settings of memory, of the coordinator, and of the HTTP API."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from dovetail.protocol.settings.values import Frozen, byte_count, template_values
+
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#@]+")
+"""An origin as browsers send it, or *."""
 
 
 class MemorySettings(Frozen):
@@ -128,6 +132,16 @@ class HttpSettings(Frozen):
         description="the page at /: full shows the tokens of all requests, anonymous none of "
         "them; auto: full without a key",
     )
+    cors: str = Field(
+        "",
+        description="origins whose web pages may use the API from a browser, such as "
+        "https://chat.example, with commas between; *: all; empty: none",
+    )
+    fit: bool = Field(
+        True,
+        description="a max_tokens that the context has no room for is lowered to what it has, and "
+        "the reply says so; false: such a request is refused",
+    )
     chat_template_kwargs: str = Field(
         "",
         description="JSON object: values for the target's chat template in chats that do not say "
@@ -139,6 +153,15 @@ class HttpSettings(Frozen):
     def _template_values(cls, value: str) -> str:
         template_values(value)
         return value
+
+    @field_validator("cors")
+    @classmethod
+    def _origins(cls, value: str) -> str:
+        origins = [origin.strip() for origin in value.lower().split(",") if value]
+        if (wrong := next((one for one in origins if not ORIGIN.fullmatch(one)), None)) is not None:
+            text = f"{wrong!r} is not an origin: write one such as https://chat.example:8443"
+            raise ValueError(f"{text}, without a path, or *")
+        return ",".join(origins)
 
     @field_validator("body")
     @classmethod

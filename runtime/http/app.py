@@ -17,9 +17,9 @@ from starlette.exceptions import HTTPException
 from dovetail.runtime.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dovetail.runtime.http.dashboard import Watch, add_dashboard, page_files
 from dovetail.runtime.http.document import Documented, documented
-from dovetail.runtime.http.errors import ApiError, complaint, place
+from dovetail.runtime.http.errors import ApiError, complaint, not_served, place, wrong_method
 from dovetail.runtime.http.exposition import CONTENT_TYPE
-from dovetail.runtime.http.guard import OPEN_PATHS, App, Guard
+from dovetail.runtime.http.guard import OPEN_PATHS, App, Guard, shared
 from dovetail.runtime.http.service import Service, json_response
 
 BEARER = HTTPBearer(scheme_name="key", auto_error=False)
@@ -55,13 +55,14 @@ def open_app(service: Service) -> App:
             ),
         )
         open_paths += tuple(page_files())
-    return Guard(
+    guard = Guard(
         app,
         keys=terms.keys,
         most_body_bytes=terms.most_body_bytes,
         only_local_names=terms.only_local_names,
         open_paths=open_paths,
     )
+    return shared(guard, terms.cors)
 
 
 def _add_completions(app: FastAPI, service: Service) -> None:
@@ -162,27 +163,24 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:
-        if error.status_code in (404, 405):
-            text = f"{request.method} {request.url.path} is not served here{_allowed(error)}"
-        elif error.detail == UNPARSED:
+        asked = (request.method, request.url.path)
+        if error.status_code == 404:
+            return await known(request, not_served(*asked))
+        if error.status_code == 405:
+            wrong = wrong_method(*asked, (error.headers or {}).get("Allow", ""))
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers=wrong.headers)
+            return await known(request, wrong)
+        if error.detail == UNPARSED:
             text = "the body is not valid JSON in UTF-8, or nested too deeply"
         else:
             text = str(error.detail)
-        return json_response(
-            ApiError(error.status_code, text).body, error.status_code, error.headers
-        )
+        return await known(request, ApiError(error.status_code, text))
 
     @app.exception_handler(Exception)
-    async def ours(_: Request, error: Exception) -> Response:
-        return json_response(
-            ApiError(500, f"the server failed: {type(error).__name__}", code="internal").body, 500
-        )
-
-
-def _allowed(error: HTTPException) -> str:
-    """Return what may be asked instead, of a path that takes other methods."""
-    methods = (error.headers or {}).get("Allow", "")
-    return f": use {methods}" if methods else ""
+    async def ours(request: Request, error: Exception) -> Response:
+        text = f"the server failed: {type(error).__name__}"
+        return await known(request, ApiError(500, text, code="internal"))
 
 
 def _no_object(request: Request, error: Any) -> str:

@@ -39,8 +39,8 @@ KEY = "[key]"
 
 
 class ApiError(DovetailError):
-    """A request that is answered with an error: its status, OpenAI's `param` and `code`, and after
-    how many seconds to try again."""
+    """A request that is answered with an error: its status, OpenAI's `param` and `code`, after how
+    many seconds to try again, and which methods to ask with."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class ApiError(DovetailError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
+        self.allow = allow
         self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
 
     @property
@@ -66,7 +68,36 @@ class ApiError(DovetailError):
     @property
     def headers(self) -> dict[str, str]:
         wait = {"retry-after": str(self.retry_after_s)} if self.retry_after_s is not None else {}
+        wait = {**wait, "allow": self.allow} if self.allow else wait
         return {**wait, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
+
+
+OTHERS: Mapping[str, Sequence[str]] = {
+    "/v1/chat/completions": ("/responses", "/messages", "/api/chat"),
+    "/v1/completions": ("/completion", "/generate", "/generate_stream"),
+    "/v1/models": ("/api/tags", "/api/ps"),
+    "/tokenize": (),
+    "/detokenize": (),
+}
+"""Paths that are served, and ends of those that other APIs (OpenAI's Responses, Anthropic, Ollama,
+llama-server, TGI) have for the same."""
+
+
+def wrong_method(method: str, path: str, allow: str) -> ApiError:
+    """405: the path takes other methods, and HEAD where it takes GET."""
+    allow = "GET, HEAD" if "GET" in allow else allow
+    text = f"{method} {path} is not served here: use {allow}"
+    return ApiError(405, text, allow=f"{allow}, OPTIONS")
+
+
+def not_served(method: str, path: str) -> ApiError:
+    """404: the path is not served, and perhaps another one is."""
+    end, hint = path.rstrip("/"), "/openapi.json lists what is"
+    for served, others in OTHERS.items():
+        if end.endswith((served.removeprefix("/v1"), *others)):
+            hint = f"{served} is, with requests of the OpenAI API"
+            break
+    return ApiError(404, f"{method} {path} is not served here: {hint}")
 
 
 def unavailable(why: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:

@@ -93,28 +93,23 @@ class PatientProtocol(HttpToolsProtocol):
         the head as says how long the body is."""
         self._left = self._fed[getattr(sys.exception(), "args", (0,))[0] :]
         self.parser = type(self.parser)(self)
-        length = [header for header in self.headers if header[0] in BODY_LENGTH]
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in BODY_LENGTH]
         self._repeats = True
-        self.parser.feed_data(
-            b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % one for one in length)
-        )
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
         self._repeats = False
 
     def on_message_begin(self) -> None:
-        if not self._repeats:
-            self._head = 0
-            self._told_s = None
-            super().on_message_begin()
+        self._head = 0
+        self._told_s = None
+        super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        if not self._repeats:
-            self._count(len(url))
-            super().on_url(url)
+        self._count(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._repeats:
-            self._count(len(name) + len(value) + 4)
-            super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if not self._repeats:

@@ -1,10 +1,10 @@
 """The router as an application: a request goes to one replica, and the reply comes back as it is.
 
-A replica that cannot be reached, breaks off before a byte of its reply, or refuses for want of room
-(429, 503) is followed by the next best one: nothing has been said to the client yet, and that a
-request begins twice costs time alone. A reply that is asked for again by its id is looked for at
-all of them. What breaks off later ends the client's connection: a stream
-has told its seed in its first chunk, with which it can be requested again.
+A replica that cannot be reached, breaks off before a byte of its reply (the head of a stream and
+comments do not count), or refuses for want of room (429, 503) is followed by the next best one: the
+client has nothing yet, and a request that begins twice costs time alone. A reply that is asked for
+again by its id is looked for at all of them. What breaks off later ends the client's connection: a
+stream has its seed in its first chunk, with which it can be requested again.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from dovetail.runtime.http.errors import ApiError, unavailable
+from dovetail.runtime.http.errors import ApiError, not_served, unavailable, wrong_method
 from dovetail.runtime.http.guard import Message, Receive, Scope, Send, answer
 from dovetail.runtime.router.choice import Replica, Wanted, choose, wanted
 from dovetail.runtime.router.fleet import Fleet
@@ -34,7 +34,7 @@ FULL = (429, 503)
 """Answers of a replica that has no room, or no target at present."""
 KEPT_BACK = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
-    b"transfer-encoding upgrade host content-length expect x-forwarded-for".split()
+    b"transfer-encoding upgrade http2-settings host content-length expect x-forwarded-for".split()
 )
 """Headers of a request that are about the connection to us."""
 OURS = frozenset(b"connection keep-alive transfer-encoding date server".split())
@@ -46,7 +46,8 @@ class Call:
     """One request of a client, with the connection to the replica that it is at."""
 
     def __init__(self) -> None:
-        self.gone = False
+        self.gone = self.headed = False
+        """The client has left; it has the head of a stream, and nothing of its reply."""
         self.connection: Connection | None = None
 
     def end(self) -> None:
@@ -78,13 +79,13 @@ class Router:
             "/load": self._load,
             "/metrics": self._metrics,
         }
-        if path in own and scope["method"] == "GET":
-            await own[path](send)
+        if path in own:
+            wrong = wrong_method(scope["method"], path, "GET")
+            await (answer(wrong, send) if scope["method"] != "GET" else own[path](send))
         elif path in PASSED or path == MODELS or path.startswith(BELOW):
             await self._pass_on(scope, receive, send)
         else:
-            text = f"{scope['method']} {path} is not served by a router: ask one of its replicas"
-            await answer(ApiError(404, text), send)
+            await answer(not_served(scope["method"], path), send)
 
     # -- what is passed on -------------------------------------------------------------------------
 
@@ -133,7 +134,11 @@ class Router:
             self.counts["retries", replica.url] += 1
         if call.gone:
             return
-        if refusal is not None:
+        if call.headed:
+            nobody = json.dumps(_nobody(self._fleet.replicas, tried).body).encode()
+            text = refusal[1] if refusal is not None else nobody
+            await send({"type": "http.response.body", "body": b"data: " + text + b"\n\n"})
+        elif refusal is not None:
             head, content = refusal
             await send(head)
             await send({"type": "http.response.body", "body": content})
@@ -160,16 +165,27 @@ class Router:
                     raise
         kept = [(name, value) for name, value in told if name not in OURS]
         head = {"type": "http.response.start", "status": status, "headers": kept}
-        if status in FULL or (status == 404 and _asks_again(scope)):
+        if (
+            status in FULL
+            or (status == 404 and _asks_again(scope))
+            or (call.headed and status != 200)
+        ):
             content = b"".join([piece async for piece in connection.pieces()])
             self._upstream.give_back(replica.url, connection)
             return head, content
-        await send(head)
+        if not call.headed:
+            await send(head)
+        call.headed = any(b"text/event-stream" in value for _, value in kept)
         try:
             async for piece in connection.pieces():
+                call.headed = call.headed and all(
+                    line[:1] in (b"", b":") for line in piece.splitlines()
+                )
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Broken as error:
             connection.close()
+            if call.headed:
+                raise
             if not call.gone:
                 self.counts["broken", replica.url] += 1
                 log.warning("the replica %s broke off a reply: %s", replica.url, error)

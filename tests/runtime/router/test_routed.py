@@ -1,6 +1,7 @@
 """The router between clients and replicas, over real sockets; the replicas are scripted."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ from dovetail.runtime.router.app import Router
 from dovetail.runtime.router.fleet import Fleet
 from dovetail.runtime.router.upstream import Upstream
 
+COMMENT = b": no token yet\n\n"
 READY = {"ready": True, "load": None}
 PIECES = (b'data: {"a": 1}\n\n', b"data: [DONE]\n\n")
 Behave = Callable[[asyncio.StreamReader, asyncio.StreamWriter, dict[bytes, bytes]], Awaitable[None]]
@@ -76,6 +78,13 @@ async def breaks_off(_: Any, writer: asyncio.StreamWriter, __: Any) -> None:
     writer.close()
 
 
+async def begins(_: Any, writer: asyncio.StreamWriter, __: Any) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
+    writer.write(b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(COMMENT), COMMENT))
+    await writer.drain()
+    writer.close()
+
+
 async def full(_: Any, writer: asyncio.StreamWriter, __: Any) -> None:
     plain(writer, 429, b'{"error": "the queue is full"}')
 
@@ -85,6 +94,7 @@ class Routed:
 
     def __init__(self, router: Router, fleet: Fleet, replicas: list[Scripted]) -> None:
         self.router, self.fleet, self.replicas = router, fleet, replicas
+        self.method = ""
         self.app = Guard(router, keys=(), most_body_bytes=1 << 20, only_local_names=True)
 
     async def ask(
@@ -114,11 +124,10 @@ class Routed:
             not sent[-1].get("more_body", False),
         )
 
-    @staticmethod
-    def scope(path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    def scope(self, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
         return {
             "type": "http",
-            "method": "POST" if path.endswith("completions") else "GET",
+            "method": self.method or ("POST" if path.endswith("completions") else "GET"),
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
@@ -183,6 +192,48 @@ def test_what_fails_before_a_byte_of_the_reply_is_tried_elsewhere(behave: Behave
                 await there.fleet.look()
             assert there.replicas[0].asked
             assert there.router.counts["retries", there.replicas[0].url] >= 1
+
+    run(test)
+
+
+def test_a_stream_of_which_there_is_no_token_yet_is_tried_elsewhere() -> None:
+    async def test() -> None:
+        async with routed(begins, streams) as there:
+            status, _, pieces, ended = await there.ask()
+            assert (status, b"".join(pieces), ended) == (200, COMMENT + b"".join(PIECES), True)
+        async with routed(begins, full) as there:
+            status, _, pieces, ended = await there.ask()
+            assert (status, ended) == (200, True)
+            assert pieces == [COMMENT, b'data: {"error": "the queue is full"}\n\n']
+
+    run(test)
+
+
+def test_a_compressed_request_is_chosen_for_by_its_text_and_passed_on_without_compression() -> None:
+    async def test() -> None:
+        body = json.dumps({"prompt": "a" * 200}).encode()
+        async with routed(streams) as there:
+            headers = {"content-encoding": "gzip", "content-length": "1"}
+            assert (await there.ask(gzip.compress(body), **headers))[0] == 200
+            (_, head, sent) = there.replicas[0].asked[0]
+            assert sent == body
+            assert b"content-encoding" not in head
+            assert len(there.fleet.replicas[0].known) == 3
+
+    run(test)
+
+
+def test_a_path_or_a_method_that_the_router_does_not_serve_is_answered_with_what_it_does() -> None:
+    async def test() -> None:
+        async with routed(streams) as there:
+            status, _, pieces, _ = await there.ask(path="/chat/completions")
+            assert status == 404
+            assert b"not served here: /v1/chat/completions is" in pieces[0]
+            there.method = "DELETE"
+            status, head, _, _ = await there.ask(path="/health")
+            assert (status, head[b"allow"]) == (405, b"GET, HEAD, OPTIONS")
+            there.method = "HEAD"
+            assert (await there.ask(path="/health"))[0] == 200
 
     run(test)
 
