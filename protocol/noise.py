@@ -15,6 +15,7 @@ is `workers/speculation/noise.py`; a test holds the two together. This module kn
 
 import hashlib
 import math
+import secrets
 import struct
 from collections.abc import Sequence
 
@@ -22,6 +23,13 @@ GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MASK = (1 << 64) - 1
 KEY_BYTES = 16
+SEED_BITS = 53
+"""Bits of a seed that we choose: JavaScript and jq read larger numbers of JSON inexactly."""
+
+
+def random_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbits(SEED_BITS)
 
 
 def session_key(seed: int, sample: int, prompt: Sequence[int]) -> bytes:

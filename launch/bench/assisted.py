@@ -174,7 +174,11 @@ def check(settings: Settings, method: str = ASSISTED) -> None:
 
 
 def result_of(
-    generated: Generated, codec: "TextCodec", prompt_tokens: int, seed: int, ends: Sequence[int]
+    generated: Generated,
+    codec: "TextCodec",
+    prompt: Sequence[int],
+    seed: int,
+    ends: Sequence[int],
 ) -> Result:
     """Return what a reply of the peer is in our terms. Its first round, which computes the prompt,
     is none of decoding; what is not the target's is drafting."""
@@ -187,12 +191,12 @@ def result_of(
     )
     verify_s = sum(r.pass_ns for r in later) / 1e9
     decode_s = (wall_ns - first_ns) / 1e9
-    detokenizer = codec.detokenizer()
+    detokenizer = codec.detokenizer(prompt)
     shown = tokens[:-1] if tokens[-1] in ends else tokens
     return Result(
         text="".join(map(detokenizer.push, shown)) + detokenizer.flush(),
         token_ids=tokens,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=len(prompt),
         completion_tokens=len(tokens),
         finish_reason="stop" if tokens[-1] in ends else "length",
         seed=seed,
@@ -287,7 +291,7 @@ class _Assisted:
         asked = {name: question[name] for name in ("max_tokens", "seed", "threads")}
         generated = self._model.generate(prompt, sampling=sampling, **asked)
         result = result_of(
-            generated, self._codec, len(prompt), question["seed"], self._model.vocabulary.end
+            generated, self._codec, prompt, question["seed"], self._model.vocabulary.end
         )
         return {"result": result.model_dump(mode="json"), "together": generated.rounds[0].committed}
 

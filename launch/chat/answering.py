@@ -52,7 +52,8 @@ class CoordinatorAnswerer:
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """Stream a reply, as `Answerer` describes. The second Ctrl-C is a KeyboardInterrupt."""
-        spell, paint = self._text_codec().detokenizer(), Paint()
+        codec, paint = self._text_codec(), Paint()
+        spell = codec.detokenizer(codec.encode("a"))  # behind any text at all
         with interruptible() as interrupted:
             request = self._submit(turns, manner)
             text, patience_s = "", None

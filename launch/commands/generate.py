@@ -1,7 +1,6 @@
 """`dovetail generate`: one prompt, streamed; or a file of prompts, several at a time."""
 
 import json
-import secrets
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,6 +33,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DEMONSTRATED, HERE, settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Result
+from dovetail.protocol.noise import random_seed
 
 
 @click.command(cls=HelpCommand)
@@ -127,7 +127,7 @@ def command(
     if out is not None:
         raise UserError("--out goes with --prompts FILE; a single reply goes to stdout")
     text = read_prompt(prompt)
-    wish = replace(wish, seed=secrets.randbits(63) if seed is None else seed)
+    wish = replace(wish, seed=random_seed() if seed is None else seed)
     if connect is not None and speaks_http(connect):
         if raw or trace is not None or record is not None:
             raise UserError(

@@ -1,11 +1,9 @@
 """A client's request in tokens, checked against what its target can hold. Knows no sessions and no
 sockets."""
 
-import secrets
-
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
-from dovetail.protocol.noise import session_key
+from dovetail.protocol.noise import random_seed, session_key
 from dovetail.protocol.settings import misfit
 from dovetail.runtime.engine.faults import reraise_exits, told
 from dovetail.runtime.fleet.peers import Worker
@@ -39,7 +37,7 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
             f"token id {bad} of the prompt is beyond the vocabulary of {target.facts.size}",
         )
     _check_sampling(submit, target)
-    seed = secrets.randbits(63) if submit.seed is None else submit.seed
+    seed = random_seed() if submit.seed is None else submit.seed
     return Request(
         prompt=prompt,
         key=session_key(seed, submit.sample, prompt),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_ENDS, MAX_TEXT, MAX_TOKENS, Submit
+from dovetail.protocol.noise import random_seed
 from dovetail.protocol.settings import Sampling, SamplingSettings, TreeSettings
 from dovetail.runtime.http.asked import Target
 from dovetail.runtime.http.bodies import (
@@ -123,7 +124,7 @@ def completion_order(
     echo = None
     if body.echo:
         echo = tuple(
-            given if isinstance(given, str) else target.text.decode(given)
+            given if isinstance(given, str) else target.text.prompt_text(given)
             for given in _prompts(body)
         )
     return _order(
@@ -180,7 +181,7 @@ def _order(
             "raise the other",
             param="min_tokens",
         )
-    seed = secrets.randbits(63) if body.seed is None else body.seed % (1 << 63)
+    seed = random_seed() if body.seed is None else body.seed % (1 << 63)
     end = _end(body, target)
 
     def submit(prompt: tuple[int, ...], sample: int) -> Submit:

@@ -111,7 +111,8 @@ class Reply:
         """Log-probabilities of the prompt, whose first token follows nothing."""
         self._echoes = order.echoed
         wanted = order.logprobs is not None or order.wishes.drafted
-        self._tokens = Tokens(target.text.detokenizer(), len(self._prompt)) if wanted else None
+        reads = target.text.detokenizer(self._submit.tokens or ()) if wanted else None
+        self._tokens = Tokens(reads, len(self._prompt)) if reads is not None else None
 
     def hear(self, told: Told) -> Part | None:
         """Return what is new, if anything is; the error of a reply that failed is raised."""

@@ -316,7 +316,7 @@ def _session(recording: Recording) -> Session:
         number=begin.session,
         epoch=begin.epoch,
         request=Request(prompt=tuple(tokens), **fields),
-        detokenizer=open_detokenizer(recording.tokenizer),
+        detokenizer=open_detokenizer(recording.tokenizer, tokens),
         accounts=Accounts(0),
         fingerprint=begin.fingerprint,
         draft_sync=None

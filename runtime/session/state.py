@@ -95,7 +95,12 @@ class SessionState:
     def __post_init__(self, detokenizer: Detokenizer) -> None:
         self.restored = len(self.tokens)
         self.length = len(self.request.prompt) + self.restored
-        self.reply = ReplyText(detokenizer, self.request.end, self.request.stop)
+        self.reply = ReplyText(
+            detokenizer,
+            self.request.end,
+            self.request.stop,
+            self.request.sampling.min_tokens,
+        )
         if self.tokens:
             _, _, self.over = self.reply.read(self.tokens, self.request.max_tokens)
         self._features, self._scores = FeatureRows(self.number), PromptScores(self.number)

@@ -4,10 +4,12 @@ decoder makes of all tokens at once.
 A decoder is a chain of stages. Each takes pieces of tokens and passes pieces on, as soon as nothing
 that may follow can change them; what it still holds comes out when no token will follow. A piece is
 a text and whether its token ends with it: behind a `Fuse` there is one token, which grows until the
-end. What a stage holds is bounded by what its decoder makes uncertain: an incomplete character, a
-run of byte tokens (which are all replaced where the run turns out to be no UTF-8), what may be the
-beginning of a pattern. Where the library fails on a token, the token stays as it is spelt: no stage
-raises.
+end. What a stage holds is bounded by what its decoder makes uncertain: an incomplete character, what
+may be the beginning of a pattern. Where the library fails on a token, the token stays as it is
+spelt: no stage raises.
+
+One thing differs from the library, which replaces every byte of a run of byte tokens where any of
+them is no UTF-8: here complete characters stay (see `ByteFallback`).
 """
 
 import codecs
@@ -18,6 +20,9 @@ Piece = tuple[str, bool]
 Rewrite = Callable[[str], str]
 """Returns what a decoder makes of the text of one token."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+EACH_BYTE = "dovetail.each_byte"
+"""Name of the way to handle errors that replaces each byte."""
+codecs.register_error(EACH_BYTE, lambda error: (REPLACEMENT * (error.end - error.start), error.end))
 
 
 class Stage:
@@ -30,11 +35,6 @@ class Stage:
     def flush(self) -> Iterable[Piece]:
         """Return what is left when no token will follow."""
         return ()
-
-    @property
-    def fresh(self) -> str:
-        """Characters that the last token completed, and that what follows may still replace."""
-        return ""
 
 
 class Fuse(Stage):
@@ -170,12 +170,12 @@ class Bytes(WholeTokens):
 
     def __init__(self, byte_of_letter: Mapping[str, int]) -> None:
         super().__init__()
-        self._bytes = byte_of_letter
+        self._byte_of = byte_of_letter.__getitem__
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, token: str) -> Iterable[Piece]:
         try:
-            spelt = bytes([self._bytes[letter] for letter in token])
+            spelt = bytes(map(self._byte_of, token))
         except KeyError:
             spelt = token.encode()
         return ((self._decoder.decode(spelt), False),)
@@ -185,43 +185,32 @@ class Bytes(WholeTokens):
 
 
 class ByteFallback(WholeTokens):
-    """A run of tokens such as <0xE4> is the text of its bytes; where that is no UTF-8 each of them
-    is a replacement character."""
+    """A run of tokens such as <0xE4> is the text of its bytes, of which each character is passed on
+    with its last byte.
+
+    As in SentencePiece, each byte that is part of no character becomes a replacement character;
+    an incomplete character behind which no token follows becomes a single one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._count, self._broken = 0, False
-        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._run: list[str] = []
+        self._running = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")(EACH_BYTE)
 
     def take(self, token: str) -> Iterable[Piece]:
         byte = _byte(token)
-        if byte is None:
-            return (*self.flush(), (token, True))
-        self._count += 1
-        if self._broken:
-            return ((REPLACEMENT, True),)
-        try:
-            self._run.append(self._decoder.decode(bytes([byte])))
-        except UnicodeDecodeError:
-            self._run, self._broken = [], True
-            return ((REPLACEMENT, True),) * self._count
-        return ()
+        if byte is not None:
+            self._running = True
+            return ((self._decoder.decode(bytes([byte])), False),)
+        rest = ((self._decoder.decode(b"", final=True), True),) if self._running else ()
+        self._running = False
+        return (*rest, (token, True))
 
     def flush(self) -> Iterable[Piece]:
-        count, broken, run = self._count, self._broken, "".join(self._run)
-        incomplete = bool(self._decoder.getstate()[0])
-        self._begin()
-        if broken or not count:
-            return ()
-        return ((REPLACEMENT, True),) * count if incomplete else ((run, True),)
-
-    @property
-    def fresh(self) -> str:
-        return self._run[-1] if self._run else ""
+        running, cut = self._running, bool(self._decoder.getstate()[0])
+        self._running = False
+        self._decoder.reset()
+        return ((REPLACEMENT if cut else "", True),) if running else ()
 
 
 class Spaced(WholeTokens):

@@ -10,8 +10,10 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
+from itertools import islice
+from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ from tokenizers import Tokenizer, decoders
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import FinishReason, VocabularyFacts
-from dovetail.runtime.text.decoders import flushed, open_stages, through
+from dovetail.runtime.text.decoders import REPLACEMENT, flushed, open_stages, through
 from dovetail.runtime.text.stops import StopStrings
 from dovetail.runtime.text.templates import ChatTemplate
 
@@ -31,6 +33,13 @@ LARGEST_ID = (1 << 32) - 1
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of what every chat template is given."""
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+PROMPT_TAIL = 32
+"""Tokens of a prompt's end behind which a reply is detokenized: what a decoder does to a token
+depends on whether it is the first, on an incomplete character of up to four tokens before it, or on
+the beginning of a pattern."""
+MARKS = "".join(map(chr, range(0xD800, 0xE000)))
+"""Lone surrogates, which no text of a reply has: they stand for special tokens in what is searched
+for stop strings."""
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -110,6 +119,11 @@ class TextCodec:
         """The text of token ids; `special`: with the special tokens written out."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
+    def prompt_text(self, prompt: Sequence[int]) -> str:
+        """The text of a prompt, behind which the text of its reply follows: a character that it
+        leaves incomplete is the reply's."""
+        return Detokenizer(self._tokenizer, self._special).read_prompt(prompt)
+
     def token(self, index: int) -> str:
         """A token as the vocabulary spells it; empty if there is none of this id."""
         return self._tokenizer.id_to_token(index) or ""
@@ -153,8 +167,9 @@ class TextCodec:
     def _ids(self, text: str, *, special: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
-    def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self._tokenizer, self._special)
+    def detokenizer(self, prompt: Sequence[int] = ()) -> "Detokenizer":
+        """One for the reply to this prompt; without one its tokens begin a text."""
+        return Detokenizer(self._tokenizer, self._special, prompt)
 
     @cached_property
     def _special(self) -> frozenset[str]:
@@ -176,47 +191,71 @@ class Stopwatch(Protocol):
 
 class Detokenizer:
     """Turns a growing list of token ids into text, as soon as it is certain: all pieces together
-    are what the tokenizer makes of all ids at once.
+    are what the tokenizer makes of all ids at once, less what it makes of the prompt.
 
     Ids that the vocabulary does not have are left out, special tokens too, as the tokenizer does
     it. Nothing raises, whatever the ids are.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: Set[str] | None = None) -> None:
-        """`special`: tokens that are left out; None: those that the tokenizer calls so."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        special: Set[str] | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """`special`: tokens that are left out; None: those that the tokenizer calls so. `prompt`:
+        the tokens before the first one, of which the last `PROMPT_TAIL` that have a text decide."""
         self._tokenizer = tokenizer
         self._special = special_tokens(tokenizer) if special is None else special
         self._stages = open_stages(_decoder_spec(tokenizer), _library, BYTE_OF_LETTER)
+        self._had = ""
+        """Text of the prompt that a stage still holds, and that is none of the reply's."""
+        if prompt:
+            shown = (token for token in reversed(prompt) if self._spelt(token) is not None)
+            self.read_prompt([*islice(shown, PROMPT_TAIL)][::-1])
+
+    def read_prompt(self, prompt: Sequence[int]) -> str:
+        """Take these tokens for those of the prompt, and return their text as far as the reply
+        cannot change it."""
+        text = self.push(*prompt)
+        self._had = flushed(copy.deepcopy(self._stages)).rstrip(REPLACEMENT)
+        return text + self._had
 
     def push(self, *tokens: int) -> str:
         """Return the text that these tokens complete, of one often a word, sometimes nothing
         yet."""
-        spell, special = self._tokenizer.id_to_token, self._special
-        return through(
-            self._stages,
-            [
-                (one, True)
-                for token in tokens
-                if 0 <= token <= LARGEST_ID
-                and (one := spell(token)) is not None
-                and one not in special
-            ],
+        spelt = self._spelt
+        return self._new(
+            through(
+                self._stages,
+                [(one, True) for token in tokens if (one := spelt(token)) is not None],
+            )
         )
 
     def flush(self) -> str:
-        """Return what is left when no token will follow: an incomplete character as replacement
-        characters."""
-        return flushed(self._stages)
+        """Return what is left when no token will follow: an incomplete character as a replacement
+        character."""
+        return self._new(flushed(self._stages))
 
-    @property
-    def fresh(self) -> str:
-        """Characters that the last token completed, and that a later one may still replace: then
-        they have not been shown."""
-        return "".join(stage.fresh for stage in self._stages)
+    def marks(self, texts: Iterable[str]) -> Mapping[int, str]:
+        """Return the tokens that are left out and whose spelling is a part of one of these texts,
+        the longest first."""
+        parts = [one for one in self._special if one and any(one in text for text in texts)]
+        ids = ((self._tokenizer.token_to_id(one), one) for one in sorted(parts, key=len)[::-1])
+        return {token: one for token, one in ids if token is not None}
 
-    def peek(self) -> str:
-        """Return what `flush` would bring now."""
-        return flushed(copy.deepcopy(self._stages))
+    def _spelt(self, token: int) -> str | None:
+        """Return the spelling of a token; None if it is left out."""
+        one = self._tokenizer.id_to_token(token) if 0 <= token <= LARGEST_ID else None
+        return None if one in self._special else one
+
+    def _new(self, text: str) -> str:
+        """Return the reply's part of what comes out."""
+        if self._had and text:
+            same = len(commonprefix((self._had, text)))
+            self._had = self._had[same:] if same == len(text) else ""
+            text = text[same:]
+        return text
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
@@ -238,19 +277,35 @@ def _decoder_spec(tokenizer: Tokenizer) -> Any:
     return None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
 
 
-def open_detokenizer(tokenizer: bytes) -> Detokenizer:
-    """One for the bytes of a tokenizer.json."""
-    return Detokenizer(_tokenizer(tokenizer))
+def open_detokenizer(tokenizer: bytes, prompt: Sequence[int]) -> Detokenizer:
+    """One for the bytes of a tokenizer.json, and for the reply to a prompt."""
+    return Detokenizer(_tokenizer(tokenizer), prompt=prompt)
 
 
 class ReplyText:
     """The text of a reply: tokens come, text goes out, and an end token, a stop string or the
     length ends it."""
 
-    def __init__(self, detokenizer: Detokenizer, end: Sequence[int], stop: Sequence[str]) -> None:
-        """`end`: the tokens that end the reply; `stop`: the strings that do."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        end: Sequence[int],
+        stop: Sequence[str],
+        min_tokens: int = 0,
+    ) -> None:
+        """`end`: the tokens that end the reply; `stop`: the strings that do, unless one of the
+        first `min_tokens` tokens completes them. Special tokens in a stop string are found where
+        the reply has them, though its text does not."""
         self.detokenizer = detokenizer
-        self._end, self._stopping, self._stops = end, bool(stop), StopStrings(stop)
+        self._end, self._stopping, self._least = end, bool(stop), min_tokens
+        hidden = detokenizer.marks(stop)
+        self._marks = dict(zip(hidden, MARKS, strict=False))
+        marked = list(stop)
+        for token, mark in self._marks.items():
+            marked = [text.replace(hidden[token], mark) for text in marked]
+        self._stops = StopStrings(tuple(dict.fromkeys((*stop, *marked))))
+        self._count = 0
+        """Tokens that have been read."""
         self._shown: list[str] = []
         self._stopwatch: Stopwatch | None = None
         self._about: object = None
@@ -271,6 +326,7 @@ class ReplyText:
         watch = self._stopwatch
         began_ns = watch.now_ns() if watch is not None and watch.fine else 0
         count, text, reason = self._read(tokens, room)
+        self._count += count
         if watch is not None and began_ns:
             watch.finely("detokenise", began_ns, self._about)
         self._shown.append(text)
@@ -287,20 +343,23 @@ class ReplyText:
             return count, writer.push(*kept), reason
         shown = ""
         for place, token in enumerate(kept, 1):
-            text, stopped = self._stops.push(writer.push(token))
-            if not stopped and self._stops.foresees(writer.fresh):
-                more, stopped = self._stops.peek(writer.peek())
-                text += more if stopped else ""
+            text = writer.push(token) + self._marks.get(token, "")
+            text, stopped = self._stops.push(text, early=self._count + place <= self._least)
             shown += text
             if stopped:
-                return place, shown, _STOP
-        return count, shown, reason
+                return place, self._unmarked(shown), _STOP
+        return count, self._unmarked(shown), reason
 
     def left(self) -> str:
         """Return what was held back, which counts as shown, when no token will follow."""
-        last, _ = self._stops.push(self.detokenizer.flush())
-        self._shown.append(last + self._stops.flush())
+        early = self._count <= self._least
+        last, _ = self._stops.push(self.detokenizer.flush(), early=early)
+        self._shown.append(self._unmarked(last + self._stops.flush()))
         return self._shown[-1]
+
+    def _unmarked(self, text: str) -> str:
+        """Return a text without what stands for special tokens in it."""
+        return text.translate(dict.fromkeys(map(ord, MARKS))) if self._marks else text
 
 
 def _byte_letters() -> Mapping[str, int]:

@@ -124,7 +124,7 @@ def test_the_round_that_computes_the_prompt_is_none_of_decoding() -> None:
     )
     codec = TextCodec(*read_tokenizer(DEMO_FOLDER / "target"))
     result = result_of(
-        Generated(tuple(range(300, 308)), 0, rounds), codec, prompt_tokens=27, seed=1, ends=(2,)
+        Generated(tuple(range(300, 308)), 0, rounds), codec, prompt=[5] * 27, seed=1, ends=(2,)
     )
     assert (result.rounds, result.tau, result.drafted_tokens, result.accepted_tokens) == (
         2,

@@ -1,6 +1,9 @@
 """The detokenizer beside the library's own decoding of all ids at once: every decoder of the
-library, alone and in chains, and any ids in any order."""
+library, alone and in chains, and any ids in any order, behind any prompt; of byte tokens any
+characters. What is made of bytes that are no characters is compared with the obvious."""
 
+import codecs
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,6 +92,7 @@ PIECES = [
     ),
 ]
 BYTES = [index for index, piece in enumerate(PIECES) if piece.startswith("<0x") and len(piece) == 6]
+BYTES.remove(PIECES.index("<0xZZ>"))
 SPECIAL, ADDED = len(PIECES), len(PIECES) + 1
 BEYOND = (len(PIECES) + 2, 1 << 20, (1 << 32) - 1)
 
@@ -134,20 +138,28 @@ def chain(names: Sequence[str]) -> Tokenizer:
     return tokenizer(decoders.Sequence([ALONE[name]() for name in names]))
 
 
+WORDS = [index for index in range(len(PIECES)) if index not in BYTES]
+SPELT = ("\n", " ", "A", "\u4e16", "\U0001f600")
+
+
+def byte(value: int) -> int:
+    return PIECES.index(f"<0x{value:02X}>")
+
+
+characters = st.sampled_from([tuple(map(byte, one.encode())) for one in SPELT])
 ids = st.lists(
-    st.sampled_from([*range(len(PIECES)), *BYTES * 3, SPECIAL, ADDED, *BEYOND]), max_size=24
-)
+    st.sampled_from([(index,) for index in (*WORDS, SPECIAL, ADDED, *BEYOND)]) | characters,
+    max_size=24,
+).map(lambda parts: [index for part in parts for index in part])
 chains = st.lists(
     st.sampled_from([name for name in ALONE if name != "none"]), min_size=1, max_size=5
 )
 TOKENIZERS = {name: tokenizer(make()) for name, make in ALONE.items()}
 
 
-def streamed(made: Tokenizer, tokens: Sequence[int]) -> str:
-    detokenizer = Detokenizer(made)
-    shown = "".join(map(detokenizer.push, tokens))
-    assert shown + detokenizer.peek() == shown + detokenizer.peek()  # which changes nothing
-    return shown + detokenizer.flush()
+def streamed(made: Tokenizer, tokens: Sequence[int], prompt: Sequence[int] = ()) -> str:
+    detokenizer = Detokenizer(made, prompt=prompt)
+    return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
 
 
 def whole(made: Tokenizer, tokens: Sequence[int]) -> str | None:
@@ -179,8 +191,73 @@ def test_so_does_every_chain_of_them(names: Sequence[str], tokens: list[int]) ->
     assert expected is None or text == expected
 
 
-def byte(value: int) -> int:
-    return PIECES.index(f"<0x{value:02X}>")
+BEHIND = [[name] for name in ALONE if name not in ("none", "BPE, other suffix")]
+
+
+@pytest.mark.parametrize("names", [*BEHIND, LLAMA, GEMMA, ("Fuse", "WordPiece")], ids="+".join)
+@given(prompt=ids, tokens=ids, times=st.sampled_from([1, 1, 9]))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_a_reply_is_decoded_as_behind_its_prompt(
+    names: Sequence[str], prompt: list[int], tokens: list[int], times: int
+) -> None:
+    made = chain(names)
+    prompt = prompt * times
+    expected, before = whole(made, [*prompt, *tokens]), Detokenizer(made).read_prompt(prompt)
+    if expected is not None and whole(made, prompt) is not None:
+        assert before + streamed(made, tokens, prompt) == expected
+
+
+def test_the_first_word_of_a_reply_keeps_its_space_and_a_character_begun_in_the_prompt_is_its() -> (
+    None
+):
+    a, half = PIECES.index("\u2581a"), [byte(0xE4), byte(0xB8)]
+    for names in (LLAMA, ["Metaspace first"], ["Metaspace always"]):
+        made = chain(names)
+        assert (streamed(made, [a], [a]), streamed(made, [a])) == (" a", "a")
+        assert streamed(made, [a], [SPECIAL]) == "a"  # which begins a text
+    made = chain(LLAMA)
+    assert Detokenizer(made).read_prompt([a, *half]) == "a"
+    assert streamed(made, [byte(0x96), a], [a, *half]) == "\u4e16 a"
+    assert streamed(chain(["WordPiece"]), [PIECES.index("##c")], [a]) == "c"
+
+
+def test_every_character_spelt_in_bytes_is_shown_with_its_last_byte() -> None:
+    text, made = "\U0001f600\u4e16A" * 16, chain(LLAMA)
+    detokenizer, shown = Detokenizer(made), ""
+    for count, value in enumerate(text.encode(), 1):
+        shown += detokenizer.push(byte(value))
+        assert shown == text.encode()[:count].decode(errors="ignore")
+    assert detokenizer.push(byte(0xF0), byte(0x9F)) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def obvious(run: bytes, *, last: bool) -> str:
+    """The text of bytes one by one; `last`: an incomplete character may be at their end."""
+    if not run:
+        return ""
+    with contextlib.suppress(UnicodeDecodeError):
+        if last and not codecs.getincrementaldecoder("utf-8")().decode(run):
+            return "\ufffd"
+    for size in (1, 2, 3, 4):
+        with contextlib.suppress(UnicodeDecodeError):
+            return run[:size].decode() + obvious(run[size:], last=last)
+    return "\ufffd" + obvious(run[1:], last=last)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(BYTES[:-1]), min_size=1, max_size=9), min_size=1, max_size=4)
+)
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_bytes_that_are_no_character_are_replaced_one_by_one_and_characters_beside_them_stay(
+    runs: list[list[int]],
+) -> None:
+    a = PIECES.index("a")
+    tokens = [token for run in runs for token in (*run, a)][:-1]
+    spelt = [bytes(int(PIECES[token][3:5], 16) for token in run) for run in runs]
+    expected = "a".join(
+        obvious(run, last=place == len(runs)) for place, run in enumerate(spelt, 1)
+    )
+    assert streamed(chain(GEMMA), tokens) == expected
 
 
 def test_a_run_of_bytes_that_turns_out_to_be_no_text_raises_nothing_and_the_stream_goes_on() -> (
@@ -195,8 +272,7 @@ def test_a_run_of_bytes_that_turns_out_to_be_no_text_raises_nothing_and_the_stre
         PIECES.index("\u2581a"),
         PIECES.index("b"),
     ]
-    assert [detokenizer.push(token) for token in tokens] == ["", "", "\ufffd\ufffd a", " a", "b"]
-    assert streamed(made, tokens) == made.decode(tokens)
+    assert [detokenizer.push(token) for token in tokens] == ["\n", "", "\ufffd a", " a", "b"]
 
 
 def test_whatever_the_id_is_nothing_is_raised() -> None:
@@ -214,19 +290,6 @@ def test_what_is_certain_is_shown_at_once() -> None:
     for names in (LLAMA, GEMMA, ["Metaspace always"]):
         detokenizer = Detokenizer(chain(names))
         assert all(detokenizer.push(token) for token in words), names
-
-
-def test_characters_spelt_in_bytes_are_foreseen_before_they_are_certain() -> None:
-    detokenizer = Detokenizer(chain(LLAMA))
-    assert (detokenizer.push(byte(0x0A)), detokenizer.fresh, detokenizer.peek()) == ("", "\n", "\n")
-    assert (detokenizer.push(byte(0xE4)), detokenizer.fresh, detokenizer.peek()) == (
-        "",
-        "",
-        "\ufffd\ufffd",
-    )
-    assert [detokenizer.push(byte(value)) for value in (0xB8, 0x96)] == ["", ""]
-    assert (detokenizer.fresh, detokenizer.peek()) == ("\u4e16", "\n\u4e16")
-    assert detokenizer.push(PIECES.index("a")) == "\n\u4e16a"
 
 
 @pytest.mark.parametrize(

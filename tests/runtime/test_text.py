@@ -7,12 +7,13 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.runtime.http.reply import Tokens
-from dovetail.runtime.text.tokenizer import Detokenizer, StopStrings, TextCodec
+from dovetail.runtime.text.stops import StopStrings
+from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText, TextCodec
 from support.scripted import tokenizer_bytes
 
 TEMPLATE = (
@@ -176,22 +177,80 @@ def test_stop_strings_do_what_the_obvious_ones_do_piece_by_piece(
 ) -> None:
     cutter, obvious = StopStrings(stops), ObviousStopStrings(stops)
     for piece in pieces:
-        assert cutter.peek(piece) == cutter.peek(piece)
         assert cutter.push(piece) == obvious.push(piece)
     assert cutter.flush() == obvious.flush()
 
 
-@given(st.text("ab", min_size=1, max_size=4), st.lists(st.text("ab", max_size=2), max_size=8))
-def test_a_stop_string_is_foreseen_in_what_may_come(stop: str, pieces: list[str]) -> None:
-    cutter = StopStrings([stop])
-    assert cutter.push("b")[1] == (stop == "b")
-    foreseen = "" if stop == "b" else "b"
-    for piece in pieces:
-        foreseen += piece
-        if cutter.foresees(piece):
-            assert stop in foreseen
-            return
-    assert stop not in foreseen
+def abc() -> Tokenizer:
+    """Tokens of one or two letters, and a special one."""
+    made = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "ba": 3}, [("a", "b"), ("b", "a")]))
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([AddedToken("<turn>", special=True)])
+    return made
+
+
+ABC = abc()
+TURN = 4
+
+
+@given(
+    st.lists(st.integers(0, TURN), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4) | st.just("<turn>"), min_size=1, max_size=2),
+    st.integers(0, 8),
+    st.integers(1, 4),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_stop_string_that_an_early_token_completes_is_none(
+    tokens: list[int], stops: list[str], least: int, step: int
+) -> None:
+    words, text, cut, count = ("a", "b", "ab", "ba", ""), "", None, len(tokens)
+    for place, token in enumerate(tokens, 1):
+        before, text = len(text), text + words[token]
+        ends = [
+            end - len(stop)
+            for stop in stops
+            for end in range(before + 1, len(text) + 1)
+            if text[:end].endswith(stop)
+        ]
+        ends += [len(text)] if token == TURN and "<turn>" in stops else []
+        if ends and place > least:
+            cut, count = min(ends), place
+            break
+    reply, shown, read, reason = ReplyText(Detokenizer(ABC), (), stops, least), "", 0, None
+    while read < len(tokens) and reason is None:
+        taken, more, reason = reply.read(tokens[read : read + step], len(tokens) + 1)
+        shown, read = shown + more, read + taken
+    shown += reply.left() if reason is None else ""
+    assert (shown, read, reason) == (text[:cut], count, None if cut is None else "stop")
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        ("<turn>", "ab"),
+        ("b<turn>", "a"),
+        ("<turn>a", "ab"),
+        ("<turn", None),
+        ("<", None),
+        ("a<turn>", None),
+        ("<turn><turn>", None),
+    ],
+)
+def test_a_special_token_in_a_stop_string_is_found_where_the_reply_has_it(
+    stop: str, shown: str | None
+) -> None:
+    reply = ReplyText(Detokenizer(ABC), (), [stop])
+    _, text, reason = reply.read([2, TURN, 0], 9)
+    assert (text + ("" if reason else reply.left()), reason) == (
+        ("aba", None) if shown is None else (shown, "stop")
+    )
+
+
+def test_the_text_of_a_special_token_is_found_where_it_is_spelt_out_too() -> None:
+    made = codec()
+    reply = ReplyText(made.detokenizer(), (), ["<assistant>"])
+    spelt = [made.encode(letter)[0] for letter in "a <assistant> b"]
+    assert reply.read(spelt, 99)[1:] == ("a ", "stop")
 
 
 CRAFTED = [letter * 1023 + "!" for letter in "abcdefghijklmno"] + ["ab" * 511 + "!"]

@@ -205,7 +205,7 @@ class Talker(Peer):
         )
         self._heard_of(told)
         return PeerReply(
-            result_of(generated, codec, len(prompt), seed, codec.facts.end),
+            result_of(generated, codec, prompt, seed, codec.facts.end),
             generated.rounds[0].committed,
         )
 

@@ -17,8 +17,8 @@ PROMPT = (5, 6)
 
 
 def words(tokens: Any) -> str:
-    """The text of scripted tokens."""
-    return " ".join(f"w{token}" for token in tokens if token != END)
+    """The text of scripted tokens behind others."""
+    return "".join(f" w{token}" for token in tokens if token != END)
 
 
 def sample(prompt: tuple[int, ...], most: int, *, without_end: bool = False) -> list[int]:
@@ -239,7 +239,7 @@ def test_log_probabilities_of_a_chat_are_the_targets(server: Api) -> None:
     assert [[top["token"] for top in entry["top_logprobs"]] for entry in content] == [
         [f" w{t}" for t, _ in scores.top] for scores in expected
     ]
-    assert "".join(entry["token"] for entry in content) == " " + words(said)
+    assert "".join(entry["token"] for entry in content) == words(said)
     assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
 
 
@@ -257,7 +257,7 @@ def test_an_echo_scores_the_prompt(server: Api) -> None:
     reply = server.complete(list(prompt), max_tokens=1, echo=True, logprobs=1)["choices"][0]
     log = [*prompt, *continuation(prompt, 1)]
     told = reply["logprobs"]
-    assert reply["text"] == words(prompt) + words(log[-1:])
+    assert reply["text"] == words(log)[1:]
     assert told["token_logprobs"] == [
         None,
         *(logprobs(log, place, 1).logprob for place in range(1, len(log))),

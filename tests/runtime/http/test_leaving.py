@@ -124,15 +124,15 @@ def test_a_target_that_is_lost_and_not_made_good_ends_a_stream_with_an_error() -
 def test_a_target_of_another_vocabulary_is_asked_in_its_own_tokens() -> None:
     with backend() as house, api(house.address) as server:
         assert server.chat("w5 w6", max_tokens=5)["choices"][0]["message"]["content"].startswith(
-            "w"
+            " w"
         )
         for worker in [*house.workers]:
             house.lose(worker)
         house.until(lambda: not house.coordinator.registry.workers)
         house.add(ScriptedTarget, "target", prefix="v", template="")
         reply = server.chat("v5 v6", max_tokens=5)
-        assert reply["choices"][0]["message"]["content"] == " ".join(
-            f"v{token}" for token in continuation((5, 6), 5)
+        assert reply["choices"][0]["message"]["content"] == "".join(
+            f" v{token}" for token in continuation((5, 6), 5)
         )
 
 
@@ -192,8 +192,8 @@ def test_a_coordinator_that_comes_back_is_found_again(
         second.until(lambda: len(second.coordinator.registry.clients) == 1)
         while server.client.get("/health").status_code != 200:
             pass  # it has said Hello, and has not been welcomed yet
-        assert server.chat(max_tokens=5)["choices"][0]["message"]["content"] == " ".join(
-            f"w{token}" for token in continuation(CHAT, 5)
+        assert server.chat(max_tokens=5)["choices"][0]["message"]["content"] == "".join(
+            f" w{token}" for token in continuation(CHAT, 5)
         )
 
 
@@ -284,6 +284,6 @@ def test_many_clients_at_once_get_their_own_replies(server: Api) -> None:
     for thread in threads:
         thread.join()
     assert found == {
-        prompt: " ".join(f"w{token}" for token in continuation(prompt, 12) if token)
+        prompt: "".join(f" w{token}" for token in continuation(prompt, 12) if token)
         for prompt in prompts
     }
