@@ -24,7 +24,7 @@ from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes.addresses import check_coordinator, check_pair, check_port
-from dovetail.launch.processes.connection import models_of, with_choices
+from dovetail.launch.processes.connection import ends_in_words, models_of, with_choices
 from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
 from dovetail.launch.processes.stack import check_models, check_stack
@@ -171,7 +171,8 @@ def _introduce(
         else ""
     )
     question = json.dumps({"messages": [{"role": "user", "content": "Hello."}]})
-    note(f"  {models_of(service.state)}")
+    for said in filter(None, (models_of(service.state), ends_in_words(service.state))):
+        note(f"  {said}")
     for fault in service.faults(time.monotonic()):
         note(f"  degraded: {fault.words}")
     url = next(

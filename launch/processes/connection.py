@@ -17,7 +17,7 @@ from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
+from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError, printable
 from dovetail.protocol.links import open_link
 from dovetail.protocol.links.ways import Way
 from dovetail.protocol.messages import (
@@ -188,6 +188,16 @@ def models_of(state: Reported) -> str:
         for role in ("target", "draft")
     ]
     return " · ".join(describe(role, worker) for role, worker in workers if worker is not None)
+
+
+def ends_in_words(state: Reported) -> str:
+    """Describe what ends the replies of a coordinator's target; empty if there is none."""
+    targets = (worker for worker in state.workers if "target" in worker.roles)
+    serving = next((one for one in targets if not (one.standby or one.leaving)), None)
+    if serving is None:
+        return ""
+    ends = ", ".join(map(printable, serving.ends))
+    return f"replies end at {ends}" if ends else "no token ends a reply: max_tokens does"
 
 
 def ahead_of(draft: DraftSettings) -> bool | None:

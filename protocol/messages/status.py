@@ -8,6 +8,7 @@ from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.messages.parts import (
     MAX_CORES,
     MAX_DECISIONS,
+    MAX_ENDS,
     MAX_FAULTS,
     MAX_NODES,
     MAX_PAIRS,
@@ -17,6 +18,7 @@ from dovetail.protocol.messages.parts import (
     MAX_SESSIONS,
     Count,
     FinishReason,
+    Label,
     Message,
     Name,
     Nanoseconds,
@@ -138,6 +140,8 @@ class WorkerState(Frozen):
     """Seconds that a row of a prompt adds to its passes, lately; None: it has read none."""
     sharing: float = 1.0
     """Sessions that share a pass of the target, lately."""
+    ends: Annotated[tuple[Label, ...], Field(max_length=MAX_ENDS, fail_fast=True)] = ()
+    """The tokens that end a reply of a target, as its vocabulary spells them."""
 
 
 class PairState(Frozen):

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dovetail.protocol.messages import Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
@@ -147,6 +148,13 @@ class Worker:
         assert self.language is not None
         return self.language.text
 
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """Return the spellings of the tokens that end a reply; none of a draft."""
+        if self.language is None:
+            return ()
+        return tuple(self.text.token(end)[:120] for end in self.facts.end)
+
     def plays(self, role: str) -> bool:
         return role in self.hello.roles
 
@@ -227,6 +235,7 @@ class Worker:
             rows=max(1.0, self.rows.value),
             row_s=self.reading.row_s or None,
             sharing=max(1.0, self.sharing.value),
+            ends=self.ends,
         )
 
 

@@ -630,6 +630,7 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         rows=2.5,
         row_s=0.0005,
         sharing=1.5,
+        ends=("<eos>", "<end_of_turn>"),
     )
 
 

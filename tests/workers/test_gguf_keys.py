@@ -110,13 +110,26 @@ def tokens(*names: str) -> dict[str, Any]:
         (("<|tool_response>", "</s>"), {1, 30}),
     ],
 )
-def test_tokens_end_a_reply_by_their_text_as_llama_cpp_has_it(
+def test_control_tokens_end_a_reply_by_their_text_as_llama_cpp_has_it(
     tmp_path: Path, names: tuple[str, ...], ends: set[int]
 ) -> None:
-    config_of(tmp_path, "llama", tokens(*names))
-    tokenizer, facts = read_tokenizer(view_of(tmp_path / "model.gguf"))
+    kinds = {"tokenizer.ggml.token_type": [1] * 30 + [3] * len(names) + [1] * (18 - len(names))}
+    config_of(tmp_path, "llama", tokens(*names) | kinds)
+    _, facts = read_tokenizer(view_of(tmp_path / "model.gguf"))
     assert set(facts.end) == ends
-    assert {one["id"] for one in json.loads(tokenizer)["added_tokens"]} == ends - {1}
+
+
+@pytest.mark.parametrize("kind", [1, 4], ids=["normal", "user"])
+def test_a_token_that_is_no_control_token_ends_nothing_by_its_text(
+    tmp_path: Path, kind: int
+) -> None:
+    kinds = {"tokenizer.ggml.token_type": [1] * 30 + [kind, kind, 3, kind] + [1] * 14}
+    whole = tokens("</s>", "<EOT>", "<|im_end|>", "<|fim_pad|>") | kinds
+    config_of(tmp_path, "llama", whole | {"tokenizer.ggml.eot_token_id": 31})
+    tokenizer, facts = read_tokenizer(view_of(tmp_path / "model.gguf"))
+    assert facts.end == (1, 31, 32)
+    added = json.loads(tokenizer)["added_tokens"]
+    assert {one["id"] for one in added if one["special"]} == ({31, 32} if kind == 1 else {32})
 
 
 @pytest.mark.parametrize(

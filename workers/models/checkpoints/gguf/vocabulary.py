@@ -27,8 +27,8 @@ FILLED = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Keys of tokens that end a fill-in-the-middle completion, and so a reply -> their texts, for files
-without such a key."""
+"""Keys of tokens that end a fill-in-the-middle completion, and so a reply -> their texts as control
+tokens, for files without such a key."""
 ENDING = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
@@ -37,8 +37,8 @@ ENDING = frozenset(
         *("<end_of_utterance>", "<|tool_response>", "[e~["),
     )
 )
-"""Texts of tokens that end a reply, of which files name only one by a key. llama.cpp takes all of
-them for control tokens."""
+"""Texts of control tokens that end a reply, of which files name only one by a key. llama.cpp goes by
+the text alone; but in Gemma </s> is a tag of HTML."""
 HARMONY = [
     {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
 ]
@@ -274,11 +274,13 @@ def _added(facts: _Facts) -> list[dict[str, Any]]:
 
 
 def _ends(facts: _Facts) -> list[int]:
-    """The ids that end a reply: those that the file names, and those that do by their text."""
+    """The ids that end a reply: those that the file names, and control tokens that do by their
+    text."""
     named = [found for name in ENDS if (found := facts.id(name)) is not None]
-    more = [place for place, token in enumerate(facts.tokens) if token in ENDING]
+    control = [(place, facts.tokens[place]) for place in np.flatnonzero(facts.types == CONTROL)]
+    more = [int(place) for place, token in control if token in ENDING]
     for name, texts in FILLED.items():
-        by_text = (place for place, token in enumerate(facts.tokens) if token in texts)
+        by_text = (int(place) for place, token in control if token in texts)
         place = found if (found := facts.id(name)) is not None else next(by_text, None)
         more += [] if place is None else [place]
     ends = list(dict.fromkeys((*named, *more)))
