@@ -326,7 +326,7 @@ class TextWriter(Writer):
         """The token itself is among the likeliest, even where it is not; the first one of a prompt
         has nothing before it to be likely after."""
         return {
-            "tokens": [spelling(self._text, shown.token) for shown in tokens],
+            "tokens": [self._spelling(shown) for shown in tokens],
             "token_logprobs": [
                 finite(shown.logprobs.logprob) if shown.logprobs is not None else None
                 for shown in tokens
@@ -337,6 +337,11 @@ class TextWriter(Writer):
             ],
             "text_offset": [shown.offset for shown in tokens],
         }
+
+    def _spelling(self, shown: ShownToken) -> str:
+        """The first token of a text has no space where the text does not begin with one."""
+        spelt = spelling(self._text, shown.token)
+        return spelt[1:] if not shown.offset and spelt == f" {shown.text}" else spelt
 
     def _top(self, token: int, scores: TokenLogprobs) -> dict[str, float]:
         top: dict[str, float] = {}

@@ -3,7 +3,7 @@ ended. Knows no JSON."""
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dovetail.protocol.messages import Emitted, Failed, PromptScored, Result, TokenLogprobs
 from dovetail.runtime.http.asked import Target, Told
@@ -79,17 +79,13 @@ class Tokens:
         )
         if not cut:
             last = self._detokenizer.flush()
-            return [*held[:-1], _with_text(held[-1], held[-1].text + last)] if held else []
+            return [*held[:-1], replace(held[-1], text=held[-1].text + last)] if held else []
         end = self._offset + length
         return [
-            _with_text(shown, shown.text[: end - shown.offset])
+            replace(shown, text=shown.text[: end - shown.offset])
             for shown in held
             if shown.offset < end
         ]
-
-
-def _with_text(shown: ShownToken, text: str) -> ShownToken:
-    return ShownToken(shown.token, text, shown.offset, shown.drafted, shown.logprobs)
 
 
 class Reply:
@@ -158,6 +154,15 @@ class Reply:
         self._echoes = False
         if self._order.logprobs is None:
             return self._prompt, []
-        prompt, read = self._submit.tokens or (), Tokens(self._target.text.detokenizer())
+        prompt, text = self._submit.tokens or (), self._target.text
+        written = text.decode(prompt, special=True)
+        special = written.endswith(self._prompt)  # what was put before the prompt lies below 0
+        begin = len(self._prompt) - len(written) if special else 0
+        read = Tokens(text.detokenizer(special=special), begin)
         read.push(prompt, (False,) * len(prompt), self._scores)
-        return self._prompt, read.rest(len(self._prompt), cut=False)
+        return self._prompt, [
+            shown
+            if shown.offset >= 0
+            else replace(shown, text=shown.text[-shown.offset :], offset=0)
+            for shown in read.rest(len(self._prompt), cut=False)
+        ]

@@ -4,9 +4,9 @@ decoder makes of all tokens at once.
 A decoder is a chain of stages. Each takes pieces of tokens and passes pieces on, as soon as nothing
 that may follow can change them; what it still holds comes out when no token will follow. A piece is
 a text and whether its token ends with it: behind a `Fuse` there is one token, which grows until the
-end. What a stage holds is bounded by what its decoder makes uncertain: an incomplete character, what
-may be the beginning of a pattern. Where the library fails on a token, the token stays as it is
-spelt: no stage raises.
+end. What a stage holds is bounded by what its decoder makes uncertain: an incomplete character,
+what may be the beginning of a pattern. Where the library fails on a token, the token stays as it
+is spelt: no stage raises.
 
 One thing differs from the library, which replaces every byte of a run of byte tokens where any of
 them is no UTF-8: here complete characters stay (see `ByteFallback`).
@@ -22,7 +22,14 @@ Rewrite = Callable[[str], str]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 EACH_BYTE = "dovetail.each_byte"
 """Name of the way to handle errors that replaces each byte."""
-codecs.register_error(EACH_BYTE, lambda error: (REPLACEMENT * (error.end - error.start), error.end))
+
+
+def _each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(EACH_BYTE, _each_byte)
 
 
 class Stage:

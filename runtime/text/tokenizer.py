@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import islice
-from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -167,9 +166,10 @@ class TextCodec:
     def _ids(self, text: str, *, special: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> "Detokenizer":
-        """One for the reply to this prompt; without one its tokens begin a text."""
-        return Detokenizer(self._tokenizer, self._special, prompt)
+    def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
+        """One for the reply to this prompt; without one its tokens begin a text. `special`: with
+        the special tokens written out."""
+        return Detokenizer(self._tokenizer, frozenset() if special else self._special, prompt)
 
     @cached_property
     def _special(self) -> frozenset[str]:
@@ -252,7 +252,9 @@ class Detokenizer:
     def _new(self, text: str) -> str:
         """Return the reply's part of what comes out."""
         if self._had and text:
-            same = len(commonprefix((self._had, text)))
+            pairs = enumerate(zip(self._had, text, strict=False))
+            shorter = min(len(self._had), len(text))
+            same = next((place for place, (old, new) in pairs if old != new), shorter)
             self._had = self._had[same:] if same == len(text) else ""
             text = text[same:]
         return text

@@ -27,12 +27,14 @@ from dovetail.launch.files.answers import open_answers
 from dovetail.launch.files.directory import announced
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.files.records import read_records
-from dovetail.launch.processes.connection import Connection
+from dovetail.launch.processes.connection import Connection, ends_in_words
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import MAX_TEXT, Limits, Result, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.client import Client
 from support.golden import representative
 from support.scripted import ScriptedTarget
 from support.web import PATIENCE_S, Backend, backend
@@ -198,6 +200,7 @@ def test_the_prompt_comes_from_standard_input_and_raw_leaves_the_template_out(
     options = ("--connect", stack.address, "--max-tokens", "4", "--json")
     chat = json.loads(invoke("generate", *options, input="Once upon a time").stdout)
     raw = json.loads(invoke("generate", *options, "--raw", input="Once upon a time").stdout)
+    assert max(chat["seed"], raw["seed"]) < 1 << 53
     assert raw["prompt_tokens"] < chat["prompt_tokens"]
 
 
@@ -560,6 +563,13 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
         in complained
     )
     assert re.match(r"the reply stops here; seed \d+\n", complained)
+
+
+def test_the_tokens_that_end_a_reply_are_listed() -> None:
+    with backend() as house, Client(open_link(house.address, role="client")) as client:
+        assert ends_in_words(client.status()) == "replies end at <end>"
+    with backend(target=False) as house, Client(open_link(house.address, role="client")) as client:
+        assert ends_in_words(client.status()) == ""
 
 
 def test_a_reply_that_fills_the_context_says_so(invoke: Run) -> None:

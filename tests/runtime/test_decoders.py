@@ -254,9 +254,7 @@ def test_bytes_that_are_no_character_are_replaced_one_by_one_and_characters_besi
     a = PIECES.index("a")
     tokens = [token for run in runs for token in (*run, a)][:-1]
     spelt = [bytes(int(PIECES[token][3:5], 16) for token in run) for run in runs]
-    expected = "a".join(
-        obvious(run, last=place == len(runs)) for place, run in enumerate(spelt, 1)
-    )
+    expected = "a".join(obvious(run, last=place == len(runs)) for place, run in enumerate(spelt, 1))
     assert streamed(chain(GEMMA), tokens) == expected
 
 

@@ -54,6 +54,17 @@ def test_a_client_is_told_what_it_needs_to_read_and_write_the_targets_tokens() -
     assert result.fingerprint == described.fingerprint
 
 
+def test_a_seed_that_nobody_names_is_a_number_that_javascript_reads_exactly() -> None:
+    house = House()
+    assert all(house.complete(max_tokens=1).result.seed < 1 << 53 for _ in range(8))
+    assert house.complete(max_tokens=1, seed=(1 << 63) - 1).result.seed == (1 << 63) - 1
+
+
+def test_a_target_reports_the_tokens_that_end_its_replies() -> None:
+    (target,) = (one for one in House().client.status().workers if "target" in one.roles)
+    assert target.ends == ("<end>",)
+
+
 def test_where_there_is_no_target_a_client_is_told_how_to_start_one() -> None:
     with pytest.raises(RequestError, match="dovetail worker --role target") as caught:
         House(target=False).client.describe()

@@ -89,10 +89,12 @@ class Backend:
         *,
         prefix: str = "w",
         template: str = TEMPLATE,
+        tokenizer: bytes = b"",
         **changes: object,
     ) -> ScriptedWorker:
-        """Register a worker whose vocabulary is spelt with this letter."""
-        tokenizer = tokenizer_bytes(prefix=prefix)
+        """Register a worker whose vocabulary is spelt with this letter, or is that of a
+        tokenizer."""
+        tokenizer = tokenizer or tokenizer_bytes(prefix=prefix)
         facts = VocabularyFacts(
             digest=vocabulary_digest(read_vocabulary(tokenizer)),
             size=VOCABULARY,

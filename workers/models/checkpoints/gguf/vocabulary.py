@@ -37,8 +37,8 @@ ENDING = frozenset(
         *("<end_of_utterance>", "<|tool_response>", "[e~["),
     )
 )
-"""Texts of control tokens that end a reply, of which files name only one by a key. llama.cpp goes by
-the text alone; but in Gemma </s> is a tag of HTML."""
+"""Texts of control tokens that end a reply, of which files name only one by a key. llama.cpp goes
+by the text alone; but in Gemma </s> is a tag of HTML."""
 HARMONY = [
     {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
 ]
