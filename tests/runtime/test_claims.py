@@ -25,7 +25,7 @@ def goes_to(second: Any, lives: Lives, has: int = 0) -> Any:
     """Another client asks from now on, who has so many tokens; return the first one."""
     first, lives.house.client = lives.house.client, second
     lives.tokens = lives.tokens[:has]
-    lives.text = " ".join(f"w{token}" for token in lives.tokens)
+    lives.text = "".join(f" w{token}" for token in lives.tokens)
     lives.logprobs, lives.scores, lives.end = [], [], None
     return first
 

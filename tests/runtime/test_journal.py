@@ -164,7 +164,7 @@ def test_a_reply_that_was_left_goes_on_and_one_that_has_ended_is_told_again(
     assert lives.end.result.finish_reason == "cancelled"
     for _ in range(2):
         lives.tokens, lives.end = lives.tokens[:5], None
-        lives.text = " ".join(f"w{token}" for token in lives.tokens)
+        lives.text = "".join(f" w{token}" for token in lives.tokens)
         lives.ask(again=True)
         lives.run()
         assert isinstance(lives.end, Finished)
