@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -31,6 +32,8 @@ PROBE_EVERY_S = 0.25
 STOP_GRACE_S = 5.0
 FAREWELL_S = 0.5
 DRAIN_EVERY_S = 0.02
+READERS = 4
+"""Prompts that are read at a time, apart from what the journal writes."""
 
 
 async def coordinate(
@@ -81,6 +84,7 @@ class _Life:
     ) -> None:
         self._hub, self._loop = hub, asyncio.get_running_loop()
         self._ended, self._hurried = asyncio.Event(), asyncio.Event()
+        self._reading = ThreadPoolExecutor(READERS, "reading")
         if journal is not None:
             journal.aside = partial(self._loop.run_in_executor, None)  # type: ignore[assignment]
         self.coordinator = Coordinator(
@@ -142,7 +146,7 @@ class _Life:
             done(reading.result())
             self._arrived()
 
-        self._loop.run_in_executor(None, work).add_done_callback(hand_back)
+        self._loop.run_in_executor(self._reading, work).add_done_callback(hand_back)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         def act() -> None:

@@ -107,9 +107,9 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         return json_response(await service.model(name))
 
     @app.post("/tokenize", **documented("tokenize"))
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a text, or of a conversation."""
-        return json_response(await service.tokenize(body))
+        return json_response(await service.tokenize(body, request))
 
     @app.post("/detokenize", **documented("detokenize"))
     async def detokenize(body: DetokenizeBody) -> Response:

@@ -264,12 +264,15 @@ class ChatMessage(Body):
         return message
 
     @property
-    def text(self) -> str:
-        return (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
+    def text(self) -> str | list[str]:
+        """Return the content as it was sent: one text, or the texts of its parts."""
+        content = self.content
+        return content if isinstance(content, str) else [part.text for part in content]
+
+    @property
+    def size(self) -> int:
+        """Return how many characters it has."""
+        return sum(map(len, self.text))
 
 
 def _some(length: int) -> int:

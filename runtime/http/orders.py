@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from dovetail.protocol.errors import RequestError
@@ -147,16 +148,9 @@ def tokens_of(body: TokenizeBody, target: Target, defaults: Defaults) -> tuple[i
     try:
         if body.prompt is not None:
             return target.text.encode(body.prompt, special=body.add_special_tokens)
-        messages = [(message.role, message.text) for message in body.messages or ()]
-        return target.text.encode_messages(
-            messages,
-            reply=body.add_generation_prompt,
-            values=_template_values(body.chat_template_kwargs, target, defaults.template),
-        )
+        return _rendered(body, target, defaults.template, reply=body.add_generation_prompt)
     except RequestError as error:
-        raise ApiError(
-            400, str(error), param="prompt" if body.prompt is not None else "messages"
-        ) from None
+        raise _refused(error, "prompt" if body.prompt is not None else "messages") from None
 
 
 def _order(
@@ -319,13 +313,33 @@ def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
 
 
 def _messages(body: ChatBody, target: Target, defaults: Mapping[str, Any]) -> tuple[int, ...]:
-    messages = [(message.role, message.text) for message in body.messages]
-    _check_length((text for _, text in messages), target, "messages")
-    values = _template_values(body.chat_template_kwargs, target, defaults)
     try:
-        return _checked(target.text.encode_messages(messages, values=values), target, "messages")
+        return _checked(_rendered(body, target, defaults), target, "messages")
     except RequestError as error:
-        raise ApiError(400, str(error), param="messages") from None
+        raise _refused(error, "messages") from None
+
+
+def _rendered(
+    body: ChatBody | TokenizeBody,
+    target: Target,
+    defaults: Mapping[str, Any],
+    *,
+    reply: bool = True,
+) -> tuple[int, ...]:
+    """The token ids of messages, in the target's chat template."""
+    messages = [(message.role, message.text) for message in body.messages or ()]
+    texts = [[text] if isinstance(text, str) else text for _, text in messages]
+    _check_length(chain.from_iterable(texts), target, "messages")
+    values = _template_values(body.chat_template_kwargs, target, defaults)
+    text = target.text.render_messages(messages, reply=reply, values=values)
+    _check_length([text], target, "messages")
+    return target.text.encode(text, special=False)
+
+
+def _refused(error: RequestError, param: str) -> ApiError:
+    """Return how a prompt is refused that cannot be put into tokens."""
+    internal = error.code == "internal"
+    return ApiError(500, str(error)) if internal else ApiError(400, str(error), param=param)
 
 
 def _template_values(
@@ -355,7 +369,7 @@ def _prompt(given: str | list[int], target: Target) -> tuple[int, ...]:
     try:
         return _checked(target.text.encode(given), target, "prompt")
     except RequestError as error:
-        raise ApiError(400, str(error), param="prompt") from None
+        raise _refused(error, "prompt") from None
 
 
 def _check_length(texts: Iterable[str], target: Target, param: str) -> None:

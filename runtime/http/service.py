@@ -6,7 +6,9 @@ It sees to it that a client who leaves, a deadline or the end of the server canc
 import asyncio
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +40,7 @@ from dovetail.runtime.http.resuming import (
 from dovetail.runtime.http.server import Connections
 from dovetail.runtime.telemetry.load import load_of
 from dovetail.runtime.telemetry.picture import folder_name
+from dovetail.runtime.text.templates import RENDERERS
 
 SMALL_CHARACTERS = 4096
 """Texts up to this are tokenized at once; longer ones in a thread: nobody waits for them."""
@@ -89,6 +92,11 @@ class Service:
         self.exposition = Exposition()
         self.began = int(time.time())
         self.runs: set[Run] = set()
+        self._rendering = ThreadPoolExecutor(RENDERERS, "rendering")
+        self._renderings: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            partial(asyncio.Semaphore, RENDERERS // 2)
+        )
+        """Places for the renderings of each owner, so that one leaves some to the others."""
 
     def end(self) -> None:
         """Tell those who still wait that the server ends."""
@@ -197,13 +205,24 @@ class Service:
                 return chat_order(body, target, self.terms.defaults, owner)
             return completion_order(body, target, self.terms.defaults, owner)
 
-        return await _here_or_elsewhere(read, _size(body))
+        return await self._read(read, body, owner)
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def _read(
+        self, read: Callable[[], R], body: ChatOrTextBody | TokenizeBody, owner: str
+    ) -> R:
+        """Have a prompt read: a conversation where nobody waits for its rendering."""
+        if isinstance(body, CompletionBody) or not body.messages:
+            return await _here_or_elsewhere(read, _size(body))
+        async with self._renderings[owner]:
+            return await asyncio.get_running_loop().run_in_executor(self._rendering, read)
+
+    async def tokenize(self, body: TokenizeBody, request: Request) -> dict[str, Any]:
         """Return the token ids of a text, or of a conversation."""
         target = await self.target(body.model)
-        tokens = await _here_or_elsewhere(
-            lambda: tokens_of(body, target, self.terms.defaults), _size(body)
+        tokens = await self._read(
+            lambda: tokens_of(body, target, self.terms.defaults),
+            body,
+            request.scope.get(OWNER, ""),
         )
         words = [target.text.token(token) for token in tokens] if body.return_token_strs else None
         return {
@@ -388,7 +407,7 @@ def _size(body: ChatOrTextBody | TokenizeBody) -> int:
             else sum(1 if isinstance(part, int) else len(part) for part in given)
         )
     prompt = body.prompt if isinstance(body, TokenizeBody) else None
-    return len(prompt or "") + sum(len(message.text) for message in body.messages or ())
+    return len(prompt or "") + sum(message.size for message in body.messages or ())
 
 
 def _late(seconds: float) -> ApiError:

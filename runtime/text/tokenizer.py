@@ -22,14 +22,16 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import FinishReason, VocabularyFacts
 from dovetail.runtime.text.decoders import REPLACEMENT, flushed, open_stages, through
 from dovetail.runtime.text.stops import StopStrings
-from dovetail.runtime.text.templates import ChatTemplate
+from dovetail.runtime.text.templates import INSTEAD, RENDERER
 
 MAX_GROWTH = 64
 """Letters that tokenizing and its inverse may make of one; those of today's models make one or
 two."""
 LARGEST_ID = (1 << 32) - 1
 """That the tokenizers library takes for one."""
-OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
+OWN_VALUES = frozenset(
+    ("messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents")
+)
 """Names of what every chat template is given."""
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 PROMPT_TAIL = 32
@@ -41,6 +43,9 @@ MARKS = "".join(map(chr, range(0xD800, 0xE000)))
 for stop strings."""
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
+NO_TEMPLATE = "the model has no chat template"
+Content = str | Sequence[str]
+"""What a message says: a text, or the texts of its parts in a list."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -53,6 +58,20 @@ def against_values(values: Mapping[str, Any], template: str) -> str:
     return ""
 
 
+def why_no_chats(template: str) -> str:
+    """Return why a model takes no conversations, for which its template is tried; empty: it
+    does."""
+    try:
+        if template:
+            values = {"messages": [{"role": "user", "content": "hello"}]}
+            RENDERER.render(template, {**values, "add_generation_prompt": True})
+        return "" if template else NO_TEMPLATE
+    except RequestError as error:
+        return str(error)
+    finally:
+        RENDERER.close()
+
+
 class TextCodec:
     """The tokenizer and the chat template of one target."""
 
@@ -60,7 +79,6 @@ class TextCodec:
         self.facts = facts
         self._tokenizer = _tokenizer(tokenizer)
         self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        self._template = _template(facts.template) if facts.template else None
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer).get("decoder"))
         self._pieces: dict[int, bytes] = {}
 
@@ -71,8 +89,8 @@ class TextCodec:
 
     def encode_turns(self, turns: Sequence[str]) -> tuple[int, ...]:
         """Token ids of a conversation (user first, then alternating) up to where the next reply
-        begins; plain text where there is no template."""
-        if self._template is None:
+        begins; of plain text where there is no template."""
+        if not self.facts.template:
             return self.encode("\n".join(turns))
         return self.encode_messages(
             [(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
@@ -80,39 +98,43 @@ class TextCodec:
 
     def encode_messages(
         self,
-        messages: Sequence[tuple[str, str]],
+        messages: Sequence[tuple[str, Content]],
         *,
         reply: bool = True,
         values: Mapping[str, Any] = NO_VALUES,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation of (role, content), `reply`: up to where the next reply
-        begins; plain text where there is no template. `values`: more that the template may read,
-        none of them in `OWN_VALUES`."""
-        if self._template is None:
-            return self.encode("\n".join(content for _, content in messages))
-        told = [{"role": role, "content": _valid(content)} for role, content in messages]
+        """Token ids of a conversation of (role, content), as `render_messages` writes it."""
+        text = self.render_messages(messages, reply=reply, values=values)
+        return self.encode(text, special=False)
+
+    def render_messages(
+        self,
+        messages: Sequence[tuple[str, Content]],
+        *,
+        reply: bool = True,
+        values: Mapping[str, Any] = NO_VALUES,
+    ) -> str:
+        """The text that the chat template makes of a conversation of (role, content), `reply`: up
+        to where the next reply begins. `values`: more that the template may read, none of them in
+        `OWN_VALUES`. `RequestError` if there is no template, or if it cannot render this."""
+        if not self.facts.template:
+            raise RequestError("settings", f"{NO_TEMPLATE}: {INSTEAD}")
         begin, end = (
             self._tokenizer.id_to_token(i) if i is not None else ""
             for i in (self.facts.begin, next(iter(self.facts.end), None))
         )
-        try:
-            text = self._template.render(
-                **values,
-                messages=told,
-                add_generation_prompt=reply,
-                bos_token=begin or "",
-                eos_token=end or "",
-                tools=None,
-            )
-        except (
-            Exception
-        ) as error:  # a template is a program of the checkpoint's: it may raise anything
-            raise RequestError(
-                "settings",
-                "the chat template of the target fails on these turns: "
-                f"{type(error).__name__}: {str(error)[:300]}",
-            ) from None
-        return self._ids(_valid(text), special=False)
+        shown = [
+            {
+                "role": role,
+                "content": _valid(content)
+                if isinstance(content, str)
+                else [{"type": "text", "text": _valid(part)} for part in content],
+            }
+            for role, content in messages
+        ]
+        own = {"messages": shown, "add_generation_prompt": reply, "tools": None, "documents": None}
+        ids = {"bos_token": begin or "", "eos_token": end or ""}
+        return _valid(RENDERER.render(self.facts.template, {**values, **own, **ids}))
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of token ids; `special`: with the special tokens written out."""
@@ -416,10 +438,3 @@ def _growth(part: Any) -> float:
         str(part["pattern"].get("String", ""))
     )  # an expression may fit between any two letters
     return max(1.0, len(part["content"]) / replaced if replaced else 1 + len(part["content"]))
-
-
-def _template(text: str) -> ChatTemplate:
-    try:
-        return ChatTemplate(text)
-    except ValueError as error:
-        raise RequestError("settings", f"the chat template cannot be read: {error}") from None

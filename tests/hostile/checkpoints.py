@@ -441,36 +441,30 @@ TOKENIZERS = (
 )
 TEMPLATES = (
     Bad(
-        "a template that is none",
-        lambda p: text(p, "chat_template.jinja", "{% for %}"),
-        ("template",),
+        "a template that is a number",
+        lambda p: config(p, "tokenizer_config.json", chat_template=7),
+        ("tokenizer_config.json", "chat_template"),
     ),
     Bad(
         "a template that is not UTF-8",
         lambda p: text(p, "chat_template.jinja", b"{{ \xff }}"),
         ("chat_template.jinja",),
     ),
-    Bad(
-        "a template of 1 MiB",
-        lambda p: text(p, "chat_template.jinja", "a" * (1 << 20)),
-        ("template",),
-    ),
-    Bad(
-        "a template of 25 blocks in each other",
-        lambda p: text(p, "chat_template.jinja", "{% for a in b %}" * 25 + "{% endfor %}" * 25),
-        ("template",),
-    ),
-    Bad(
-        "a template with a filter that there is not",
-        lambda p: text(p, "chat_template.jinja", "{{ messages | evil }}"),
-        ("template", "evil"),
-    ),
-    Bad(
-        "a template of 10,000 loops in each other",
-        lambda p: text(p, "chat_template.jinja", "{% for a in b %}" * 10_000),
-        ("template",),
-    ),
 )
+NO_TEMPLATES: Mapping[str, str] = {
+    "a template that is none": "{% for %}",
+    "a template of 1 MiB": "a" * (1 << 20),
+    "a template of 25 blocks in each other": "{% for a in b %}" * 25 + "{% endfor %}" * 25,
+    "a template with a filter that there is not": "{{ messages | evil }}",
+    "a template of 10,000 loops in each other": "{% for a in b %}" * 10_000,
+}
+"""Templates for which chats alone are refused."""
+
+
+def _with_template(name: str, template: str) -> Bad:
+    return Bad(name, lambda p: text(p, "chat_template.jinja", template), ())
+
+
 HEADS = (
     Bad("a head that is a pickle with a payload", pickled, ("*.bin", "draft.pickled"), "draft"),
     Bad(
@@ -569,6 +563,7 @@ HARMLESS = (
         lambda p: config(p, "generation_config.json", custom_generate="../evil"),
         (),
     ),
+    *(_with_template(name, template) for name, template in NO_TEMPLATES.items()),
 )
 """Folders that are served all the same: nothing of what is bad is used, or a request that comes
 across it is refused."""

@@ -48,7 +48,7 @@ FILLING: Mapping[str, str] = {
     "doubling blocks": "{% set x %}aaaa{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
     "much output": "{% for a in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
     "a product": "{{ 'a' * 10000000000 }}",
-    "a power": "{{ 10 ** 10 ** 10 }}",
+    "a power": "{{ 10 ** (10 ** 10) }}",
     "products of numbers": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = "
     "n.x * n.x %}{% endfor %}",
     "join": "{{ ('a' * 1000000).join('b' * 1000000) }}",
@@ -62,15 +62,38 @@ FILLING: Mapping[str, str] = {
     "zeros": "{{ '1'.zfill(10000000000) }}",
     "indent": "{{ 'a' | indent(10000000000) }}",
     "indented JSON": "{{ [[1]] | tojson(indent=10000000000) }}",
-    "round": "{{ 1.5 | round(10000000000) }}",
+    "a product that is known before": "{{ 'a' * 10 ** 10 }}{{ messages }}",
+    "letters": "{{ ('a' * 50000000) | list | length }}",
     "a sum of lists": "{{ ([[1] * 1000] * 100000) | sum(start=[]) }}",
     "a growing dictionary": "{% set n = namespace(x={}) %}{% for a in range(99999) %}{% set "
     "n.x = dict(n.x, **{a | string: 1}) %}{% endfor %}",
+}
+_DOUBLED = (
+    "{% set n = namespace(x=[1], y=[1]) %}{% for a in range(60) %}{% set n.x = [n.x, n.x] %}"
+    "{% set n.y = [n.y, n.y] %}{% endfor %}"
+)
+"""Two lists of sixty lists that hold the same one twice: small, but long to go through."""
+DOUBLING: Mapping[str, str] = {
+    what: f"{_DOUBLED}{{{{ {what} }}}}"
+    for what in (
+        *("n.x", "n.x == n.y", "[n.x, n.y] | sort", "[n.x] | join", "n.x in [n.y]"),
+        *("n.x | tojson", "n.x | pprint", "[n.x, n.y] | min", "'%s' % (n.x,)", "n.x | urlencode"),
+    )
+}
+BREAKING: Mapping[str, str] = {
+    "calling itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "brackets in each other": "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
+    "conditions in each other": "{% if x %}" * 3000 + "{% endif %}" * 3000,
+    "lists in each other": "{% set n = namespace(x=[]) %}{% for a in range(99999) %}{% set n.x = "
+    "[n.x] %}{% endfor %}{{ n.x }}",
+    "links": "{{ ('http://a.' * 3000000) | urlize }}",
 }
 EVIL: Mapping[str, Mapping[str, str]] = {
     "a template that reaches for": REACHING,
     "a template that runs for ever by": LASTING,
     "a template that fills memory by": FILLING,
+    "a template that goes through": DOUBLING,
+    "a template that breaks by": BREAKING,
 }
 MOST_S, MOST_MIB = 5.0, 512
 

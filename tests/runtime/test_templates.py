@@ -1,19 +1,22 @@
-"""Chat templates: what honest ones make is jinja2's own, what hostile ones try is stopped in time,
-in memory, and within."""
+"""Chat templates: what honest ones make is what transformers makes of them, no text is lost on the
+way, and what hostile ones try is stopped in a process of its own."""
 
+import os
+import resource
+import select
+import signal
 import threading
-import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from dovetail.runtime.text import templates
-from dovetail.runtime.text.templates import ChatTemplate
-from hostile.templates import EVIL, FILLING, LASTING, REACHING, try_template
+from dovetail.protocol.errors import RequestError
+from dovetail.runtime.text import tokenizer
+from dovetail.runtime.text.templates import Renderer
+from hostile.templates import EVIL, try_template
 from support.cases import everyday
 
 ONE_OF_TODAY = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
@@ -39,6 +42,26 @@ OF_EVERYTHING = """{% macro wrap() %}[{{ caller() }}]{% endmacro %}
 {{ (messages | groupby('role') | list)[0][0] }}{{ 7 // 2 * 2.5 }}{% filter upper %}abc{{ bos_token }}{% endfilter %}{% with a = 3 %}{{ a }}{% endwith %}
 {{ 5 | string ~ 'x' ~ 6 }}{{ 'abc' | join(',') }}{{ 'abc' | list | sort(reverse=true) | first }}{{ {'b': 1, 'a': 2} | dictsort }}{{ {'b': 1} | items | list }}
 {{ 1.2345 | round(2) }}{{ none | default('d', true) }}"""
+FEATURES = (
+    "{{ {'b': '<é>', 'a': [1, none, true]} | tojson }}{{ messages | tojson(indent=2) }}",
+    "{{ {'b': 1, 'a': 'ü'} | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}"
+    "{{ messages | map(attribute='content') | join }}",
+    "{% for m in messages %}{% if loop.index is odd %}{% continue %}{% endif %}{{ m.content }}"
+    "{% endfor %}{{ messages | map(attribute='content') | join('|') }}",
+    "{% for m in messages %}{% generation %}{% set inner = m.content %}{{ inner }}"
+    "{% endgeneration %}{{ inner }}{% endfor %}",
+    "{{ 'a-b' | center(9) ~ 'x' | xmlattr if false else '' }}{{ 'a b' | wordwrap(1) }}"
+    "{{ '<b>t</b>' | striptags }}{{ 1234 | filesizeformat }}{{ [1, 2, 3] | batch(2) | list }}"
+    "{{ messages | map(attribute='content') | list | pprint }}",
+    "{{ 3 is divisibleby 3 }}{{ 'x' is in 'xy' }}{{ messages is sequence }}{{ none is none }}"
+    "{{ tools is none }}{{ documents is none }}{{ tools is defined }}{{ messages[0].content }}"
+    "{{ messages[-1].content }}{{ messages | map(attribute='content') | join }}",
+    "{% set ns = namespace(self=1, n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{{ ns.n }}{{ m.content }}{% endfor %}{{ dict(a=1) }}{{ dict.fromkeys(['a']) }}",
+    "{{ strftime_now('%Y') }}{% for m in messages %}{{ m['content'].strip().split(' ')[0] }} "
+    "{{ m.content }}{% endfor %}{{ style | default('none given') }}",
+    "\n  {% for m in messages %}\n  {{ m.role }}: {{ m.content }}\n  {% endfor %}\n  end\n",
+)
 
 
 def values(turns: int) -> dict[str, Any]:
@@ -58,101 +81,165 @@ def values(turns: int) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def renderer() -> Iterator[Renderer]:
+    made = Renderer(cpu_s=0.1)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("turns", [1, 2, 9])
-@pytest.mark.parametrize("text", [ONE_OF_TODAY, OF_EVERYTHING])
-def test_what_is_honest_renders_as_in_jinja2_itself(text: str, turns: int) -> None:
-    plain = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    template = ChatTemplate(text)
-    assert [template.render(**values(turns)) for _ in range(3)] == [
-        plain.from_string(text).render(**values(turns))
-    ] * 3
+@pytest.mark.parametrize("text", [ONE_OF_TODAY, OF_EVERYTHING, *FEATURES])
+def test_what_is_honest_renders_as_in_transformers(
+    text: str, turns: int, renderer: Renderer
+) -> None:
+    told = {**values(turns), "documents": None}
+    given = {name: value for name, value in told.items() if name != "messages"}
+    (expected,), _ = render_jinja_template([told["messages"]], chat_template=text, **given)
+    assert renderer.render(text, told) == expected
+
+
+STRING, PARTS = "alpha beta", [{"type": "text", "text": one} for one in ("alpha", " beta")]
+READS = {
+    "strings": "{% for m in messages %}<{{ m.role }}>{{ m['content'] }}{% endfor %}",
+    "strings that are joined": "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
+    "{% endfor %}",
+    "strings that are trimmed": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}"
+    "{% endfor %}",
+    "strings alone": "{% for m in messages %}{% if m.content is not string %}"
+    "{{ raise_exception('no') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    "parts": "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}",
+    "parts by filters": "{% for m in messages %}<{{ m.role }}>{{ m.content | selectattr('type', "
+    "'equalto', 'text') | map(attribute='text') | join }}{% endfor %}",
+    "the first part": "{% for m in messages %}<{{ m.role }}>{{ m.content[0].text }}{% endfor %}",
+    "both": "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endif %}{% endfor %}",
+    "strings of the system, parts of others": "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ '<system>' + m.content }}{% else %}<{{ m.role }}>"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("reads", [*READS])
+@pytest.mark.parametrize("content", [STRING, PARTS], ids=["string", "parts"])
+def test_no_text_is_lost_whatever_form_a_template_reads(
+    reads: str, content: Any, renderer: Renderer
+) -> None:
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "brief"}, {"role": "user", "content": content}]
+        assert renderer.render(READS[reads], {"messages": messages}) == (
+            "<system>brief<user>alpha beta"
+        )
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "1"),
+        (
+            "{% for m in messages %}{% for p in m.content %}{{ p.input }}{% endfor %}{% endfor %}",
+            "1",
+        ),
+        ("{{ messages[0].content }}", "2"),
+    ],
+)
+def test_a_template_that_leaves_a_message_out_is_refused(
+    template: str, message: str, renderer: Renderer
+) -> None:
+    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": PARTS}]
+    with pytest.raises(RequestError, match=f"leaves out message {message} "):
+        renderer.render(template, {"messages": messages})
 
 
 def test_a_long_conversation_is_no_attack() -> None:
-    long = values(400)
+    long, renderer = values(400), Renderer(cpu_s=10.0)
     for message in long["messages"]:
         message["content"] = "word " * 2000
-    assert len(ChatTemplate(ONE_OF_TODAY).render(**long)) > 4_000_000
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "MAX_CPU_S", 0.1)
+    assert len(renderer.render(ONE_OF_TODAY, long)) > 4_000_000
+    renderer.close()
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, there in EVIL.items() for name in there]
 )
-@pytest.mark.usefixtures("impatient")
-def test_what_is_evil_costs_its_request_and_nobody_else(kind: str, name: str) -> None:
+def test_what_is_evil_is_refused_in_one_line(kind: str, name: str, renderer: Renderer) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RequestError, match=r"^the chat template of the target [^\n]+$") as raised:
+        renderer.render(EVIL[kind][name], values(1))
+    assert raised.value.code == "settings"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    assert renderer.render("{{ messages[0].content }}", values(1)).startswith("hello")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    everyday(
+        [(kind, name) for kind, there in EVIL.items() for name in there],
+        ("a template that runs for ever by", "two nested loops"),
+        ("a template that fills memory by", "doubling a list"),
+    ),
+)
+def test_what_is_evil_costs_its_request_and_nobody_else(
+    kind: str, name: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "RENDERER", renderer)
     tried = try_template(kind, name, EVIL[kind][name])
     assert tried.passed, tried
 
 
-@pytest.mark.parametrize("name", everyday(LASTING, "two nested loops"))
-@pytest.mark.usefixtures("impatient")
-def test_what_runs_for_ever_is_stopped_by_the_clock(name: str) -> None:
-    with pytest.raises(SecurityError, match=r"may not take longer than 0\.1 s"):
-        ChatTemplate(LASTING[name]).render(**values(1))
+ENDLESS = "{% if n %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HELLO = "{% endif %}{{ messages[0].content }}"
 
 
-@pytest.mark.parametrize("name", [*FILLING])
-def test_what_fills_memory_is_stopped_before_it_does(name: str) -> None:
-    with pytest.raises(SecurityError):
-        ChatTemplate(FILLING[name]).render(**values(1))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
+def test_a_process_that_waits_and_is_ended_or_stopped_is_replaced(number: int) -> None:
+    renderer = Renderer()
+    expected = renderer.render(ENDLESS + HELLO, values(1))
+    first = renderer._idle[0].pid
+    os.kill(first, number)
+    assert renderer.render(ENDLESS + HELLO, values(1)) == expected
+    second = renderer._idle[0].pid
+    assert second != first
+    assert not Path(f"/proc/{first}").exists()
+    renderer.close()
+    assert not Path(f"/proc/{second}").exists()
 
 
-@pytest.mark.parametrize("name", [*REACHING])
-def test_what_reaches_outside_raises(name: str) -> None:
-    with pytest.raises((SecurityError, TemplateError, TypeError)):
-        ChatTemplate(REACHING[name]).render(**values(1))
+def test_a_rendering_holds_up_no_other() -> None:
+    renderer, refused = Renderer(cpu_s=1.0), list[str]()
 
+    def last() -> None:
+        with pytest.raises(RequestError) as raised:
+            renderer.render(ENDLESS + HELLO, {**values(1), "n": 1})
+        refused.append(str(raised.value))
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{% for %}",
-        "{{ x | center(9) }}",
-        "{% for a in b %}" * 10_000,
-        "{% for a in b %}" * 25 + "{% endfor %}" * 25,
-        "{% debug %}",
-    ],
-)
-def test_what_is_no_template_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^\w+: [^\n]+$"):
-        ChatTemplate(text)
-
-
-def test_a_rendering_that_was_stopped_leaves_the_next_its_whole_time_and_memory() -> None:
-    template = ChatTemplate("{% if fill %}{{ 'a' * 60000000 }}{% endif %}{{ 'a' * 30000000 }}")
-    for _ in range(3):
-        with pytest.raises(SecurityError):
-            template.render(fill=True)
-        assert len(template.render(fill=False)) == 30_000_000
-
-
-@pytest.mark.usefixtures("impatient")
-def test_renderings_in_other_threads_have_clocks_of_their_own() -> None:
-    template = ChatTemplate("{% for a in range(n) %}{% endfor %}well")
-    said: list[str] = []
-    with pytest.raises(SecurityError):
-        ChatTemplate(LASTING["two nested loops"]).render()
-    threads = [
-        threading.Thread(target=lambda: said.append(template.render(n=1000))) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=last) for _ in range(3)]
     for thread in threads:
         thread.start()
+    for _ in range(20):
+        assert renderer.render(ENDLESS + HELLO, values(1)).startswith("hello")
+    assert not refused
     for thread in threads:
         thread.join()
-    assert said == ["well"] * 4
+    words = "the chat template of the target takes more than 1 s of processor time"
+    assert refused == [words] * 3
+    renderer.close()
 
 
-def test_what_is_ours_in_a_template_costs_microseconds() -> None:
-    template, told = ChatTemplate(ONE_OF_TODAY), values(3)
-    template.render(**told)
-    began = time.thread_time()
-    for _ in range(100):
-        template.render(**told)
-    assert time.thread_time() - began < 1.0
+def test_a_process_ends_with_its_parent_even_if_it_is_stopped() -> None:
+    named, begun = os.pipe()
+    held, let_go = os.pipe()
+    if not (child := os.fork()):
+        renderer = Renderer()
+        renderer.render("{{ messages[0].content }}", values(1))
+        os.kill(renderer._idle[0].pid, signal.SIGSTOP)
+        os.write(begun, str(renderer._idle[0].pid).encode())
+        os.read(held, 1)
+        os._exit(0)
+    watched = os.pidfd_open(int(os.read(named, 20)))
+    os.write(let_go, b"x")
+    os.waitpid(child, 0)
+    assert select.select([watched], [], [], 60.0)[0]
+    for descriptor in (named, begun, held, let_go, watched):
+        os.close(descriptor)

@@ -13,7 +13,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.runtime.http.reply import Tokens
 from dovetail.runtime.text.stops import StopStrings
-from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText, TextCodec
+from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText, TextCodec, why_no_chats
 from support.scripted import tokenizer_bytes
 
 TEMPLATE = (
@@ -57,7 +57,9 @@ def test_a_template_reads_the_values_of_a_request() -> None:
     told = thinks.encode_messages(asked, values={"enable_thinking": False})
     assert told == codec().encode("hello")
     with pytest.raises(RequestError, match="surrogate"):
-        codec("{{ style }}").encode_messages(asked, values={"style": "\ud800"})
+        codec("{{ messages[0].content ~ style }}").encode_messages(
+            asked, values={"style": "\ud800"}
+        )
 
 
 def test_without_a_template_turns_are_plain_text() -> None:
@@ -76,22 +78,27 @@ def test_a_template_cannot_reach_the_interpreter() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    ["messages[0]['content'] + 1", "1 / 0", "'a' * 100000000", "10 ** 10 ** 10", "strftime_now(1)"],
+    [
+        "messages[0]['content'] + 1",
+        "1 / 0",
+        "'a' * 1000000000",
+        "10 ** (10 ** 10)",
+        "strftime_now(1)",
+    ],
 )
 def test_whatever_a_template_raises_concerns_the_request_alone(wrong: str) -> None:
     with pytest.raises(RequestError, match="template"):
         codec("{{ " + wrong + " }}").encode_turns(["a"])
 
 
-def test_a_template_that_is_none_is_refused_as_such() -> None:
-    with pytest.raises(RequestError, match="template"):
-        codec("{% for %}")
-
-
-def test_marks_for_training_change_nothing() -> None:
-    assert codec("{% generation %}hello{% endgeneration %}").encode_turns(["a"]) == codec().encode(
-        "hello"
-    )
+@pytest.mark.parametrize("template", ["{% for %}", "{{ messages | evil }}", ""])
+def test_without_a_template_that_can_be_used_messages_alone_are_refused(template: str) -> None:
+    text = codec(template)
+    assert text.encode("hello") == codec().encode("hello")
+    with pytest.raises(RequestError, match=r"template.*: use /v1/completions[^\n]*$"):
+        text.encode_messages([("user", "hello")])
+    assert "template" in why_no_chats(template)
+    assert not why_no_chats(TEMPLATE)
 
 
 @given(st.text(max_size=200))

@@ -129,7 +129,7 @@ def test_a_target_of_another_vocabulary_is_asked_in_its_own_tokens() -> None:
         for worker in [*house.workers]:
             house.lose(worker)
         house.until(lambda: not house.coordinator.registry.workers)
-        house.add(ScriptedTarget, "target", prefix="v", template="")
+        house.add(ScriptedTarget, "target", prefix="v", template="{{ messages[0].content }}")
         reply = server.chat("v5 v6", max_tokens=5)
         assert reply["choices"][0]["message"]["content"] == "".join(
             f" v{token}" for token in continuation((5, 6), 5)

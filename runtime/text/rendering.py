@@ -1,0 +1,260 @@
+"""The process that renders chat templates, which are programs in Jinja that a checkpoint brings: in
+the dialect of transformers, with limits. Run as a script by `templates.py`.
+
+Whatever a template does, it does to this process: the kernel ends it when a rendering takes too
+much processor time, refuses it memory, and ends it with its parent. The only door to `jinja2`.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+OUT_OF_MEMORY = 3
+"""The exit code of a process that was refused memory."""
+MARK = 7130295184
+"""Stands, with a number behind it, for a text in a trial: digits, which templates leave alone."""
+
+Content = str | list[dict[str, str]]
+Message = dict[str, Any]
+
+
+class _Limit(Exception):
+    """A template went beyond a limit, in words."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = nodes.CallBlock(self.call_method("_body"), [], [], body)
+        return call.set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` without the attributes of a class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """A namespace without underscored names, through which a template could leave the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        Namespace.__init__(self)
+        for name, value in dict(*given, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace may not have a name that begins with _: {name!r}")
+        super().__setitem__(name, value)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(8)
+def _compiled(text: str) -> Template:
+    """A template as transformers reads it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(text)
+
+
+def _rendered(template: Template, most: int, values: Mapping[str, Any]) -> str:
+    """The text of a template, of at most `most` characters."""
+    pieces, length = [], 0
+    for piece in template.generate(**values):
+        length += len(piece)
+        if length > most:
+            raise _Limit(f"makes more than {most} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+# -- the form of a message -------------------------------------------------------------------------
+
+
+def _in_form(form: int, content: Content) -> Content:
+    """The content of a message as it was given (0), as one string (1), as one part (2)."""
+    if form == 0:
+        return content
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return text if form == 1 else [{"type": "text", "text": text}]
+
+
+def _marked(content: Content, first: int) -> tuple[Content, list[str]]:
+    """A content with a mark in place of each text that is not blank, and the marks."""
+    marks: list[str] = []
+
+    def mark(text: str) -> str:
+        if not text.strip():
+            return text
+        marks.append(f"{MARK}{first + len(marks):08}")
+        return marks[-1]
+
+    if isinstance(content, str):
+        return mark(content), marks
+    return [{**part, "text": mark(part["text"])} for part in content], marks
+
+
+def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) -> list[bool]:
+    """Return of which messages all text is in what a template makes of them, as text: not in a
+    list of parts that is printed as Python does it."""
+    marked, every, count = [], [], 0
+    for message in messages:
+        content, marks = _marked(message["content"], count)
+        count += len(marks)
+        marked.append({**message, "content": content})
+        every.append(marks)
+    text = render(marked).lower()
+    return [
+        all(mark in text and f"'text': '{mark}'" not in text for mark in marks) for marks in every
+    ]
+
+
+def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> list[Message]:
+    """The messages with their contents in the form that the template reads: as they were given if
+    it shows all of them so, else as strings or as parts. Found by trial, with marks for the texts.
+
+    `_Limit` names a message that it shows in no form.
+    """
+    best: list[bool] = []
+    for start in range(3):
+        forms = [start] * len(messages)
+        for _ in range(2):
+            tried = [
+                {**message, "content": _in_form(form, message["content"])}
+                for form, message in zip(forms, messages, strict=True)
+            ]
+            try:
+                shown = _shown(render, tried)
+            except MemoryError:
+                raise
+            except Exception:  # it takes no message of this form, or none of these roles
+                break
+            if all(shown):
+                return tried
+            best = max(best or shown, shown, key=sum)
+            forms = [
+                form if good else 2 if isinstance(one["content"], str) else 1
+                for form, good, one in zip(forms, shown, tried, strict=True)
+            ]
+    if best:
+        lost = best.index(False)
+        raise _Limit(
+            f"leaves out message {lost + 1} (role {messages[lost]['role']!r:.40}), whatever its "
+            "form: put its text into another message"
+        )
+    return messages
+
+
+def render(template: str, most: int, values: Mapping[str, Any]) -> str:
+    """The text for these values, of at most `most` characters."""
+    compiled = _compiled(template)
+    messages: list[Message] = values["messages"]
+    if "developer" not in template:
+        messages = [
+            {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
+        ]
+
+    def attempt(tried: list[Message]) -> str:
+        return _rendered(compiled, most, {**values, "messages": tried})
+
+    return attempt(_formed(attempt, messages))
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+def _answer(job: bytes) -> bytes:
+    """Return t and the text, or why there is none: c where the template cannot be used, f where it
+    fails, l where it goes beyond a limit."""
+    kind = b"c"
+    try:
+        template, most, values = json.loads(job)
+        _compiled(template)
+        kind = b"f"
+        return b"t" + render(template, most, values).encode("utf-8", "surrogatepass")
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except _Limit as limit:
+        return b"l" + str(limit).encode("utf-8", "replace")
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        return kind + f"{type(error).__name__}: {text}".encode("utf-8", "replace")
+
+
+def main(parent: int, memory: int, cpu_s: float) -> None:
+    """Render what comes on stdin, a socket, until it is closed. `memory`: bytes that a rendering
+    may take; `cpu_s`: its processor seconds."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    prctl(PR_SET_NAME, b"dovetail render", 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with socket.socket(fileno=0) as channel, channel.makefile("rb") as jobs:
+        for size in iter(partial(jobs.read, 8), b""):
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            answer = _answer(jobs.read(int.from_bytes(size)))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            channel.sendall(len(answer).to_bytes(8) + answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
