@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.vocabulary import read_vocabulary
+from dovetail.runtime.text.templates import RENDERER
+from dovetail.runtime.text.tokenizer import why_no_chats
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from dovetail.workers.models.checkpoints.tokenizer import _special_tokens, read_tokenizer
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from support.models import VOCABULARY, reference_logits
@@ -430,3 +433,55 @@ def test_the_chat_template_is_found_in_either_place(folder: Path) -> None:
     assert read_tokenizer(folder)[1].template == "a"
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert read_tokenizer(folder)[1].template == "{{ messages }}"
+
+
+def test_a_chat_template_in_a_file_of_a_processor_is_found(folder: Path) -> None:
+    (folder / "chat_template.json").write_text('{"chat_template": "a"}')
+    assert read_tokenizer(folder)[1].template == "a"
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "b"}')
+    assert read_tokenizer(folder)[1].template == "b"
+
+
+def test_of_named_chat_templates_none_is_taken_for_the_default(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": {"tool_use": "b"}}')
+    template = read_tokenizer(folder)[1].template
+    words = "the model has several (rag, tool_use), and none is named default"
+    assert words in why_no_chats(template)
+    (folder / "chat_template.jinja").write_text("c")
+    assert read_tokenizer(folder)[1].template == "c"
+
+
+@pytest.mark.parametrize("given", [7, ["a"], [{"name": "default"}], {"default": 7}, True])
+def test_a_chat_template_of_another_kind_is_refused(folder: Path, given: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    assert "tokenizer_config.json: chat_template cannot be" in refusal(folder)
+
+
+@pytest.mark.parametrize("empty", [None, "", " \n", [], {"default": ""}])
+def test_an_empty_chat_template_is_none(folder: Path, empty: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": empty}))
+    assert read_tokenizer(folder)[1].template == ""
+
+
+def test_templates_read_special_tokens_as_the_tokenizer_spells_them() -> None:
+    """The ids of the model's files may be those of other tokens."""
+    template = (
+        "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ sep_token is defined }}\n"
+        "  {% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    own = {
+        "bos_token": None,
+        "eos_token": {"content": 'é"\\<end>\U0001f600'},
+        "unk_token": "<unk>",
+    }
+    spelt = {
+        name: text["content"] if isinstance(text, dict) else text for name, text in own.items()
+    }
+    given = {name: text for name, text in spelt.items() if text is not None}
+    messages = [{"role": "user", "content": "hello"}]
+    (expected,), _ = render_jinja_template([messages], chat_template=template, **given)
+    ours = {"messages": messages, "bos_token": "<s>", "eos_token": "</s>"}
+    assert RENDERER.render(_special_tokens(own, template) + template, ours) == expected
+    RENDERER.close()

@@ -852,6 +852,14 @@ def test_ends_template_and_sampling_are_those_of_the_file(tmp_path: Path) -> Non
     assert (generation["temperature"], generation["top_k"]) == (0.7, 20)
 
 
+def test_the_default_of_several_chat_templates_is_taken(tmp_path: Path) -> None:
+    named = {"tokenizer.chat_templates": ["rag"], "tokenizer.chat_template.rag": "{{ documents }}"}
+    file, _ = write(tmp_path, **named)
+    assert "several (rag)" in read_tokenizer(view_of(file))[1].template
+    file, _ = write(tmp_path / "more", **named, **{"tokenizer.chat_template": "{{ messages }}"})
+    assert read_tokenizer(view_of(file))[1].template == "{{ messages }}"
+
+
 def test_a_view_is_made_anew_when_its_file_is_another(tmp_path: Path) -> None:
     file, _ = write(tmp_path)
     before = Path(resolved(str(file)))

@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "special_tokens_map.json",
 )
 FILES = frozenset(("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES))

@@ -1,5 +1,6 @@
 """The vocabulary of a model folder: its tokenizer, its end tokens and its chat template."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ FACTS = {
     "template": "the chat template",
 }
 """The files of a folder that hold the facts of its vocabulary."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "mask_token")
+MAX_TEMPLATE = 1 << 18
+"""Characters that `VocabularyFacts` takes."""
 
 
 def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
@@ -42,11 +46,7 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
         if (folder / "generation_config.json").is_file()
         else {}
     )
-    own = (
-        read_json(folder / "tokenizer_config.json")
-        if (folder / "tokenizer_config.json").is_file()
-        else {}
-    )
+    own = _own(folder)
     try:
         vocabulary = read_vocabulary(content)
         digest = vocabulary_digest(vocabulary)
@@ -67,6 +67,17 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
             f"({first['msg']}); correct it"
         ) from None
     return content, facts
+
+
+def read_template(folder: Path) -> str:
+    """The chat template of a model folder, for which its tokenizer is not read; empty: none."""
+    return _chat_template(folder, _own(folder))
+
+
+def _own(folder: Path) -> Mapping[str, Any]:
+    """Return what tokenizer_config.json says; nothing where there is none."""
+    file = folder / "tokenizer_config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def ids_of(generation: Mapping[str, Any], config: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -92,23 +103,64 @@ def _ends(
 
 
 def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
-    """The default chat template, from its own file or from tokenizer_config.json; empty if there is
-    none."""
-    if (file := folder / "chat_template.jinja").is_file():
-        try:
-            return read_bytes(file).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"{file} is not UTF-8 (byte {error.start}); save it again as UTF-8"
-            ) from None
-    template = own.get("chat_template") or ""
-    if isinstance(template, list):
-        template = next(
-            (
-                t.get("template", "")
-                for t in template
-                if isinstance(t, dict) and t.get("name") == "default"
-            ),
-            "",
+    """The default chat template; empty if there is none. As transformers has it: of several that
+    have names the default one, files of their own before tokenizer_config.json, and tokenizer
+    settings (bos_token) as tokenizer_config.json spells them."""
+    named = _named(own.get("chat_template"), folder / "tokenizer_config.json")
+    if not named and (file := folder / "chat_template.json").is_file():
+        named = _named(read_json(file).get("chat_template"), file)
+    files = {"default": folder / "chat_template.jinja"} | {
+        file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))
+    }
+    named |= {name: _text(file) for name, file in files.items() if file.is_file()}
+    if not any(text.strip() for text in named.values()):
+        return ""
+    template = named.get("default", "")
+    names = ", ".join(sorted(named))[:200]
+    if not template.strip():
+        return _raising(f"the model has several ({names}), and none is named default")
+    template = _special_tokens(own, template) + template
+    if len(template) > MAX_TEMPLATE:
+        return _raising(f"it is longer than {MAX_TEMPLATE} characters")
+    return template
+
+
+def _named(given: Any, file: Path) -> dict[str, str]:
+    """Templates by their names, in either form that `chat_template` has in a file of JSON."""
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        given = {one.get("name"): one.get("template") for one in given}
+    named = given if isinstance(given, dict) else {} if given is None else {"default": given}
+    if not all(isinstance(part, str) for item in named.items() for part in item):
+        raise CheckpointError(
+            f"{file}: chat_template cannot be {shown(given)}: write a template, or a list of "
+            "templates that have names"
         )
-    return template if isinstance(template, str) else ""
+    return dict(named)
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_bytes(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{file} is not UTF-8 (byte {error.start}); save it again as UTF-8"
+        ) from None
+
+
+def _special_tokens(own: Mapping[str, Any], template: str) -> str:
+    """Statements of Jinja that set the special tokens which a template reads."""
+    spelt = {
+        name: token.get("content") if isinstance(token := own[name], dict) else token
+        for name in SPECIAL_TOKENS
+        if name in own and name in template
+    }
+    return "".join(
+        f"{{% set {name} = {json.dumps(text or '', ensure_ascii=False)} %}}\n"
+        for name, text in spelt.items()
+        if isinstance(text, str | None)
+    )
+
+
+def _raising(why: str) -> str:
+    """A template that says why there is none."""
+    return f"{{{{ raise_exception({json.dumps(why)}) }}}}"

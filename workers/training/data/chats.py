@@ -185,11 +185,13 @@ class Renderer:
     @property
     def _template(self) -> str:
         template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
         if not template:
             raise UserError(
                 f'{self._target} has no chat template: give token files, or lines of {{"text"}}'
             )
-        return cast(str, template if isinstance(template, str) else template["default"])
+        return cast(str, template)
 
     def _marked(self, messages: Sequence[Message], whole: bool) -> Example:
         """Find the answers by the marks of the template, and the ids that end the answers even

@@ -24,6 +24,8 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 """Names under `general.sampling`, and those of generation_config.json."""
+TEMPLATE = "tokenizer.chat_template"
+"""The key of a chat template; others than the default one have their names behind it."""
 
 
 def contents_of(model: Model) -> dict[str, str]:
@@ -75,12 +77,16 @@ def _mix(model: Model) -> str:
 def _tokenizer_config(model: Model, vocabulary: Vocabulary) -> dict[str, Any]:
     tokens = model.facts["tokenizer.ggml.tokens"]
     named = {"bos_token": vocabulary.begin, "eos_token": next(iter(vocabulary.ends), None)}
-    template = model.facts.get("tokenizer.chat_template", "")
+    templates = [
+        {"name": key.removeprefix(TEMPLATE).lstrip(".") or "default", "template": text}
+        for key, text in model.facts.items()
+        if (key == TEMPLATE or key.startswith(f"{TEMPLATE}.")) and isinstance(text, str)
+    ]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **{name: tokens[place] for name, place in named.items() if place is not None},
-        **({"chat_template": template} if isinstance(template, str) and template else {}),
+        **({"chat_template": templates} if templates else {}),
     }
 
 
