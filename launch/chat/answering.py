@@ -18,7 +18,7 @@ from dovetail.launch.chat.templates import Templated, templated
 from dovetail.launch.processes.connection import Connection
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Described, Emitted, Failed, Finished
-from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec, why_no_chats
 
 CANCEL_GRACE_S = 2.0
 LOOK_EVERY_S = 0.05
@@ -32,6 +32,9 @@ class Answerer(Protocol):
 
     def models(self) -> str:
         """Describe the models that answer."""
+
+    def no_chats(self) -> str:
+        """In words, why the models take no conversations; empty: they do."""
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """The reply to these turns, user first; Ctrl-C interrupts it. `DovetailError` if there is
@@ -49,6 +52,11 @@ class CoordinatorAnswerer:
 
     def models(self) -> str:
         return self._connection.models()
+
+    def no_chats(self) -> str:
+        template = self._text_codec().facts.template
+        why, continued = why_no_chats(template), "; what is said is continued as plain text"
+        return f"{why}{'' if template else continued}" if why else ""
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """Stream a reply, as `Answerer` describes. The second Ctrl-C is a KeyboardInterrupt."""

@@ -167,6 +167,12 @@ class WebAnswerer:
     def models(self) -> str:
         return f"{printable(self._model)} at {self._site.url}"
 
+    def no_chats(self) -> str:
+        asked = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+        with self._site.opened("POST", "/tokenize", asked) as response:
+            refused = response.status == 400
+            return str(_failure(400, _object(response.read()), sent_key=False)) if refused else ""
+
     def defaults(self, manner: Manner) -> str:
         """In words, which sampling of the server's own holds, as it says itself; empty: none that
         is not dovetail's default too."""

@@ -100,6 +100,8 @@ def command(
         )
         if isinstance(answerer, WebAnswerer) and (held := answerer.defaults(manner)):
             note(held)
+        if said := answerer.no_chats():
+            note(said)
         chat = Chat(answerer, manner, as_json=as_json)
         if sys.stdin.isatty():
             chat.talk()

@@ -27,6 +27,7 @@ from dovetail.launch.planning.prices import arithmetic, described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
 from dovetail.launch.planning.weights import AS_FAST, planned_types
 from dovetail.launch.planning.words import figure, flags, placement, toml, tree_of, why
+from dovetail.launch.processes import preflight
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
@@ -145,7 +146,8 @@ def command(
             f"({needs}): {less}"
         )
     compared = [one.brief(its) for one, its in zip(subjects, searched, strict=True)]
-    result = {**found.result(every), "weights_compared": compared}
+    no_chats = "" if found.unnamed else preflight.no_chats(found.configuration.settings.target)
+    result = {**found.result(every), "weights_compared": compared, "no_chats": no_chats}
     if as_json:
         click.echo(json.dumps(result))
         return
@@ -286,6 +288,8 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
         print_table(tuple(WEIGHTS), [_brief(one) for one in result["weights_compared"]])
     if result["device_says"]:
         click.echo(result["device_says"])
+    if result["no_chats"]:
+        click.echo(result["no_chats"])
     for name, falls in result["falls"].items():
         click.echo(f"draft.device = auto puts the {name} on the CPU, as priced here: {falls}")
     for name, origin in result["origins"].items():

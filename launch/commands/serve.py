@@ -23,6 +23,7 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
+from dovetail.launch.processes import preflight
 from dovetail.launch.processes.addresses import check_coordinator, check_pair, check_port
 from dovetail.launch.processes.connection import ends_in_words, models_of, with_choices
 from dovetail.launch.processes.serving.local import Local
@@ -150,6 +151,8 @@ def _introduce(
     service: "Service | Replicas", configuration: Configuration, *, as_json: bool
 ) -> None:
     """Say where we are, and what to type to use it."""
+    if no_chats := preflight.no_chats(configuration.settings.target):
+        note(f"  {no_chats}")
     if as_json:
         click.echo(
             json.dumps(
@@ -170,7 +173,10 @@ def _introduce(
         if file
         else ""
     )
-    question = json.dumps({"messages": [{"role": "user", "content": "Hello."}]})
+    hello = (
+        {"prompt": "Hello."} if no_chats else {"messages": [{"role": "user", "content": "Hello."}]}
+    )
+    path = "completions" if no_chats else "chat/completions"
     for said in filter(None, (models_of(service.state), ends_in_words(service.state))):
         note(f"  {said}")
     for fault in service.faults(time.monotonic()):
@@ -184,8 +190,8 @@ def _introduce(
         service.url,
     )
     note(
-        f"  try it:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
-        f"-d '{question}'"
+        f"  try it:  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(hello)}'"
     )
     page = f", or {url} in a browser" if configuration.settings.http.dashboard != "off" else ""
     note(

@@ -17,6 +17,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT
+from dovetail.runtime.text.tokenizer import NO_TEMPLATE
 
 STOP_CHARACTERS = 1024
 """The longest stop that `messages.Submit` takes."""
@@ -44,6 +45,8 @@ class Wish:
 
     def to(self, connection: Connection, configuration: Configuration) -> "Wish":
         """Return this wish with the settings that hold for a target, and its chat template."""
+        if not self.raw and not connection.client.describe().vocabulary.template:
+            note(f"{NO_TEMPLATE}: the prompt is continued as plain text")
         template = templated(connection.client, self.values)
         return replace(self, configuration=configuration, template=template)
 

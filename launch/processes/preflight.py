@@ -213,8 +213,8 @@ def text_here(source: str) -> Path | None:
 
 
 def check_text(folder: Path) -> None:
-    """Raise `CheckpointError` for a tokenizer or a chat template that the coordinator would refuse,
-    so that this is known before the weights are read."""
+    """Raise `CheckpointError` for a tokenizer that the coordinator would refuse, so that this is
+    known before the weights are read."""
     from dovetail.runtime.text.tokenizer import TextCodec
     from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 
@@ -222,6 +222,19 @@ def check_text(folder: Path) -> None:
         TextCodec(*read_tokenizer(folder))
     except RequestError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+
+
+def no_chats(target: TargetSettings) -> str:
+    """Return why a target takes no chats, and what it takes; empty where it takes them, or is not
+    on this machine."""
+    from dovetail.runtime.text.tokenizer import why_no_chats
+    from dovetail.workers.models.checkpoints.tokenizer import read_template
+
+    folder = text_here(with_target(target).model)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return ""
+    why = why_no_chats(read_template(folder))
+    return f"chats are refused, completions are served: {why}" if why else ""
 
 
 def check_inflation(size: str, memory: int) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch.chat.answering import CoordinatorAnswerer
 from dovetail.launch.chat.templates import Templated, templated
 from dovetail.launch.decoding.by_target import connected_by_target
+from dovetail.launch.decoding.request import Wish
+from dovetail.launch.processes.connection import connected
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.generation import FILE, with_generation_config
 from dovetail.protocol.errors import SettingsError, UserError
@@ -108,3 +111,18 @@ def test_a_damaged_file_is_one_error_that_names_it(
     with pytest.raises(SettingsError, match=complaint) as raised:
         with_generation_config(configured(tmp_path, content))
     assert str(tmp_path / FILE) in str(raised.value)
+
+
+def test_without_a_chat_template_a_prompt_is_continued_and_that_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with backend(target=False, draft=False) as house:
+        house.add(ScriptedTarget, "target", template="")
+        with connected(configure(environment={}), house.address) as connection:
+            for raw in (False, True):
+                wish = Wish(configure(environment={}), raw=raw)
+                wish.to(connection, wish.configuration)
+                words = "the model has no chat template: the prompt is continued as plain text\n"
+                assert (words in capsys.readouterr().err) == (not raw)
+            words = "the model has no chat template; what is said is continued as plain text"
+            assert CoordinatorAnswerer(connection).no_chats() == words

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from dovetail.launch.processes.preflight import (
     estimated_bytes,
     free_memory_bytes,
     memory_bytes,
+    no_chats,
 )
 from dovetail.launch.processes.stack import (
     layout_of,
@@ -33,6 +35,7 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.profiling.bounds import linears_of
 from dovetail.launch.settings import embedded
 from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import DRAFT_KINDS, DraftSettings, TargetSettings
 
@@ -397,3 +400,23 @@ def test_a_file_is_no_folder_to_write_to_and_what_is_not_there_may_become_one(
     with pytest.raises(click.BadParameter, match="file is a file: name a folder"):
         OUT_FOLDER.convert(str(tmp_path / "file"), None, None)
     assert OUT_FOLDER.convert(str(tmp_path / "new"), None, None) == tmp_path / "new"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "the model has no chat template"),
+        ("{{ messages | evil }}", "the chat template of the target cannot be used"),
+        ("{{ messages[0].content }}", ""),
+    ],
+)
+def test_a_target_that_takes_no_chats_is_noticed(
+    tmp_path: Path, template: str | None, words: str
+) -> None:
+    folder = shutil.copytree(DEMO_FOLDER / "target", tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    said = no_chats(TargetSettings(model=str(folder)))
+    assert said.startswith(f"chats are refused, completions are served: {words}" if words else "")
+    assert bool(said) == bool(words)

@@ -569,3 +569,31 @@ def test_a_stream_whose_target_is_killed_goes_on_when_that_has_been_started_agai
         == whole
     )
     told(process, "the target worker is ready again")
+
+
+@pytest.mark.slow
+def test_a_model_without_a_chat_template_says_so_once_and_serves_completions(
+    start: Start, run: Run, invoke: Run, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(DEMO_FOLDER / "target", tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    target, words = ("--target", str(folder), "--draft", "none"), "the model has no chat template"
+    process = start("serve", *PAIR, *target)
+    url = ready(process)["url"]
+    told(process, f"chats are refused, completions are served: {words}")
+    chat = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4}
+    status, refused = ask(url, body=chat)
+    assert status == 400
+    assert refused["error"]["message"].startswith(f"{words}: use /v1/completions")
+    assert ask(url, "/v1/completions", {"prompt": "Once upon"})[0] == 200
+    address = ("--max-tokens", "4")
+    for asked in (("--connect", url), ()):
+        done = run("chat", *asked, *address, input="Once upon\n")
+        assert done.stderr.count(words) == (2 if asked else 1), done.stderr
+        assert (done.returncode == 0) == (not asked)
+    plain = [run("generate", *raw, *address, "Once upon") for raw in ((), ("--raw",))]
+    assert plain[0].stdout == plain[1].stdout != ""
+    assert f"{words}: the prompt is continued as plain text" in plain[0].stderr
+    assert words not in plain[1].stderr
+    planned = invoke("plan", *target[:2])
+    assert f"completions are served: {words}" in planned.stdout
