@@ -72,7 +72,7 @@ def test_an_offer_of_another_protocol_is_passed_over_and_the_body_read(
     cut = len(request) - len(framed) // 2
     parts = [request[:100], request[100:cut], request[cut:] + request + get + get]
     first, second, *versions = exchanged(server, parts, 4)
-    expected = " ".join(f"w{token}" for token in continuation((5, 6), 2))
+    expected = "".join(f" w{token}" for token in continuation((5, 6), 2))
     assert [reply.json()["choices"][0]["text"] for reply in (first, second)] == [expected] * 2
     assert [reply.status_code for reply in versions] == [200, 200]
 
