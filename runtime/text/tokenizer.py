@@ -322,7 +322,7 @@ class ReplyText:
         the reply has them, though its text does not."""
         self.detokenizer = detokenizer
         self._end, self._stopping, self._least = end, bool(stop), min_tokens
-        hidden = detokenizer.marks(stop)
+        hidden = detokenizer.marks(stop) if stop else {}
         self._marks = dict(zip(hidden, MARKS, strict=False))
         marked = list(stop)
         for token, mark in self._marks.items():

@@ -15,17 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.chat.answering import Answerer, Show
+from dovetail.launch.chat.answering import Answerer, CoordinatorAnswerer, Show
 from dovetail.launch.chat.conversation import Answer, Manner
 from dovetail.launch.chat.stats import print_stats
 from dovetail.launch.commands.chat import Chat
+from dovetail.launch.processes.connection import Connection
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, RequestError
+from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.golden import representative
 from support.stacks import complete_all
+from support.web import backend
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -502,3 +505,15 @@ def test_a_server_that_is_not_there_is_one_line(invoke: Run) -> None:
     done = invoke("chat", "--connect", "http://127.0.0.1:1", input="Hello.\n")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no server answers at http://127.0.0.1:1" in done.stderr
+
+
+def test_pieces_of_a_reply_are_parted_where_its_words_begin() -> None:
+    pieces: list[str] = []
+    with backend() as house, Client(open_link(house.address, role="client")) as client:
+        answerer = CoordinatorAnswerer(Connection(client, client.status()))
+        tree = TreeSettings(policy="dynamic", insist=True)
+        manner = Manner(Sampling(), 24, tree)
+        answer = answerer.answer(("w5 w6",), manner, lambda piece, _drafted: pieces.append(piece))
+    assert "".join(pieces) == answer.text
+    assert len(pieces) > 2
+    assert all(re.fullmatch(r"( w\d+)+", piece) for piece in pieces)
