@@ -27,8 +27,9 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.golden import representative
+from support.scripted import continuation
 from support.stacks import complete_all
-from support.web import backend
+from support.web import CHAT, backend
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -512,7 +513,8 @@ def test_pieces_of_a_reply_are_parted_where_its_words_begin() -> None:
     with backend() as house, Client(open_link(house.address, role="client")) as client:
         answerer = CoordinatorAnswerer(Connection(client, client.status()))
         tree = TreeSettings(policy="dynamic", insist=True)
-        manner = Manner(Sampling(), 24, tree)
+        held = f" w{continuation(CHAT, 1)[0]} x"  # which has the first word wait for the second
+        manner = Manner(Sampling(), 24, tree, stop=(held,))
         answer = answerer.answer(("w5 w6",), manner, lambda piece, _drafted: pieces.append(piece))
     assert "".join(pieces) == answer.text
     assert len(pieces) > 2
