@@ -282,7 +282,7 @@ class _Loop:
             yield self._probed(command)
             return
         if isinstance(command, Engage):
-            self._standing.standby = False
+            self._standing.serves()
             return
         if isinstance(command, Observe):
             self._worker.spans.fine = command.fine

@@ -19,7 +19,12 @@ from dovetail.launch.files.directory import announced, journal_path, remove_old_
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
 from dovetail.launch.processes.addresses import check_pair, is_here, same_place
-from dovetail.launch.processes.child import end_when_told, end_with, show_stacks_when_asked
+from dovetail.launch.processes.child import (
+    end_when_told,
+    end_with,
+    name_process,
+    show_stacks_when_asked,
+)
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, UserError
@@ -103,6 +108,7 @@ def command(
         end_with(parent)
     end_when_told()
     show_stacks_when_asked()
+    name_process("coordinator")
     if cores is not None:
         bind(Place(parse_cores(cores)))
     log_to_stderr(logging.WARNING if parent else logging.INFO)

@@ -23,6 +23,7 @@ from dovetail.launch.processes.child import (
     claim_stdout,
     end_when_told,
     end_with,
+    name_process,
     show_stacks_when_asked,
 )
 from dovetail.launch.processes.connection import ahead_of, call_model, only_coordinator
@@ -84,6 +85,7 @@ def command(configuration: Configuration, connect: str | None, parent: int | Non
     if connect is None:
         connect, configuration = only_coordinator(configuration)
     settings, notifier = configuration.settings, Notifier()
+    name_process("http")
     folder = Path(settings.coordinator.keys) if settings.coordinator.keys else None
     with ExitStack() as opened:
         said = opened.enter_context(claim_stdout())

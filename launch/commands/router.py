@@ -20,6 +20,7 @@ from dovetail.launch.processes.child import (
     claim_stdout,
     end_when_told,
     end_with,
+    name_process,
     show_stacks_when_asked,
 )
 from dovetail.launch.settings.configure import Configuration
@@ -83,6 +84,7 @@ def command(
         end_with(parent)
     end_when_told()
     show_stacks_when_asked()
+    name_process("router")
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     if not urls and replicas is None:

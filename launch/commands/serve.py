@@ -25,6 +25,7 @@ from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes import preflight
 from dovetail.launch.processes.addresses import check_coordinator, check_pair, check_port
+from dovetail.launch.processes.child import name_process
 from dovetail.launch.processes.connection import ends_in_words, models_of, with_choices
 from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
@@ -95,6 +96,7 @@ def command(configuration: Configuration, engine: str, as_json: bool, standby: s
     for said in (taken, blocks_in_words(configuration.settings.target)):
         if said:
             note(said)
+    name_process("serve")
     with ExitStack() as opened:
         try:
             service = _open(engine, configuration, opened, standby)

@@ -9,7 +9,7 @@ us. What it says goes to a file in the runtime directory, which it keeps short.
 import json
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
@@ -23,15 +23,16 @@ from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.preflight import check_draft, check_target
-from dovetail.launch.processes.replacement import Change, leaver, serving
+from dovetail.launch.processes.replacement import Change, Expected, leaver, serving
 from dovetail.launch.processes.stack import SECTIONS, Played, layout_of, worker_arguments
-from dovetail.launch.processes.worker_settings import settings_of
+from dovetail.launch.processes.worker_settings import STUCK, Before, before_of, last_before
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import BASIC, settings_flags
 from dovetail.protocol.errors import DovetailError, LinkError, UserError
 from dovetail.protocol.links.ways import split_addresses
-from dovetail.protocol.messages import Role, WorkerState
+from dovetail.protocol.messages import Reported, Role, WorkerState
 from dovetail.protocol.settings import TARGETS_OWN
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 EVERYWHERE = ("//0.0.0.0:", "//[::]:")
 MODELS: dict[Role, tuple[str, ...]] = {
@@ -39,16 +40,9 @@ MODELS: dict[Role, tuple[str, ...]] = {
     "draft": ("draft.model", "draft.kind"),
 }
 """Role -> the settings that name its model."""
-LOCAL = (
-    "target.model",
-    "target.device",
-    "target.threads",
-    "target.numa",
-    "draft.model",
-    "draft.device",
-    "memory.",
-    "coordinator.",
-)
+KINDS_OWN = ("draft.weights", "draft.share", "draft.contrast", "draft.pickled")
+"""Settings of a draft that another model, or another kind of draft, need not have."""
+LOCAL = ("target.device", "target.threads", "target.numa", "draft.device", "memory.", STUCK)
 """Settings that need not hold on another machine."""
 
 
@@ -104,8 +98,9 @@ def command(
 ) -> None:
     """Replace a worker by one with these settings, while requests run.
 
-    Settings that are not given are those of the worker that leaves, if it runs on this machine; a
-    model that is named takes its settings from the command line alone.
+    Settings that are not given are those of the worker that leaves, or left last, if it ran on this
+    machine; otherwise the model has to be named. A target that would compute other bytes than that
+    one is refused unless what differs is named.
 
     The new worker is tried with short sessions, then gets all new sessions and takes over the
     running ones: all sessions of a draft; those of a target one by one if it computes the same
@@ -126,22 +121,25 @@ def command(
         given = connect is not None and (several or leaves_the_machine(connect))
         way = connect if connect is not None and given else state.address
         old = {part: None if beside else leaver(state.workers, part, replaced) for part in parts}
+        asked = {option for option in configuration.origins if configuration.given(option)}
+        addresses = {state.address, *split_addresses(way)}
+        before, whose = _before(configuration, parts[0], old[parts[0]], state, addresses)
         name = (
             _free(state.workers, name, old[parts[0]])
             if name is not None
             else free_name(state.workers, role)
         )
-        configuration, known = as_before(
-            configuration, parts[0], old[parts[0]], state.workers, elsewhere=elsewhere
-        )
-        change = Change(client, role, name, old, known, beside=beside)
+        reads = _read_target(state.workers, addresses) if parts == ("draft",) else None
+        configuration = as_before(configuration, parts[0], before, reads, elsewhere=elsewhere)
+        change = Change(client, role, name, old, Expected(whose, asked), beside=beside)
         if elsewhere:
             line = _command_for_another_machine(configuration, role, name, way)
             done = _wait_for_another_machine(change, name, line, to_stderr=as_json)
         else:
             _check_models(configuration, role)
             keys = configuration.settings.coordinator.keys or announced_keys(state.address)
-            done = _start_here(change, configuration, role, name, way, keys)
+            place = before.place if before is not None and role != "unified" else None
+            done = _start_here(change, configuration, role, name, way, keys, place)
     if as_json:
         click.echo(
             json.dumps(
@@ -190,8 +188,8 @@ def _wait_for_another_machine(
     """Print the line to type there, wait for that worker and put it in place."""
     click.echo(line, err=to_stderr)
     note(
-        "FOLDER holds its own NAME.key and coordinator.pub; models, devices and "
-        "threads that are not named are those of a worker without settings"
+        "FOLDER holds its own NAME.key and coordinator.pub; the model is called as it is here; "
+        "device, threads and memory that are not named are chosen there"
     )
     note(f"waiting for {name}; Ctrl-C stops waiting")
     change.wait(None)
@@ -205,12 +203,15 @@ def _start_here(
     name: str,
     address: str,
     keys: str,
+    place: Sequence[str] | None,
 ) -> dict[str, Any]:
     """Start the worker on this machine and put it in place. It ends with us unless it has
-    sessions, or may have."""
-    flags = worker_arguments(configuration, role, address, layout_of(configuration.settings))
+    sessions, or may have. `place`: the flags that bind it; None: it is bound as settings say."""
+    layout = layout_of(configuration.settings) if place is None else None
+    flags = worker_arguments(configuration, role, address, layout)
     arguments = [
         *(flag for flag in flags if not flag.startswith("--name=")),
+        *(place or ()),
         *([f"--keys={keys}"] if keys else []),
         f"--name={name}",
         "--standby",
@@ -284,38 +285,64 @@ def _check_flags(configuration: Configuration, role: Played) -> None:
         )
 
 
-def as_before(
+def _before(
     configuration: Configuration,
     role: Role,
     old: WorkerState | None,
-    workers: Sequence[WorkerState],
+    state: Reported,
+    addresses: Collection[str],
+) -> tuple[Before | None, str]:
+    """Return what the worker was started with that leaves, or beside which the new one comes, or
+    that was there last, and the fingerprint of that one; `UserError` where neither that is known
+    nor a model is named."""
+    model = old or serving(state.workers, role)
+    before = before_of(model) if model is not None else last_before(addresses, role)
+    if before is None and not any(configuration.given(name) for name in MODELS[role]):
+        whose = f"of {model.name} on {model.host}" if model is not None else f"of a former {role}"
+        raise UserError(
+            f"the settings {whose} are not known on this machine: name the model with "
+            f"--{role} MODEL, and whatever else it should have"
+        )
+    return (
+        before,
+        model.fingerprint if model is not None else before.note.fingerprint if before else "",
+    )
+
+
+def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> Before | None:
+    """Return what the target was started with that a draft is for."""
+    target = serving(workers, "target")
+    return before_of(target) if target is not None else last_before(addresses, "target")
+
+
+def as_before(
+    configuration: Configuration,
+    role: Role,
+    before: Before | None,
+    reads: Before | None,
     *,
     elsewhere: bool,
-) -> tuple[Configuration, bool]:
-    """The settings with what was not given as the worker has it that leaves, else as one beside
-    which the new one comes, and for a draft the target's model; whether it is certain which model
-    is meant.
+) -> Configuration:
+    """The settings with what was not given as the worker `before` had it, and for a draft the
+    target's model as the target that it `reads` has it.
 
-    A model that was named has nothing of another's, and a worker `elsewhere` nothing that is a
-    matter of this machine.
+    A draft that is named has nothing that may be a matter of another one's kind, and a worker
+    `elsewhere` nothing that is a matter of this machine.
     """
     named = any(configuration.given(name) for name in MODELS[role])
-    model = old or serving(workers, role)
-    before = settings_of(model) if model is not None else None
-    sections = ("coordinator.stuck_s",) if named else (*SECTIONS[role], "coordinator.stuck_s")
-    values = {name: value for name, value in (before or {}).items() if name.startswith(sections)}
+    sections = (*SECTIONS[role], "memory", STUCK)
+    values = {n: v for n, v in (before.values if before else {}).items() if n.startswith(sections)}
     if role == "draft":
-        target = serving(workers, "target")
-        read = (settings_of(target) if target is not None else None) or {}
-        values |= {name: read[name] for name in TARGETS_OWN if name in read}
+        values |= {n: reads.values[n] for n in TARGETS_OWN if reads and n in reads.values}
+    own = (*MODELS[role], *(KINDS_OWN if role == "draft" else ())) if named else ()
+    if named and values.get("target.weights") == FILE:
+        own = (*own, "target.weights")  # the blocks are those of one file
     wanted = {
         name: value
         for name, value in values.items()
-        if not (configuration.given(name) or (elsewhere and name.startswith(LOCAL)))
+        if not (configuration.given(name) or name in own or (elsewhere and name.startswith(LOCAL)))
     }
-    return configuration.over("as the present workers have it", wanted), named or (
-        before is not None and not elsewhere
-    )
+    return configuration.over("as the present workers have it", wanted)
 
 
 def announced_keys(address: str) -> str:

@@ -24,9 +24,10 @@ from dovetail.launch.processes.child import (
     end_when_told,
     end_with,
     ending_at_once,
+    name_process,
     show_stacks_when_asked,
 )
-from dovetail.launch.processes.connection import only_coordinator
+from dovetail.launch.processes.connection import call_model, only_coordinator
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import check_draft, check_target, check_unified
 from dovetail.launch.processes.worker import (
@@ -34,12 +35,16 @@ from dovetail.launch.processes.worker import (
     Role,
     WorkerProcess,
     await_address,
+    model_of,
     parts_of,
     place_of,
     thread_count,
 )
+from dovetail.launch.processes.worker_settings import flags_of
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import BASIC, settings_flags
+from dovetail.protocol.settings import MODELLESS_KINDS
+from dovetail.workers.models.checkpoints.gguf.view import spelled
 
 RECONNECT_S = 300.0
 
@@ -144,6 +149,7 @@ def command(
     place = place_of(role, target, cores, memory_nodes)
     if parent is None:  # else it was looked at before any process was started
         check_memory(configuration.settings, (role,), nodes=nodes_of(place))
+    name_process(role, _model(configuration, role))
     binding = bind(place) if place is not None else Binding("none", Place(()))
     threads = thread_count(role, target, place)
     if own_log:
@@ -170,6 +176,7 @@ def command(
             say,
             standby,
             notifier,
+            flags_of(configuration, cores, memory_nodes),
             told,
         ).serve()
         if drain is None:
@@ -178,3 +185,11 @@ def command(
             remove_stderr()
         if drain.dismissed or parent is not None:
             sys.exit(LET_GO)
+
+
+def _model(configuration: Configuration, role: Role) -> str:
+    """Return the name of the model for lists of processes."""
+    kind = configuration.settings.draft.kind
+    if role == "draft" and kind in MODELLESS_KINDS:
+        return kind
+    return call_model(spelled(model_of(configuration, role))).removesuffix(".gguf")

@@ -1,8 +1,10 @@
 """Finds this user's files: the runtime directory, in which each coordinator on this machine
-announces itself, the profile file and the history file.
+announces itself and each worker notes what it was started with, the profile file and the history
+file.
 
 An announcement holds an address and the process behind it, and is removed with it; one whose
-process has gone is ignored and cleaned away. Knows no sockets.
+process has gone is ignored and cleaned away. The note of a worker outlives the worker, and goes
+with its coordinator. Knows no sockets.
 """
 
 import fcntl
@@ -14,24 +16,43 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 from zlib import crc32
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import cache_folder
 
+N = TypeVar("N", bound="Noted")
+
 
 @dataclass(frozen=True)
-class Announcement:
-    """A coordinator that runs, and the process that runs it or looks after it. `started_ticks`
-    tells that one from a later one of the same number."""
+class Noted:
+    """The address of a coordinator, and a process that has to do with it. `started_ticks` tells
+    that one from a later one of the same number."""
 
     address: str
     pid: int
     started_ticks: int
+
+    @property
+    def alive(self) -> bool:
+        """Return whether its process runs; one that has ended and was not reaped yet (Z, X) does
+        not."""
+        try:
+            state, started = _state_and_start(self.pid)
+        except OSError:
+            return False
+        return state not in ("Z", "X") and started == self.started_ticks
+
+
+@dataclass(frozen=True)
+class Announcement(Noted):
+    """A coordinator that runs, and the process that runs it or looks after it."""
+
     keys: str = ""
     """Folder of keys of a tcp address."""
     url: str = ""
@@ -43,15 +64,17 @@ class Announcement:
         itself."""
         return f"{'`dovetail serve`, ' if self.url else ''}pid {self.pid}"
 
-    @property
-    def alive(self) -> bool:
-        """Return whether its process runs; one that has ended and was not reaped yet (Z, X) does
-        not."""
-        try:
-            state, started = _state_and_start(self.pid)
-        except OSError:
-            return False
-        return state not in ("Z", "X") and started == self.started_ticks
+
+@dataclass(frozen=True)
+class WorkerNote(Noted):
+    """A worker of this machine that was registered, or still is, at a coordinator (with a standby
+    `address` has both)."""
+
+    roles: Sequence[str]
+    flags: Sequence[str]
+    """The settings that it was started with, and its place, as flags of `dovetail worker`."""
+    fingerprint: str = ""
+    """That of a target."""
 
 
 def runtime_directory() -> Path:
@@ -87,13 +110,61 @@ def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
         keys and str(Path(keys).absolute()),
         url,
     )
-    draft = path.with_suffix(".new")
-    draft.write_text(json.dumps(asdict(mine)), encoding="utf-8")
-    draft.replace(path)
+    _write(path, mine)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+        for path, note in _worker_notes():
+            if note.address.partition(",")[0] == address:
+                path.unlink(missing_ok=True)
+
+
+def note_worker(
+    address: str, name: str, roles: Sequence[str], flags: Sequence[str], fingerprint: str
+) -> None:
+    """Note what this process, a worker, was started with, in the place of an earlier one of its
+    name."""
+    pid, started = os.getpid(), _state_and_start(os.getpid())[1]
+    note = WorkerNote(address, pid, started, roles, flags, fingerprint)
+    _write(_note_path(address, name), note)
+
+
+def forget_worker(address: str, name: str) -> None:
+    """Remove the note of a worker."""
+    _note_path(address, name).unlink(missing_ok=True)
+
+
+def _note_path(address: str, name: str) -> Path:
+    return runtime_directory() / f"settings-{crc32(f'{address} {name}'.encode()):08x}.json"
+
+
+def worker_notes() -> list[WorkerNote]:
+    """The workers of this machine that have been registered, the latest last, whether they still
+    run or not, as long as their coordinators may."""
+    announcements()  # which removes what is left of those that have gone
+    return [note for _, note in _worker_notes()]
+
+
+def _worker_notes() -> list[tuple[Path, WorkerNote]]:
+    found = (
+        (path, _read(WorkerNote, path)) for path in runtime_directory().glob("settings-*.json")
+    )
+    notes = [(path, note) for path, note in found if note is not None]
+    return sorted(notes, key=lambda one: one[1].started_ticks)
+
+
+def _write(path: Path, noted: Noted) -> None:
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(asdict(noted)), encoding="utf-8")
+    draft.replace(path)
+
+
+def _read(kind: type[N], path: Path) -> N | None:
+    try:
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def remove_unused_logs(folder: Path) -> None:
@@ -183,13 +254,15 @@ def announcements() -> list[Announcement]:
     """The coordinators of this user that are alive."""
     found = []
     for path in sorted(runtime_directory().glob("coordinator-*.json")):
-        try:
-            announcement = Announcement(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            announcement = None
+        announcement = _read(Announcement, path)
         if announcement is not None and announcement.alive:
             found.append(announcement)
         else:
+            path.unlink(missing_ok=True)
+    led = {announcement.address for announcement in found}
+    for path, note in _worker_notes():
+        here = note.address.startswith("ipc://")
+        if here and note.address not in led and not note.alive:
             path.unlink(missing_ok=True)
     return found
 

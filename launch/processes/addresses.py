@@ -11,7 +11,6 @@ import socket
 import psutil
 
 from dovetail.launch.files.directory import announcements
-from dovetail.launch.processes.child import command_line
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links.addresses import host_and_port
 from dovetail.protocol.settings import CoordinatorSettings
@@ -21,7 +20,8 @@ ANY = ("0", "*")
 """Ports that stand for one that is free."""
 ANYWHERE = ("0.0.0.0", "[::]", "*")
 """Hosts that stand for all addresses of a machine."""
-PARENT = "--parent="
+SERVE = "dovetail:serve"
+"""The program of `dovetail serve`, as the kernel has it."""
 
 
 def check_port(host: str, port: int, *, remedy: str) -> None:
@@ -118,14 +118,11 @@ def _holder(port: int) -> str:
         return "a process that is not yours"
     try:
         process = psutil.Process(pid)
-        began = (
-            argument.removeprefix(PARENT) for argument in command_line(pid) if PARENT in argument
-        )
-        parent = next(began, "")
+        parent = process.parent()
         return (
-            f"`dovetail serve` (pid {parent})"
-            if parent.isdigit()
+            f"`dovetail serve` (pid {parent.pid})"
+            if parent is not None and parent.name() == SERVE
             else f"{process.name()} (pid {pid})"
         )
-    except (psutil.Error, OSError):
+    except psutil.Error:
         return f"pid {pid}"

@@ -7,14 +7,14 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
 PR_SET_PDEATHSIG = 1
-COMMAND_LINE = "dovetail-command"
-"""The name of a file in memory that a process holds open."""
+PR_SET_NAME = 15
+PROGRAM = "dovetail"
 LET_GO = 3
 """Exit code of a worker that was drained or replaced, and of one under a supervisor that the
 coordinator wants no more: it is not to be started again."""
@@ -53,27 +53,16 @@ def show_stacks_when_asked() -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
-def keep_command_line(arguments: Sequence[str]) -> None:
-    """Keep the command of this process, which was forked, where others of this user find it: the
-    kernel has that of the process that it was forked from."""
-    for inherited in [*_kept("self")]:
-        os.close(int(inherited.name))
-    os.write(os.memfd_create(COMMAND_LINE), os.fsencode("\0".join(arguments)))
-
-
-def command_line(process: int) -> list[str]:
-    """Return the command of a process of this user, whether it was forked or not; `OSError` where
-    it cannot be read."""
-    file = next(_kept(str(process)), Path(f"/proc/{process}/cmdline"))
-    return os.fsdecode(file.read_bytes().rstrip(b"\0")).split("\0")
-
-
-def _kept(process: str) -> Iterator[Path]:
-    """Yield the descriptors of a process that hold its command."""
-    for descriptor in Path(f"/proc/{process}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
-            if descriptor.readlink().name.startswith(f"memfd:{COMMAND_LINE}"):
-                yield descriptor
+def name_process(role: str, model: str = "") -> None:
+    """Show this process as `dovetail ROLE MODEL` where command lines are shown, cut to the size of
+    the one that it was started with, and as `dovetail:ROLE`, of which the kernel keeps 15 bytes,
+    where only programs are."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NAME, f"{PROGRAM}:{role}".encode(), 0, 0, 0)
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    title = " ".join(filter(None, (PROGRAM, role, model))).encode()
+    ctypes.memmove(begin, title[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
 
 @contextlib.contextmanager

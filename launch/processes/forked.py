@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from dovetail.launch.processes import nursery
-from dovetail.launch.processes.child import keep_command_line
 from dovetail.launch.processes.nursery import MAX_BYTES, READY, count_threads
 from dovetail.protocol.errors import DovetailError
 
@@ -160,7 +159,6 @@ def _become(
         logging.root.handlers.clear()
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - until we end
         sys.argv = [PROGRAMS[0], *arguments]
-        keep_command_line(sys.argv)
         importlib.import_module(module).main()
         code = 0
     except SystemExit as told:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dovetail.launch.processes.child import end_with, keep_command_line
+from dovetail.launch.processes.child import end_with, name_process
 
 MAX_BYTES = 1 << 16
 """Bytes of a worker's command."""
@@ -56,6 +56,7 @@ def main() -> None:
     """Import, and fork until our parent has closed its end."""
     parent = int(sys.argv[-1].removeprefix("--parent="))
     end_with(parent)
+    name_process("nursery")
     os.environ.update(thread_environment(1))
     talk = socket.socket(fileno=os.dup(0))
     import_at_once(sys.argv[1:-1])
@@ -122,7 +123,6 @@ def become(arguments: Sequence[str], stdin: int, stderr: int, *, anew: bool) -> 
     if anew:
         os.execv(sys.executable, [sys.executable, "-P", "-m", COMMAND, *arguments])
     sys.argv = ["dovetail", *arguments]
-    keep_command_line(sys.argv)
     importlib.import_module(COMMAND).main()
 
 

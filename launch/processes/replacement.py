@@ -3,7 +3,8 @@
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dovetail.launch.console.terminal import Intervals, loading_text, note, spinner
@@ -25,12 +26,12 @@ class Change:
         role: Played,
         name: str,
         old: Mapping[Role, WorkerState | None],
-        known: bool,
+        expected: "Expected",
         *,
         beside: bool,
     ) -> None:
-        """`known`: whether it is certain which model is meant; `beside`: nobody leaves."""
-        self._client, self._old, self._known, self._beside = client, old, known, beside
+        """`expected`: of a target; `beside`: nobody leaves."""
+        self._client, self._old, self._expected, self._beside = client, old, expected, beside
         self._names: dict[Role, str] = {
             part: f"{name}-{part}" if role == "unified" else name for part in old
         }
@@ -43,8 +44,8 @@ class Change:
         """Until it is registered."""
         for part, name in self._names.items():
             self.newcomers[part] = wait_until_here(self._client, name, child, self._old[part])
-        if not self._known:
-            check_checkpoint(next(iter(self.newcomers.values())), self._client.status().workers)
+        if (target := self.newcomers.get("target")) is not None:
+            self._expected.check(target)
 
     def make(self) -> dict[str, Any]:
         """Put it in place, role by role; what came of it."""
@@ -133,20 +134,39 @@ def all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]
     ]
 
 
-def check_checkpoint(newcomer: WorkerState, workers: Sequence[WorkerState]) -> None:
-    """`UserError` for a target of another checkpoint than those that are here, where nobody has
-    said that it should be."""
-    here = serving(workers, "target")
-    if newcomer.fingerprint and here is not None and checkpoint(here) != checkpoint(newcomer):
-        text = (
-            f"{newcomer.name} has the model {shorten_model(newcomer.model)}, and "
-            f"{here.name} on {here.host} another one, {shorten_model(here.model)}"
+@dataclass(frozen=True)
+class Expected:
+    """What a target has to compute that takes the place of another."""
+
+    fingerprint: str
+    """That of the other one; empty: it is not known."""
+    asked: Collection[str]
+    """The settings that somebody gave the new one, by dotted name."""
+
+    def check(self, newcomer: WorkerState) -> None:
+        """`UserError` for a target that computes other bytes, where nobody has asked for it."""
+        parts = ("model", "weights", "kernels", "split", "prefill", "cache")
+        pairs = zip(
+            parts, self.fingerprint.split("/"), newcomer.fingerprint.split("/"), strict=False
         )
-        raise UserError(f"{text}: name the one that you mean with --target MODEL")
-
-
-def checkpoint(worker: WorkerState) -> str:
-    return worker.fingerprint.partition("/")[0]
+        differ = {name: (had, has) for name, had, has in pairs if had != has}
+        model = not {"target.model", "target.inflate"}.isdisjoint(self.asked)
+        if model or not self.fingerprint or not differ:
+            return
+        if "model" in differ:
+            raise UserError(
+                f"{newcomer.name} has another model than the target whose place it takes "
+                f"({shorten_model(newcomer.model)}, checkpoint {differ['model'][1]} instead of "
+                f"{differ['model'][0]}): name the one that you mean with --target MODEL"
+            )
+        if not any(name.startswith(("target.", "memory.")) for name in self.asked):
+            words = ", ".join(
+                f"{name} {has} instead of {had}" for name, (had, has) in differ.items()
+            )
+            raise UserError(
+                f"{newcomer.name} would compute other bytes than the target whose place it takes, "
+                f"{words}: name it with --target MODEL if that is meant"
+            )
 
 
 def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> WorkerState | None:

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 CHILD, FOLDER = b"child", b"folder"
 APART = "apart"
 
@@ -34,9 +34,9 @@ def main() -> None:
     if APART in sys.argv and (apart := os.fork()):
         os.waitpid(apart, 0)
         return
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0
-    )  # it may be stopped itself when its supervisor goes
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_NAME, b"dovetail:warden", 0, 0, 0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)  # it may be stopped when its supervisor goes
     children: list[int] = []
     folders: list[str] = []
     for line in sys.stdin.buffer:

@@ -5,7 +5,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -15,7 +16,12 @@ from typing import TYPE_CHECKING, Literal
 from dovetail.launch.console.network_notice import leaves_the_machine, of_worker
 from dovetail.launch.console.terminal import QUANTISED, counted, counting_bar, note
 from dovetail.launch.files.deployment.notification import Notifier
-from dovetail.launch.files.directory import substitutes_path, writable_profile_path
+from dovetail.launch.files.directory import (
+    forget_worker,
+    note_worker,
+    substitutes_path,
+    writable_profile_path,
+)
 from dovetail.launch.machine.binding import Binding, Place
 from dovetail.launch.machine.cores import lay_out_here, parse_place
 from dovetail.launch.machine.sharding import layout_for
@@ -115,6 +121,8 @@ class WorkerProcess:
     say: Callable[[str], None]
     standby: bool
     notifier: Notifier
+    flags: Sequence[str]
+    """Its settings and its place, for whoever starts another one in its place."""
     told: bool = False
     """True if the command that started this worker sends the address on standard input; it has
     checked the tokenizer already if that is on this machine."""
@@ -163,6 +171,9 @@ class WorkerProcess:
             for thread in others.values():
                 thread.start()
             drain = first()
+            if drain is not None and not drain.dismissed:
+                with suppress(OSError, UserError):  # then there is no note
+                    forget_worker(self.connect, self.name)
             end_undisturbed()
             for thread in others.values():
                 thread.join(ANSWER_S)
@@ -251,6 +262,7 @@ class WorkerProcess:
         reconnecting = Reconnecting(
             again, self.reconnect_s, lambda news: self.say(f"{title}: {news}")
         )
+        noted = partial(self._note, str(worker.hello(0).fingerprint or ""))
         return serve(
             link,
             worker,
@@ -259,8 +271,15 @@ class WorkerProcess:
             load_s=load_s,
             reconnecting=reconnecting if self.reconnect_s else None,
             watchdog=watchdog,
-            listener=self.notifier.part(part),
+            listener=self.notifier.part(part, noted),
         )
+
+    def _note(self, fingerprint: str) -> None:
+        """Note what this worker was started with, unless there is no place for it."""
+        try:
+            note_worker(self.connect, self.name, parts_of(self.role), self.flags, fingerprint)
+        except (OSError, UserError) as error:
+            self.say(f"{self._title}: `dovetail swap` has to be given its settings ({error})")
 
 
 class SecondRole(threading.Thread):

@@ -1,76 +1,86 @@
-"""Finds out what a worker of this machine was started with: its settings, by its command line and
-the environment that the kernel keeps of its process.
+"""What the workers of this machine were started with, as each of them has noted it in the runtime
+directory once it was loaded.
 
-Nothing of that comes over a link: a worker says of itself what it likes, and a path among it would
-be opened here. Knows how a worker is started, and nothing of who takes its place.
+Nothing of that comes over a link: a worker reports of itself what it likes, and a path among it
+would be opened here. A note outlives its worker, so that one that was lost or drained is known,
+too. Knows how a worker is started, and nothing of who takes its place.
 """
 
-import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import click
-import psutil
-
-from dovetail.launch.commands import worker as started
-from dovetail.launch.processes.child import command_line
+from dovetail.launch.files.directory import WorkerNote, worker_notes
 from dovetail.launch.settings.catalog import SETTINGS
-from dovetail.launch.settings.configure import configure
-from dovetail.launch.settings.flags import take_settings
-from dovetail.protocol.errors import UserError
+from dovetail.launch.settings.configure import Configuration, parse_setting
+from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.messages import WorkerState
+from dovetail.workers.models.checkpoints.gguf.view import resolved
 
-COMMAND = "worker"
+SECTIONS = ("target", "draft", "memory")
 MODELS = ("target.model", "draft.model")
+STUCK = "coordinator.stuck_s"
+PLACE = ("--cores=", "--memory-nodes=")
 
 
-def settings_of(worker: WorkerState) -> Mapping[str, Any] | None:
-    """Dotted name -> value of what was said to this worker when it was started; None if it runs
-    elsewhere, or belongs to somebody else."""
+@dataclass(frozen=True)
+class Before:
+    """What a worker was started with."""
+
+    note: WorkerNote
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Dotted name -> value of what it was given."""
+        parts = (flag.removeprefix("--").partition("=") for flag in self.note.flags)
+        known = {name: text for name, _, text in parts if name in SETTINGS}
+        found = {name: parse_setting(name, text, f"--{name}") for name, text in known.items()}
+        return {n: resolved(value) if n in MODELS else value for n, value in found.items()}
+
+    @property
+    def place(self) -> list[str]:
+        """The flags that bind it."""
+        return [flag for flag in self.note.flags if flag.startswith(PLACE)]
+
+
+def flags_of(configuration: Configuration, cores: str | None, memory_nodes: str) -> list[str]:
+    """Return the settings and the place of a worker as flags that hold in any folder."""
+    place = [
+        f"{name}{value}" for name, value in zip(PLACE, (cores, memory_nodes), strict=True) if value
+    ]
+    typed = (flag.partition("=") for flag in configuration.typed(*SECTIONS))
+    settings = [
+        f"{name}={_whole(value) if name.removeprefix('--') in MODELS else value}"
+        for name, _, value in typed
+    ]
+    return [*settings, f"--{STUCK}={configuration.value(STUCK)}", *place]
+
+
+def before_of(worker: WorkerState) -> Before | None:
+    """Return what a registered worker was started with; None if it runs elsewhere, or belongs to
+    somebody else."""
     if worker.host != socket.gethostname():
         return None
-    try:
-        process = psutil.Process(worker.pid)
-        if process.uids().real != os.getuid():
-            return None
-        line = command_line(worker.pid)
-        return read_command(line, process.environ(), Path(process.cwd()))
-    except (psutil.Error, OSError):
-        return None
+    found = [note for note in worker_notes() if note.pid == worker.pid and note.alive]
+    return Before(found[-1]) if found else None
 
 
-def read_command(
-    line: Sequence[str], environment: Mapping[str, str], folder: Path
-) -> Mapping[str, Any] | None:
-    """Return the settings of a command line, its environment and the folder that it was typed
-    in; None if it is no worker's, or what it named is not there any more."""
-    if COMMAND not in line:
-        return None
-    try:
-        parameters = started.command.make_context(
-            COMMAND, [*line[line.index(COMMAND) + 1 :]]
-        ).params
-        given = take_settings(parameters)
-        file = parameters["config"]
-        found = configure(
-            flags=given,
-            file=folder / file if file is not None else None,
-            environment=environment,
-            demo=False,
-            stratified=False,
-        )
-    except (click.ClickException, UserError):
-        return None
-    values = {name: found.value(name) for name in SETTINGS if found.given(name)}
-    return {
-        name: _seen_from(folder, value) if name in MODELS else value
-        for name, value in values.items()
-    }
+def last_before(addresses: Collection[str], role: str) -> Before | None:
+    """Return what the last worker of a role on this machine was started with that was registered at
+    a coordinator, at any of its addresses; None if there was none."""
+    found = [
+        note
+        for note in worker_notes()
+        if role in note.roles and not {*split_addresses(note.address)}.isdisjoint(addresses)
+    ]
+    return Before(found[-1]) if found else None
 
 
-def _seen_from(folder: Path, model: str) -> str:
+def _whole(model: str) -> str:
     """A model as it is called anywhere else: a folder by its whole path, what is none, such as the
     id of a hub, as it is."""
-    return str(folder / model) if model and (folder / model).exists() else model
+    path = Path(model).expanduser()
+    return str(path.absolute()) if model and path.exists() else model

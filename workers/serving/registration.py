@@ -81,6 +81,9 @@ class Listener(Protocol):
     def ready(self) -> None:
         """Hear that the worker is registered for the first time."""
 
+    def serves(self) -> None:
+        """Hear that the worker may get sessions: it is registered, and on standby no longer."""
+
     def progress(self) -> None:
         """Hear that a message was taken, a computation got on, or a coordinator was looked for."""
 
@@ -129,6 +132,14 @@ class Standing:
             self.kept = None
         if self.listener is not None:
             self.listener.ready()
+        if not self.standby:
+            self.serves()
+
+    def serves(self) -> None:
+        """Note that the worker may get sessions."""
+        self.standby = False
+        if self.listener is not None:
+            self.listener.serves()
 
 
 def welcome(link: Link) -> Welcome:

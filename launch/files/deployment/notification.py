@@ -51,9 +51,9 @@ class Notifier:
         self._parts, self._ready, self._heard = frozenset(parts), set[str](), set[str]()
         self._due_s = self._extend_s = -math.inf
 
-    def part(self, name: str) -> "Part":
+    def part(self, name: str, serves: Callable[[], None] = lambda: None) -> "Part":
         """Return what one of the loops tells."""
-        return Part(self, name)
+        return Part(self, name, serves)
 
     def ready(self, part: str = "") -> None:
         """Note that a part is ready; say so once, when all are."""
@@ -96,6 +96,8 @@ class Part:
 
     notifier: Notifier
     name: str
+    serves: Callable[[], None]
+    """Called when the worker may get sessions."""
 
     def ready(self) -> None:
         """Say that this loop serves."""
