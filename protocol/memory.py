@@ -1,5 +1,5 @@
-"""The memory that the kernel would still give a process, and processes that it has killed for want
-of it.
+"""The memory that the kernel would still give a process, what a process has taken, and processes
+that it has killed for want of memory.
 
 Counted are the machine's available memory, the limits of the control groups around the process (of
 the first kind and the second), the nodes that it is bound to, and its own limits of address space.
@@ -54,6 +54,15 @@ def node_room(node: int, root: Path = ROOT) -> Room | None:
         found.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
     )
     return Room(size, f"available on memory node {node}")
+
+
+def process_load(pid: int) -> tuple[float, int]:
+    """Return the CPU time, in seconds, that a process has used, and the bytes that it holds in
+    memory; `OSError` if there is none of this number."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = stat.rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * resource.getpagesize()
 
 
 def process_room() -> Room | None:

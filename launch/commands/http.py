@@ -4,10 +4,11 @@ supervisor. Never imports torch."""
 import asyncio
 import gc
 import logging
+import os
 import resource
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ from dovetail.runtime.text.tokenizer import OWN_VALUES
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
 """Descriptors that are left for what a server needs beside its connections, and where few are
 allowed: it has 24 when it begins."""
+GETS_ON = b"gets on\n"
+"""The line on stdout, once a second, of a server that a supervisor has started."""
 log = logging.getLogger("dovetail.http")
 
 
@@ -105,7 +108,14 @@ def command(configuration: Configuration, connect: str | None, parent: int | Non
 
         def ready() -> None:
             print(url_of(settings.http.host, listener), file=said, flush=True)
+            os.set_blocking(said.fileno(), False)
             notifier.ready()
+
+        def progress() -> None:
+            notifier.progress()
+            if parent is not None:  # which takes a server for stuck that says no more
+                with suppress(BlockingIOError, BrokenPipeError):  # it does not read, or has gone
+                    os.write(said.fileno(), GETS_ON)
 
         async def run() -> None:
             gateway = Gateway(again, link)
@@ -121,7 +131,7 @@ def command(configuration: Configuration, connect: str | None, parent: int | Non
                     connections,
                     hurry=service.end,
                     ready=ready,
-                    progress=notifier.progress,
+                    progress=progress,
                 )
             finally:
                 connecting.cancel()

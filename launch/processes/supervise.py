@@ -26,7 +26,7 @@ from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes import ahead, nursery, warden
 from dovetail.launch.processes.forked import Process, Talk, new_log, run_module
 from dovetail.protocol.errors import DovetailError, UserError
-from dovetail.protocol.memory import Kills, count_kills, why_killed
+from dovetail.protocol.memory import Kills, count_kills, process_load, why_killed
 
 GRACE_S = 5.0
 ORPHANED_S = 8.0
@@ -63,8 +63,8 @@ class Child:
         return self.process.poll() is not None
 
     def heard(self) -> str:
-        """The line that it has said on stdout, which is for us; empty if it has not yet, or has
-        ended."""
+        """The next line that it has said on stdout, which is for us; empty if there is none, or it
+        has ended."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 0.0)
         return self.process.stdout.readline().decode().strip() if ready else ""
@@ -84,6 +84,10 @@ class Child:
     def rss_bytes(self) -> int:
         """Return the memory that it holds, by the kernel's account; 0 once it has ended."""
         return self._status_bytes("VmRSS:")
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that it has used, by the kernel's account; 0 once it has ended."""
+        return 0.0 if self.ended else process_load(self.process.pid)[0]
 
     def _status_bytes(self, field: str) -> int:
         if self.ended:

@@ -61,7 +61,7 @@ class CoordinatorSettings(Frozen):
         "s and twice the time that the lost one took to load",
     )
     stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
-        10.0, description="a worker without progress for this long is replaced"
+        10.0, description="a process without progress for this long is replaced"
     )
     latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
         "auto",

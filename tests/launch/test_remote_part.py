@@ -9,7 +9,7 @@ from dovetail.protocol.errors import DovetailError, UserError
 
 OURS = {"release": "0.1.0", "protocol": [1, 19]}
 NODE = {"host": "box", "ip": "10.0.0.1", **OURS}
-QUIET = {"heard": "", "lines": [], "ending": None, "failure": ""}
+QUIET = {"heard": "", "beats": False, "cpu_s": 0.0, "lines": [], "ending": None, "failure": ""}
 ENDED = {"code": 1, "words": "ended with exit code 1", "last_line": "no memory"}
 
 

@@ -225,7 +225,7 @@ def test_a_coordinator_that_is_lost_comes_back_to_its_address_and_its_workers_to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["draft worker", "target worker", "coordinator"])
+@pytest.mark.parametrize("name", ["draft worker", "target worker", "coordinator", "http"])
 def test_a_part_that_is_alive_and_gone_is_replaced(name: str, start: Start, tmp_path: Path) -> None:
     process = start("serve", *PAIR, "--draft", "ngram", "--coordinator.stuck_s", "3")
     found = ready(process)

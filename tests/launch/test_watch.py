@@ -328,6 +328,48 @@ def test_a_root_that_does_not_answer_is_replaced_and_its_workers_are_not() -> No
     assert look(watch, 6.0, 60.0, None) == [(5.0 + STUCK_S, Replace("hub"))]
 
 
+BEATING = (Part("hub"), Part("web", ("hub",), beats=True))
+
+
+def test_a_part_that_stops_to_report_is_replaced_unless_it_computes() -> None:
+    """It computes for six times as long as it may stand still, in processor time."""
+    watch = Watch(BEATING, 0.0, stuck_s=STUCK_S)
+    for name in ("hub", "web"):
+        watch.due(0.0)
+        watch.ready(name, 0.0)
+    assert watch.serving
+    for second in range(1, 31):
+        watch.gets_on("web", float(second))
+        assert look(watch, second, second, ()) == []
+    assert look(watch, 31.0, 39.0, ()) == []
+    for second in range(40, 100):  # half a processor
+        watch.computes("web", (second - 39) / 2, float(second))
+        assert look(watch, second, second, ()) == []
+    assert look(watch, 100.0, 108.0, ()) == []
+    assert look(watch, 109.0, 109.0, ()) == [(109.0, Replace("web"))]
+    assert watch.ended("web", KILLED, 109.5) == [
+        Tell("the web was killed by SIGKILL; it is restarted in 0.5 s")
+    ]
+    assert look(watch, 110.0, 110.0, ()) == [(110.0, Start("web"))]
+    watch.ready("web", 110.0)
+    for second in range(111, 190):  # a processor without an end
+        watch.computes("web", second - 110.0, float(second))
+        if found := look(watch, second, second, ()):
+            break
+    assert found == [(179.0, Replace("web"))]
+
+
+def test_a_part_that_stands_still_before_it_is_ready_is_replaced() -> None:
+    watch = serving()
+    watch.ended("target", KILLED, 10.0)
+    assert look(watch, 10.5, 11.0, ["draft"]) == [(11.0, Start("target"))]
+    for second in range(12, 200):  # it reads a model
+        watch.computes("target", (second - 11) * 0.9, float(second))
+        assert look(watch, second, second, ["draft"]) == []
+    assert look(watch, 200.0, 258.0, ["draft"]) == []
+    assert look(watch, 259.0, 259.0, ["draft"]) == [(259.0, Replace("target"))]
+
+
 def test_the_time_in_which_nobody_looked_is_no_silence() -> None:
     """Nobody looks while the machine is suspended, or this process is."""
     watch = serving()

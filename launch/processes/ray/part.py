@@ -87,6 +87,7 @@ class RemotePart:
         self._lines: list[str] = []
         self._ending: Ending | None = None
         self._failure = self._heard = ""
+        self._beats, self._cpu_s = False, 0.0
         self.pid, self.host, self.ip = 0, "", ""
         seat.ask("introduce")
 
@@ -100,6 +101,13 @@ class RemotePart:
 
     def heard(self) -> str:
         return self._heard
+
+    def beats(self) -> bool:
+        beats, self._beats = self._beats, False
+        return beats
+
+    def cpu_s(self) -> float:
+        return self._cpu_s
 
     def tell(self, line: str) -> bool:
         if not self.pid:
@@ -155,7 +163,8 @@ class RemotePart:
             for line in self._told:
                 self.seat.order("tell", line)
         else:
-            self._heard = answer["heard"]
+            self._heard, self._cpu_s = answer["heard"], answer["cpu_s"]
+            self._beats |= answer["beats"]
             self._lines += answer["lines"]
             young = now_s - self._begun_s < YOUNG_S
             self._look_s = now_s + (LOOK_EVERY_S if young else LOOK_SELDOM_S)

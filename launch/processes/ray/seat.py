@@ -98,11 +98,14 @@ class Seat:
         assert self._ear is not None
         self._supervisor.mind()
         ended = self._child.ended
-        if self._child.process.stdout is not None:
-            self._heard = self._heard or self._child.heard()
+        said = self._child.heard() if self._child.process.stdout is not None else ""
+        beats = bool(self._heard and said)
+        self._heard = self._heard or said
         failure = self._child.failure() if ended else None
         return {
             "heard": self._heard,
+            "beats": beats,
+            "cpu_s": self._child.cpu_s(),
             "lines": self._ear.listen()[-MOST_LINES:],
             "ending": asdict(ending_of(self._child)) if ended else None,
             "failure": str(failure or ""),

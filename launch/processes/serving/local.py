@@ -54,6 +54,12 @@ class LocalPart:
     def heard(self) -> str:
         return self.child.heard()
 
+    def beats(self) -> bool:
+        return bool(self.child.heard())
+
+    def cpu_s(self) -> float:
+        return self.child.cpu_s()
+
     def tell(self, line: str) -> bool:
         assert self.child.process.stdin is not None
         try:

@@ -14,6 +14,8 @@ class Part:
     """True if it is ready when the root knows it, and only as long as it does."""
     needed: bool = True
     """True if requests cannot be served without it, or somebody else in its place."""
+    beats: bool = False
+    """True if it reports again and again, once it is ready, that it gets on."""
 
 
 @dataclass(frozen=True)

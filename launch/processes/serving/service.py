@@ -38,6 +38,8 @@ DRAIN_S = 4.0
 tell those who still wait."""
 ASK_EVERY_S = 1.0
 """The interval at which the coordinator is asked who is registered, once everybody is."""
+LEAST_S = 2.0
+"""Nobody is taken for stuck before: who is well is heard of every second."""
 CONNECT_S = 0.5
 MAX_WHY = 500
 """Characters of why a part is not there."""
@@ -58,8 +60,10 @@ class Service:
             Part(name, before, known=True, needed=role != "draft")
             for name, role in self._workers.items()
         )
-        parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,)), *workers)
-        self._watch = Watch(parts, time.monotonic(), stuck_s=self._settings.coordinator.stuck_s)
+        parts = (Part(COORDINATOR), Part(HTTP, (COORDINATOR,), beats=True), *workers)
+        self._watch = Watch(
+            parts, time.monotonic(), stuck_s=max(LEAST_S, self._settings.coordinator.stuck_s)
+        )
         self._running: dict[str, Running] = {}
         self._announcement = ExitStack()
         self._inquiry: Inquiry | None = None
@@ -74,6 +78,8 @@ class Service:
         """The address at which a coordinator was asked last."""
         self._own_epoch = -1
         """The epoch of our coordinator, as it said last."""
+        self._look_s = 0.0
+        """When the CPU time of the processes is read next."""
         self._intervals = Intervals(self._log)
         self.state: Reported | None = None
         """The last state that the coordinator reported."""
@@ -186,10 +192,24 @@ class Service:
                 self._perform(self._watch.ready(name, now_s))
         if self._inquiry is not None and COORDINATOR not in self._watch.missing:
             self._ask(self._inquiry, now_s)
+        self._look_after(now_s)
         self._perform(self._watch.due(now_s))
         self._tell_coordinator(now_s)
         if self._watch.serving:
             self._pass_on()
+
+    def _look_after(self, now_s: float) -> None:
+        """Note which processes get on, or at least compute."""
+        if (
+            HTTP in self._running
+            and HTTP not in self._watch.missing
+            and self._running[HTTP].beats()
+        ):
+            self._watch.gets_on(HTTP, now_s)
+        if now_s >= self._look_s:
+            self._look_s = now_s + ASK_EVERY_S
+            for name, running in self._running.items():
+                self._watch.computes(name, running.cpu_s() if running.pid else None, now_s)
 
     def _perform(self, actions: list[Action], ended: Running | None = None) -> None:
         for action in actions:
@@ -284,9 +304,8 @@ class Service:
             if self._inquiry is None:
                 way = Way(",".join(filter(None, (place, self._site.standby))), self._reach)
                 self._inquiry = Inquiry(partial(way.again, CONNECT_S))
-        else:
+        elif place != self.url:  # one that is started again has the same
             self.url = place
-            self._announcement.close()
             self._announcement.enter_context(
                 announced(self.address, keys=str(self._site.keys or ""), url=place)
             )

@@ -34,6 +34,12 @@ class Running(Protocol):
     def heard(self) -> str:
         """Return the line that it has said on stdout; empty if it has not yet."""
 
+    def beats(self) -> bool:
+        """Return whether it has said on stdout, since the last call, that it gets on."""
+
+    def cpu_s(self) -> float:
+        """Return the CPU time, in seconds, that it has used."""
+
     def tell(self, line: str) -> bool:
         """Write a line to its stdin; False: it does not take it now."""
 

@@ -8,13 +8,16 @@ mistake, or the loss of a part that serving needs, ends the service - whoever st
 read why. From then on a part that ends is started again after a pause, which doubles from loss to
 loss and begins anew after a minute of health. A part that serving needs ends the service if it ends
 too often; one that it can do without, such as a draft, or a target beside another one, is tried
-ever more rarely, and for ever. A root that says nothing for long, and a part that the root has
-known and does not know any more, are stuck: they are replaced. A part that was removed because
+ever more rarely, and for ever. A root that says nothing for long, another part that is to report
+that it gets on and does not, and a part that the root has known and does not know any more, are
+stuck: they are replaced; one of the first two kinds that computes all the time is given longer, and
+one that is not ready yet as long as it computes. A part that was removed because
 somebody else took its place is started again when nobody is in that place any more; so is one that
 was lost, and whose place somebody was given before it came back. Knows no processes, clocks or
 signals: names, events and seconds are handed in, and actions are handed back.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +45,9 @@ MOST_RESTARTS = 5
 """The most restarts of one part within `WITHIN_S`."""
 WITHIN_S = 300.0
 MOST_DOUBLINGS = 32
+BUSY = 6.0
+"""A part that is silent and computes may do so for so many times as long, in CPU time; one that is
+not ready yet may stand still for so many times as long."""
 STANDSTILL_S = 2.0
 """Between two looks; they are much closer together."""
 
@@ -66,6 +72,11 @@ class _State:
     heard_s: float | None = None
     """Time at which it was last known to run; of the root, at which it last answered. None: not
     since it was started, or it is being replaced."""
+    worked_s: float = -math.inf
+    """Time at which it was last seen to compute."""
+    cpu_s: float = 0.0
+    """CPU time that it has used, and `heard_cpu_s`: when it was heard last."""
+    heard_cpu_s: float = 0.0
     down_s: float | None = None
     """Since when it has been lost; None: it is ready, or has not been ready yet and was not lost
     either."""
@@ -91,6 +102,11 @@ class _State:
             None,
             due_s,
         )
+        self.cpu_s = self.heard_cpu_s = 0.0
+
+    def hear(self, now_s: float) -> None:
+        """Note that it does its work."""
+        self.heard_s, self.heard_cpu_s = now_s, self.cpu_s
 
     def lost(self, why: str, now_s: float) -> None:
         """Note why it is not there, and since when: it may have been lost before."""
@@ -177,6 +193,7 @@ class Watch:
         if (asleep_s := now_s - self._looked_s) > STANDSTILL_S:
             for state in self._states.values():
                 state.heard_s = None if state.heard_s is None else state.heard_s + asleep_s
+                state.worked_s += asleep_s
             for away in self._away.values():
                 away.seen_s = None if away.seen_s is None else away.seen_s + asleep_s
         self._looked_s = now_s
@@ -186,14 +203,15 @@ class Watch:
                 and state.due_s <= now_s
                 and all(self._states[before].been_ready for before in state.part.after)
             ):
-                state.running = True
+                state.running, state.worked_s = True, now_s
                 state.why += RESTARTED if state.down_s is not None else ""
                 actions.append(Start(name))
             elif self.serving and self._is_stuck(state, now_s):
+                patience_s = self._stuck_s * (1.0 if state.heard_s is not None else BUSY)
                 state.heard_s, state.stuck = None, True
-                self._lose(name, f"it did not respond for {self._stuck_s:g} s", now_s)
+                self._lose(name, f"it did not respond for {patience_s:g} s", now_s)
                 actions += [
-                    Tell(f"the {name} is alive but did not respond for {self._stuck_s:g} s"),
+                    Tell(f"the {name} is alive but did not respond for {patience_s:g} s"),
                     Replace(name),
                 ]
         return actions
@@ -204,12 +222,25 @@ class Watch:
         if not state.running or state.ready_s is not None:
             return []
         state.ready_s, state.been_ready, state.down_s = now_s, True, None
-        if name == self._root:
-            state.heard_s = now_s
+        if name == self._root or state.part.beats:
+            state.hear(now_s)
         if self.serving:
             return [Tell(f"the {name} is ready again")]
         self._begin_to_serve()
         return []
+
+    def gets_on(self, name: str, now_s: float) -> None:
+        """A part reports that it gets on."""
+        if self._states[name].ready_s is not None:
+            self._states[name].hear(now_s)
+
+    def computes(self, name: str, cpu_s: float | None, now_s: float) -> None:
+        """The process of a part has used so much CPU time; None: there is no place for it yet."""
+        state = self._states[name]
+        most_s = math.inf if state.heard_s is None else BUSY * self._stuck_s
+        if cpu_s is None or state.cpu_s < cpu_s < state.heard_cpu_s + most_s:
+            state.worked_s = now_s
+        state.cpu_s = cpu_s or 0.0
 
     def _begin_to_serve(self) -> None:
         """Serve if everything is ready that is needed, or has not been lost."""
@@ -229,7 +260,7 @@ class Watch:
         """The root has said which of the others it knows, and in which of their places somebody
         else serves; in those `given`, who was put there on purpose. The places that an operator
         `drained` stay empty."""
-        self._states[self._root].heard_s = now_s
+        self._states[self._root].hear(now_s)
         for name in drained:
             if name in self._away:
                 self._away[name].seen_s = None
@@ -348,16 +379,18 @@ class Watch:
                 state.ready_s = None
 
     def _is_stuck(self, state: _State, now_s: float) -> bool:
-        """Return whether the root, or a part that it once knew, has been silent for too long; of a
-        part it counts only what the root has said since."""
+        """Return whether the root, a part that reports by itself, or one that the root once knew,
+        has been silent for too long; of the last kind it counts only what the root has said
+        since. One that was never heard of since it was started does nothing at all."""
         root = self._states[self._root]
-        if state.heard_s is None or root.heard_s is None or root.ready_s is None:
-            return False
+        if state.heard_s is None:
+            idle_s = now_s - state.worked_s
+            begun = state.running and state.ready_s is None and not state.stuck
+            return begun and idle_s >= BUSY * self._stuck_s
         if state is root and self.follows:
             return False
-        silent_s = (
-            now_s - root.heard_s
-            if state is root
-            else root.heard_s - max(state.heard_s, root.ready_s)
-        )
-        return silent_s >= self._stuck_s
+        if state is root or state.part.beats:
+            return now_s - max(state.heard_s, state.worked_s) >= self._stuck_s
+        if root.heard_s is None or root.ready_s is None:
+            return False
+        return root.heard_s - max(state.heard_s, root.ready_s) >= self._stuck_s
