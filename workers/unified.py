@@ -260,6 +260,7 @@ def open_unified(
         substitute.context,
         checkpoint.vocabulary,
         checkpoint.tokenizer,
+        weights=weights,
         together=MAX_SESSIONS,
     )
     turns = Turns()

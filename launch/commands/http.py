@@ -50,7 +50,7 @@ OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
 """Descriptors that are left for what a server needs beside its connections, and where few are
 allowed: it has 24 when it begins."""
 GETS_ON = b"gets on\n"
-"""The line on stdout, once a second, of a server that a supervisor has started."""
+"""The line on stdout, once a second, of a server under a supervisor."""
 log = logging.getLogger("dovetail.http")
 
 
@@ -64,6 +64,12 @@ log = logging.getLogger("dovetail.http")
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
 )
+@click.option(
+    "--supervised",
+    is_flag=True,
+    hidden=True,
+    help="A supervisor reads standard output, and hears there that this process gets on.",
+)
 @settings_flags(
     "http",
     "sampling",
@@ -72,7 +78,9 @@ log = logging.getLogger("dovetail.http")
     "coordinator.keys",
     shown=(*LISTENING, *REPLIES, "coordinator.keys"),
 )
-def command(configuration: Configuration, connect: str | None, parent: int | None) -> None:
+def command(
+    configuration: Configuration, connect: str | None, parent: int | None, supervised: bool
+) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 
     Its URL goes to stdout as one line once it listens. The settings of sampling and tree hold for
@@ -108,12 +116,12 @@ def command(configuration: Configuration, connect: str | None, parent: int | Non
 
         def ready() -> None:
             print(url_of(settings.http.host, listener), file=said, flush=True)
-            os.set_blocking(said.fileno(), False)
+            os.set_blocking(said.fileno(), not supervised)
             notifier.ready()
 
         def progress() -> None:
             notifier.progress()
-            if parent is not None:  # which takes a server for stuck that says no more
+            if supervised:  # by one that takes a server for stuck that says no more
                 with suppress(BlockingIOError, BrokenPipeError):  # it does not read, or has gone
                     os.write(said.fileno(), GETS_ON)
 

@@ -14,7 +14,14 @@ from dovetail.launch.processes.connection import find_coordinator, shorten_model
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import RowsSeconds
-from dovetail.protocol.messages import JournalState, PairState, Reported, StandbyState, WorkerState
+from dovetail.protocol.messages import (
+    JournalState,
+    PairState,
+    ProcessState,
+    Reported,
+    StandbyState,
+    WorkerState,
+)
 
 SHOWN_DECISIONS = 8
 """The number of decisions shown, the latest ones; `--json` has them all."""
@@ -81,13 +88,18 @@ def _show(state: Reported) -> None:
         click.echo(f"note        {queue}")
     if state.workers:
         print_table(
-            ("worker", "roles", "model", "device", "busy so far", "sessions", "MB", "pid"),
+            ("worker", "roles", "model", "weights", "busy so far", "sessions", "MB", "pid"),
             [_row(worker) for worker in state.workers],
         )
         print_table(
-            ("worker", "host", "trip us", "clock us", "bytes/round"),
+            ("worker", "host", "device", "trip us", "clock us", "bytes/round"),
             [_link(worker) for worker in state.workers],
         )
+    if state.processes:
+        print_table(
+            ("process", "host", "CPU s", "MB", "pid"), [_process(p) for p in state.processes]
+        )
+    if state.workers:
         for worker in state.workers:
             click.echo(f"binding of {worker.name}: {worker.binding or 'not reported'}")
         for worker in state.workers:
@@ -174,7 +186,6 @@ def _curve(curve: RowsSeconds) -> str:
 
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
-    device = f"{worker.device}, {counted(worker.threads, 'thread')}"
     load = (f"{worker.busy_share:.0%}", worker.sessions, round(worker.rss_mb))
     model = shorten_model(worker.model) + (
         f", inflated to {worker.inflation}" if worker.inflation else ""
@@ -183,7 +194,7 @@ def _row(worker: WorkerState) -> tuple[object, ...]:
         worker.name + _standing(worker),
         "+".join(worker.roles),
         model,
-        device,
+        worker.weights or None,
         *load,
         worker.pid,
     )
@@ -195,10 +206,16 @@ def _link(worker: WorkerState) -> tuple[object, ...]:
     return (
         worker.name,
         worker.host,
+        f"{worker.device}, {counted(worker.threads, 'thread')}",
         _whole(worker.round_trip_us),
         _clock(worker),
         _whole(worker.bytes_per_round),
     )
+
+
+def _process(process: ProcessState) -> tuple[object, ...]:
+    cpu_s = None if process.cpu_s is None else round(process.cpu_s, 1)
+    return (process.name, process.host, cpu_s, _whole(process.rss_mb), process.pid)
 
 
 def _whole(figure: float | None) -> int | None:

@@ -169,6 +169,7 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
     yield as_pieces(f"{word} [b]{counts[name]}" for word, name in totals)
     yield Text()
     yield _devices(picture["workers"])
+    yield as_pieces(_process(one) for one in picture["processes"])
     for name in ("tokens_per_s", "tau"):
         values = [value for _, value in picture["history"][name]][-WIDE_TREND:]
         top = max((value for value in values if value is not None), default=0)
@@ -189,6 +190,12 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
     )
     yield Text()
     yield from as_lines("last decisions", picture["decisions"][-SHOWN_DECISIONS:])
+
+
+def _process(process: Picture) -> str:
+    """Return the load of the coordinator or of an HTTP API in words."""
+    memory = "-" if process["rss_mb"] is None else f"{process['rss_mb']:,.0f} MB"
+    return f"{process['name']} (pid {process['pid']}) [b]CPU {as_percent(process['cpu'])}, {memory}"
 
 
 def _devices(workers: Sequence[Picture]) -> RenderableType:
@@ -299,7 +306,8 @@ def _workers(workers: Sequence[Picture]) -> Iterator[RenderableType]:
 
 def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     inflated = f", inflated to {worker['inflation']}" if worker["inflation"] else ""
-    yield "model", worker["model"] + inflated
+    weights = f", weights {worker['weights']}" if worker["weights"] else ""
+    yield "model", worker["model"] + weights + inflated
     node = f", memory node {worker['node']}" if worker["node"] else ""
     cores = f", cores {worker['cores']}" if worker["cores"] else ""
     yield (
@@ -307,6 +315,7 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
         f"{worker['device']}, {worker['host']}{cores}{node}, "
         f"{counted(worker['threads'], 'thread')}, pid {worker['pid']}",
     )
+    yield "memory", f"{worker['rss_mb']:,.0f} MB"
     yield "binding", worker["binding"] or "not said"
     clock = (
         "not compared"
@@ -325,5 +334,5 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
         yield "fingerprint", worker["fingerprint"]
     yield (
         "epoch",
-        f"{worker['epoch']}, {worker['rss_mb']:.0f} MB, {worker['stale']} stale commands dropped",
+        f"{worker['epoch']}, {worker['stale']} stale commands dropped",
     )

@@ -179,6 +179,9 @@ class Hello(Message):
     experts: ExpertCosts | None = None
     """The experts of the target, and their cost as far as its profile file knows it. None: it has
     none, or does not count those that a pass goes through."""
+    weights: Name = ""
+    """The type of a draft's weights; empty: it has none, or is a target, whose fingerprint has
+    it."""
     inflation: Name = ""
     """The size to which a target's linears were inflated, as the setting says it; empty: they were
     not."""

@@ -113,6 +113,8 @@ class WorkerState(Frozen):
     clock_bound_us: float | None
     rss_mb: float
     stale: Count
+    weights: Name = ""
+    """The type of its weights; empty: it has none."""
     inflation: Name = ""
     standby: bool = False
     """True if the worker gets no sessions until it is put in place."""
@@ -261,12 +263,26 @@ class Fault(Frozen):
     """For so long."""
     retry_s: Annotated[float, Field(ge=0.0)] | None = None
     """Seconds until the part is started again; None: it has been, or nobody does it."""
+    restarts: bool = False
+    """True if whoever started the coordinator starts the part again, or has done so."""
 
     @property
     def words(self) -> str:
         """Return the fault in words."""
         retry = "" if self.retry_s is None else f"; it is restarted in {self.retry_s:.1f} s"
         return f"the {self.part} has not been working for {self.since_s:.1f} s: {self.why}{retry}"
+
+
+class ProcessState(Frozen):
+    """The coordinator's process, or one of an HTTP API."""
+
+    name: Literal["coordinator", "http"]
+    host: Name
+    pid: Count
+    cpu_s: float | None = None
+    """CPU time that it has used, in seconds, and `rss_mb`: 10^6 bytes that it holds in memory.
+    None: it runs on another machine than the coordinator."""
+    rss_mb: float | None = None
 
 
 class Supervised(Frozen):
@@ -335,6 +351,8 @@ class Reported(Message):
     """Faults of parts, which are among the reasons."""
     loading: Annotated[tuple[LoadingState, ...], Field(max_length=256, fail_fast=True)] = ()
     """Workers that are not registered yet."""
+    processes: Annotated[tuple[ProcessState, ...], Field(max_length=64, fail_fast=True)] = ()
+    """The coordinator's process first, then those of HTTP APIs."""
     pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()
     decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
     """The last changes of how is speculated, oldest first, each with its reason."""

@@ -1,9 +1,13 @@
 """The answer to Status: who is here, what runs, and what does not do its work."""
 
 import os
+import socket
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
+from dovetail.protocol.memory import process_load
 from dovetail.protocol.messages import (
     MAX_DECISIONS,
     MAX_FAULTS,
@@ -11,6 +15,7 @@ from dovetail.protocol.messages import (
     MAX_SESSIONS,
     Fault,
     KeyWaits,
+    ProcessState,
     Reported,
     Role,
     Totals,
@@ -27,7 +32,7 @@ DRAINED = (
     "the {role} worker was drained by an operator and is not started again: `dovetail swap --role "
     "{role}` starts another one"
 )
-MAX_REASONS = 64
+MAX_REASONS = MAX_PROCESSES = 64
 LABEL = 8
 """Hexadecimal digits of a key's digest that name it in metrics."""
 
@@ -161,6 +166,7 @@ class Status:
             reasons=tuple(reasons[:MAX_REASONS]),
             faults=faults,
             loading=loading,
+            processes=self._processes(),
             pairs=tuple(pairs[:MAX_PAIRS]),
             decisions=tuple(self._decisions),
             totals=self._totals(),
@@ -169,6 +175,17 @@ class Status:
             term=self._service.term,
             standby=standby.state(now_ns) if (standby := self._service.standby) else None,
         )
+
+    def _processes(self) -> tuple[ProcessState, ...]:
+        """The process that we are, and those of HTTP APIs."""
+        here = socket.gethostname()
+        found = [("coordinator", here, os.getpid())]
+        found += [
+            ("http", client.hello.host, client.hello.pid)
+            for client in self._registry.clients.values()
+            if client.hello.name.startswith("http-")
+        ]
+        return tuple(_process(name, host, pid, here) for name, host, pid in found[:MAX_PROCESSES])
 
     def _totals(self) -> Totals:
         targets = [
@@ -197,6 +214,16 @@ class Status:
             ],
             queued=len(self._queue),
         )
+
+
+def _process(name: str, host: str, pid: int, here: str) -> ProcessState:
+    """Return the state of a process, with its figures if it runs here."""
+    told: dict[str, Any] = {"name": name, "host": host, "pid": pid}
+    if host == here:
+        with suppress(OSError):  # it has just gone
+            told["cpu_s"], rss_bytes = process_load(pid)
+            told["rss_mb"] = rss_bytes / 1e6
+    return ProcessState.model_validate(told)
 
 
 def label_of(key: str) -> str:

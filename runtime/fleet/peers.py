@@ -218,6 +218,7 @@ class Worker:
             clock_bound_us=self.clock.bound_ns / 1000 if self.clock.known else None,
             rss_mb=probed.rss_bytes / 1e6 if probed else 0.0,
             stale=probed.stale if probed else 0,
+            weights=hello.fingerprint.weights if hello.fingerprint else hello.weights,
             inflation=hello.inflation,
             placement=hello.placement,
             standby=self.standby,

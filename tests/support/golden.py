@@ -148,6 +148,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             cores=(0, 1),
             curves=(m.ContextCurve(context=512, t_v=facts.rows_seconds),),
             experts=facts.experts,
+            weights="fp16",
             inflation="512MiB",
             standby=True,
             placement=PLACEMENT,
@@ -551,9 +552,18 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
         degraded=True,
         reasons=("there is no draft worker",),
         faults=(
-            m.Fault(part="draft worker", why="it was killed by SIGKILL", since_s=3.5, retry_s=0.5),
+            m.Fault(
+                part="draft worker",
+                why="it was killed by SIGKILL",
+                since_s=3.5,
+                retry_s=0.5,
+                restarts=True,
+            ),
         ),
         loading=(_loading(m),),
+        processes=(
+            m.ProcessState(name="coordinator", host="here", pid=4241, cpu_s=1.25, rss_mb=61.5),
+        ),
         pairs=(_pair_state(m, facts),),
         decisions=(
             "session 3: no speculation from token 57 on, it makes 55 tokens/s and the target "
@@ -616,6 +626,7 @@ def _worker_state(m: Any, facts: SimpleNamespace) -> Any:
         clock_bound_us=52.0,
         rss_mb=812.5,
         stale=0,
+        weights="fp16",
         inflation="512MiB",
         standby=True,
         swapped_in=True,

@@ -25,6 +25,7 @@ class Identity:
     context: int
     vocabulary: VocabularyFacts | None = None
     tokenizer: bytes | None = None
+    weights: str = ""
     curves: Sequence[ContextCurve] = ()
     """The cost of a level of its tree, as the machine's profile file has it."""
     kept_tokens: int = 0
@@ -48,6 +49,7 @@ class Identity:
             pid=os.getpid(),
             model=self.model,
             device=self.device,
+            weights=self.weights,
             threads=self.threads,
             limits=Limits(
                 context=self.context,

@@ -71,6 +71,7 @@ class Wanted:
             called,
             device.name,
             self.threads,
+            weights=model.weights,
             curves=known_levels(self.profile, model, device.library),
             kept_tokens=kept,
             kept_beside=base_rows(model),

@@ -212,7 +212,7 @@ class RaySite:
             ]
             return Command(arguments, self._files(HUB), reads=True)
         if name == HTTP:
-            arguments = [*http_arguments(self._reachable(), address, url), *there]
+            arguments = [*http_arguments(self._reachable(), address, url), "--supervised", *there]
             return Command(arguments, {**self._files("client"), **self._api_keys()}, reads=True)
         role = self.workers[name]
         settings = with_room_for_draft(configuration) if role == "target" else configuration

@@ -167,7 +167,8 @@ class Local:
                 *keys,
             ]
         if name == HTTP:
-            return [*http_arguments(configuration, self._both(address), url), *keys]
+            arguments = http_arguments(configuration, self._both(address), url)
+            return [*arguments, "--supervised", *keys]
         role = self.workers[name]
         settings = with_room_for_draft(configuration) if role == "target" else configuration
         return [*worker_arguments(settings, role, self._both(address), self._layout), *keys]

@@ -149,6 +149,7 @@ class Service:
             Fault(
                 part=outage.part,
                 why=outage.why[:MAX_WHY],
+                restarts=True,
                 since_s=max(0.0, now_s - outage.since_s),
                 retry_s=None if outage.retry_s is None else max(0.0, outage.retry_s - now_s),
             )
