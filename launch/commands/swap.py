@@ -20,18 +20,18 @@ from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.directory import announcements
 from dovetail.launch.machine.fit import check_memory, nodes_of
-from dovetail.launch.processes.connection import find_coordinator
+from dovetail.launch.processes.connection import describe, find_coordinator
 from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.preflight import check_draft, check_target
-from dovetail.launch.processes.replacement import Change, Expected, leaver, serving
-from dovetail.launch.processes.stack import SECTIONS, Played, layout_of, worker_arguments
+from dovetail.launch.processes.replacement import Change, Expected, leaver, restarted, serving
+from dovetail.launch.processes.stack import ROLES, SECTIONS, Played, layout_of, worker_arguments
 from dovetail.launch.processes.worker_settings import STUCK, Before, before_of, last_before
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import BASIC, settings_flags
 from dovetail.protocol.errors import DovetailError, LinkError, UserError
 from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.messages import Reported, Role, WorkerState
-from dovetail.protocol.settings import TARGETS_OWN
+from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 EVERYWHERE = ("//0.0.0.0:", "//[::]:")
@@ -40,9 +40,11 @@ MODELS: dict[Role, tuple[str, ...]] = {
     "draft": ("draft.model", "draft.kind"),
 }
 """Role -> the settings that name its model."""
+PLACED = ("target.device", "target.threads", "target.numa", "draft.device")
+"""Settings that say on which cores a worker runs."""
 KINDS_OWN = ("draft.weights", "draft.share", "draft.contrast", "draft.pickled")
 """Settings of a draft that another model, or another kind of draft, need not have."""
-LOCAL = ("target.device", "target.threads", "target.numa", "draft.device", "memory.", STUCK)
+LOCAL = (*PLACED, "memory.", STUCK)
 """Settings that need not hold on another machine."""
 
 
@@ -123,7 +125,12 @@ def command(
         old = {part: None if beside else leaver(state.workers, part, replaced) for part in parts}
         asked = {option for option in configuration.origins if configuration.given(option)}
         addresses = {state.address, *split_addresses(way)}
-        before, whose = _before(configuration, parts[0], old[parts[0]], state, addresses)
+        own = any(option.startswith((*ROLES, "memory.")) for option in asked)
+        alike = old[parts[0]] is None and not (beside or elsewhere or name or own)
+        if alike and (back := restarted(client, parts[0])) is not None:
+            _tell_of_restart(back, parts[0], as_json=as_json)
+            return
+        before, whose = before_or_refusal(configuration, parts[0], old[parts[0]], state, addresses)
         name = (
             _free(state.workers, name, old[parts[0]])
             if name is not None
@@ -138,7 +145,8 @@ def command(
         else:
             _check_models(configuration, role)
             keys = configuration.settings.coordinator.keys or announced_keys(state.address)
-            place = before.place if before is not None and role != "unified" else None
+            bound = before is not None and role != "unified" and asked.isdisjoint(PLACED)
+            place = before.place if before is not None and bound else None
             done = _start_here(change, configuration, role, name, way, keys, place)
     if as_json:
         click.echo(
@@ -149,6 +157,20 @@ def command(
     else:
         for words in change.words:
             note(words)
+
+
+def _tell_of_restart(back: WorkerState, role: Role, *, as_json: bool) -> None:
+    """Tell of a worker that needed no replacement."""
+    if as_json:
+        nobody = {"replaced": None, "moved": 0, "stayed": 0, "longest_pause_s": 0.0}
+        click.echo(
+            json.dumps({"worker": back.name, "pid": back.pid, "model": back.model, **nobody})
+        )
+    else:
+        note(
+            f"`dovetail serve` has started {back.name} again (pid {back.pid} on {back.host}), "
+            f"{describe(role, back)}"
+        )
 
 
 def _check_choice(
@@ -285,7 +307,7 @@ def _check_flags(configuration: Configuration, role: Played) -> None:
         )
 
 
-def _before(
+def before_or_refusal(
     configuration: Configuration,
     role: Role,
     old: WorkerState | None,
@@ -303,10 +325,8 @@ def _before(
             f"the settings {whose} are not known on this machine: name the model with "
             f"--{role} MODEL, and whatever else it should have"
         )
-    return (
-        before,
-        model.fingerprint if model is not None else before.note.fingerprint if before else "",
-    )
+    noted = before.note.fingerprint if before else ""
+    return before, noted if model is None else model.fingerprint
 
 
 def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> Before | None:
@@ -332,8 +352,15 @@ def as_before(
     named = any(configuration.given(name) for name in MODELS[role])
     sections = (*SECTIONS[role], "memory", STUCK)
     values = {n: v for n, v in (before.values if before else {}).items() if n.startswith(sections)}
-    if role == "draft":
-        values |= {n: reads.values[n] for n in TARGETS_OWN if reads and n in reads.values}
+    if reads is not None:
+        values |= {n: reads.values[n] for n in TARGETS_OWN if n in reads.values}
+    elif role == "draft" and not configuration.given("target.model"):
+        kind = configuration.given("draft.kind") and configuration.settings.draft.kind
+        if kind in (*HEAD_KINDS, "substitute"):
+            raise UserError(
+                f"a draft of kind {kind} reads its target, whose model is not known on this "
+                "machine: name it with --target MODEL"
+            )
     own = (*MODELS[role], *(KINDS_OWN if role == "draft" else ())) if named else ()
     if named and values.get("target.weights") == FILE:
         own = (*own, "target.weights")  # the blocks are those of one file

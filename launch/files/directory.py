@@ -26,17 +26,27 @@ from zlib import crc32
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import cache_folder
 
-N = TypeVar("N", bound="Noted")
+N = TypeVar("N", "Announcement", "WorkerNote")
 
 
 @dataclass(frozen=True)
-class Noted:
-    """The address of a coordinator, and a process that has to do with it. `started_ticks` tells
-    that one from a later one of the same number."""
+class Announcement:
+    """A coordinator that runs, and the process that runs it or looks after it. `started_ticks`
+    tells that one from a later one of the same number."""
 
     address: str
     pid: int
     started_ticks: int
+    keys: str = ""
+    """Folder of keys of a tcp address."""
+    url: str = ""
+    """The URL of its HTTP API, if there is one."""
+
+    @property
+    def process(self) -> str:
+        """Which process `pid` is: `serve`, which has a coordinator for a child, or a coordinator
+        itself."""
+        return f"{'`dovetail serve`, ' if self.url else ''}pid {self.pid}"
 
     @property
     def alive(self) -> bool:
@@ -50,31 +60,17 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Announcement(Noted):
-    """A coordinator that runs, and the process that runs it or looks after it."""
-
-    keys: str = ""
-    """Folder of keys of a tcp address."""
-    url: str = ""
-    """The URL of its HTTP API, if there is one."""
-
-    @property
-    def process(self) -> str:
-        """Which process `pid` is: `serve`, which has a coordinator for a child, or a coordinator
-        itself."""
-        return f"{'`dovetail serve`, ' if self.url else ''}pid {self.pid}"
-
-
-@dataclass(frozen=True)
-class WorkerNote(Noted):
+class WorkerNote:
     """A worker of this machine that was registered, or still is, at a coordinator (with a standby
     `address` has both)."""
 
+    address: str
+    pid: int
     roles: Sequence[str]
     flags: Sequence[str]
     """The settings that it was started with, and its place, as flags of `dovetail worker`."""
-    fingerprint: str = ""
-    """That of a target."""
+    fingerprint: str
+    """That of a target, else empty."""
 
 
 def runtime_directory() -> Path:
@@ -125,9 +121,7 @@ def note_worker(
 ) -> None:
     """Note what this process, a worker, was started with, in the place of an earlier one of its
     name."""
-    pid, started = os.getpid(), _state_and_start(os.getpid())[1]
-    note = WorkerNote(address, pid, started, roles, flags, fingerprint)
-    _write(_note_path(address, name), note)
+    _write(_note_path(address, name), WorkerNote(address, os.getpid(), roles, flags, fingerprint))
 
 
 def forget_worker(address: str, name: str) -> None:
@@ -147,14 +141,18 @@ def worker_notes() -> list[WorkerNote]:
 
 
 def _worker_notes() -> list[tuple[Path, WorkerNote]]:
-    found = (
-        (path, _read(WorkerNote, path)) for path in runtime_directory().glob("settings-*.json")
-    )
-    notes = [(path, note) for path, note in found if note is not None]
-    return sorted(notes, key=lambda one: one[1].started_ticks)
+    paths = sorted(runtime_directory().glob("settings-*.json"), key=_written_ns)
+    return [(path, note) for path in paths if (note := _read(WorkerNote, path)) is not None]
 
 
-def _write(path: Path, noted: Noted) -> None:
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # it has just gone
+        return 0
+
+
+def _write(path: Path, noted: Announcement | WorkerNote) -> None:
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(asdict(noted)), encoding="utf-8")
     draft.replace(path)
@@ -261,8 +259,8 @@ def announcements() -> list[Announcement]:
             path.unlink(missing_ok=True)
     led = {announcement.address for announcement in found}
     for path, note in _worker_notes():
-        here = note.address.startswith("ipc://")
-        if here and note.address not in led and not note.alive:
+        alone = note.address.startswith("ipc://") and note.address not in led
+        if alone and not Path(f"/proc/{note.pid}").exists():
             path.unlink(missing_ok=True)
     return found
 

@@ -16,6 +16,11 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
 from dovetail.runtime.client import Client
 
+PARTS = ("checkpoint", "weights", "kernels", "split", "prefill", "cache")
+"""The parts of a fingerprint in words."""
+OTHERS = ("target.", "memory.")
+"""Settings that may change any of them but the first."""
+
 
 class Change:
     """A newcomer, which has one role or both, in the place of who has them."""
@@ -71,6 +76,8 @@ class Change:
                 f"has replaced {old.name} (pid {old.pid} on {old.host})"
                 if old is not None
                 else "serves beside the others"
+                if self._beside
+                else "is in place"
             )
             self.words.append(
                 f"{newcomer.name} (pid {newcomer.pid} on {newcomer.host}) {place}, "
@@ -145,27 +152,17 @@ class Expected:
 
     def check(self, newcomer: WorkerState) -> None:
         """`UserError` for a target that computes other bytes, where nobody has asked for it."""
-        parts = ("model", "weights", "kernels", "split", "prefill", "cache")
         pairs = zip(
-            parts, self.fingerprint.split("/"), newcomer.fingerprint.split("/"), strict=False
+            PARTS, self.fingerprint.split("/"), newcomer.fingerprint.split("/"), strict=False
         )
-        differ = {name: (had, has) for name, had, has in pairs if had != has}
-        model = not {"target.model", "target.inflate"}.isdisjoint(self.asked)
-        if model or not self.fingerprint or not differ:
-            return
-        if "model" in differ:
+        differ = {name: f"{has} instead of {had}" for name, had, has in pairs if had != has}
+        allowed = ("target.model", "target.inflate") if "checkpoint" in differ else OTHERS
+        if differ and self.fingerprint and not any(name.startswith(allowed) for name in self.asked):
+            words = ", ".join(f"{name} {how}" for name, how in differ.items())
             raise UserError(
-                f"{newcomer.name} has another model than the target whose place it takes "
-                f"({shorten_model(newcomer.model)}, checkpoint {differ['model'][1]} instead of "
-                f"{differ['model'][0]}): name the one that you mean with --target MODEL"
-            )
-        if not any(name.startswith(("target.", "memory.")) for name in self.asked):
-            words = ", ".join(
-                f"{name} {has} instead of {had}" for name, (had, has) in differ.items()
-            )
-            raise UserError(
-                f"{newcomer.name} would compute other bytes than the target whose place it takes, "
-                f"{words}: name it with --target MODEL if that is meant"
+                f"{newcomer.name} with {shorten_model(newcomer.model)} would compute other bytes "
+                f"than the target whose place it takes: {words}; name the one that you mean with "
+                "--target MODEL"
             )
 
 
@@ -184,6 +181,23 @@ def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> 
             "which one leaves, or --beside for none"
         )
     return serving[0] if serving else None
+
+
+def restarted(client: Client, role: Role) -> WorkerState | None:
+    """Wait for the worker of a role that was lost, as long as `dovetail serve` starts it again;
+    None: it does not, and nobody has the role."""
+    parts, told = (f"{role} worker", "unified worker"), False
+    with spinner() as say:
+        while (back := serving((state := client.status()).workers, role)) is None:
+            fault = next((one for one in state.faults if one.restarts and one.part in parts), None)
+            if fault is None:
+                return None
+            if not told:
+                told = True
+                note(f"`dovetail serve` starts the {fault.part} again, with its settings: waiting")
+            say(f"waiting for the {fault.part}" + loading_text(state.loading))
+            time.sleep(POLL_S)
+    return back
 
 
 def wait_until_here(

@@ -64,7 +64,7 @@ def before_of(worker: WorkerState) -> Before | None:
     somebody else."""
     if worker.host != socket.gethostname():
         return None
-    found = [note for note in worker_notes() if note.pid == worker.pid and note.alive]
+    found = [note for note in worker_notes() if note.pid == worker.pid]
     return Before(found[-1]) if found else None
 
 

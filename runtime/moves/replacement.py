@@ -120,12 +120,25 @@ class Changes:
         others = [
             other
             for other in self._registry.workers.values()
-            if other.plays("target") and other.serves and other is not old
+            if other.plays("target") and other.available and other is not old
         ]
         if role == "target" and old.serves and not others and not asked.last:
             text = (
                 f"{old.name} is the only target: put another in its place with `dovetail "
                 "swap`, or have requests refused from then on with --last"
+            )
+            raise RequestError("swap", text)
+        held = [
+            running.session.number
+            for running in self._running.values()
+            if running.target is old
+            and not any(self._moving.suits(running, other) for other in others)
+        ]
+        if role == "target" and held and not (old.available or asked.last):
+            text = (
+                f"{old.whereabouts} does not respond, and no other target computes the same for "
+                f"its sessions ({_numbers(held)}): wait until they have ended, or end them with "
+                "--last"
             )
             raise RequestError("swap", text)
         yield from self._begin(
@@ -253,10 +266,18 @@ class Changes:
                 if running.joining
                 else "over"
             )
+        if running.loss is not None and self._stranded(running):
+            return "held"
         if running.target is not self._old or running.loss is not None:
             return "coming" if running.session.state in (State.WAITING, State.OPENING) else "over"
         begun = running.session.state in (State.DRAFTING, State.VERIFYING)
         return "movable" if begun and self._moving.refuge(running) is not None else "held"
+
+    def _stranded(self, running: RunningRequest) -> bool:
+        """Return whether a session waits for another target than the newcomer, which has nobody's
+        place but that of the one that was lost: only such a one can go on with it."""
+        newcomer = self._newcomer if self._old is None else None
+        return newcomer is not None and not self._moving.suits(running, newcomer)
 
     # -- what follows ------------------------------------------------------------------------------
 
@@ -367,6 +388,10 @@ class Changes:
     def _answer(self, message: Message) -> Effects[None]:
         if self._client is not None:
             yield Tell(self._client, message)
+
+
+def _numbers(sessions: Sequence[int]) -> str:
+    return ", ".join(map(str, sessions))
 
 
 def _party(worker: Worker) -> Party:

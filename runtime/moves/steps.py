@@ -256,11 +256,14 @@ class Change:
     def _wait_for(
         self, here: Collection[int], movable: Collection[int], *, coming: bool
     ) -> list[Action]:
-        """Say once that the last sessions end where they are, which may take its time."""
-        if self._waits or coming or movable or not here or self.old is None:
+        """Say once that the last sessions end where they are, or wait for a target like the one
+        that they have lost, which may take its time."""
+        if self._waits or coming or movable or not here:
             return []
         self._waits = True
-        return [Say(f"sessions that end on {self.old.name}: {len(here)}")]
+        if self.old is not None:
+            return [Say(f"sessions that end on {self.old.name}: {len(here)}")]
+        return [Say(f"sessions that wait for a lost target: {', '.join(map(str, sorted(here)))}")]
 
     # -- what goes wrong ---------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from dovetail.runtime.telemetry.picture import (
     counts,
     folder_name,
     pair_figures,
+    process_figures,
     share,
     speculation,
     tree_picture,
@@ -31,8 +32,6 @@ HISTORY_S = 120
 """Seconds that are drawn over time, and that shares and means are taken over."""
 RATE_S = 5
 """Seconds that the present rate is taken over."""
-LOAD_S = 0.9
-"""Seconds that the CPU time of processes is compared over, at least."""
 QUIET_S = 30.0
 """A session that has had no round for so long is no longer listed."""
 MAX_SESSIONS = 64
@@ -121,11 +120,7 @@ class LiveStats:
     def __init__(self) -> None:
         self._state: Reported | None = None
         self._epoch: int | None = None
-        self._used: dict[tuple[str, int], float | None] = {}
-        """CPU time of processes, by host and number, and `_used_at_s`: when it was that."""
-        self._used_at_s = 0.0
-        self._cpu: dict[tuple[str, int], float] = {}
-        """Their share of a core since then."""
+        self._before: Reported | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -140,16 +135,7 @@ class LiveStats:
 
     def hear(self, state: Reported) -> None:
         """Take a coordinator's state."""
-        if self._state is None or self._state.epoch != state.epoch:
-            self._used, self._used_at_s = {}, -LOAD_S
-        if (since_s := state.uptime_s - self._used_at_s) >= LOAD_S:
-            used = {(one.host, one.pid): one.cpu_s for one in state.processes}
-            self._cpu = {
-                at: max(0.0, cpu_s - before_s) / since_s
-                for at, cpu_s in used.items()
-                if cpu_s is not None and (before_s := self._used.get(at)) is not None
-            }
-            self._used, self._used_at_s = used, state.uptime_s
+        self._before = self._state
         self._state = state
 
     def see(self, seen: Seen) -> bool:
@@ -216,13 +202,7 @@ class LiveStats:
                 "pid": state.pid,
                 "uptime_s": round(state.uptime_s, 1),
             },
-            "processes": [
-                {
-                    **one.model_dump(exclude={"cpu_s"}),
-                    "cpu": self._cpu.get((one.host, one.pid)),
-                }
-                for one in state.processes
-            ],
+            "processes": process_figures(state, self._before),
             "speculation": speculation(state),
             "degraded": state.degraded,
             "reasons": [*state.reasons, *filter(None, [state.totals.queue_words])],

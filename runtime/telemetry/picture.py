@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import exp
 from typing import Any
 
-from dovetail.protocol.messages import PairState, Reported, SeenRound
+from dovetail.protocol.messages import PairState, ProcessState, Reported, SeenRound
 from dovetail.protocol.tree import ROOT
 
 MAX_NODES = 256
@@ -122,6 +122,21 @@ def pair_figures(pair: PairState) -> dict[str, Any]:
     return {
         name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()
     }
+
+
+def process_figures(state: Reported, before: Reported | None) -> list[dict[str, Any]]:
+    """Return the processes of a state, with the share of a core that each has used since the one
+    before; None where that is not known."""
+    used = {(one.host, one.pid): one.cpu_s for one in before.processes} if before else {}
+    since_s = state.uptime_s - before.uptime_s if before else 0.0
+
+    def busy(one: ProcessState) -> float | None:
+        before_s = used.get((one.host, one.pid))
+        if one.cpu_s is None or before_s is None or since_s <= 0:
+            return None
+        return round(max(0.0, one.cpu_s - before_s) / since_s, 3)
+
+    return [{**one.model_dump(exclude={"cpu_s"}), "cpu": busy(one)} for one in state.processes]
 
 
 def tree_picture(last: SeenRound, root: int | None, spell: Spell | None) -> dict[str, Any]:

@@ -1,24 +1,27 @@
-"""A newcomer has the settings that the worker whose place it takes was started with, by the
-kernel's account, and is ended if its command is interrupted."""
+"""A newcomer has the settings that the worker whose place it takes was started with, as that one
+has noted them, and is ended if its command is interrupted."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail.launch.commands.swap import as_before
+from dovetail.launch.commands.swap import as_before, before_or_refusal
+from dovetail.launch.files.directory import announced, note_worker
 from dovetail.launch.processes.newcomer import Newcomer
-from dovetail.launch.processes.supervise import Supervisor
-from dovetail.launch.processes.worker_settings import read_command, settings_of
+from dovetail.launch.processes.replacement import Expected
+from dovetail.launch.processes.worker_settings import before_of, flags_of, last_before
 from dovetail.launch.settings.configure import configure
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
-
-Start = Callable[..., "subprocess.Popen[str]"]
+from dovetail.protocol.settings import Settings
+from support.golden import representative
 
 
 def state(role: Role, pid: int, host: str = "") -> WorkerState:
@@ -46,92 +49,131 @@ def state(role: Role, pid: int, host: str = "") -> WorkerState:
     )
 
 
-def test_settings_are_read_as_the_worker_read_them(tmp_path: Path) -> None:
+def noted(
+    role: Role, flags: Sequence[str], address: str = "ipc:///x", fingerprint: str = ""
+) -> None:
+    """Note that this process is a worker that was started with these flags."""
+    note_worker(address, role, (role,), flags, fingerprint)
+
+
+@pytest.fixture(autouse=True)
+def runtime(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary))
+
+
+def test_what_a_worker_was_started_with_is_known_as_it_understood_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "settings.toml").write_text('[target]\nweights = "half"\ninflate = "64MiB"\n')
-    line = [
-        "python",
-        "-P",
-        "-m",
-        "dovetail.launch.cli",
-        "worker",
-        "--role=target",
-        "--config",
-        "settings.toml",
-        "--target",
-        "model",
-        "--weights=int8",
-    ]
-    found = read_command(
-        [*line, "--connect=ipc:///nowhere"], {"DOVETAIL_TARGET__THREADS": "3"}, tmp_path
+    monkeypatch.chdir(tmp_path)
+    given = configure(
+        flags={"target.model": "model", "target.weights": "int8"},
+        file=tmp_path / "settings.toml",
+        environment={"DOVETAIL_TARGET__THREADS": "3"},
     )
-    assert found == {
+    noted("target", flags_of(given, "0-1", ""))
+    before = before_of(state("target", os.getpid()))
+    assert before is not None
+    assert before.place == ["--cores=0-1"]
+    assert before.values == {
         "target.weights": "int8",
         "target.inflate": "64MiB",
         "target.threads": 3,
         "target.model": str(tmp_path / "model"),
+        "coordinator.stuck_s": 10.0,
     }
 
 
-def test_settings_of_a_worker_that_was_forked_are_its_own() -> None:
-    kinds = ("ngram", "substitute")
-    commands = {
-        kind: ["worker", "--role=draft", f"--draft.kind={kind}", "--connect=-"] for kind in kinds
-    }
-    with Supervisor() as supervisor:
-        forked = supervisor.start_forked(supervisor.start_nursery([]), commands)
-        for kind, child in forked.items():
-            while (found := settings_of(state("draft", child.process.pid))) is None:
-                assert not child.ended, child.last_words()
-            assert found == {"draft.kind": kind}
+def test_a_worker_elsewhere_and_one_that_is_none_of_ours_are_not_known() -> None:
+    assert before_of(state("target", os.getpid())) is None
+    noted("target", [])
+    assert before_of(state("target", os.getpid(), "elsewhere")) is None
+    assert before_of(state("target", os.getppid())) is None
 
 
-def test_what_is_no_worker_of_this_machine_has_no_settings_here(tmp_path: Path) -> None:
-    assert read_command(["python", "serve"], {}, tmp_path) is None
-    assert read_command(["dovetail", "worker", "--role=king"], {}, tmp_path) is None
-    assert (
-        read_command(["dovetail", "worker", "--role=target", "--config=gone.toml"], {}, tmp_path)
-        is None
+def test_the_last_worker_of_a_role_is_known_until_its_coordinator_has_gone() -> None:
+    """It may be lost, or drained, and its coordinator may have two addresses."""
+    with announced("ipc:///x"):
+        noted("target", ["--target.weights=half"], "ipc:///x,ipc:///y")
+        noted("draft", ["--draft.kind=ngram"])
+        found = last_before({"ipc:///y"}, "target")
+        assert found is not None
+        assert found.values == {"target.weights": "half"}
+        assert last_before({"ipc:///z"}, "target") is None
+    assert last_before({"ipc:///x"}, "draft") is None
+
+
+def merged(flags: dict[str, str], role: Role, *, elsewhere: bool = False) -> Settings:
+    before, reads = (before_of(state(one, os.getpid())) for one in (role, "target"))
+    return as_before(configure(flags=flags), role, before, reads, elsewhere=elsewhere).settings
+
+
+def test_a_newcomer_is_as_the_worker_that_leaves_but_for_what_is_said() -> None:
+    """Also where another model is named."""
+    flags = ["--target.model=OWNER/NAME", "--target.weights=half", "--target.numa=off"]
+    noted("target", [*flags, "--target.inflate=64MiB", "--target.context=512", "--memory.ram=8GB"])
+    known = merged({"target.weights": "int8"}, "target")
+    target = known.target
+    assert (target.model, target.weights, target.numa) == ("OWNER/NAME", "int8", "off")
+    assert (target.inflate, target.context, known.memory.ram) == ("64MiB", 512, "8GB")
+    target = merged({"target.model": "OTHER/ONE"}, "target").target
+    assert (target.model, target.weights, target.inflate) == ("OTHER/ONE", "half", "64MiB")
+    target = merged({}, "target", elsewhere=True).target
+    assert (target.model, target.weights, target.numa) == ("OWNER/NAME", "half", "auto")
+    target = merged({"draft.kind": "substitute"}, "draft").target
+    assert (target.model, target.inflate, target.context) == ("OWNER/NAME", "64MiB", 512)
+
+
+def test_a_draft_of_another_kind_has_nothing_that_belongs_to_the_former_kind() -> None:
+    flags = ["--draft.kind=substitute", "--draft.weights=int3", "--draft.device=cpu"]
+    noted("draft", [*flags, "--draft.ahead=false"])
+    same = merged({}, "draft").draft
+    assert (same.kind, same.weights, same.device, same.ahead) == (
+        "substitute",
+        "int3",
+        "cpu",
+        False,
     )
-    assert settings_of(state("target", os.getpid())) is None
-    assert settings_of(state("target", os.getpid(), "elsewhere")) is None
+    other = merged({"draft.kind": "ngram"}, "draft").draft
+    assert (other.kind, other.weights, other.device, other.ahead) == ("ngram", "auto", "cpu", False)
 
 
-def test_a_newcomer_is_as_the_worker_that_leaves_but_for_what_is_said(
-    start: Start, tmp_path: Path
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_newcomer_of_which_nothing_is_known_and_nothing_was_given_is_refused(role: Role) -> None:
+    nobody = representative()["reported"].model_copy(update={"workers": ()})
+    with pytest.raises(UserError, match=f"name the model with --{role} MODEL"):
+        before_or_refusal(configure(), role, None, nobody, {"ipc:///x"})
+
+
+def test_a_head_is_not_for_the_embedded_target_because_its_own_is_not_known() -> None:
+    with pytest.raises(UserError, match="name it with --target MODEL"):
+        merged({"draft.kind": "dovetail"}, "draft")
+    assert merged({"draft.kind": "ngram"}, "draft").target.model == ""
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "asked", "words"),
+    [
+        ("a/fp32/k/whole/local/fp32", (), ""),
+        (
+            "b/fp32/k/whole/local/fp32",
+            (),
+            "checkpoint b instead of a; name the one .* with --target MODEL",
+        ),
+        ("b/fp32/k/whole/local/fp32", ("target.threads",), "checkpoint b"),
+        ("b/fp32/k/whole/local/fp32", ("target.model",), ""),
+        ("a/int8/k/whole/local/half", (), "weights int8 instead of fp32, cache half instead of"),
+        ("a/int8/k/whole/local/half", ("target.weights",), ""),
+    ],
+)
+def test_a_target_of_another_fingerprint_is_refused_unless_it_was_asked_for(
+    fingerprint: str, asked: Sequence[str], words: str
 ) -> None:
-    worker = start(
-        "worker",
-        "--role=target",
-        f"--connect=ipc://{tmp_path}/nobody",
-        "--target=OWNER/NAME",
-        "--weights=half",
-        "--target.numa=off",
-    )
-    old = state("target", worker.pid)
-    after, known = as_before(
-        configure(flags={"target.weights": "int8"}), "target", old, [old], elsewhere=False
-    )
-    target = after.settings.target
-    assert (known, target.model, target.weights, target.numa) == (True, "OWNER/NAME", "int8", "off")
-    after, known = as_before(
-        configure(flags={"target.model": "OTHER/ONE"}), "target", old, [old], elsewhere=False
-    )
-    target = after.settings.target
-    assert (known, target.model, target.weights, target.numa) == (True, "OTHER/ONE", "fp32", "auto")
-    after, known = as_before(configure(), "target", old, [old], elsewhere=True)
-    target = after.settings.target
-    assert (known, target.model, target.weights, target.numa) == (False, "", "half", "auto")
-    after, _ = as_before(
-        configure(flags={"draft.kind": "substitute"}), "draft", None, [old], elsewhere=False
-    )
-    assert (after.settings.target.model, after.settings.target.weights) == ("OWNER/NAME", "fp32")
-
-
-def test_whose_model_cannot_be_known_has_none_of_it() -> None:
-    elsewhere = state("target", 1, "elsewhere")
-    after, known = as_before(configure(), "target", elsewhere, [elsewhere], elsewhere=False)
-    assert (known, after.settings.target.model) == (False, "")
+    newcomer = state("target", 1).model_copy(update={"fingerprint": fingerprint})
+    expected = Expected("a/fp32/k/whole/local/fp32", asked)
+    with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
+        expected.check(newcomer)
 
 
 @pytest.mark.parametrize(

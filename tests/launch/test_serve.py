@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -63,6 +64,14 @@ def test_a_server_is_found_used_kept_running_and_ends_without_a_trace(
     process = start("serve", *PAIR)
     found = ready(process)
     assert set(found["pids"]) == {"coordinator", "http", "target worker", "draft worker"}
+    named = {psutil.Process(pid) for pid in (process.pid, *found["pids"].values())}
+    assert {(" ".join(one.cmdline()).strip(), one.name()) for one in named} == {
+        ("dovetail serve", "dovetail:serve"),
+        ("dovetail coordinator", "dovetail:coordi"),
+        ("dovetail http", "dovetail:http"),
+        ("dovetail target demo", "dovetail:target"),
+        ("dovetail draft demo", "dovetail:draft"),
+    }
     status, answer = ask(found["url"], body=QUESTION)
     assert status == 200, answer
     assert answer["usage"]["completion_tokens"] <= 8
@@ -427,6 +436,39 @@ def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes
     os.kill(json.loads(swapped.stdout)["pid"], signal.SIGKILL)
     told(process, "no worker serves in place of the draft worker any longer; it is restarted")
     told(process, "the draft worker is ready again")
+
+
+@pytest.mark.slow
+def test_a_swap_in_place_of_a_lost_worker_has_the_settings_of_the_service(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
+    """It waits for `serve` where that starts the worker again, and starts one itself where it was
+    drained."""
+    folder = shutil.copytree(DEMO_FOLDER / "target", tmp_path / "model")
+    given = ("--target", str(folder), "--inflate=64MiB", "--target.context=512")
+    process = start("serve", *PAIR, *given, "--draft=ngram")
+    found = ready(process)
+    (before,) = targets(run)
+    os.kill(found["pids"]["target worker"], signal.SIGKILL)
+    told(process, "the target worker was killed by SIGKILL")
+    waited = run("swap", "--role=target", "--json")
+    assert waited.returncode == 0, waited.stderr
+    assert "`dovetail serve` starts the target worker again" in waited.stderr
+    assert run("drain", "target", "--last").returncode == 0
+    swapped = run("swap", "--role=target", "--json")
+    assert swapped.returncode == 0, swapped.stderr
+    for done in (waited, swapped):
+        assert json.loads(done.stdout)["model"] == str(folder)
+    (after,) = targets(run)
+    same = ("model", "fingerprint", "inflation", "binding", "threads")
+    assert [after[name] for name in same] == [before[name] for name in same]
+    assert ask(found["url"], "/v1/models")[1]["data"][0]["id"] == "model"
+    assert ask(found["url"], "/v1/models")[1]["data"][0]["max_model_len"] == 512
+
+
+def targets(run: Run) -> list[dict[str, Any]]:
+    workers = json.loads(run("status", "--json").stdout)["workers"]
+    return [worker for worker in workers if "target" in worker["roles"]]
 
 
 CRAMPED = """

@@ -13,7 +13,11 @@ HEADINGS = (
     "worker",
     "roles",
     "model",
+    "weights",
+    "host",
     "device",
+    "CPU s",
+    "MB",
     "busy",
     "sessions",
     "trip us",
@@ -41,6 +45,8 @@ def test_its_headings_are_whole_in_eighty_columns_and_its_figures_plain(
     shown = capsys.readouterr().out
     assert not [heading for heading in HEADINGS if heading not in shown]
     assert "70350" in shown
+    for words in ("fp16", "coordinator", "62"):
+        assert words in shown
 
 
 def test_it_says_who_leads_in_which_term_and_how_far_the_standby_is_behind(

@@ -115,6 +115,19 @@ def assert_gone(pids: list[int]) -> None:
     assert not alive
 
 
+def test_a_name_is_cut_to_the_command_line_that_a_process_was_started_with() -> None:
+    """What lies behind that in memory, the environment, stays."""
+    script = (
+        "from pathlib import Path; from dovetail.launch.processes.child import name_process; "
+        "before = Path('/proc/self/environ').read_bytes(); name_process('target', 'm' * 9999); "
+        "assert Path('/proc/self/environ').read_bytes() == before; "
+        "print(Path('/proc/self/comm').read_text(), Path('/proc/self/cmdline').read_text())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    program, line = done.stdout.split("\n")[:2]
+    assert (program, line.strip(" \0").rstrip("m")) == ("dovetail:target", "dovetail target "), done
+
+
 def test_leaving_the_block_ends_everything_and_removes_what_was_left(temporary: Path) -> None:
     with Supervisor() as supervisor:
         address = supervisor.start_coordinator(CORES)

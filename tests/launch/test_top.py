@@ -81,6 +81,8 @@ def test_once_shows_workers_figures_and_sessions_within_80_columns(
             "draft",
             "fingerprint",
             "binding",
+            "memory",
+            f"coordinator (pid {os.getpid()}) CPU ",
             "epoch",
         )
     )
@@ -231,7 +233,7 @@ class Screen:
             )
             if select.select([self.terminal], [], [], 0.1)[0]:
                 try:
-                    self.said += os.read(self.terminal, 1 << 16).decode()
+                    self.said += os.read(self.terminal, 1 << 16).decode(errors="replace")
                 except OSError as error:
                     raise AssertionError(f"it ended: {self.said[-2000:]}") from error
 

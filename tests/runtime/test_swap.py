@@ -290,6 +290,48 @@ def test_sessions_end_on_their_target_where_the_next_one_decides_otherwise_and_n
     assert {reply.result.moves for reply in replies} == {0}
 
 
+def test_a_target_in_place_of_a_lost_one_waits_for_sessions_that_it_cannot_go_on_with() -> None:
+    scene = Scene()
+    lost, said = scene.house.target, list[str]()
+    assert lost is not None
+    newcomer = scene.newcomer(ScriptedTarget, fingerprint=OTHER)
+    scene.begin(steps=400)
+    scene.house.lose(lost)
+    scene.house.coordinator.look_around()
+    request = scene.swap(newcomer, None)
+    put_in_place(scene, newcomer)
+    scene.house.run()
+    scene.house.workers.insert(0, scene.house.workers[0])  # the next epoch is a new one
+    again = scene.house.add(ScriptedTarget, "target", name="target")
+    assert scene.end(request, said.append).longest_pause_s >= 0.0
+    numbers = ", ".join(str(number) for number in range(1, len(PROMPTS) + 1))
+    assert said[-1] == f"sessions that wait for a lost target: {numbers}"
+    request = scene.admin.dismiss(again.epoch)
+    scene.end(request)
+    assert {reply.result.moves for reply in scene.check_replies()} == {1}
+    assert scene.names == ["draft", "target-2"]
+
+
+def test_a_target_that_does_not_respond_leaves_only_where_its_sessions_can_go_on_elsewhere() -> (
+    None
+):
+    scene = Scene()
+    old = scene.house.target
+    assert old is not None
+    scene.house.add(ScriptedTarget, "target", name="other", fingerprint=OTHER)
+    scene.begin(steps=400)
+    (silent,) = (w for w in scene.house.coordinator.registry.workers.values() if w.name == "target")
+    silent.silent = True
+    numbers = [
+        one.session.number for one in scene.house.coordinator.requests if one.target is silent
+    ]
+    with pytest.raises(RequestError, match=rf"for its sessions \({', '.join(map(str, numbers))}\)"):
+        scene.end(scene.admin.dismiss(old.epoch))
+    silent.silent = False
+    scene.end(scene.admin.dismiss(old.epoch))
+    scene.check_replies()
+
+
 def test_sessions_go_over_to_any_target_of_their_vocabulary_where_the_user_allows_it() -> None:
     scene = Scene(settings=CoordinatorSettings(move="any"))
     newcomer = scene.newcomer(ScriptedTarget, fingerprint=OTHER)

@@ -345,6 +345,8 @@ class Service:
                 }
                 for there in (others, [worker for worker in others if worker.swapped_in])
             )
+            if state.totals.waiting:  # only the one that was lost may be able to go on with them
+                given = {name for name in given if self._played(name) == "draft"}
             drained = [name for name in self._workers if self._played(name) in state.drained]
             known = registered(ours, state.workers)
             self._perform(self._watch.answered(known, now_s, filled, given, drained))
