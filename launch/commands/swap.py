@@ -18,14 +18,27 @@ from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.network_notice import leaves_the_machine
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note
-from dovetail.launch.files.directory import announcements
+from dovetail.launch.files.directory import WorkerNote, announcements
 from dovetail.launch.machine.fit import check_memory, nodes_of
-from dovetail.launch.processes.connection import describe, find_coordinator
+from dovetail.launch.processes.connection import find_coordinator
 from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.preflight import check_draft, check_target
-from dovetail.launch.processes.replacement import Change, Expected, leaver, restarted, serving
+from dovetail.launch.processes.replacement import (
+    Change,
+    Expected,
+    leaver,
+    restarted,
+    serving,
+    told_of,
+)
 from dovetail.launch.processes.stack import ROLES, SECTIONS, Played, layout_of, worker_arguments
-from dovetail.launch.processes.worker_settings import STUCK, Before, before_of, last_before
+from dovetail.launch.processes.worker_settings import (
+    STUCK,
+    before_of,
+    last_before,
+    place_of,
+    values_of,
+)
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import BASIC, settings_flags
 from dovetail.protocol.errors import DovetailError, LinkError, UserError
@@ -128,7 +141,8 @@ def command(
         own = any(option.startswith((*ROLES, "memory.")) for option in asked)
         alike = old[parts[0]] is None and not (beside or elsewhere or name or own)
         if alike and (back := restarted(client, parts[0])) is not None:
-            _tell_of_restart(back, parts[0], as_json=as_json)
+            again = f"`dovetail serve` has started {back.name} again (pid {back.pid})"
+            click.echo(json.dumps(told_of(back, None))) if as_json else note(again)
             return
         before, whose = before_or_refusal(configuration, parts[0], old[parts[0]], state, addresses)
         name = (
@@ -146,7 +160,7 @@ def command(
             _check_models(configuration, role)
             keys = configuration.settings.coordinator.keys or announced_keys(state.address)
             bound = before is not None and role != "unified" and asked.isdisjoint(PLACED)
-            place = before.place if before is not None and bound else None
+            place = place_of(before) if before is not None and bound else None
             done = _start_here(change, configuration, role, name, way, keys, place)
     if as_json:
         click.echo(
@@ -157,20 +171,6 @@ def command(
     else:
         for words in change.words:
             note(words)
-
-
-def _tell_of_restart(back: WorkerState, role: Role, *, as_json: bool) -> None:
-    """Tell of a worker that needed no replacement."""
-    if as_json:
-        nobody = {"replaced": None, "moved": 0, "stayed": 0, "longest_pause_s": 0.0}
-        click.echo(
-            json.dumps({"worker": back.name, "pid": back.pid, "model": back.model, **nobody})
-        )
-    else:
-        note(
-            f"`dovetail serve` has started {back.name} again (pid {back.pid} on {back.host}), "
-            f"{describe(role, back)}"
-        )
 
 
 def _check_choice(
@@ -313,7 +313,7 @@ def before_or_refusal(
     old: WorkerState | None,
     state: Reported,
     addresses: Collection[str],
-) -> tuple[Before | None, str]:
+) -> tuple[WorkerNote | None, str]:
     """Return what the worker was started with that leaves, or beside which the new one comes, or
     that was there last, and the fingerprint of that one; `UserError` where neither that is known
     nor a model is named."""
@@ -325,11 +325,11 @@ def before_or_refusal(
             f"the settings {whose} are not known on this machine: name the model with "
             f"--{role} MODEL, and whatever else it should have"
         )
-    noted = before.note.fingerprint if before else ""
+    noted = before.fingerprint if before else ""
     return before, noted if model is None else model.fingerprint
 
 
-def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> Before | None:
+def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> WorkerNote | None:
     """Return what the target was started with that a draft is for."""
     target = serving(workers, "target")
     return before_of(target) if target is not None else last_before(addresses, "target")
@@ -338,8 +338,8 @@ def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> 
 def as_before(
     configuration: Configuration,
     role: Role,
-    before: Before | None,
-    reads: Before | None,
+    before: WorkerNote | None,
+    reads: WorkerNote | None,
     *,
     elsewhere: bool,
 ) -> Configuration:
@@ -351,9 +351,10 @@ def as_before(
     """
     named = any(configuration.given(name) for name in MODELS[role])
     sections = (*SECTIONS[role], "memory", STUCK)
-    values = {n: v for n, v in (before.values if before else {}).items() if n.startswith(sections)}
+    known = values_of(before) if before is not None else {}
+    values = {n: v for n, v in known.items() if n.startswith(sections)}
     if reads is not None:
-        values |= {n: reads.values[n] for n in TARGETS_OWN if n in reads.values}
+        values |= {n: v for n, v in values_of(reads).items() if n in TARGETS_OWN}
     elif role == "draft" and not configuration.given("target.model"):
         kind = configuration.given("draft.kind") and configuration.settings.draft.kind
         if kind in (*HEAD_KINDS, "substitute"):

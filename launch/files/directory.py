@@ -71,6 +71,8 @@ class WorkerNote:
     """The settings that it was started with, and its place, as flags of `dovetail worker`."""
     fingerprint: str
     """That of a target, else empty."""
+    since_s: float
+    """When it was registered, by the clock of the day."""
 
 
 def runtime_directory() -> Path:
@@ -121,7 +123,8 @@ def note_worker(
 ) -> None:
     """Note what this process, a worker, was started with, in the place of an earlier one of its
     name."""
-    _write(_note_path(address, name), WorkerNote(address, os.getpid(), roles, flags, fingerprint))
+    note = WorkerNote(address, os.getpid(), roles, flags, fingerprint, time.time())
+    _write(_note_path(address, name), note)
 
 
 def forget_worker(address: str, name: str) -> None:
@@ -141,15 +144,11 @@ def worker_notes() -> list[WorkerNote]:
 
 
 def _worker_notes() -> list[tuple[Path, WorkerNote]]:
-    paths = sorted(runtime_directory().glob("settings-*.json"), key=_written_ns)
-    return [(path, note) for path in paths if (note := _read(WorkerNote, path)) is not None]
-
-
-def _written_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:  # it has just gone
-        return 0
+    found = (
+        (path, _read(WorkerNote, path)) for path in runtime_directory().glob("settings-*.json")
+    )
+    notes = [(path, note) for path, note in found if note is not None]
+    return sorted(notes, key=lambda one: one[1].since_s)
 
 
 def _write(path: Path, noted: Announcement | WorkerNote) -> None:

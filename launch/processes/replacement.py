@@ -65,13 +65,7 @@ class Change:
                 ),
             )
             self._placed = True
-            told_of = {
-                "worker": newcomer.name,
-                "pid": newcomer.pid,
-                "model": newcomer.model,
-                "replaced": old.name if old else None,
-            }
-            found[part] = {**told_of, **figures(done)}
+            found[part] = {**told_of(newcomer, old), **figures(done)}
             place = (
                 f"has replaced {old.name} (pid {old.pid} on {old.host})"
                 if old is not None
@@ -139,6 +133,13 @@ def all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]
         for worker in workers
         if role in worker.roles and not (worker.standby or worker.leaving)
     ]
+
+
+def told_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]:
+    """Return what is told of a worker as JSON; of one that serve has started again, all of it."""
+    nobody = {"moved": 0, "stayed": 0, "longest_pause_s": 0.0}
+    worker = {"worker": newcomer.name, "pid": newcomer.pid, "model": newcomer.model}
+    return {**worker, "replaced": old.name if old else None, **nobody}
 
 
 @dataclass(frozen=True)

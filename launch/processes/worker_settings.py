@@ -8,8 +8,6 @@ too. Knows how a worker is started, and nothing of who takes its place.
 
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +24,17 @@ STUCK = "coordinator.stuck_s"
 PLACE = ("--cores=", "--memory-nodes=")
 
 
-@dataclass(frozen=True)
-class Before:
-    """What a worker was started with."""
+def values_of(note: WorkerNote) -> dict[str, Any]:
+    """Return dotted name -> value of what a worker was given."""
+    parts = (flag.removeprefix("--").partition("=") for flag in note.flags)
+    known = {name: text for name, _, text in parts if name in SETTINGS}
+    found = {name: parse_setting(name, text, f"--{name}") for name, text in known.items()}
+    return {n: resolved(value) if n in MODELS else value for n, value in found.items()}
 
-    note: WorkerNote
 
-    @cached_property
-    def values(self) -> dict[str, Any]:
-        """Dotted name -> value of what it was given."""
-        parts = (flag.removeprefix("--").partition("=") for flag in self.note.flags)
-        known = {name: text for name, _, text in parts if name in SETTINGS}
-        found = {name: parse_setting(name, text, f"--{name}") for name, text in known.items()}
-        return {n: resolved(value) if n in MODELS else value for n, value in found.items()}
-
-    @property
-    def place(self) -> list[str]:
-        """The flags that bind it."""
-        return [flag for flag in self.note.flags if flag.startswith(PLACE)]
+def place_of(note: WorkerNote) -> list[str]:
+    """Return the flags that bind a worker."""
+    return [flag for flag in note.flags if flag.startswith(PLACE)]
 
 
 def flags_of(configuration: Configuration, cores: str | None, memory_nodes: str) -> list[str]:
@@ -59,16 +50,16 @@ def flags_of(configuration: Configuration, cores: str | None, memory_nodes: str)
     return [*settings, f"--{STUCK}={configuration.value(STUCK)}", *place]
 
 
-def before_of(worker: WorkerState) -> Before | None:
+def before_of(worker: WorkerState) -> WorkerNote | None:
     """Return what a registered worker was started with; None if it runs elsewhere, or belongs to
     somebody else."""
     if worker.host != socket.gethostname():
         return None
     found = [note for note in worker_notes() if note.pid == worker.pid]
-    return Before(found[-1]) if found else None
+    return found[-1] if found else None
 
 
-def last_before(addresses: Collection[str], role: str) -> Before | None:
+def last_before(addresses: Collection[str], role: str) -> WorkerNote | None:
     """Return what the last worker of a role on this machine was started with that was registered at
     a coordinator, at any of its addresses; None if there was none."""
     found = [
@@ -76,7 +67,7 @@ def last_before(addresses: Collection[str], role: str) -> Before | None:
         for note in worker_notes()
         if role in note.roles and not {*split_addresses(note.address)}.isdisjoint(addresses)
     ]
-    return Before(found[-1]) if found else None
+    return found[-1] if found else None
 
 
 def _whole(model: str) -> str:

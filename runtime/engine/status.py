@@ -177,15 +177,18 @@ class Status:
         )
 
     def _processes(self) -> tuple[ProcessState, ...]:
-        """The process that we are, and those of HTTP APIs."""
-        here = socket.gethostname()
-        found = [("coordinator", here, os.getpid())]
-        found += [
-            ("http", client.hello.host, client.hello.pid)
-            for client in self._registry.clients.values()
-            if client.hello.name.startswith("http-")
-        ]
-        return tuple(_process(name, host, pid, here) for name, host, pid in found[:MAX_PROCESSES])
+        """The process that we are, and those of HTTP APIs, with their figures if they run here."""
+        here, found = socket.gethostname(), list[ProcessState]()
+        clients = [one.hello for one in self._registry.clients.values()]
+        https = [("http", one.host, one.pid) for one in clients if one.name.startswith("http-")]
+        for name, host, pid in [("coordinator", here, os.getpid()), *https][:MAX_PROCESSES]:
+            told: dict[str, Any] = {"name": name, "host": host, "pid": pid}
+            if host == here:
+                with suppress(OSError):  # it has just gone
+                    told["cpu_s"], rss_bytes = process_load(pid)
+                    told["rss_mb"] = rss_bytes / 1e6
+            found.append(ProcessState.model_validate(told))
+        return tuple(found)
 
     def _totals(self) -> Totals:
         targets = [
@@ -214,16 +217,6 @@ class Status:
             ],
             queued=len(self._queue),
         )
-
-
-def _process(name: str, host: str, pid: int, here: str) -> ProcessState:
-    """Return the state of a process, with its figures if it runs here."""
-    told: dict[str, Any] = {"name": name, "host": host, "pid": pid}
-    if host == here:
-        with suppress(OSError):  # it has just gone
-            told["cpu_s"], rss_bytes = process_load(pid)
-            told["rss_mb"] = rss_bytes / 1e6
-    return ProcessState.model_validate(told)
 
 
 def label_of(key: str) -> str:

@@ -128,17 +128,14 @@ class Changes:
                 "swap`, or have requests refused from then on with --last"
             )
             raise RequestError("swap", text)
-        held = [
-            running.session.number
-            for running in self._running.values()
-            if running.target is old
-            and not any(self._moving.suits(running, other) for other in others)
-        ]
+        suits = self._moving.suits
+        mine = [one for one in self._running.values() if one.target is old]
+        held = [one for one in mine if not any(suits(one, other) for other in others)]
         if role == "target" and held and not (old.available or asked.last):
+            numbers = ", ".join(str(running.session.number) for running in held)
             text = (
                 f"{old.whereabouts} does not respond, and no other target computes the same for "
-                f"its sessions ({_numbers(held)}): wait until they have ended, or end them with "
-                "--last"
+                f"its sessions ({numbers}): wait until they have ended, or end them with --last"
             )
             raise RequestError("swap", text)
         yield from self._begin(
@@ -388,10 +385,6 @@ class Changes:
     def _answer(self, message: Message) -> Effects[None]:
         if self._client is not None:
             yield Tell(self._client, message)
-
-
-def _numbers(sessions: Sequence[int]) -> str:
-    return ", ".join(map(str, sessions))
 
 
 def _party(worker: Worker) -> Party:

@@ -16,7 +16,13 @@ from dovetail.launch.commands.swap import as_before, before_or_refusal
 from dovetail.launch.files.directory import announced, note_worker
 from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.replacement import Expected
-from dovetail.launch.processes.worker_settings import before_of, flags_of, last_before
+from dovetail.launch.processes.worker_settings import (
+    before_of,
+    flags_of,
+    last_before,
+    place_of,
+    values_of,
+)
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
@@ -75,8 +81,8 @@ def test_what_a_worker_was_started_with_is_known_as_it_understood_it(
     noted("target", flags_of(given, "0-1", ""))
     before = before_of(state("target", os.getpid()))
     assert before is not None
-    assert before.place == ["--cores=0-1"]
-    assert before.values == {
+    assert place_of(before) == ["--cores=0-1"]
+    assert values_of(before) == {
         "target.weights": "int8",
         "target.inflate": "64MiB",
         "target.threads": 3,
@@ -99,7 +105,7 @@ def test_the_last_worker_of_a_role_is_known_until_its_coordinator_has_gone() -> 
         noted("draft", ["--draft.kind=ngram"])
         found = last_before({"ipc:///y"}, "target")
         assert found is not None
-        assert found.values == {"target.weights": "half"}
+        assert values_of(found) == {"target.weights": "half"}
         assert last_before({"ipc:///z"}, "target") is None
     assert last_before({"ipc:///x"}, "draft") is None
 
