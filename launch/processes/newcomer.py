@@ -2,43 +2,25 @@
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
-from typing import Any
 
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.directory import remove_unused_logs, runtime_directory
-from dovetail.launch.processes.supervise import ENDING_SIGNALS, GRACE_S, Child, unwind
+from dovetail.launch.processes.supervise import GRACE_S, Child, Unwinding
 
 
-class Newcomer:
+class Newcomer(Unwinding):
     """A worker's process that ends with this block, unless it `stays`. A signal that ends us is
     heeded once the process is ours."""
 
     def __init__(self, arguments: Sequence[str], name: str) -> None:
+        super().__init__()
         self._arguments, self._name, self._stays = arguments, name, False
         self._path = runtime_directory() / f"worker-{name.replace(os.sep, '_')}-{os.getpid()}.log"
         self._child: Child | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._busy = False
-        self._pending: signal.Signals | None = None
-
-    def __enter__(self) -> "Newcomer":
-        """Unwind the stack for a signal that ends us. What is ignored, as under nohup, stays
-        ignored."""
-        for number in ENDING_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._signalled)
-        return self
-
-    def _signalled(self, number: int, _frame: FrameType | None) -> None:
-        if not self._busy:
-            unwind(signal.Signals(number))
-        self._pending = signal.Signals(number)
 
     def start(self) -> Child:
         """Start the worker in a session of its own, which neither Ctrl-C nor the end of the
@@ -55,9 +37,7 @@ class Newcomer:
             start_new_session=True,
         )
         self._child = Child(f"{self._name} worker", process, log)
-        self._busy = False
-        if self._pending is not None:
-            unwind(self._pending)
+        self._heed()
         return self._child
 
     def stays(self) -> None:
@@ -71,8 +51,7 @@ class Newcomer:
             if self._child is not None:
                 self._part_with(self._child)
         finally:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+            super().__exit__()
 
     def _part_with(self, child: Child) -> None:
         child.log.close()

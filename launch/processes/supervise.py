@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn, Self
 
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes import ahead, nursery, warden
@@ -139,27 +139,50 @@ class Child:
         )
 
 
-class Supervisor:
+class Unwinding:
+    """A block that a signal which ends us leaves by unwinding the stack, so that every block that
+    owns something is left - but not while it is busy with what must not be interrupted. What is
+    ignored, as under nohup, stays ignored."""
+
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, Any] = {}
+        self._busy = False
+        self._pending: signal.Signals | None = None
+
+    def __enter__(self) -> Self:
+        for number in ENDING_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._signalled)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        if not self._busy:
+            unwind(signal.Signals(number))
+        self._pending = signal.Signals(number)
+
+    def _heed(self) -> None:
+        """Be busy no longer, and heed a signal that came meanwhile."""
+        self._busy = False
+        if self._pending is not None:
+            unwind(self._pending)
+
+
+class Supervisor(Unwinding):
     """Owns processes; use it as a context, in the main thread."""
 
     def __init__(self, *, apart: bool = False) -> None:
         """`apart`: who sees to our processes when we are killed is no child of ours."""
+        super().__init__()
         self._apart = [warden.APART] if apart else []
         self.children: list[Child] = []
         self._sockets: list[tuple[Child, Path]] = []
         self._folders: list[Path] = []
         self._talks = contextlib.ExitStack()
         self._warden: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, object] = {}
-        self._busy = False
-        self._pending: signal.Signals | None = None
-
-    def __enter__(self) -> "Supervisor":
-        """Return what is ignored, as under nohup, stays ignored."""
-        for number in ENDING_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._signalled)
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End everything. Nothing interrupts this: it takes `GRACE_S` at most."""
@@ -172,16 +195,7 @@ class Supervisor:
             self._talks.close()
             self._dismiss_warden()
         finally:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _signalled(self, number: int, _frame: FrameType | None) -> None:
-        """A signal that ends us unwinds the stack, so that every block that owns something is left
-        - but not between a process's start and its entry here."""
-        if self._busy:
-            self._pending = signal.Signals(number)
-        else:
-            unwind(signal.Signals(number))
+            super().__exit__()
 
     def start(
         self,
@@ -258,9 +272,7 @@ class Supervisor:
         child = Child(name, process, log)
         self.children.append(child)
         self._have_minded(warden.CHILD, str(process.pid))
-        self._busy = False
-        if self._pending is not None:
-            unwind(self._pending)
+        self._heed()
         return child
 
     def tell(self, child: Child, line: str) -> None:
