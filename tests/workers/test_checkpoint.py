@@ -405,6 +405,13 @@ def test_special_tokens_may_be_lists_and_generation_config_has_the_last_word(fol
     assert read_tokenizer(folder)[1].end == (5, 6)
 
 
+SPECIAL = {
+    "special": True,
+    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+}
+"""A special token of tokenizer.json, but for its id and its text."""
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_tokenizers_own_end_token_ends_replies_beside_the_models(
     folder: Path, wrapped: bool
@@ -413,6 +420,10 @@ def test_the_tokenizers_own_end_token_ends_replies_beside_the_models(
     edit_json(folder / "generation_config.json", eos_token_id=[1, 7])
     told = {"eos_token": {"content": spelt} if wrapped else spelt}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    assert read_tokenizer(folder)[1].end == (1, 7)  # a word like any other
+    tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+    tokenizer["added_tokens"].append({**SPECIAL, "id": 9, "content": spelt})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert read_tokenizer(folder)[1].end == (1, 7, 9)
     edit_json(folder / "generation_config.json", eos_token_id=9)
     assert read_tokenizer(folder)[1].end == (9,)

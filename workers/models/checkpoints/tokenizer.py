@@ -56,7 +56,7 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
         facts = VocabularyFacts(
             digest=digest,
             size=config.get("vocab_size", 0),
-            end=_ends(generation, config, own, vocabulary),
+            end=_ends(ids_of(generation, config, "eos_token_id"), own, vocabulary, content),
             begin=(ids_of(generation, config, "bos_token_id") or (None,))[0],
             template=_chat_template(folder, own),
         )
@@ -89,17 +89,20 @@ def ids_of(generation: Mapping[str, Any], config: Mapping[str, Any], name: str) 
 
 
 def _ends(
-    generation: Mapping[str, Any],
-    config: Mapping[str, Any],
+    named: tuple[int, ...],
     own: Mapping[str, Any],
     vocabulary: Mapping[int, str],
+    tokenizer: bytes,
 ) -> tuple[int, ...]:
-    """The ids that end a reply: the model's, and that of the tokenizer's own end token, by which
-    vLLM ends replies too. It ends a turn where the model may name the end of a document alone."""
+    """The ids that end a reply: those that the model names, and that of the tokenizer's own end
+    token, by which vLLM ends replies too, if tokenizer.json has it as a special token. It ends a
+    turn where the model may name the end of a document alone."""
     token = own.get("eos_token")
     spelt = token.get("content") if isinstance(token, dict) else token
-    named = ids_of(generation, config, "eos_token_id")
-    return (*named, *(i for i, one in vocabulary.items() if one == spelt and i not in named))
+    if not (more := [i for i, one in vocabulary.items() if one == spelt and i not in named]):
+        return named
+    added = json.loads(tokenizer).get("added_tokens") or ()
+    return (*named, *(one["id"] for one in added if one["id"] in more and one.get("special")))
 
 
 def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
