@@ -193,6 +193,10 @@ class Controller:
         if self._now.pair is not None:
             self._now.pair.costs.reading.add(tokens, seconds)
 
+    def late(self, event: Drafted) -> None:
+        """Learn what levels take from a proposal that came too late."""
+        self._now.costs.draft.observe_all(event.passes)
+
     def prompt_read(self, tokens: int, seconds: float) -> None:
         """Learn how long the draft took to read so many tokens of a prompt, or of a log."""
         if self._now.pair is not None:
@@ -325,7 +329,7 @@ class Controller:
     def _weigh(self, on_off: OnOff, done: Round, tokens: float, judged_s: float) -> None:
         """Judge whether drafting pays, by a round at the present load."""
         if done.disturbed and self._now.crowd is None:
-            if done.drafted is not None and on_off.era == done.begun.era:
+            if (done.drafted is not None or done.late) and on_off.era == done.begun.era:
                 alone_s = self._pricing.alone_s(done.context)
                 self._tell(on_off.beside_prompts(tokens, judged_s, alone_s))
         elif on_off.era != done.begun.era:
@@ -342,15 +346,15 @@ class Controller:
         if (alone_s := self._now.costs.alone_s(context=done.context, rows=done.other_rows)) <= 0.0:
             return
         words = None
-        if done.drafted is None:
+        if done.drafted is None and not done.late:
             before_s = self._pricing.reading_s(done.unread)
             words = on_off.undrafted(seconds, alone_s, before_s=before_s)
-        elif pair is None or pair.rounds >= COLD:
+        elif done.late or pair is None or pair.rounds >= COLD:
             rows, pass_s = done.other_rows + done.verified, done.times.verify_ns / 1e9
             slowness = self._now.costs.slowness(
                 pass_s, rows=rows, context=done.context, experts=done.times.experts
             )
-            words = on_off.drafted(tokens, seconds, slowness * alone_s)
+            words = on_off.drafted(tokens, seconds, slowness * alone_s, late=done.late)
         self._tell(words)
 
     def _tell(self, words: str | None) -> None:
@@ -377,6 +381,7 @@ class Controller:
                 rate=lambda: pricing.rate_of_late(done.context),
                 among=load.draft,
                 barren=not done.verified,
+                late=done.late,
             )
         else:
             words = crowd.undrafted(

@@ -78,10 +78,12 @@ class Crowd:
         rate: Callable[[], float],
         among: int,
         barren: bool = False,
+        late: bool = False,
     ) -> str | None:
         """Judge a session's round while drafting is on, with everything that it waited for. Return
         in words what follows, None if nothing does. `rate`: tokens a second of that session, this
-        round counted; `barren`: nothing was proposed that was worth verifying."""
+        round counted; `barren`: nothing was proposed that was worth verifying; `late`: no proposal
+        came in time."""
         self.tokens.add(tokens)
         self.seconds.add(seconds)
         alone_s = self.alone_s(expected_s)
@@ -90,7 +92,7 @@ class Crowd:
         else:
             change = LESS_CARE
         self.care = min(MOST_CARE, max(1.0, self.care * change ** (1.0 / among)))
-        return self.on_off.drafted(tokens, seconds, alone_s, among=among, barren=barren)
+        return self.on_off.drafted(tokens, seconds, alone_s, among=among, barren=barren, late=late)
 
     def undrafted(
         self,

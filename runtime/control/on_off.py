@@ -20,6 +20,8 @@ chance."""
 MOST_LOSS_OF_A_WINNER = 2.5
 """Rounds that a single one may lose: a machine that stood still for a while says nothing of
 drafting."""
+LATE = 1.5
+"""Rounds that a late proposal counts as lost beside its wait: the next ones would be late, too."""
 FIRST_TRY = 8
 """Rounds without drafting before it is tried again; doubled by every try that fails."""
 MOST_DOUBLINGS = 3
@@ -102,6 +104,8 @@ class Compared:
     seconds: float = 0.0
     alone: float = 0.0
     """Rounds of the target alone in those seconds; each brings one token."""
+    late: int = 0
+    """Proposals that came too late."""
 
     def add(self, tokens: float, seconds: float, alone_s: float) -> None:
         """Count a round; `alone_s`: seconds of a round of the target alone."""
@@ -115,6 +119,8 @@ class Compared:
         drafted, alone = (f"{rate:.1f}" if rate >= 10.0 else f"{rate:.3g}" for rate in rates)
         if on:
             why = "it is faster"
+        elif self.late:
+            why = f"{_counted(self.late, 'proposal')} came too late"
         elif drafted == alone:
             why = "it was no faster"
         elif rates[0] < rates[1]:
@@ -250,21 +256,25 @@ class OnOff:
         *,
         among: int = 1,
         barren: bool = False,
+        late: bool = False,
     ) -> str | None:
         """Count a round while drafting is on. Return in words what follows, None if nothing does.
         `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted;
-        `barren`: nothing was proposed that was worth verifying."""
+        `barren`: nothing was proposed that was worth verifying; `late`: no proposal came in
+        time."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
         self._barren = self._barren + 1 / among if barren else 0.0
         won = (tokens - (WORTH_OF_MANY if self._many else 1.0) * seconds / alone_s) / among
+        self._compared.late += late
+        charge = LATE * late / among
         if self.state == "try":
-            return self._tested(tokens, seconds, alone_s, won, among)
+            return self._tested(tokens, seconds, alone_s, won - charge, among)
         self._count(tokens, seconds, alone_s)
         if self._rounds >= LASTING:
             won = max(won, -MOST_LOSS_OF_A_WINNER / among)
         self._won_s += won * alone_s
-        self._balance = max(0.0, self._balance - won)
+        self._balance = max(0.0, self._balance - won + charge)
         self._worst_s = max(self._worst_s, -won * alone_s)
         if self._balance == 0.0:
             self._compared = Compared()
@@ -315,7 +325,7 @@ class OnOff:
         self, tokens: float, seconds: float, alone_s: float, won: float, among: int
     ) -> str | None:
         self._cost_s += max(0.0, -won * alone_s)
-        if self._rounds < 1.0 + 0.5 / among:
+        if self._rounds < 1.0 + 0.5 / among and not self._compared.late:
             return None
         self._count(tokens, seconds, alone_s)
         self._balance += won
@@ -390,5 +400,5 @@ def _doubled(rounds: int, times: int) -> int:
     return rounds << min(times, MOST_DOUBLINGS)
 
 
-def _counted(number: float) -> str:
-    return f"{number:.0f} round{'' if round(number) == 1 else 's'}"
+def _counted(number: float, what: str = "round") -> str:
+    return f"{number:.0f} {what}{'' if round(number) == 1 else 's'}"

@@ -38,6 +38,12 @@ HOPED_GAIN = 0.5
 """Time of a token with a draft that is tried, as a share of its time without one, that is hoped
 for."""
 MOST_DEADLINE_MS = 3.6e6
+NEW = 2
+"""Rounds of a pair before which nothing shows what a proposal brings."""
+HASTE = 0.4
+"""Share of the patience after which a new draft begins no further level: two take less than it."""
+USUAL = 2.0
+"""Times as long as usual that a proposal may take where it can still pay."""
 STEPS = (4, 8, 16, 32)
 """Further rows over which the price of one is looked for: a pass gets dearer in steps, and the
 cheapest way to more rows may lead past one."""
@@ -126,20 +132,44 @@ class Pricing:
         """Return how to draft a round whose size is left to be decided. `trying`: to find out
         whether drafting pays; `doubted`: the draft has proposed nothing for some rounds."""
         load = self._now.load
+        depth = self._hopeful_depth(context) if trying or (doubted and load.alone) else None
+        alone_s = self.alone_s(context)
+        wait_s = self._wait_s(alone_s, pair, depth)
         if load.alone and (trying or doubted):
-            return Plan(ahead=ahead, most_depth=self._hopeful_depth(context))
-        depth = self._hopeful_depth(context) if trying else None
-        rate, alone_s = self.rate(context), self.alone_s(context)
+            return Plan(ahead=ahead, most_depth=depth, patience_s=wait_s)
+        rate = self.rate(context)
         nodes = ceil(load.draft * pair.gamma.value) if pair.gamma.known and not trying else 0
         rows = load.target + nodes
         most = max(rows, load.target + self._most_nodes)
         seconds = self._now.costs.target.up_to(most + 1, context)
         floor = least_probability(rate * load.target, seconds, rows, most)
-        deadline_ms = 1e3 * alone_s * (self._depth if pair.rounds else 2)
-        deadline = deadline_ms if 0.0 < deadline_ms < MOST_DEADLINE_MS else None
+        deadline_ms = 1e3 * (wait_s or 0.0) * (HASTE if pair.rounds < NEW else 1.0)
         return Plan(
-            rate=rate * load.draft, floor=floor, ahead=ahead, deadline_ms=deadline, most_depth=depth
+            rate=rate * load.draft,
+            floor=floor,
+            ahead=ahead,
+            deadline_ms=deadline_ms if 0.0 < deadline_ms < MOST_DEADLINE_MS else None,
+            most_depth=depth,
+            patience_s=None if wait_s is None else wait_s + min(wait_s, self._level_s(pair)),
         )
+
+    def _wait_s(self, alone_s: float, pair: Pair, depth: int | None) -> float | None:
+        """Return for how long a round may wait for a proposal: as long as a round of the target
+        alone takes, or longer where what drafting brings is known to be worth it. `depth`: levels
+        of a try. None: nothing is known."""
+        if alone_s <= 0.0:
+            return None
+        now = self._now
+        if depth is not None:
+            hoped = sum(SURE**level for level in range(1, depth + 1)) if self._level_s(pair) else 0
+            return alone_s * max(1.0, hoped)
+        known = pair if now.crowd is None else now.crowd
+        gain = known.tokens.value - 1.0 if pair.rounds >= NEW else 0.0
+        return max(alone_s, min(gain * alone_s, USUAL * now.costs.order_s * now.load.draft))
+
+    def _level_s(self, pair: Pair) -> float:
+        """Return the seconds of a level of the draft, which ends no earlier; 0 while it is new."""
+        return self._now.costs.draft.at(1) if pair.rounds >= NEW else 0.0
 
     def _hopeful_depth(self, context: int) -> int:
         """Return the levels that pay where text is predictable, at least one; one if nothing is

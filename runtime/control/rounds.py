@@ -18,6 +18,8 @@ class Plan:
     ahead: bool = False
     deadline_ms: float | None = None
     most_depth: int | None = None
+    patience_s: float | None = None
+    """Seconds that the target waits for the proposal; None: until it comes."""
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Begun:
     unready: bool = False
     """True if it would have been drafted, had the draft read the prompt."""
     ordered: bool = False
-    """True if its draft is asked."""
+    """True if its draft is asked; then a round without a proposal has waited for it in vain."""
     deciding: bool = False
     """True if what it teaches, once it has ended, may turn drafting on or off."""
     nodes: float = 0.0
@@ -63,6 +65,11 @@ class Round:
     """Tokens that the draft would have to read before it could be asked."""
     begun: Begun = field(default_factory=Begun)
     """The round as it began."""
+
+    @property
+    def late(self) -> bool:
+        """Return whether the proposal did not come in time."""
+        return self.begun.ordered and self.drafted is None
 
     @property
     def seconds(self) -> float:

@@ -112,6 +112,8 @@ class RunningRequest:
     without a draft."""
     drafts: bool = False
     """True if the request is to be drafted for."""
+    asked_ns: int = 0
+    """When its draft was last asked for a proposal."""
     joining: bool = False
     """True if its draft has not been ready since it was taken in the midst of the session."""
     draft_failure: DraftFailure | None = None
@@ -159,6 +161,13 @@ class RunningRequest:
     def decoding(self) -> bool:
         """Return whether it takes part in the passes of its target."""
         return self.session.state in RUNNING
+
+    @property
+    def draft_owes(self) -> bool:
+        """Return whether its draft owes a proposal, be it that nobody waits for it any more."""
+        if self.draft is None or self.session.state is State.DRAFTING:
+            return self.draft is not None
+        return (self.session.number, True) in self.draft.turns.orders
 
     @property
     def workers(self) -> Sequence[Worker]:

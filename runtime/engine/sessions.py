@@ -29,6 +29,8 @@ from dovetail.runtime.session.state import State
 log = logging.getLogger("dovetail.coordinator")
 T = TypeVar("T")
 
+EARLY = 0.9
+"""The share of a time after which a timer that was set to it may have run out."""
 BEHIND = RequestError(
     "cancelled", "the request was cancelled before all that its client has was decoded again"
 )
@@ -158,9 +160,27 @@ class Sessions:
         controller = running.controller
         if controller.begun.sampled:
             running.watch_reading()
+        if plan is not None:
+            running.asked_ns = self._now_ns()
+            if plan.patience_s is not None and running.draft is not running.target:
+                wait = partial(self._wait, running, running.session.round, plan.patience_s)
+                self._shared.notes.append(wait)
         return running.give(
             running.session.next_round, plan, joining, plan is None and controller.idle
         )
+
+    def _wait(self, running: RunningRequest, round: int, patience_s: float) -> None:
+        """Have a session go on without its draft if no proposal has come within this time."""
+
+        def look() -> None:
+            session, now_ns = running.session, self._now_ns()
+            waited_s = (now_ns - running.asked_ns) / 1e9
+            runs = self._running.get(session.number) is running
+            if runs and session.wants_proposal(round) and waited_s > EARLY * patience_s:
+                running.interrupted(now_ns)
+                self.perform(running, running.give(session.draft_late))
+
+        self._post.later(patience_s, lambda: self.attempt(running, look))
 
     def plan(self, running: RunningRequest, asked: NextRound) -> Plan | None:
         """Return how to draft for a session's next round."""

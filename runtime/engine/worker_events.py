@@ -221,6 +221,7 @@ class WorkerEvents:
     def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> Effects[None]:
         running = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
         if not running.session.wants_proposal(event.round):
+            running.controller.late(event)
             raise StaleError(
                 f"session {event.session} has already continued without the proposal of round "
                 f"{event.round}"

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 
 from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import Close, Refeed
+from dovetail.protocol.messages import Close, Drafted, Refeed
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget, Say, Send
 from dovetail.runtime.engine.faults import reraise_exits
@@ -114,7 +114,8 @@ class Moving:
 
     def _draft_stuck(self, running: RunningRequest) -> Effects[None]:
         """Nobody has to wait for a draft: go on without it."""
-        if running.draft is not None and running.sent:
+        owed = running.draft and running.draft.turns.owed.get(running.session.number)
+        if running.draft is not None and owed is not None and owed.type is Drafted:
             running.draft.stuck = True
             seconds, name = self._stuck_ns / 1e9, running.draft.name
             log.warning(
@@ -273,7 +274,7 @@ class Moving:
         late = [
             running
             for running in self._running.values()
-            if running.session.state is State.DRAFTING and now_ns - running.mark_ns > self._stuck_ns
+            if now_ns - running.asked_ns > self._stuck_ns and running.draft_owes
         ]
         yield from self._each(late, self._draft_stuck)
         yield from self.resettle()

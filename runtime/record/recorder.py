@@ -46,6 +46,7 @@ STEPS = (
     "drafted",
     "sent",
     "verified",
+    "draft_late",
     "draft_lost",
     "target_lost",
     "recovered",

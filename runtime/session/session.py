@@ -236,6 +236,10 @@ class Session(OpeningSession):
         self.draft_sync, self._features.recomputing = None, False
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
+    def draft_late(self) -> list[Action]:
+        """Go on without the proposal of this round, which is stale when it comes."""
+        return self._verify(NO_TREE) if self.state is State.DRAFTING else []
+
     def target_lost(self) -> list[Action]:
         """Wait for another target. What the draft was asked for in this round it may do; nobody
         waits for it, and none of it will be accepted."""

@@ -168,7 +168,7 @@ class Reader:
                 epoch=self._epoch,
                 request=request,
                 tokens=wish.prompt,
-                sampling=Sampling(),
+                sampling=Sampling(temperature=wish.temperature),
                 max_tokens=wish.tokens,
                 seed=1,
                 tree=TreeSettings(

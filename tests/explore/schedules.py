@@ -62,6 +62,7 @@ class Wish:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     scored: bool = False
+    temperature: float = 0.0
     owner: str = ""
     """Whose it is: requests of several owners are served in turn."""
 
