@@ -31,7 +31,7 @@ from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.keys import STANDBY
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.links.ways import split_addresses
-from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.protocol.settings import CoordinatorSettings, byte_count
 from dovetail.runtime.engine.loop import coordinate
 from dovetail.runtime.journal.journal import KEEP_S, Journal
 from dovetail.runtime.journal.segments import Segments
@@ -330,7 +330,8 @@ def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
         return None
     if not named:
         remove_old_journals(folder.parent, max(settings.journal_s, KEEP_S))
-    journal = Journal(Segments(folder), keep_s=settings.journal_s)
+    most = byte_count(settings.memory)
+    journal = Journal(Segments(folder), keep_s=settings.journal_s, most=most)
     if journal.found:
         log.info("the journal in %s has %d requests to go on with", folder, journal.found)
     return journal

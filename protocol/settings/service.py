@@ -80,6 +80,12 @@ class CoordinatorSettings(Frozen):
         0,
         description="how many requests of one API key may run at a time; others wait; 0: no limit",
     )
+    memory: str = Field(
+        "256MiB",
+        description="most memory for requests and replies, those that have ended and are in the "
+        "journal among them, and most disk for the journal: beyond it the oldest that have ended "
+        "go, then new requests are refused (429)",
+    )
     move: Literal["same", "any"] = Field(
         "same",
         description="on which target a session continues if its own was lost: same (of equal "
@@ -101,6 +107,12 @@ class CoordinatorSettings(Frozen):
         description="folder that gets a file of every session, for `dovetail replay`: all its "
         "messages, what users say among them",
     )
+
+    @field_validator("memory")
+    @classmethod
+    def _memory(cls, value: str) -> str:
+        byte_count(value)
+        return value
 
 
 class HttpSettings(Frozen):

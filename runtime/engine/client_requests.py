@@ -30,22 +30,28 @@ from dovetail.protocol.messages import (
     Swap,
 )
 from dovetail.protocol.messages import Request as ClientRequest
+from dovetail.protocol.settings import byte_count
 from dovetail.runtime.engine import effects
 from dovetail.runtime.engine.census import waits
 from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Tell, Unanswered
 from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.shared import Shared
-from dovetail.runtime.engine.starting import TAKEN, Starting, given_up
+from dovetail.runtime.engine.starting import LATER, TAKEN, Starting, given_up
+from dovetail.runtime.fleet.outbox import size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.journal.claims import Claim, Claims
 from dovetail.runtime.journal.entries import Entry
+from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 
 log = logging.getLogger("dovetail.coordinator")
 
 NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
+SLACK = 16
+"""A share of the memory that is freed beyond what is needed, so that not every request has to look
+for some."""
 MAX_READING = 1024
 """Prompts of a client that wait to be read: each is held in memory until it has been."""
 
@@ -61,6 +67,7 @@ class ClientRequests:
         report: Callable[[], Reported],
     ) -> None:
         """`report`: the answer to Status."""
+        self._shared, self._most_bytes = shared, byte_count(shared.settings.memory)
         self._hub, self._service, self._running = shared.hub, shared.service, shared.running
         self._registry, self._placement = shared.registry, shared.placement
         self._changes, self._observing = shared.changes, shared.observing
@@ -188,6 +195,12 @@ class ClientRequests:
             return
         if entry is not None:
             yield from self._claimed(client, submit, entry)
+        elif (over := self.relieve(size_of(submit))) > 0:
+            text = (
+                f"this request needs {over} bytes more than are left of the {self._most_bytes} "
+                f"for requests and replies (coordinator.memory); {LATER}"
+            )
+            yield self._starting.turn_down(client, submit, RequestError("capacity", text))
         elif self._service.ending or not self._needs_target(submit):
             yield from self._submit(client, submit, self._target(), now_ns)
         else:
@@ -260,12 +273,25 @@ class ClientRequests:
                 RequestError("protocol", f"request {submit.request} is already running"),
             )
         else:
-            client.reading[submit.request] = True
-            begin = self._starting.begin
-            yield Defer(
-                partial(attempt, submit, target, self._starting.key(client)),
-                lambda outcome: begin(client, submit, target, outcome, now_ns, entry),
-            )
+            client.reading[submit.request], size = True, size_of(submit)
+            client.reading_bytes += size
+
+            def begin(outcome: Request | RequestError) -> Effects[None]:
+                client.reading_bytes -= size
+                return self._starting.begin(client, submit, target, outcome, now_ns, entry)
+
+            yield Defer(partial(attempt, submit, target, self._starting.key(client)), begin)
+
+    def relieve(self, more: int = 0) -> int:
+        """Have the journal forget ended replies while all that is kept, and `more` bytes, take more
+        memory than they may; return by how many bytes it is still too much."""
+        shared = self._shared
+        over = shared.size + self._claims.size + more - self._most_bytes
+        if over > 0 and shared.journal is not None:
+            before = shared.journal.size
+            shared.journal.give_up(over + self._most_bytes // SLACK)
+            over -= before - shared.journal.size
+        return over
 
 
 def observe(observing: EventLog, registry: Registry, epoch: int) -> Effects[None]:

@@ -316,6 +316,7 @@ class Coordinator:
             self._sessions.attempt(running, running.check_asked)
         for client in [client for client in self.registry.clients.values() if client.outbox]:
             aside(self._post.flush, client)
+        aside(self._intake.relieve)
         self._record(lambda recorder: recorder.tick(self._running))
         if self._journal is not None:
             aside(self._journal.tick)

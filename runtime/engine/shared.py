@@ -11,6 +11,7 @@ from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.faults import aside
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
+from dovetail.runtime.fleet.outbox import size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
@@ -71,6 +72,18 @@ class Shared:
     """Bookkeeping that nobody waits for: it is done once workers have been asked."""
     journal: Journal | None = None
     """None: requests end with this coordinator."""
+
+    @property
+    def size(self) -> int:
+        """Return about how many bytes of memory all that is kept of requests and replies takes."""
+        workers, clients = self.registry.workers.values(), self.registry.clients.values()
+        return (
+            (self.journal.size if self.journal is not None else 0)
+            + sum(one.size for one in self.running.values())
+            + sum(size_of(one.submit) for one in self.queue)
+            + sum(one.outbox.bytes + one.reading_bytes for one in clients)
+            + sum(one.shelf.size + one.turns.size for one in workers)
+        )
 
     def keep_books(self) -> None:
         """Do the bookkeeping that has been noted; what goes wrong there changes nothing for

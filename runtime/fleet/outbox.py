@@ -6,12 +6,21 @@ way out are handed in.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from dovetail.protocol.errors import PeerBusy
-from dovetail.protocol.messages import Emitted, Failed, Finished, Message, Recorded
+from dovetail.protocol.messages import (
+    Emitted,
+    Failed,
+    Finished,
+    Message,
+    PromptScored,
+    Recorded,
+    Submit,
+    TokenLogprobs,
+)
 
 EMIT_EVERY_NS = 20_000_000
 """A client is not woken more often for text: nobody reads faster, and where cores are few it would
@@ -20,6 +29,31 @@ MAX_JOINED = 8192
 """Tokens that are told in one piece, so that every message can be sent."""
 RECORD_EVERY_NS = 2_000_000
 """The pause between records, which somebody measures by."""
+OBJECT_BYTES, TOKEN_BYTES, SCORE_BYTES = 512, 48, 144
+"""Bytes in memory of a message or a score, beside what it holds; of a token id in a list, with what
+is known of it; of an alternative in a score."""
+
+
+def scores_size(scores: Sequence[TokenLogprobs]) -> int:
+    """Return about how many bytes scores take in memory; those of a reply are alike."""
+    return len(scores) * (OBJECT_BYTES + SCORE_BYTES * len(scores[0].top)) if scores else 0
+
+
+def size_of(message: Message) -> int:
+    """Return about how many bytes a message takes in memory."""
+    match message:
+        case Submit():
+            texts = sum(4 * len(text) for text in (message.text or "", *(message.turns or ())))
+            size = len(message.memo) + texts + TOKEN_BYTES * len(message.tokens or ())
+        case Emitted():
+            size = TOKEN_BYTES * len(message.tokens) + scores_size(message.logprobs)
+        case PromptScored():
+            size = scores_size(message.logprobs)
+        case Finished():
+            size = TOKEN_BYTES * len(message.result.token_ids) + SCORE_BYTES * len(message.spans)
+        case _:
+            size = len(repr(message))
+    return OBJECT_BYTES + size
 
 
 @dataclass
@@ -30,6 +64,7 @@ class _Piece:
     """-1: it is about none."""
     messages: list[Message]
     tokens: int = 0
+    bytes: int = 0
 
     def message(self) -> Message:
         """Return one message that says all of it."""
@@ -58,8 +93,8 @@ class Outbox:
         behind it."""
         self._begun: set[int] = set()
         """Requests that have been told some text and not their end."""
-        self.tokens = 0
-        """That wait."""
+        self.bytes = 0
+        """About how many bytes they take in memory."""
         self._patience_ns = EMIT_EVERY_NS
         self._sent_ns = 0
         self._reminded_ns: int | None = None
@@ -69,18 +104,17 @@ class Outbox:
 
     def add(self, message: Message) -> None:
         """Text and records can wait, but for the first text of a request; anything else cannot."""
-        request = _subject(message)
+        request, size = _subject(message), size_of(message)
+        self.bytes += size
         if not isinstance(message, Emitted):
             self._open.pop(request, None)
-            self._waiting.append(_Piece(request, [message]))
+            self._waiting.append(_Piece(request, [message], bytes=size))
             if isinstance(message, Finished | Failed):
                 self._begun.discard(request)
             self._patience_ns = min(
                 self._patience_ns, RECORD_EVERY_NS if isinstance(message, Recorded) else 0
             )
             return
-        size = len(message.tokens)
-        self.tokens += size
         if request not in self._begun:
             self._begun.add(request)
             self._patience_ns = 0
@@ -89,7 +123,8 @@ class Outbox:
             piece = self._open[request] = _Piece(request, [])
             self._waiting.append(piece)
         piece.messages.append(message)
-        piece.tokens += size
+        piece.tokens += len(message.tokens)
+        piece.bytes += size
 
     def due(self, now_ns: int) -> bool:
         """Return whether to send now."""
@@ -132,11 +167,11 @@ class Outbox:
         self._begun.discard(request)
         self._open.pop(request, None)
         self._waiting = deque(piece for piece in self._waiting if piece.request != request)
-        self.tokens = sum(piece.tokens for piece in self._waiting)
+        self.bytes = sum(piece.bytes for piece in self._waiting)
 
     def _take_first(self) -> _Piece:
         piece = self._waiting.popleft()
-        self.tokens -= piece.tokens
+        self.bytes -= piece.bytes
         if self._open.get(piece.request) is piece:
             del self._open[piece.request]
         return piece

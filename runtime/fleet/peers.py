@@ -249,6 +249,8 @@ class ClientPeer:
     sessions: dict[int, int] = field(default_factory=dict)
     reading: dict[int, bool] = field(default_factory=dict)
     """Requests whose prompts are being read, and whether they are still wanted."""
+    reading_bytes: int = 0
+    """About how many bytes these requests take in memory."""
     outbox: Outbox = field(default_factory=Outbox)
     hear: Callable[[Message], None] | None = None
     """Takes what the client is told if it is no peer, but the coordinator itself."""

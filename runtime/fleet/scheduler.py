@@ -126,6 +126,13 @@ class Turns:
             self.ask(session, command)
         return bool(commands)
 
+    @property
+    def size(self) -> int:
+        """Return how many bytes the features take that wait here."""
+        late = (command for commands in self.postponed.values() for command in commands)
+        commands = [*late, *(command for _, command in self.waiting)]
+        return sum(len(one.features.data) for one in commands if isinstance(one, Feed))
+
     def busy_with(self, session: int) -> bool:
         """Return whether the session has asked for something that has not been answered."""
         return (

@@ -15,8 +15,12 @@ from dovetail.protocol.codec import REPLY, REQUEST, encode
 from dovetail.protocol.errors import DecodeError
 from dovetail.protocol.messages import Finished, Result, Submit, TokenLogprobs
 from dovetail.protocol.settings import Sampling
+from dovetail.runtime.fleet.outbox import OBJECT_BYTES, TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.kept import pack
+
+PIECE = 8192
+"""Tokens of a record: with their scores they stay below the largest that is read."""
 
 
 @dataclass
@@ -43,6 +47,9 @@ class Entry:
     finished: Finished | None = None
     """The words that its client was told at the end; None: it has not ended, or was left."""
 
+    def __post_init__(self) -> None:
+        self._asked = size_of(self.submit)
+
     @property
     def ticket(self) -> str:
         return self.submit.ticket
@@ -58,10 +65,10 @@ class Entry:
         return pack((*(self.submit.tokens or ()), *self.tokens))
 
     @property
-    def weight(self) -> int:
-        """Return how many tokens, and scores of tokens, it holds."""
-        scores = len(self.logprobs) * (1 + (self.submit.logprobs or 0))
-        return len(self.submit.tokens or ()) + len(self.tokens) + scores
+    def size(self) -> int:
+        """Return about how many bytes it takes in memory, those of its session's tokens among
+        them."""
+        return self._asked + TOKEN_BYTES * len(self.tokens) + scores_size(self.logprobs)
 
     @property
     def depends_on_draft(self) -> bool:
@@ -110,9 +117,10 @@ class Entry:
         yield self.begun()
         for session in self.sessions:
             yield _record("serves", self.ticket, session, self.fingerprint, self.load_s, 0)
-        if self.tokens:
-            logprobs = [(one.logprob, one.top) for one in self.logprobs]
-            what = (self.tokens, self.drafted, self.margins, logprobs)
+        for begin in range(0, len(self.tokens), PIECE):
+            piece = slice(begin, begin + PIECE)
+            logprobs = [(one.logprob, one.top) for one in self.logprobs[piece]]
+            what = (self.tokens[piece], self.drafted[piece], self.margins[piece], logprobs)
             yield _record("committed", self.ticket, *what)
         if self.finished is not None:
             yield _record("ended", self.ticket, encode(self.finished)[0], self.left_s)
@@ -144,8 +152,6 @@ class EndedReply:
 
     sessions: tuple[int, ...]
     left_s: float
-    weight: int
-    """Tokens, and scores of tokens, that the entry holds."""
     content: bytes
     """The records that say all of it."""
 
@@ -154,7 +160,12 @@ class EndedReply:
         assert entry.left_s is not None
         deflate = zlib.compressobj(level=1, zdict=_NAMES)
         content = deflate.compress(msgpack.packb([*entry.snapshot()])) + deflate.flush()
-        return cls((*entry.sessions,), entry.left_s, entry.weight, content)
+        return cls((*entry.sessions,), entry.left_s, content)
+
+    @property
+    def size(self) -> int:
+        """Return about how many bytes it takes in memory."""
+        return OBJECT_BYTES + len(self.content)
 
     def records(self) -> Sequence[bytes]:
         """Return the records that say all of the entry."""
@@ -182,6 +193,8 @@ class Entries:
     """Entries of replies that have not ended."""
     ended: dict[str, EndedReply] = field(default_factory=dict)
     """Entries of replies that have ended; a ticket is in one of both."""
+    ended_bytes: int = 0
+    """About how many bytes these take in memory."""
     epochs: set[int] = field(default_factory=set)
     sessions: int = 0
     """The highest number that a session has had."""
@@ -210,6 +223,11 @@ class Entries:
             return ended.entry()
         return self.of.get(ticket)
 
+    @property
+    def size(self) -> int:
+        """Return about how many bytes all entries take in memory."""
+        return self.ended_bytes + sum(one.size for one in self.of.values())
+
     def kept(self) -> Iterator[tuple[str, Entry | EndedReply]]:
         """Yield all entries by their tickets, those that have ended as they are packed."""
         yield from self.of.items()
@@ -217,19 +235,26 @@ class Entries:
 
     def open(self, ticket: str) -> Entry | None:
         """Return the entry of a ticket, to be changed; `settle` it afterwards if it has ended."""
-        if (ended := self.ended.pop(ticket, None)) is not None:
+        if (ended := self._take(ticket)) is not None:
             self.of[ticket] = ended.entry()
         return self.of.get(ticket)
+
+    def _take(self, ticket: str) -> EndedReply | None:
+        """Remove the entry of a reply that has ended, and return it."""
+        if (ended := self.ended.pop(ticket, None)) is not None:
+            self.ended_bytes -= ended.size
+        return ended
 
     def settle(self, entry: Entry) -> None:
         """Pack an entry, if it has ended."""
         if entry.finished is not None and self.of.pop(entry.ticket, None) is not None:
-            self.ended[entry.ticket] = EndedReply.of(entry)
+            ended = self.ended[entry.ticket] = EndedReply.of(entry)
+            self.ended_bytes += ended.size
 
     def forget(self, ticket: str) -> None:
         """Let the entry of a ticket go."""
         self.of.pop(ticket, None)
-        self.ended.pop(ticket, None)
+        self._take(ticket)
 
     def of_session(self, number: int) -> Entry | None:
         """Return the entry that a session of this number was of."""
@@ -260,7 +285,7 @@ class Entries:
                 return ""
             if kind == "begun":
                 entry = _begun(*what)
-                self.ended.pop(entry.ticket, None)
+                self._take(entry.ticket)
                 self.of[entry.ticket] = entry
                 self._doubted.discard(entry.ticket)
                 return entry.ticket

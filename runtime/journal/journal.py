@@ -20,7 +20,7 @@ from dovetail.protocol.errors import DecodeError, ProtocolError
 from dovetail.protocol.files import refusal
 from dovetail.protocol.messages import NOTHING_TOLD, Finished, JournalState, Submit
 from dovetail.runtime.costs.averages import Average
-from dovetail.runtime.journal.entries import Entries, Entry
+from dovetail.runtime.journal.entries import EndedReply, Entries, Entry
 from dovetail.runtime.journal.segments import Gap, Segments, packed, unpacked
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.request import Request
@@ -31,11 +31,12 @@ log = logging.getLogger("dovetail.coordinator")
 KEEP_S = 600.0
 SEGMENT_BYTES = 16 << 20
 MOST_BYTES = 256 << 20
-"""All segments together; beyond it the oldest goes, with the ended replies in it."""
+"""All segments together, and all entries in memory: beyond it the oldest replies that have ended
+go, and the oldest segments."""
+REWRITTEN_BYTES = 1 << 20
+"""Bytes a second at most that are written once more into new segments for the sake of time."""
 FORGET_EVERY_S = 5.0
 """All ended replies are looked at so often, of which there may be thousands."""
-MOST_TOKENS = 4 << 20
-"""All ended replies in memory, scores of tokens counted too; beyond it the oldest goes."""
 
 Aside = Callable[[Callable[[], None]], None]
 """Does a piece of work in a thread."""
@@ -53,22 +54,28 @@ class Journal:
         segments: Segments,
         *,
         keep_s: float = KEEP_S,
+        most: int = MOST_BYTES,
         now_s: Callable[[], float] = time.time,
         aside: Aside = _at_once,
     ) -> None:
-        """`keep_s`: so long an ended reply stays; `aside`: where the disk is waited for."""
+        """`keep_s`: how long an ended reply stays; `most`: bytes of all segments, and of all
+        entries in memory; `aside`: where the disk is waited for."""
+        self._most = most
         self._segments, self._keep_s, self._now_s, self.aside = segments, keep_s, now_s, aside
         self._entries = Entries()
         self._closed_s = dict.fromkeys(segments.all, now_s())
         """By segment: when it was the newest for the last time."""
         self._unwritten: list[bytes] = []
         self._dirty, self._syncing = False, False
+        self._begun_bytes = 0
+        """Bytes that the newest segment began with."""
         self._write_us, self._sync_ms = Average(), Average()
         self.failed = ""
         """Why nothing is written any more; empty: it is."""
         self._failed_s = 0.0
         for number in segments.all:
             self._read(number)
+            self._forget(now_s())
         self._nothing_runs()
         self.copy_to: Callable[[bytes], None] | None = None
         """Hears of packed records as they are written; None: nobody copies them."""
@@ -285,9 +292,10 @@ class Journal:
             self._forget(now_s)
         if self.failed:
             return
-        if (
-            self._segments.newest_size > SEGMENT_BYTES or now_s - self._begun_s > self._keep_s
-        ) and not self._syncing:
+        begun = self._begun_bytes  # what runs is written once more: not before as much is new
+        large = self._segments.newest_size - begun > max(SEGMENT_BYTES, begun)
+        old = now_s - self._begun_s > max(self._keep_s, begun / REWRITTEN_BYTES)
+        if (large or old) and not self._syncing:
             self.write()
             self._closed_s[self._segments.all[-1]] = now_s
             self._begun_s = now_s
@@ -306,8 +314,9 @@ class Journal:
 
     def _begin_segment(self) -> None:
         """Begin a segment with all that is not in the ones before, once these are removed."""
-        self._segments.begin(self._as_records(ended=False))
-        self._dirty = True
+        records = self._as_records(ended=False)
+        self._segments.begin(records)
+        self._begun_bytes, self._dirty = len(records), True
 
     def _as_records(self, *, ended: bool) -> bytes:
         """Return packed records of all that is known; `ended`: of replies that have ended, too."""
@@ -317,23 +326,34 @@ class Journal:
             records += [one.records() for one in entries.ended.values()]
         return b"".join(map(packed, chain(*records)))
 
-    def _forget(self, now_s: float) -> None:
-        entries = self._entries
-        left = {
-            ticket: (one.left_s, one.weight)
-            for ticket, one in entries.kept()
-            if one.left_s is not None
-        }
-        tokens = sum(weight for _, weight in left.values())
-        for ticket, (left_s, weight) in sorted(left.items(), key=lambda item: item[1]):
-            if now_s - left_s <= self._keep_s and tokens <= MOST_TOKENS:
+    @property
+    def size(self) -> int:
+        """Return about how many bytes it takes in memory."""
+        return self._entries.size + sum(map(len, self._unwritten))
+
+    def give_up(self, size: int) -> None:
+        """Forget replies that run no more, the oldest first, until so many bytes are free."""
+        for ticket, one in self._over():
+            if size <= 0:
                 break
-            tokens -= weight
-            entries.forget(ticket)
+            size -= one.size
+            self._entries.forget(ticket)
+
+    def _over(self) -> list[tuple[str, Entry | EndedReply]]:
+        """Return the entries of replies that run no more, the oldest first."""
+        kept = ((ticket, one) for ticket, one in self._entries.kept() if one.left_s is not None)
+        return sorted(kept, key=lambda item: item[1].left_s or 0.0)
+
+    def _forget(self, now_s: float) -> None:
+        for ticket, one in self._over():
+            if now_s - (one.left_s or 0.0) <= self._keep_s:
+                break
+            self._entries.forget(ticket)
+        self.give_up(self._entries.size - self._most)
 
     def _remove_segments(self, now_s: float) -> None:
         for number in self._segments.all[:-1]:
-            if now_s - self._closed_s[number] <= self._keep_s and self._segments.size <= MOST_BYTES:
+            if now_s - self._closed_s[number] <= self._keep_s and self._segments.size <= self._most:
                 break
             self._attempt(partial(self._segments.remove, number))
 

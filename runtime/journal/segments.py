@@ -9,6 +9,7 @@ Knows nothing of what the records say.
 
 import fcntl
 import logging
+import mmap
 import os
 import re
 import stat
@@ -24,11 +25,19 @@ from dovetail.protocol.files import refusal
 
 log = logging.getLogger("dovetail.coordinator")
 
+Content = bytes | mmap.mmap
+
 OWNER_ALONE = 0o700
 MAGIC = b"dovetail journal 1\n"
 ANY_MAGIC = re.compile(rb"dovetail journal [0-9]+\n")
 HEAD = struct.Struct("<II")
 MAX_RECORD = 64 << 20
+MAX_SEGMENT = 1 << 30
+"""Bytes of the largest file that is read as a segment."""
+LOOK = 1 << 20
+"""Bytes of a segment that are held at a time."""
+MOST_CHECKED = 8
+"""Times the bytes of a segment that are looked at behind damage to find where it goes on."""
 NAME = "segment-{:08}"
 NAME_PATTERN = re.compile(r"segment-([0-9]{8,})")
 BEGUN = "begun"
@@ -70,7 +79,7 @@ class Gap:
     """In bytes."""
 
 
-def _at(content: bytes, place: int) -> bytes | None:
+def _at(content: Content, place: int) -> bytes | None:
     """Return the record at a place; None: there is none that is whole."""
     if place + HEAD.size > len(content):
         return None
@@ -79,24 +88,30 @@ def _at(content: bytes, place: int) -> bytes | None:
     return record if record and len(record) == size and zlib.crc32(record) == check else None
 
 
-def _behind(content: bytes, place: int) -> int:
+def _behind(content: Content, place: int) -> int:
     """Return the place of the first whole record behind one that is not whole; the end of the
     content if there is none."""
     if place + HEAD.size <= len(content):
         size, _ = HEAD.unpack_from(content, place)
         if _at(content, place + HEAD.size + size) is not None:
             return int(place + HEAD.size + size)
+    left = MOST_CHECKED * len(content)
     for found in BEGINNING.finditer(content, place + HEAD.size + 1):
+        size, _ = HEAD.unpack_from(content, found.start() - HEAD.size)
+        left -= size if size <= min(MAX_RECORD, len(content) - found.start()) else 0
+        if left < 0:
+            break
         if _at(content, found.start() - HEAD.size) is not None:
             return found.start() - HEAD.size
     return len(content)
 
 
-def _torn(content: bytes, place: int) -> bool:
+def _torn(content: Content, place: int) -> bool:
     """Return whether the rest of a content is what was being written when a process or its machine
     ended: one record, or nothing yet."""
     rest = len(content) - place
-    if rest < HEAD.size or content.count(0, place) == rest:
+    pieces = (content[at : at + LOOK] for at in range(place, len(content), LOOK))
+    if rest < HEAD.size or all(piece.count(0) == len(piece) for piece in pieces):
         return True
     size: int = HEAD.unpack_from(content, place)[0]
     return size <= MAX_RECORD and HEAD.size + size >= rest
@@ -145,7 +160,16 @@ class Segments:
         """Return the numbers of the segments that are there, the oldest first."""
         names = (NAME_PATTERN.fullmatch(path.name) for path in self.folder.iterdir())
         numbers = {int(name[1]) for name in names if name is not None}
-        return sorted(number for number in numbers if self._path(number).is_file())
+        return sorted(number for number in numbers if self._is_segment(self._path(number)))
+
+    def _is_segment(self, path: Path) -> bool:
+        """Return whether this is a file that may be a segment."""
+        if not path.is_file():
+            return False
+        if (size := path.stat().st_size) > MAX_SEGMENT:
+            text = "%s has %d bytes, more than a segment of the journal can have: it is not read"
+            log.error(text, path, size)
+        return size <= MAX_SEGMENT
 
     def _path(self, number: int) -> Path:
         return self.folder / NAME.format(number)
@@ -169,8 +193,11 @@ class Segments:
         """Yield the records of a segment, and the gaps between them; a last record that is torn is
         none. `DecodeError` for a file that is no segment, or one of another release."""
         file = self._path(number)
-        content, place = file.read_bytes(), len(MAGIC)
-        if not content.startswith(MAGIC):
+        with file.open("rb") as opened:
+            empty = os.fstat(opened.fileno()).st_size == 0
+            content = b"" if empty else mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        place = len(MAGIC)
+        if content[:place] != MAGIC:
             place = _behind(content, 0)
             if other := ANY_MAGIC.match(content):
                 raise DecodeError(

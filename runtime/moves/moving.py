@@ -114,10 +114,10 @@ class Moving:
 
     def _draft_stuck(self, running: RunningRequest) -> Effects[None]:
         """Nobody has to wait for a draft: go on without it."""
-        owed = running.draft and running.draft.turns.owed.get(running.session.number)
-        if running.draft is not None and owed is not None and owed.type is Drafted:
-            running.draft.stuck = True
-            seconds, name = self._stuck_ns / 1e9, running.draft.name
+        draft, number = running.draft, running.session.number
+        if draft is not None and (owed := draft.turns.owed.get(number)) and owed.type is Drafted:
+            draft.stuck = True
+            seconds, name = self._stuck_ns / 1e9, draft.name
             log.warning(
                 "draft worker %s has not answered for %.0f s: session %d continues without it",
                 name,

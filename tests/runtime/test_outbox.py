@@ -10,7 +10,13 @@ from dovetail.protocol.messages import (
     RoundRecord,
     TokenLogprobs,
 )
-from dovetail.runtime.fleet.outbox import EMIT_EVERY_NS, MAX_JOINED, RECORD_EVERY_NS, Outbox
+from dovetail.runtime.fleet.outbox import (
+    EMIT_EVERY_NS,
+    MAX_JOINED,
+    RECORD_EVERY_NS,
+    Outbox,
+    size_of,
+)
 
 RECORD = RoundRecord(
     round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5
@@ -111,14 +117,14 @@ def test_what_a_full_queue_does_not_take_stays_first() -> None:
     assert sent == [emitted(2, request=2)]
 
 
-def test_what_is_told_in_one_piece_is_bounded_and_every_token_that_waits_is_counted() -> None:
+def test_what_is_told_in_one_piece_is_bounded_and_what_waits_is_counted_in_bytes() -> None:
     box, sent = Outbox(), list[Message]()
     tokens = tuple(range(1, 1001))
     for _ in range(20):
         box.add(emitted(*tokens))
-    assert box.tokens == 20_000
+    assert box.bytes == 20 * size_of(emitted(*tokens)) > 20 * 36_000
     box.send(sent.append, 1)
-    assert box.tokens == 0
+    assert box.bytes == 0
     assert (
         max(len(message.tokens) for message in sent if isinstance(message, Emitted))
         < MAX_JOINED + 1000
@@ -135,7 +141,7 @@ def test_what_cannot_be_said_is_dropped_with_all_else_of_its_request() -> None:
         box.add(message)
     assert box.requests == {1, 2}
     assert box.drop() == 1
-    assert box.tokens == 2
+    assert box.bytes == size_of(emitted(2, 3, request=2))
     box.send(sent.append, 1)
     assert sent == [emitted(2, 3, request=2)]
 
@@ -145,6 +151,6 @@ def test_what_waits_about_one_request_can_be_forgotten() -> None:
     for message in (emitted(2, 3, request=2), emitted(1), emitted(4, request=2)):
         box.add(message)
     box.forget(2)
-    assert (box.requests, box.tokens) == ({1}, 1)
+    assert (box.requests, box.bytes) == ({1}, size_of(emitted(1)))
     box.send(sent.append, 1)
     assert sent == [emitted(1)]
