@@ -27,6 +27,8 @@ REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EIO: f"the disk fails: {ELSEWHERE}",
 }
+MOST_READ = 16 << 20
+"""Bytes of a file that a person has written."""
 MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
@@ -72,6 +74,15 @@ def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
         left = memoryview(content)
         while left:
             left = left[os.write(file.fileno(), left) :]
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a file that a person has written; `UserError` if it cannot be one."""
+    with path.open("rb") as file:
+        content = file.read(MOST_READ + 1)
+    if len(content) > MOST_READ:
+        raise UserError(f"{what} has more than {MOST_READ >> 20} MiB: name the right file")
+    return decode(content, what)
 
 
 def decode(content: bytes, what: str, *, zeros: bool = False) -> str:

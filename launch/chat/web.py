@@ -21,7 +21,7 @@ from dovetail.launch.chat.answering import Show
 from dovetail.launch.chat.conversation import Answer, Manner, Paint
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
-from dovetail.protocol.files import decode
+from dovetail.protocol.files import read_text
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import SamplingSettings
 
@@ -65,9 +65,7 @@ def api_key(configuration: Configuration) -> str:
     if not file:
         return os.environ.get(KEY_VARIABLE, "").strip()
     try:
-        lines = decode(
-            Path(file).expanduser().read_bytes(), f"the file of API keys {file}"
-        ).splitlines()
+        lines = read_text(Path(file).expanduser(), f"the file of API keys {file}").splitlines()
     except OSError as error:
         raise UserError(f"the file of API keys {file} cannot be read: {error.strerror}") from None
     return next((line.strip() for line in lines if line.strip()), "")

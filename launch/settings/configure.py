@@ -24,7 +24,7 @@ from dovetail.launch.settings.devices import check_devices
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.files import decode
+from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Settings, misfit
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved, spelled
 
@@ -144,7 +144,7 @@ def parse_setting(name: str, text: str, origin: str) -> Any:
 def read_file(path: Path) -> dict[str, Any]:
     """Dotted name -> value of a TOML file of settings."""
     try:
-        content = tomllib.loads(decode(path.read_bytes(), f"the settings file {path}"))
+        content = tomllib.loads(read_text(path, f"the settings file {path}"))
     except OSError as error:
         raise SettingsError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import overload
 
 from dovetail.protocol.errors import SettingsError, UserError
-from dovetail.protocol.files import decode
+from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import HttpSettings
 from dovetail.runtime.http.guard import is_loopback
 
@@ -85,7 +85,7 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
                 f"http.api_key_file {path} is not a regular file, and keys are read again when "
                 "they change: write them into a file, and name that"
             )
-        text = decode(path.read_bytes(), f"http.api_key_file {path}")
+        text = read_text(path, f"http.api_key_file {path}")
     except OSError as error:
         raise SettingsError(
             f"http.api_key_file {path} cannot be read: {error.strerror}; make one with "

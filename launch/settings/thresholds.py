@@ -26,7 +26,7 @@ from typing import Any
 
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft
 from dovetail.protocol.errors import SettingsError, UserError
-from dovetail.protocol.files import decode, writing
+from dovetail.protocol.files import read_text, writing
 from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Settings
 from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 
@@ -70,7 +70,7 @@ def thresholds_of(
 def read_thresholds(path: Path) -> Thresholds:
     """The content of a file; `SettingsError` where there is none, or where it is no such file."""
     try:
-        content = tomllib.loads(decode(path.read_bytes(), f"the file of thresholds {path}"))
+        content = tomllib.loads(read_text(path, f"the file of thresholds {path}"))
     except OSError as error:
         raise SettingsError(
             f"the thresholds in {path} cannot be read: {error.strerror}; `dovetail stratify` "

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime, RowsSeconds
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import decode
+from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import MAX_GAMMA, Frozen
 from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.nodes import Nodes
@@ -264,7 +264,7 @@ def read_machine(name: str) -> Machine:
     """The machine of that name, or in that file; `UserError` says what is wrong with it."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        table = tomllib.loads(decode(path.read_bytes(), f"the machine in {path}"))
+        table = tomllib.loads(read_text(path, f"the machine in {path}"))
         if "processor" in table:
             table |= ProcessorPart.model_validate(table.pop("processor")).parts()
         return Machine.model_validate(table)

@@ -16,7 +16,7 @@ from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
-from dovetail.runtime.control.pricing import Pricing, Situation
+from dovetail.runtime.control.pricing import NEW, Pricing, Situation
 from dovetail.runtime.control.rounds import Begun, Plan, Round
 from dovetail.runtime.costs.averages import add_all
 from dovetail.runtime.costs.rounds import PairCosts
@@ -24,8 +24,6 @@ from dovetail.runtime.costs.rounds import PairCosts
 CONTROLS = (0, 8, 32)
 """Rounds of a pair before which the target's pass over a single row is measured, as often as they
 are many, where no profile tells it."""
-COLD = 2
-"""Rounds of a new pair that are not judged: a draft's first passes find nothing in any cache."""
 EMPTY = 4
 """Proposals of nothing in a row after which what was learned of the draft is doubted."""
 RESTING = 16
@@ -349,7 +347,7 @@ class Controller:
         if done.drafted is None and not done.late:
             before_s = self._pricing.reading_s(done.unread)
             words = on_off.undrafted(seconds, alone_s, before_s=before_s)
-        elif done.late or pair is None or pair.rounds >= COLD:
+        elif done.late or pair is None or pair.rounds >= NEW:
             rows, pass_s = done.other_rows + done.verified, done.times.verify_ns / 1e9
             slowness = self._now.costs.slowness(
                 pass_s, rows=rows, context=done.context, experts=done.times.experts

@@ -39,7 +39,7 @@ HOPED_GAIN = 0.5
 for."""
 MOST_DEADLINE_MS = 3.6e6
 NEW = 2
-"""Rounds of a pair before which nothing shows what a proposal brings."""
+"""Rounds of a pair that are not judged: a draft's first passes find nothing in any cache."""
 HASTE = 0.4
 """Share of the patience after which a new draft begins no further level: two take less than it."""
 USUAL = 2.0

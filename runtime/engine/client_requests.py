@@ -52,8 +52,6 @@ NO_TARGET = "no target worker is registered: start one with `dovetail worker --r
 SLACK = 16
 """A share of the memory that is freed beyond what is needed, so that not every request has to look
 for some."""
-MAX_READING = 1024
-"""Prompts of a client that wait to be read: each is held in memory until it has been."""
 
 
 class ClientRequests:
@@ -260,12 +258,6 @@ class ClientRequests:
         """Read the prompt, elsewhere: a long one takes its time."""
         if isinstance(target, RequestError):
             yield self._starting.turn_down(client, submit, target)
-        elif len(client.reading) >= MAX_READING:
-            text = (
-                f"the prompts of {MAX_READING} requests of this client are already being read, "
-                "which is the limit: try again when one is done"
-            )
-            yield self._starting.turn_down(client, submit, RequestError("capacity", text))
         elif self._claims.is_open(client, submit.request):
             yield self._starting.turn_down(
                 client,

@@ -18,10 +18,8 @@ from dovetail.runtime.telemetry.event_log import EventLog
 
 log = logging.getLogger("dovetail.coordinator")
 
-MAX_BACKLOG = 16384
-"""Messages that wait for a client: one that lets more come together is let go."""
 MAX_BYTES_WAITING = 64 << 20
-"""Bytes of them in memory."""
+"""Bytes of messages that wait for a client: one that lets more come together is let go."""
 MAX_FAREWELLS = 64
 """Clients that were let go and have not been told yet; of more the first are not."""
 
@@ -97,7 +95,7 @@ class Outgoing:
             client.hear(message)
             return
         client.outbox.add(message)
-        if len(client.outbox) > MAX_BACKLOG or client.outbox.bytes > MAX_BYTES_WAITING:
+        if client.outbox.bytes > MAX_BYTES_WAITING:
             self._client_deaf(client)
         elif client.outbox.due(self._observing.now_ns()):
             self.flush(client)

@@ -4,7 +4,6 @@ A record is MessagePack: its kind, then what it says. `apply` reads records one 
 what it makes of them is what the coordinator that wrote them had. Pure.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,7 @@ import msgpack
 
 from dovetail.protocol.codec import REPLY, REQUEST, encode
 from dovetail.protocol.errors import DecodeError
-from dovetail.protocol.messages import Finished, Result, Submit, TokenLogprobs
-from dovetail.protocol.settings import Sampling
+from dovetail.protocol.messages import Finished, Submit, TokenLogprobs
 from dovetail.runtime.fleet.outbox import OBJECT_BYTES, TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.kept import pack
@@ -140,42 +138,28 @@ def coordinated(epoch: int, sessions: int) -> bytes:
     return _record("coordinated", epoch, sessions)
 
 
-_NAMES: bytes = msgpack.packb(
-    [dict.fromkeys(message.model_fields, 0) for message in (Finished, Result, Submit, Sampling)]
-)
-"""The names of fields as zlib is told of them: a short reply is hardly anything else."""
-
-
 @dataclass(frozen=True, slots=True)
 class EndedReply:
-    """The entry of a reply that has ended, compressed: thousands are kept, few asked for."""
+    """The entry of a reply that has ended, packed: thousands are kept, few asked for."""
 
     sessions: tuple[int, ...]
     left_s: float
-    content: bytes
+    records: tuple[bytes, ...]
     """The records that say all of it."""
 
     @classmethod
     def of(cls, entry: Entry) -> "EndedReply":
         assert entry.left_s is not None
-        deflate = zlib.compressobj(level=1, zdict=_NAMES)
-        content = deflate.compress(msgpack.packb([*entry.snapshot()])) + deflate.flush()
-        return cls((*entry.sessions,), entry.left_s, content)
+        return cls((*entry.sessions,), entry.left_s, (*entry.snapshot(),))
 
     @property
     def size(self) -> int:
         """Return about how many bytes it takes in memory."""
-        return OBJECT_BYTES + len(self.content)
-
-    def records(self) -> Sequence[bytes]:
-        """Return the records that say all of the entry."""
-        inflate = zlib.decompressobj(zdict=_NAMES)
-        records: list[bytes] = msgpack.unpackb(inflate.decompress(self.content))
-        return records
+        return OBJECT_BYTES + sum(map(len, self.records))
 
     def entry(self) -> Entry:
-        """Return the entry that was compressed."""
-        begun, *later = self.records()
+        """Return the entry that was packed."""
+        begun, *later = self.records
         kind, *what = msgpack.unpackb(begun, use_list=False)
         assert kind == "begun"
         entry = _begun(*what)

@@ -323,7 +323,7 @@ class Journal:
         entries = self._entries
         records = [entries.known(), *(entry.snapshot() for entry in entries.of.values())]
         if ended:
-            records += [one.records() for one in entries.ended.values()]
+            records += [one.records for one in entries.ended.values()]
         return b"".join(map(packed, chain(*records)))
 
     @property

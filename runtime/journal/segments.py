@@ -164,12 +164,10 @@ class Segments:
 
     def _is_segment(self, path: Path) -> bool:
         """Return whether this is a file that may be a segment."""
-        if not path.is_file():
-            return False
-        if (size := path.stat().st_size) > MAX_SEGMENT:
-            text = "%s has %d bytes, more than a segment of the journal can have: it is not read"
-            log.error(text, path, size)
-        return size <= MAX_SEGMENT
+        size = path.stat().st_size if path.is_file() else -1
+        if size > MAX_SEGMENT:
+            log.error("%s has %d bytes, more than a segment can have: it is not read", path, size)
+        return 0 <= size <= MAX_SEGMENT
 
     def _path(self, number: int) -> Path:
         return self.folder / NAME.format(number)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.protocol.errors import OutputError, UserError
-from dovetail.protocol.files import append, decode, tidy, writing
+from dovetail.protocol.files import append, decode, read_text, tidy, writing
 
 
 @pytest.fixture
@@ -108,3 +108,11 @@ def test_a_folder_keeps_what_was_changed_last_whatever_others_take_away_meanwhil
         patched.setattr(Path, "iterdir", lambda _: iter(listed))
         tidy(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+
+
+def test_a_file_that_is_too_large_for_a_person_to_have_written_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.toml"
+    path.touch()
+    os.truncate(path, 3 << 30)
+    with pytest.raises(UserError, match=r"the settings file has more than 16 MiB"):
+        read_text(path, "the settings file")

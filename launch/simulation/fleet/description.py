@@ -15,7 +15,7 @@ from dovetail.launch.simulation.methods import Method
 from dovetail.launch.simulation.recording import Library
 from dovetail.launch.simulation.runs import figures_of
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import decode
+from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Frozen
 
 FOLDER = DEMO_FOLDER / "fleets"
@@ -60,7 +60,7 @@ def read_fleet(name: str) -> Description:
     """Return the fleet of that name, or in that file; `UserError` says what is wrong with it."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        table = tomllib.loads(decode(path.read_bytes(), f"the fleet in {path}"))
+        table = tomllib.loads(read_text(path, f"the fleet in {path}"))
         if isinstance(table.get("kind"), list):
             table["kind"] = tuple(table["kind"])
         return Description.model_validate(table)
