@@ -278,7 +278,8 @@ class ClientRequests:
         """Have the journal forget ended replies while all that is kept, and `more` bytes, take more
         memory than they may; return by how many bytes it is still too much."""
         shared = self._shared
-        over = shared.size + self._claims.size + more - self._most_bytes
+        claims = (claim.submit for claim in self._claims if claim.entry is None)
+        over = shared.size(claims) + more - self._most_bytes
         if over > 0 and shared.journal is not None:
             before = shared.journal.size
             shared.journal.give_up(over + self._most_bytes // SLACK)

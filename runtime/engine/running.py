@@ -24,7 +24,6 @@ from dovetail.protocol.spans import Span
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.rounds import Round
-from dovetail.runtime.fleet.outbox import OBJECT_BYTES, TOKEN_BYTES, scores_size
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.journal.delivery import Delivery
 from dovetail.runtime.session.actions import Action
@@ -162,22 +161,6 @@ class RunningRequest:
     def decoding(self) -> bool:
         """Return whether it takes part in the passes of its target."""
         return self.session.state in RUNNING
-
-    @property
-    def size(self) -> int:
-        """Return about how many bytes it takes in memory, without what the journal counts."""
-        session, tokens = self.session, 0
-        if not self.delivery.ticket:
-            tokens = len(session.request.prompt) + len(session.tokens)
-        scores = 0 if self.delivery.ticket else scores_size(session.logprobs)
-        return OBJECT_BYTES + TOKEN_BYTES * tokens + scores + session.held_bytes
-
-    @property
-    def draft_owes(self) -> bool:
-        """Return whether its draft owes a proposal, be it that nobody waits for it any more."""
-        if self.draft is None or self.session.state is State.DRAFTING:
-            return self.draft is not None
-        return (self.session.number, True) in self.draft.turns.orders
 
     @property
     def workers(self) -> Sequence[Worker]:

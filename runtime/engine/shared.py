@@ -1,17 +1,18 @@
 """The state that the parts of a coordinator share: who is here, what runs, and what is counted."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from dovetail.protocol.links import Hub
-from dovetail.protocol.messages import Submit
+from dovetail.protocol.messages import Feed, Submit
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.faults import aside
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
-from dovetail.runtime.fleet.outbox import size_of
+from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
@@ -21,6 +22,7 @@ from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.replacement import Changes
+from dovetail.runtime.session.kept import TOKEN_BYTES as PACKED_BYTES
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
@@ -73,16 +75,21 @@ class Shared:
     journal: Journal | None = None
     """None: requests end with this coordinator."""
 
-    @property
-    def size(self) -> int:
-        """Return about how many bytes of memory all that is kept of requests and replies takes."""
-        workers, clients = self.registry.workers.values(), self.registry.clients.values()
+    def size(self, claims: Iterable[Submit]) -> int:
+        """Return about how many bytes of memory all that is kept of requests and replies takes.
+        `claims`: requests that wait for a target, and that the journal does not know."""
+        running, clients = [*self.running.values()], self.registry.clients.values()
+        workers = self.registry.workers.values()
+        apart = [one.session for one in running if not one.delivery.ticket]
+        late = chain.from_iterable(chain(*(one.turns.postponed.values() for one in workers)))
         return (
             (self.journal.size if self.journal is not None else 0)
-            + sum(one.size for one in self.running.values())
-            + sum(size_of(one.submit) for one in self.queue)
+            + sum(TOKEN_BYTES * one.length + scores_size(one.logprobs) for one in apart)
+            + sum(one.session.held_bytes for one in running)
+            + sum(map(size_of, chain(claims, (one.submit for one in self.queue))))
             + sum(one.outbox.bytes + one.reading_bytes for one in clients)
-            + sum(one.shelf.size + one.turns.size for one in workers)
+            + sum(PACKED_BYTES * one.shelf.tokens for one in workers)
+            + sum(len(one.features.data) for one in late if isinstance(one, Feed))
         )
 
     def keep_books(self) -> None:

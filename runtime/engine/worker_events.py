@@ -43,6 +43,8 @@ from dovetail.runtime.session.features import UnreadableFeatures, features_of_it
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 log = logging.getLogger("dovetail.coordinator")
+OF_LATE_NS = 60_000_000_000
+"""For so long a worker remembers whose logs it has read."""
 E = TypeVar("E", Prefilled, Refed, Drafted)
 
 
@@ -121,7 +123,8 @@ class WorkerEvents:
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
         running = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
         self._read_alone(worker, event.spans)
-        worker.has_read(running.session.request.owner, now_ns)
+        late = {who: at for who, at in worker.read_ns.items() if now_ns - at < OF_LATE_NS}
+        worker.read_ns = late | {running.session.request.owner: now_ns}
         if worker is not running.target:
             running.draft_read(now_ns, event.spans)
             return

@@ -45,10 +45,9 @@ def size_of(message: Message) -> int:
         case Submit():
             texts = sum(4 * len(text) for text in (message.text or "", *(message.turns or ())))
             size = len(message.memo) + texts + TOKEN_BYTES * len(message.tokens or ())
-        case Emitted():
-            size = TOKEN_BYTES * len(message.tokens) + scores_size(message.logprobs)
-        case PromptScored():
-            size = scores_size(message.logprobs)
+        case Emitted() | PromptScored():
+            tokens = message.tokens if isinstance(message, Emitted) else ()
+            size = TOKEN_BYTES * len(tokens) + scores_size(message.logprobs)
         case Finished():
             size = TOKEN_BYTES * len(message.result.token_ids) + SCORE_BYTES * len(message.spans)
         case _:

@@ -58,8 +58,6 @@ class Pass:
     """Rows of logs that it reads, too."""
 
 
-MOST_OWNERS = 4096
-"""Owners of logs of whom a worker remembers when it last read one."""
 TOLD_ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Rows at which `status` tells what passes of a target take."""
 
@@ -102,7 +100,7 @@ class Worker:
     reading: ReadingCosts = field(default_factory=ReadingCosts)
     """The cost of prefill, by rows of logs."""
     read_ns: dict[str, int] = field(default_factory=dict)
-    """By owner, the last at the end: when a log of theirs was read to its end."""
+    """By owner: when a log of theirs was read to its end, if that was of late."""
     round_s: Average = field(default_factory=Average)
     """Seconds of a round of its sessions, as a target, while nothing is read."""
     tokens: Average = field(default_factory=Average)
@@ -182,13 +180,6 @@ class Worker:
         """Return whether two targets have the same vocabulary: a token of one is the same token
         to the other."""
         return (self.facts.digest, self.facts.size) == (other.facts.digest, other.facts.size)
-
-    def has_read(self, owner: str, now_ns: int) -> None:
-        """Note that a log of this owner was read to its end."""
-        self.read_ns.pop(owner, None)
-        self.read_ns[owner] = now_ns
-        if len(self.read_ns) > MOST_OWNERS:
-            del self.read_ns[next(iter(self.read_ns))]
 
     def had_round(self, seconds: float, tokens: int, rows: int) -> None:
         """Learn from a round of one of its sessions, as a target, in which nothing was read."""

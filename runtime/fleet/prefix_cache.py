@@ -39,11 +39,6 @@ class PrefixCache:
     def tokens(self) -> int:
         return _tokens(self._kept) + _tokens(self._pinned)
 
-    @property
-    def size(self) -> int:
-        """Return how many bytes the logs take here."""
-        return sum(len(kept.log) for some in (self._kept, self._pinned) for kept in some.values())
-
     def add(self, kept: Kept) -> list[int] | None:
         """The sessions that have to go for this one; None if it is not kept itself."""
         if kept.rows < WORTH or kept.tokens + _tokens(self._pinned) > self.limit:

@@ -66,10 +66,6 @@ Hold = Callable[[Sequence[int]], bool]
 has them looked at again. Without sessions: True if a chunk in a pass of its own waits."""
 
 
-First = Callable[[Sequence[Rest]], int]
-"""Returns the place of the log that is read before the others."""
-
-
 def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
     """All of them."""
     return [len(item.tokens) for item in items]
@@ -89,7 +85,7 @@ class Turns:
     """Asked of items whose nodes were not drawn from a law."""
     hold: Hold = lambda _: False
     share: Share = all_rows
-    first: First = lambda _: 0
+    first: Callable[[Sequence[Rest]], int] = lambda _: 0
     together: int = 1
     """The most sessions that a draft serves in shared passes."""
     parts: bool = False
@@ -125,13 +121,6 @@ class Turns:
         for command in commands:
             self.ask(session, command)
         return bool(commands)
-
-    @property
-    def size(self) -> int:
-        """Return how many bytes the features take that wait here."""
-        late = (command for commands in self.postponed.values() for command in commands)
-        commands = [*late, *(command for _, command in self.waiting)]
-        return sum(len(one.features.data) for one in commands if isinstance(one, Feed))
 
     def busy_with(self, session: int) -> bool:
         """Return whether the session has asked for something that has not been answered."""

@@ -23,7 +23,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared
-from dovetail.runtime.fleet.outbox import MAX_JOINED, size_of
+from dovetail.runtime.fleet.outbox import MAX_JOINED
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.journal.entries import Entry
@@ -60,10 +60,8 @@ class Claims:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def size(self) -> int:
-        """Return about how many bytes the requests take that the journal does not count."""
-        return sum(size_of(claim.submit) for claim in self._waiting if claim.entry is None)
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(self._waiting)
 
     def known(self, submit: Submit, key: str) -> Entry | None:
         """Return what is known of the reply of a Submit from a client with this key; `RequestError`

@@ -274,7 +274,9 @@ class Moving:
         late = [
             running
             for running in self._running.values()
-            if now_ns - running.asked_ns > self._stuck_ns and running.draft_owes
+            if now_ns - running.asked_ns > self._stuck_ns
+            and running.draft is not None
+            and (running.session.number, True) in running.draft.turns.orders
         ]
         yield from self._each(late, self._draft_stuck)
         yield from self.resettle()

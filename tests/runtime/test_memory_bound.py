@@ -90,7 +90,7 @@ def test_requests_that_wait_count_without_a_journal(target: bool) -> None:
     codes = [reply.code for reply in house.replies() if isinstance(reply, Failed)]
     assert len(codes) >= 4
     assert set(codes) == {"capacity"}
-    assert house.coordinator._shared.size <= 4 * MIB
+    assert house.coordinator._intake.relieve() <= 0
 
 
 def committed(journal: Journal, entry: Entry, tokens: int) -> None:
