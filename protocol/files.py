@@ -79,9 +79,8 @@ def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
 def read_text(path: Path, what: str) -> str:
     """Return the text of a file that a person has written; `UserError` if it cannot be one."""
     with path.open("rb") as file:
-        content = file.read(MOST_READ + 1)
-    if len(content) > MOST_READ:
-        raise UserError(f"{what} has more than {MOST_READ >> 20} MiB: name the right file")
+        if len(content := file.read(MOST_READ + 1)) > MOST_READ:
+            raise UserError(f"{what} has more than {MOST_READ >> 20} MiB: name the right file")
     return decode(content, what)
 
 

@@ -3,12 +3,20 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from dovetail.protocol.settings.values import Frozen, byte_count, template_values
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 """An origin as browsers send it, or *."""
+
+
+def _size(value: str) -> str:
+    byte_count(value)
+    return value
+
+
+Size = Annotated[str, AfterValidator(_size)]
 
 
 class MemorySettings(Frozen):
@@ -80,11 +88,10 @@ class CoordinatorSettings(Frozen):
         0,
         description="how many requests of one API key may run at a time; others wait; 0: no limit",
     )
-    memory: str = Field(
+    memory: Size = Field(
         "256MiB",
-        description="most memory for requests and replies, those that have ended and are in the "
-        "journal among them, and most disk for the journal: beyond it the oldest that have ended "
-        "go, then new requests are refused (429)",
+        description="most memory for requests and replies, and most disk for the journal: beyond "
+        "it the oldest replies that have ended go, then new requests are refused (429)",
     )
     move: Literal["same", "any"] = Field(
         "same",
@@ -108,12 +115,6 @@ class CoordinatorSettings(Frozen):
         "messages, what users say among them",
     )
 
-    @field_validator("memory")
-    @classmethod
-    def _memory(cls, value: str) -> str:
-        byte_count(value)
-        return value
-
 
 class HttpSettings(Frozen):
     """The HTTP API of `dovetail serve`."""
@@ -135,7 +136,7 @@ class HttpSettings(Frozen):
         20.0,
         description="a request must arrive within this time, and a client must read on within it",
     )
-    body: str = Field("2MiB", description="largest body of a request")
+    body: Size = Field("2MiB", description="largest body of a request")
     connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         4096, description="connections held at a time; further ones are refused with 503"
     )
@@ -174,9 +175,3 @@ class HttpSettings(Frozen):
             text = f"{wrong!r} is not an origin: write one such as https://chat.example:8443"
             raise ValueError(f"{text}, without a path, or *")
         return ",".join(origins)
-
-    @field_validator("body")
-    @classmethod
-    def _body(cls, value: str) -> str:
-        byte_count(value)
-        return value
