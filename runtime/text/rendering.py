@@ -246,7 +246,8 @@ def main(parent: int, memory: int, cpu_s: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = min(pages * resource.getpagesize() + memory, hard if hard > 0 else sys.maxsize)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with socket.socket(fileno=0) as channel, channel.makefile("rb") as jobs:
         for size in iter(partial(jobs.read, 8), b""):

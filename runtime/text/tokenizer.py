@@ -29,9 +29,7 @@ MAX_GROWTH = 64
 two."""
 LARGEST_ID = (1 << 32) - 1
 """That the tokenizers library takes for one."""
-OWN_VALUES = frozenset(
-    ("messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents")
-)
+OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of what every chat template is given."""
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 PROMPT_TAIL = 32
@@ -63,13 +61,20 @@ def why_no_chats(template: str) -> str:
     does."""
     try:
         if template:
-            values = {"messages": [{"role": "user", "content": "hello"}]}
-            RENDERER.render(template, {**values, "add_generation_prompt": True})
+            RENDERER.render(template, _given([{"role": "user", "content": "hello"}]))
         return "" if template else NO_TEMPLATE
     except RequestError as error:
         return str(error)
     finally:
         RENDERER.close()
+
+
+def _given(
+    messages: Sequence[Mapping[str, Any]], *, reply: bool = True, begin: str = "", end: str = ""
+) -> dict[str, Any]:
+    """Return what every chat template is given, as transformers does."""
+    own = {"messages": messages, "add_generation_prompt": reply, "tools": None, "documents": None}
+    return {**own, "bos_token": begin, "eos_token": end}
 
 
 class TextCodec:
@@ -132,9 +137,8 @@ class TextCodec:
             }
             for role, content in messages
         ]
-        own = {"messages": shown, "add_generation_prompt": reply, "tools": None, "documents": None}
-        ids = {"bos_token": begin or "", "eos_token": end or ""}
-        return _valid(RENDERER.render(self.facts.template, {**values, **own, **ids}))
+        given = _given(shown, reply=reply, begin=begin or "", end=end or "")
+        return _valid(RENDERER.render(self.facts.template, {**given, **values}))
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of token ids; `special`: with the special tokens written out."""

@@ -98,7 +98,7 @@ def test_a_command_that_starts_workers_imports_few_libraries(name: str) -> None:
         if not name.startswith(("_", "cython"))
     }
     assert others <= {
-        *("annotated_types", "click", "dovetail", "jinja2", "markupsafe", "msgpack", "psutil"),
+        *("annotated_types", "click", "dovetail", "msgpack", "psutil"),
         *("pydantic", "pydantic_core", "tokenizers", "typing_extensions", "typing_inspection"),
         "zmq",
     }
