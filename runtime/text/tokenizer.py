@@ -84,7 +84,7 @@ class TextCodec:
         self.facts = facts
         self._tokenizer = _tokenizer(tokenizer)
         self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer).get("decoder"))
+        self._byte_level = '"ByteLevel"' in json.dumps(_decoder_spec(self._tokenizer))
         self._pieces: dict[int, bytes] = {}
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
