@@ -269,11 +269,6 @@ class ChatMessage(Body):
         content = self.content
         return content if isinstance(content, str) else [part.text for part in content]
 
-    @property
-    def size(self) -> int:
-        """Return how many characters it has."""
-        return sum(map(len, self.text))
-
 
 def _some(length: int) -> int:
     if not length:

@@ -398,16 +398,11 @@ async def _here_or_elsewhere(work: Callable[[], R], size: int) -> R:
 
 
 def _size(body: ChatOrTextBody | TokenizeBody) -> int:
-    """Return how many characters or token ids there are to read."""
-    if isinstance(body, CompletionBody):
-        given = body.prompt
-        return (
-            len(given)
-            if isinstance(given, str)
-            else sum(1 if isinstance(part, int) else len(part) for part in given)
-        )
-    prompt = body.prompt if isinstance(body, TokenizeBody) else None
-    return len(prompt or "") + sum(message.size for message in body.messages or ())
+    """Return how many characters or token ids there are to read, of a conversation's none."""
+    given = body.prompt if isinstance(body, CompletionBody | TokenizeBody) else None
+    if isinstance(given, list):
+        return sum(1 if isinstance(part, int) else len(part) for part in given)
+    return len(given or "")
 
 
 def _late(seconds: float) -> ApiError:
