@@ -219,16 +219,15 @@ def print_table(
         _least_width(heading, [row[index] for row in rows], whole=whole)
         for index, heading in enumerate(headings)
     ]
-    for columns in beside_each_other(widths, console.width, keys):
+    for columns in beside_each_other(widths, console.width - GAP, keys):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for index in columns:
             numeric = all(_is_number(row[index]) for row in rows)
-            widest = widths[index] if whole else max(map(len, headings[index].split()), default=0)
             table.add_column(
                 headings[index],
                 justify="right" if numeric else "left",
                 overflow="fold",
-                min_width=widest,
+                min_width=widths[index],
             )
         for row in rows:
             table.add_row(*(format_cell(row[index]) for index in columns))
