@@ -247,6 +247,9 @@ class Calibration(Frozen):
     layers_measured: Positive
     """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""
     limits: MachineLimits
+    beside_s: Annotated[float, Field(ge=0.0)] | None = None
+    """Seconds of a round beside its pass where the target is served over HTTP without a draft:
+    messages, coordinator, HTTP; None: not measured."""
 
 
 class Reading(Frozen):

@@ -8,6 +8,7 @@ file, from where workers read it and tell it the coordinator.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -16,6 +17,8 @@ from typing import Any
 
 import click
 
+from dovetail.launch.bench.load.request import ask
+from dovetail.launch.bench.load.served import PLAIN, served
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of
@@ -26,7 +29,7 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.calibration_tables import chart_of, read_found, show_found
 from dovetail.launch.machine.measurement import Role, beside_cpu
-from dovetail.launch.machine.others import OTHERS, Load
+from dovetail.launch.machine.others import OTHERS, Load, Others
 from dovetail.launch.machine.sharding import (
     choice_of,
     layout_for,
@@ -44,6 +47,7 @@ from dovetail.launch.processes.preflight import (
 )
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import Calibration, ContextCurve, DeviceCosts, Reading
 from dovetail.protocol.errors import CheckpointError, DovetailError, SettingsError
@@ -56,12 +60,17 @@ from dovetail.protocol.profile import (
     update_profile,
 )
 from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN, TargetSettings
+from dovetail.runtime.costs.curves import curves_of
+from dovetail.workers.models.checkpoints.gguf.view import weight_paths
+from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 BLOCKS = "file"
 """Weights that are read from a file, and cannot be random."""
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
 PERCENT = 100
+REPLIES, MOST_TOKENS = 3, 64
+"""Replies that are streamed to measure what a round takes beside its pass; the fastest counts."""
 
 
 @click.command(cls=HelpCommand)
@@ -132,7 +141,14 @@ def command(
     if profile is not None:
         load_profile(profile)  # a damaged one is told now, not after the measurement
     found, drafted, spread = _measure_both(configuration, contexts, seconds, isa)
+    calibration = read_found(Calibration, found.pop("calibration"))
+    watch = Others()
+    if isa is None and (beside_s := _beside_s(configuration, calibration, seconds)) is not None:
+        calibration = calibration.model_copy(update={"beside_s": beside_s})
+    found["beside_ms"] = None if calibration.beside_s is None else 1e3 * calibration.beside_s
     loads = [Load(**told) for one in (found, *spread, drafted) if one and (told := one["others"])]
+    if isa is None and (load := watch.load(lambda pid: pid == os.getpid())) is not None:
+        loads.append(load)
     most = max(loads, key=lambda load: load.share, default=None)
     found["others"] = None if most is None else asdict(most)
     busy = most is not None and most.share > OTHERS and not keep_anyway
@@ -142,7 +158,7 @@ def command(
         if levels is not None
         else {}
     )
-    key, calibration = found.pop("key"), read_found(Calibration, found.pop("calibration"))
+    key = found.pop("key")
     if profile is not None and not busy:
         _keep_target(profile, key, calibration, found)
         if spread:
@@ -158,6 +174,11 @@ def command(
         show_found(found)
         if words := choice_of(configuration.settings.target).words:
             click.echo(words)
+        if calibration.beside_s is not None:
+            click.echo(
+                f"A round of a served reply takes {found['beside_ms']:.2f} ms beside its pass: "
+                "messages, coordinator, HTTP."
+            )
         if most is not None:
             click.echo(f"Other programs {most.words}.")
     if busy and most is not None and profile is not None:
@@ -171,6 +192,31 @@ def command(
             if profile is not None
             else f"not saved: {'--isa was given' if isa else f'{profile_path()} cannot be written'}"
         )
+
+
+def _beside_s(
+    configuration: Configuration, calibration: Calibration, seconds: float
+) -> float | None:
+    """Return the seconds of a round beside its pass where the target is served over HTTP, by
+    streams of about so many seconds in all; None where it cannot be served as it was measured: by
+    its config.json alone, with layers on a device, or with more layers than memory holds; and where
+    passes were slower than the reply since other programs were busy."""
+    folder = find_folder(with_target(configuration.settings.target).model, files=CONFIG_ALONE)
+    whole = calibration.layers_measured == calibration.layers and any(weight_paths(folder))
+    if beside_cpu(configuration) or not whole or not (folder / "tokenizer.json").exists():
+        return None
+    tokens = max(2, min(MOST_TOKENS, int(seconds / REPLIES / calibration.t_v.at(1))))
+    alone = {"draft.kind": "none", "draft.model": ""}
+    with served(configuration.over("calibrate", alone), None) as server:
+        wishes = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        body = server.body(PLAIN, "Tell me about the sea.", seed=1, **wishes)
+        replies = [ask(server.site, body, number) for number in range(REPLIES)]
+    if error := next((reply.words or reply.error for reply in replies if reply.error), ""):
+        raise DovetailError(f"the target was measured, and cannot be served: {error}")
+    context = replies[0].prompt_tokens + replies[0].output_tokens / 2
+    token_s = min(reply.tpot_s or 0.0 for reply in replies)
+    beside_s = token_s - curves_of(calibration).at(1, context)
+    return beside_s if beside_s > 0.0 else None
 
 
 def _check(configuration: Configuration) -> None:

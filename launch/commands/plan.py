@@ -25,8 +25,8 @@ from dovetail.launch.planning.choice import drafts_there
 from dovetail.launch.planning.designs import Design, config_of, read_design
 from dovetail.launch.planning.prices import arithmetic, described
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
-from dovetail.launch.planning.weights import AS_FAST, planned_types
-from dovetail.launch.planning.words import figure, flags, placement, toml, tree_of, why
+from dovetail.launch.planning.weights import planned_types
+from dovetail.launch.planning.words import figure, placement, serve_command, tree_of
 from dovetail.launch.processes import preflight
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
@@ -48,13 +48,11 @@ COLUMNS = {
     "tree": "gamma/depth/width and policy",
     "VRAM GB": "of the device, for target and draft: weights, buffers, one long conversation",
     "RAM GB": "of the host, for weights",
-    "why": "what a round takes, and what bounds it",
 }
 
 
 WEIGHTS = {
-    "weights": "a type that the target can have here; the table below is of the fastest, or of the "
-    "checkpoint's own where that is next to as fast",
+    "weights": "a type that the target can have here; the table below is of the first that fits",
     "GB": "of layers and head",
     "tokens/s": "predicted, of the best placement and tree; -: it does not fit",
     "tree": "of that: gamma/depth/width and policy",
@@ -103,8 +101,8 @@ def command(
     rounds: tuple[Path, ...],
     as_json: bool,
 ) -> None:
-    """Say what this machine should do with this model: placements side by side, with predicted
-    tokens/s and memory, and the settings of the best one.
+    """Print the command that serves this model best on this machine, and below it placements side
+    by side, with predicted tokens/s and memory.
 
     With --target.split.device cpu the CPU stands for a GPU.
     """
@@ -135,8 +133,7 @@ def command(
         searched = [
             one.search(candidates, step) for one, candidates in zip(subjects, offered, strict=True)
         ]
-    rates = [every[0].tokens_per_s if every else 0.0 for every in searched]
-    chosen = next(i for i, rate in enumerate(rates) if rate >= AS_FAST * max(rates))
+    chosen = next((place for place, every in enumerate(searched) if every), 0)
     found, every = subjects[chosen], searched[chosen]
     if not every:
         less = "take smaller weights (--weights half, int8, int4), or raise them"
@@ -148,10 +145,13 @@ def command(
     compared = [one.brief(its) for one, its in zip(subjects, searched, strict=True)]
     no_chats = "" if found.unnamed else preflight.no_chats(found.configuration.settings.target)
     result = {**found.result(every), "weights_compared": compared, "no_chats": no_chats}
+    model = ["--target=FOLDER"] if found.unnamed else []
+    ready = result["at_once"] or result["choice"]
+    result["command"] = serve_command(ready["settings"], *model)
     if as_json:
         click.echo(json.dumps(result))
         return
-    _show(every, result, found.device or "cpu", "--target FOLDER " if found.unnamed else "")
+    _show(every, result, found.device or "cpu", model)
 
 
 def _here(configuration: Configuration, say: Callable[[str], None]) -> list[Subject]:
@@ -268,9 +268,15 @@ def _elsewhere(
 # -- what is shown ---------------------------------------------------------------------------------
 
 
-def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, model: str) -> None:
-    """The table, what follows from it, and how the best of it is started; `model`: the flag for a
-    target that was named by its size alone."""
+def _show(
+    every: Sequence[Alternative], result: dict[str, Any], device: str, model: Sequence[str]
+) -> None:
+    """How the best that lacks nothing is started, the table, and what follows from it; `model`: the
+    flag for a target that was named by its size alone."""
+    click.echo(result["command"])
+    if (ready := result["at_once"]) is not None:
+        rate = figure(ready["tokens_per_s"])
+        click.echo(f"{rate} tokens/s are predicted ({ready['name']}: {ready['placement']})")
     limits = ", ".join(
         f"{name} {size:.3g} GB"
         for name, size in (
@@ -299,8 +305,10 @@ def _show(every: Sequence[Alternative], result: dict[str, Any], device: str, mod
         click.echo(f"with this memory there is no room for: {', '.join(result['left_out'])}")
     for line in result["verdict"]:
         click.echo(line)
-    for line in _start(result, model):
-        click.echo(line)
+    if (best := result["choice"])["lacks"]:
+        more = [*model, *(["--draft.model=HEAD"] if best["lacks"].startswith(UNTRAINED) else [])]
+        click.echo(f"needed first for {best['name']}: the draft {best['lacks']}")
+        click.echo(f"then: {serve_command(best['settings'], *more)}")
     if result["measurable"]:
         note(f"estimates become measurements with: dovetail calibrate {result['measurable']}")
 
@@ -317,23 +325,6 @@ def _weights(result: dict[str, Any]) -> str:
     return "" if total == active else f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active"
 
 
-def _start(result: dict[str, Any], model: str) -> list[str]:
-    """Return how the best alternative is started that lacks nothing, or the best of all if each
-    lacks something, and what the best of all needs first."""
-    best, ready = result["choice"], result["at_once"] or result["choice"]
-    untrained = " --draft.model=HEAD" if best["lacks"].startswith(UNTRAINED) else ""
-    by_flags = f"dovetail generate {model}{flags(best['settings'])}{untrained}"
-    said, what = list[str](), "Start it"
-    if best["lacks"]:
-        said.append(f"needed first: the draft {best['lacks']}")
-    if ready is not best:
-        said.append(f"then start it: {by_flags}")
-        by_flags = f"dovetail generate {model}{flags(ready['settings'])}"
-        what = f"Start now ({ready['name']}, {figure(ready['tokens_per_s'])} tokens/s)"
-    by_file = f"or with --config of a file with\n\n{toml(ready['settings'])}"
-    return [*said, f"\n{what}: {by_flags}\n{by_file}"]
-
-
 def _line(one: Alternative, device: str) -> tuple[object, ...]:
     option = one.option
     rate = f"{figure(one.tokens_per_s)}{'*' if one.played else ''}"
@@ -346,5 +337,4 @@ def _line(one: Alternative, device: str) -> tuple[object, ...]:
         tree_of(one),
         vram,
         option.host_bytes / 1e9,
-        why(one),
     )

@@ -52,6 +52,8 @@ class Published:
     """Fitted to EAGLE-2's 3.95 with 15 and 4.49 with 59 nodes (Dovetail paper, Tables 3 and 6)."""
 
 
+LOOKUP = "ngram"
+"""The kind of draft that looks up what followed the last tokens earlier."""
 PUBLISHED = {
     "small": Published(
         4.85,
@@ -132,6 +134,16 @@ def _brought(first: float, decay: float, tree: Tree) -> float:
         if level < tree.depth:
             heapq.heappush(heap, (worth * ranks[0], -worth, 0, level + 1))
     return total
+
+
+class Uncounted:
+    """A look-up, of which nothing is expected: it depends on how much of a text repeats, and where
+    it finds nothing it is not asked."""
+
+    origin = "not counted: it depends on how much of a text repeats"
+
+    def tokens(self, tree: Tree) -> float:
+        return 1.0
 
 
 # -- recorded --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Knows candidates and costs; not how they are told.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.launch.planning.acceptance import Recorded
+from dovetail.launch.planning.acceptance import LOOKUP, Recorded
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.machines import ROWS
@@ -71,8 +71,21 @@ def alternatives(
         own = [one for one in offered if one.candidate.kind == kind]
         for of, name, places, drafts in _with_draft(planner, own):
             step(f"{name}, {kind}")
-            found.append(_best(of, name, places, drafts, ahead))
-    return sorted((one for one in found if one is not None), key=lambda one: -one.tokens_per_s)
+            one = _best(of, name, places, drafts, ahead)
+            if one is not None and kind == LOOKUP:  # where it brings nothing it is not asked
+                alone = of.option(one.option.computed, one.option.resident, None, None, 1.0)
+                one = replace(one, tokens_per_s=max(alone.tokens_per_s, one.tokens_per_s))
+            found.append(one)
+    return sorted(
+        (one for one in found if one is not None),
+        key=lambda one: (-one.tokens_per_s, one.candidate is None),
+    )
+
+
+def ready_of(every: Sequence[Alternative]) -> Alternative | None:
+    """Return what is to be started now, of alternatives with the fastest first: the first that
+    lacks nothing. `plan` proposes it, and `serve` takes its draft."""
+    return next((one for one in every if one.candidate is None or not one.candidate.lacks), None)
 
 
 def names_of(planner: Planner, offered: Sequence[Offered]) -> list[str]:

@@ -5,12 +5,20 @@ Reads config.json and, where there are weights, the names of a head's tensors; c
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.planning.acceptance import Acceptance, Assumed, Recorded, figures_of, published
+from dovetail.launch.planning.acceptance import (
+    LOOKUP,
+    Acceptance,
+    Assumed,
+    Recorded,
+    Uncounted,
+    figures_of,
+    published,
+)
 from dovetail.launch.planning.designs import (
     Design,
     DraftSize,
@@ -28,6 +36,8 @@ from dovetail.runtime.planner import Draft, Tree
 from dovetail.workers.heads.registry import kind_of_architecture, setting_of
 from dovetail.workers.models.checkpoints.gguf.view import spelled, weight_paths
 
+NOTHING = DraftSize(0, 0, 0, 0, 0, 0)
+"""The size of a draft without a model."""
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GAMMAS = (1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 31, 47, 63)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
@@ -38,6 +48,7 @@ BEAM_WIDTH = 6
 BEAM_DEPTHS = (4, 8, 12, 16, 24, 32, 48)
 UNTRAINED = "has to be trained"
 TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target FOLDER"
+UNASKED = "has to be asked for: --draft substitute"
 HQQ = "needs hqq: pip install 'dovetail[subspec]'"
 
 
@@ -131,14 +142,20 @@ class Reader:
     def read(self, names: Sequence[str], there: Sequence[str] = ()) -> list[Candidate]:
         """Return all candidates: those of names, or, where there are none, what the target could
         have beside drafts that are there; `UserError` says what is wrong with a name."""
+        asked = bool(names)
         names = names or (
-            ("small", "eagle", "dovetail", "substitute")
+            ("small", "eagle", "dovetail", "substitute", LOOKUP)
             if self._embedded
-            else (*there, "dovetail", "substitute")
+            else (*there, LOOKUP, "dovetail", "substitute")
             if not self._uncoded
-            else (*there, "dovetail")
+            else (*there, LOOKUP, "dovetail")
         )
         found = [candidate for name in dict.fromkeys(names) for candidate in self._read(name)]
+        if not asked:  # a second copy of the target, which `serve` does not take by itself either
+            found = [
+                replace(one, lacks=one.lacks or UNASKED) if one.kind == "substitute" else one
+                for one in found
+            ]
         if unused := [
             one
             for one in self._recorded
@@ -154,11 +171,14 @@ class Reader:
     def _read(self, name: str) -> Iterator[Candidate]:
         if name == "none":
             return
-        if name in ("ngram", "auto"):
+        if name == "auto":
             raise UserError(
-                f"--draft {name}: nothing is known of it before it has run; name a kind of "
-                f"{', '.join(HEAD_KINDS)}, small, substitute or a folder"
+                f"--draft {name}: that is what a plan finds out; name a kind of "
+                f"{', '.join(HEAD_KINDS)}, small, {LOOKUP}, substitute or a folder"
             )
+        if name == LOOKUP:
+            yield self._candidate(LOOKUP, f"{LOOKUP}, a look-up", NOTHING, {"kind": LOOKUP})
+            return
         if name == "substitute" and (parts := self._uncoded):
             raise UserError(
                 f"--draft substitute: layers with {parts} are computed operation by operation on a "
@@ -259,10 +279,11 @@ class Reader:
         lacks: str = "",
         source: str = "",
     ) -> Candidate:
-        acceptance: Acceptance = self._known(kind, source) or Assumed.of(
-            published(kind, blocks or 1)
-        )
-        trees = trees_of(kind, acceptance, self._width)
+        acceptance: Acceptance = Uncounted()
+        trees = [Tree("dynamic", 1, 1, 1)]
+        if kind != LOOKUP:
+            acceptance = self._known(kind, source) or Assumed.of(published(kind, blocks or 1))
+            trees = trees_of(kind, acceptance, self._width)
         return Candidate(
             kind, name, size, DraftSettings(**settings), acceptance, blocks, lacks, trees
         )

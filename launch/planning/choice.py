@@ -11,6 +11,8 @@ from pathlib import Path
 
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
+from dovetail.launch.planning.acceptance import LOOKUP
+from dovetail.launch.planning.alternatives import ready_of
 from dovetail.launch.planning.candidates import Candidate, Reader
 from dovetail.launch.planning.designs import design_of, read_config
 from dovetail.launch.planning.subject import folder_of, subject_here
@@ -37,7 +39,6 @@ from dovetail.workers.models.checkpoints.hub import cached_folders, local_folder
 
 SMALLER = 2
 """A model drafts for another one that has at least so many times as many parameters."""
-LOOKUP = "ngram"
 OWN = {
     "half": "the checkpoint's own 16 bits",
     FILE: "the file's own blocks",
@@ -123,7 +124,9 @@ def _with_draft(
     try:
         found = [*drafts_there(configuration, folder)]
         if found:
-            return _best(configuration, found, say)
+            return _best(
+                configuration, [*found, *_reader(configuration, folder).read([LOOKUP])], say
+            )
     except UserError as error:
         return _lookup(configuration, f"no plan can be made of the target ({error})")
     return _lookup(configuration, "no head of the target and no smaller model is there")
@@ -140,13 +143,13 @@ def _best(
     spread = choice_of(configuration.settings.target).numa == "shard"
     searched = subject_here(configuration, say).search(found, lambda _: None)
     every = [one for one in searched if (one.option.nodes > 1) is spread]
-    with_draft = [one for one in every if one.candidate is not None]
-    if not with_draft:
+    best = ready_of(every)
+    if best is None or best.candidate is None:
         return _lookup(configuration, "there is no room for a draft of its own")
-    best = with_draft[0]
+    if best.candidate.kind == LOOKUP:
+        return _lookup(configuration, "none of the drafts that are there is expected to be faster")
     alone = next((one for one in every if one.candidate is None), None)
     gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
-    assert best.candidate is not None
     expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"
     return _draft(configuration, best.candidate, expected)
 
@@ -159,12 +162,16 @@ def _draft(
     return chosen, [f"draft {view.spelled(model)} ({candidate.name}): {why}; --draft names another"]
 
 
+def _reader(configuration: Configuration, target: Path) -> Reader:
+    design = design_of(read_config(target, "target model"), target)
+    return Reader(configuration, design, [], folder_of, embedded=False, width=None)
+
+
 def drafts_there(configuration: Configuration, target: Path) -> Iterator[Candidate]:
     """Yield the drafts of a target that are there: heads of it, and smaller models of its
     vocabulary, beside it or in the Hugging Face cache."""
-    config = read_config(target, "target model")
-    design = design_of(config, target)
-    reader = Reader(configuration, design, [], folder_of, embedded=False, width=None)
+    design = design_of(read_config(target, "target model"), target)
+    reader = _reader(configuration, target)
     for folder in _nearby(target):
         with suppress(UserError):  # a model of another kind, or one that is damaged
             own = read_config(folder, "draft")

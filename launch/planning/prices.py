@@ -22,17 +22,20 @@ from dovetail.protocol.calibration import (
     StateTraffic,
 )
 from dovetail.protocol.experts import DENSE, Mixture
+from dovetail.runtime.costs.curves import curves_of
 from dovetail.runtime.costs.nodes import Nodes
 from dovetail.runtime.costs.rounds import Messages, Origin, Source
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 
-HERE = Messages(300e-6, 500e-6)
-"""A message on its way over ipc, and what the coordinator does with one, right after a pass over
-half a gigabyte has emptied the caches: a round of the target alone took 0.95 ms beside its pass,
-one with a draft 2.4 ms (`python tests/benchmarks plan`). With nothing beside them they take a third
-of it."""
+HERE = Messages(300e-6, 500e-6, 400e-6)
+"""A message on its way over ipc, what the coordinator does with one, right after a pass over half a
+gigabyte has emptied the caches, and what HTTP takes to send a token: a round of the target alone
+took 0.95 ms beside its pass, one with a draft 2.4 ms (`python tests/benchmarks plan`), and HTTP 0.4
+ms of processor time. `dovetail calibrate` measures all of it together."""
+CONTEXT = 128.0
+"""Tokens behind which passes are priced: about the middle of a question and its reply."""
 LEVEL_S, PROPOSAL_S = 150e-6, 700e-6
 """Ranking and bookkeeping of one level of a tree, and of a proposal, beside the draft's passes: the
 same rounds."""
@@ -47,6 +50,7 @@ device, and 16 rows of 4096 numbers on a link of 16 GB/s. An estimate: none has 
 
 
 MEASURED = Origin(Source.PROFILED, "measured")
+ASSUMED = Origin(Source.ESTIMATED, "assumed; dovetail calibrate measures them")
 INDEPENDENT = Origin(Source.ESTIMATED, "as if rows chose independently of each other")
 SOME_ROWS = 8
 """Rows of the pass that `plan` says the number of experts of."""
@@ -120,6 +124,7 @@ class Hardware:
     device_bytes: int | None = None
     host_bytes: int | None = None
     messages: Messages = HERE
+    messages_from: Origin = ASSUMED
     level_s: float = LEVEL_S
     """Seconds that a level takes beside the draft's pass; `proposal_s` a proposal."""
     proposal_s: float = PROPOSAL_S
@@ -178,6 +183,7 @@ def described(machine: Described, weights: str, vram: int | None, ram: int | Non
         if memory is not None
         else None,
         messages=machine.link.messages,
+        messages_from=Origin(Source.ESTIMATED, source),
         level_s=0.0,
         proposal_s=0.0,
         nodes=target.spread if not on_device else None,
@@ -200,7 +206,7 @@ def price(
     parts: DeviceCosts | None = None,
 ) -> Prices:
     """Costs of a target's parts, measured ones where there are any; `width`: bytes of a weight."""
-    origins: dict[str, Origin] = {}
+    origins: dict[str, Origin] = {"messages of a round": hardware.messages_from}
     host = _host(hardware, target, width, calibration, parts, origins)
     device = _device(hardware, target, width, parts, origins)
     link = _link(hardware, target, parts, origins) if device is not None else None
@@ -231,7 +237,7 @@ def _host(
         )
         if calibration.experts is not None and calibration.experts.passes:
             origins["experts of a pass"] = _experts(calibration.experts)
-        return _shared(calibration.t_v, target)
+        return _shared(calibration, target)
     if parts is not None:
         origins["passes of the CPU"] = MEASURED
         return Place(cache(parts.host_layer.at), cache(parts.host_head.at))
@@ -273,11 +279,15 @@ def _experts(experts: ExpertCosts) -> Origin:
     return Origin(Source.PROFILED, words)
 
 
-def _shared(t_v: RowsSeconds, target: Target) -> Place:
+def _shared(calibration: Calibration, target: Target) -> Place:
     """Passes over the whole, shared out by bytes."""
+    curves = curves_of(calibration)
     whole = target.layers * target.layer + target.head
     layer, head = target.layer / whole, target.head / whole
-    return Place(cache(lambda rows: layer * t_v.at(rows)), cache(lambda rows: head * t_v.at(rows)))
+    return Place(
+        cache(lambda rows: layer * curves.at(rows, CONTEXT)),
+        cache(lambda rows: head * curves.at(rows, CONTEXT)),
+    )
 
 
 def _link(
@@ -308,7 +318,7 @@ def over_nodes(
     name = f"passes over {nodes.count} memory nodes"
     if calibration is not None:
         origins[name] = Origin(Source.PROFILED, f"measured, {calibration.measured[:10]}")
-        place = _shared(calibration.t_v, target)
+        place = _shared(calibration, target)
     else:
         origins[name] = nodes.origin_of(origins["passes of the CPU"])
         place = Place(

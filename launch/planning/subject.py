@@ -7,7 +7,14 @@ from typing import Any
 
 from dovetail.launch.machine.sharding import choice_of
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.planning.alternatives import Alternative, Offered, alternatives, names_of
+from dovetail.launch.planning.acceptance import LOOKUP
+from dovetail.launch.planning.alternatives import (
+    Alternative,
+    Offered,
+    alternatives,
+    names_of,
+    ready_of,
+)
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, read_config
 from dovetail.launch.planning.prices import (
@@ -109,7 +116,10 @@ class Subject:
         nodes, and where it can one that shares with the target. One that the GPU cannot have is
         priced on the CPU."""
         hardware, measured, spread = self.hardware, None, None
-        if self.here is not None:
+        lookup = candidate.kind == LOOKUP
+        if lookup:
+            hardware = replace(hardware, level_s=0.0, proposal_s=0.0)
+        elif self.here is not None:
             if falls := self.here.fall(candidate):
                 self.falls[candidate.name] = falls
                 hardware = replace(hardware, draft=hardware.core or hardware.draft)
@@ -117,9 +127,12 @@ class Subject:
                 self.here.level(candidate, self._place_of(candidate), layout)
                 for layout in (self.here.layout, self.here.spread or self.here.layout)
             )
-        self.levels[candidate.name] = MEASURED if measured is not None else hardware.draft.origin
+        if not lookup:
+            self.levels[candidate.name] = (
+                MEASURED if measured is not None else hardware.draft.origin
+            )
         on_device = self.device is not None and self._place_of(candidate) == self.device
-        beside_s = self.hardware.proposal_s
+        beside_s = hardware.proposal_s
 
         def own(known: RowsSeconds | None) -> Draft:
             level_s = level(hardware, candidate.size, known)
@@ -157,7 +170,11 @@ class Subject:
         """Return where the numbers are from, those of the drafts that stand in the table among
         them."""
         there = {one.candidate.name: one.candidate for one in every if one.candidate is not None}
-        levels = {f"a level of the {name}": str(self.levels[name]) for name in there}
+        levels = {
+            f"a level of the {name}": str(self.levels[name])
+            for name in there
+            if name in self.levels
+        }
         return {
             **{name: str(origin) for name, origin in self.prices.origins.items()},
             **levels,
@@ -187,7 +204,7 @@ class Subject:
         alone = next((one for one in every if one.candidate is None), None)
         rows = [told(one, self.device or "cpu", self._settings(one), alone) for one in every]
         choice = rows[0]
-        ready = next((row for row in rows if not row["lacks"]), None)
+        ready = ready_of(every)
         link = self.prices.machine.link
         return {
             "machine": self.hardware.title,
@@ -207,7 +224,7 @@ class Subject:
             "measurable": self._measurable(),
             "alternatives": rows,
             "choice": choice,
-            "at_once": ready,
+            "at_once": None if ready is None else rows[every.index(ready)],
             "verdict": verdict(
                 every,
                 Model(self.design.parameters, self.weights, size=self._read_bytes),

@@ -2,7 +2,7 @@
 kept, GPUs. torch comes in with the functions, on the target's cores in number."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.machine.sharding import layouts_for, nodes_of_layouts
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import Design, design_of
-from dovetail.launch.planning.prices import Engine, Hardware
+from dovetail.launch.planning.prices import HERE, Engine, Hardware
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import free_memory_bytes
 from dovetail.launch.profiling.bounds import Model, Roofline
@@ -19,8 +19,9 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimits, RowsSeconds
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import load_profile
+from dovetail.protocol.profile import load_profile, machine_key
 from dovetail.protocol.settings import Settings
+from dovetail.runtime.costs.rounds import Origin, Source
 from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 
@@ -29,6 +30,7 @@ STAND_IN_SHARE = 0.5
 """Share of the bandwidth that a copy between two buffers of the CPU carries: it reads and
 writes."""
 
+OF_ANOTHER = "measured with another model"
 Say = Callable[[str], None]
 
 
@@ -143,9 +145,22 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     parts = known.parts if device is not None else None
     folder = find_folder(target.model, files=CONFIG_ALONE)
     calibration = known.calibration
-    limits = _limits(calibration, say) if before is None or calibration else before.limits
+    kept = [
+        one
+        for entry in load_profile(profile).entries
+        if entry.key.machine == machine_key()
+        for one in entry.calibrations
+    ]
+    limits = _limits(calibration, kept, say) if before is None or calibration else before.limits
     products = None if calibration else product_seconds(target.weights, folder, target.activations)
     hardware = _hardware(settings, device, limits, products, threads)
+    sources = [(calibration, "measured"), *((one, OF_ANOTHER) for one in reversed(kept))]
+    for one, words in sources:
+        if one is not None and one.beside_s:
+            origin = Origin(Source.PROFILED, f"{1e3 * one.beside_s:.2g} ms ({words})")
+            messages = HERE.scaled(one.beside_s)
+            hardware = replace(hardware, messages=messages, messages_from=origin)
+            break
     if spread is not None:
         nodes = nodes_of_layouts(layout, spread, load_profile(profile))
         hardware = replace(hardware, nodes=nodes)
@@ -156,22 +171,17 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     )
 
 
-def _limits(calibration: Calibration | None, say: Say) -> tuple[MachineLimits, str]:
+def _limits(
+    calibration: Calibration | None, kept: Sequence[Calibration], say: Say
+) -> tuple[MachineLimits, str]:
     """Return the limits of the cores in use: by the target's calibration, by any other, or measured
     now."""
     if calibration is not None:
         return calibration.limits, "measured"
-    from dovetail.protocol.profile import machine_key
     from dovetail.workers.calibration.limits import measure_limits
 
-    kept = [
-        c.limits
-        for entry in load_profile(profile_path()).entries
-        if entry.key.machine == machine_key()
-        for c in entry.calibrations
-    ]
     if kept:
-        return kept[-1], "measured with another model"
+        return kept[-1].limits, OF_ANOTHER
     say("measuring bandwidth and arithmetic")
     return measure_limits(PROBE_S), f"measured now, in {PROBE_S:g} s"
 

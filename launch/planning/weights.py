@@ -28,8 +28,6 @@ LOSSES = {
 }
 """Types of weights, and in words what is lost with them: measured on the embedded target
 (`python tests/benchmarks accuracy`, `dovetail selftest --card`)."""
-AS_FAST = 0.95
-"""Weights are proposed before others of more loss if they reach this share of the tokens/s."""
 EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
 """Weights `file` with activations in fp32, in words."""
 

@@ -1,13 +1,16 @@
 """Puts a plan into words: each alternative in words, why it is as fast as it is, the settings that
 start it, and whether speculation is worth it."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dovetail.launch.planning.acceptance import LOOKUP
 from dovetail.launch.planning.alternatives import Alternative
 from dovetail.launch.profiling.bounds import Bounds, Model, Offloading
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.flags import SHORT_FORMS
 from dovetail.runtime.planner import Link, Option
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.gguf.view import FILE, spelled
@@ -99,6 +102,8 @@ def settings(
             {"draft.share": True}
             if one.offered is not None and one.offered.shared
             else {"draft.device": draft_device}
+            if own.kind != LOOKUP
+            else {}
         )
         found |= {
             f"tree.{name}": getattr(option.tree, name)
@@ -130,18 +135,25 @@ def _target(option: Option, device: str) -> dict[str, Any]:
     return {"target.device": device, "target.resident": option.resident}
 
 
-def flags(found: Mapping[str, Any]) -> str:
-    """The settings on a command line."""
-    return " ".join(f"--{name}={SETTINGS[name].flag_text(value)}" for name, value in found.items())
+def serve_command(found: Mapping[str, Any], *more: str) -> str:
+    """The command that serves with these settings. Trees of one pass a level are left to the
+    policy of `serve`, which finds their size by itself."""
+    own = found.get("tree.policy") == "dynamic"
+    shown = {name: value for name, value in found.items() if not (own and name.startswith("tree."))}
+    if "draft.model" in shown:
+        shown.pop("draft.kind", None)
+    return shlex.join(
+        [
+            *("dovetail", "serve"),
+            *(f"{_short(name)}={SETTINGS[name].flag_text(shown[name])}" for name in shown),
+            *more,
+        ]
+    )
 
 
-def toml(found: Mapping[str, Any]) -> str:
-    """The settings in a file."""
-    tables: dict[str, list[str]] = {}
-    for name, value in found.items():
-        table, _, key = name.rpartition(".")
-        tables.setdefault(table, []).append(f"{key} = {SETTINGS[name].toml(value)}")
-    return "\n".join(f"[{table}]\n" + "\n".join(lines) for table, lines in sorted(tables.items()))
+def _short(name: str) -> str:
+    draft = name in ("draft.kind", "draft.model")
+    return "--draft" if draft else SHORT_FORMS.get(name, f"--{name}")
 
 
 def verdict(
@@ -157,7 +169,9 @@ def verdict(
     a pass reads."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
-    if alone is not None and best is not alone:
+    if best.candidate is not None and best.candidate.kind == LOOKUP:
+        said.append("no other draft that is known makes up for its time; a look-up takes none")
+    elif alone is not None and best is not alone:
         gain = best.tokens_per_s / alone.tokens_per_s
         worth = (
             "speculation is worth it"

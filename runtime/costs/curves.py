@@ -3,7 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from dovetail.protocol.calibration import ContextCurve
+from dovetail.protocol.calibration import Calibration, ContextCurve
+
+
+def curves_of(calibration: Calibration) -> "PassCurves":
+    """Return all that a calibration says of passes."""
+    own = ContextCurve(context=calibration.context, t_v=calibration.t_v)
+    return PassCurves([own, *calibration.t_v_by_context])
 
 
 class PassCurves:

@@ -136,6 +136,7 @@ def _row(
     _run(
         "calibrate",
         f"--seconds={how['seconds']}",
+        "--keep-anyway",
         f"--target.split.device={DEVICE}",
         *_target(how),
         *_draft(draft),

@@ -60,6 +60,7 @@ def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: 
         "backends",
     }
     assert names <= set(found)
+    assert found["beside_ms"] is None or found["beside_ms"] > 0.0
     assert not {"key", "calibration"} & set(found)
     assert (len(found["t_v"]), found["context"], next(iter(found["t_d"]))) == (64, 384, "1")
     (entry,) = (
@@ -90,7 +91,7 @@ def test_on_two_memory_nodes_a_target_is_measured_on_one_and_over_both(
     topology = read_topology(write_machine(tmp_path / "two", nodes), affinity=(first, last))
     monkeypatch.setattr(sharding, "read_topology", lambda: topology)
     monkeypatch.setattr(command, "read_topology", lambda: topology)
-    result = refused("--seconds", "0.2", "--draft", "none")
+    result = refused("--seconds", "0.2", "--draft", "none", "--keep-anyway")
     assert result.returncode == 0, result.stderr
     known = load_profile(tmp_path / "cache/dovetail/profile.json")
     assert sorted((entry.key.shards, entry.key.threads) for entry in known.entries) == [

@@ -235,3 +235,17 @@ def test_a_gguf_file_of_the_hub_is_chosen_and_planned_as_the_blocks_that_it_has(
         assert said[0] == "weights file: the file's own blocks; --weights names others"
     done = invoke("plan", "--target", "some-one/m", "--weights", "file")
     assert done.returncode == 0, done.stderr
+
+
+def test_plan_proposes_what_serve_chooses(target: Path, invoke: Any, tmp_path: Path) -> None:
+    file = tmp_path / "models" / "alone" / "model.gguf"
+    file.parent.mkdir()
+    write_gguf(target, file, lambda *_: Type.Q8_0, **tokens_of(target))
+    for model in (target, file):
+        done = invoke("plan", "--target", str(model), "--json")
+        assert done.returncode == 0, done.stderr
+        found, serve = json.loads(done.stdout), chosen(model)[0].settings
+        assert found["at_once"]["settings"]["draft.kind"] == serve.draft.kind == "ngram"
+        assert found["weights"] == serve.target.weights
+        assert found["command"].startswith(f"dovetail serve --target={model} ")
+        assert f"--weights={serve.target.weights} --draft=ngram" in found["command"]

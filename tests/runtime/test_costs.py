@@ -206,6 +206,11 @@ def test_messages_of_a_round_with_a_draft_are_twice_those_of_one_without() -> No
     messages = Messages(hop_s=0.001, coordinator_s=0.01)
     assert messages.beside_s(drafted=False) == pytest.approx(0.012)
     assert messages.beside_s(drafted=True) == pytest.approx(0.024)
+    served = Messages(0.001, 0.01, reply_s=0.002)
+    assert served.beside_s(drafted=True) == pytest.approx(0.026), "HTTP sends once a round"
+    measured = served.scaled(0.007)
+    assert measured.beside_s(drafted=False) == pytest.approx(0.007)
+    assert measured.beside_s(drafted=True) == pytest.approx(0.013)
 
 
 # experts
