@@ -147,7 +147,7 @@ def command(
         calibration = calibration.model_copy(update={"beside_s": beside_s})
     found["beside_ms"] = None if calibration.beside_s is None else 1e3 * calibration.beside_s
     loads = [Load(**told) for one in (found, *spread, drafted) if one and (told := one["others"])]
-    if isa is None and (load := watch.load(lambda pid: pid == os.getpid())) is not None:
+    if isa is None and (load := watch.load(lambda pid, _: pid == os.getpid())) is not None:
         loads.append(load)
     most = max(loads, key=lambda load: load.share, default=None)
     found["others"] = None if most is None else asdict(most)

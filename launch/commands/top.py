@@ -27,7 +27,7 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
-from dovetail.launch.machine.others import Others, is_dovetail
+from dovetail.launch.machine.others import Others
 from dovetail.launch.processes.connection import call_model, find_coordinator, speaks_http
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
@@ -106,7 +106,10 @@ class _Beside:
         self._eye, self._others, self._here = eye, Others(), socket.gethostname()
 
     def look(self, session: int | None) -> Picture:
-        picture, load = self._eye.look(session), self._others.load(is_dovetail)
+        picture, load = (
+            self._eye.look(session),
+            self._others.load(lambda _, name: name.startswith("dovetail")),
+        )
         here = any(worker["host"] == self._here for worker in picture["workers"])
         told = {**asdict(load), "words": load.words} if load is not None and here else None
         return {**picture, "others": told}

@@ -87,7 +87,7 @@ def gather() -> Facts:
     """Return what there is on this machine."""
     topology, watched = read_topology(), Others()
     time.sleep(WATCHED_S)
-    others = watched.load(lambda pid: pid == os.getpid())
+    others = watched.load(lambda pid, _: pid == os.getpid())
     profile, problem = _profile_state()
     gpus, driver_problem = read_gpus()
     return Facts(

@@ -109,7 +109,7 @@ def measure(
                 "other weights"
             ) from None
         raise
-    load = others.load(lambda pid: pid == parent)
+    load = others.load(lambda pid, _: pid == parent)
     _tell(said, {"found": {**found, "others": None if load is None else asdict(load)}})
 
 

@@ -53,16 +53,18 @@ class Look:
         return line
 
 
-def between(
-    before: Look, now: Look, cores: Collection[int], ours: Callable[[int], bool]
-) -> Load | None:
-    """Return what others took between two looks; None where no time has passed. `ours`: whether a
-    process, and so all that it started, is not another program's."""
+Ours = Callable[[int, str], bool]
+"""Returns whether the process of a number and a name, and so all that it started, is not another
+program's."""
+
+
+def between(before: Look, now: Look, cores: Collection[int], ours: Ours) -> Load | None:
+    """Return what others took between two looks; None where no time has passed."""
     if (every := now.every - before.every) <= 0.0:
         return None
     none = ("", 0, 0.0)
     taken = {p: one[2] - before.processes.get(p, none)[2] for p, one in now.processes.items()}
-    own = {pid for pid, s in taken.items() if s > 0.0 and any(map(ours, now.lineage(pid)))}
+    own = {p for p in taken if any(ours(up, now.processes[up][0]) for up in now.lineage(p))}
     stolen, each = now.stolen - before.stolen, every / len(cores)
     others = max(0.0, now.busy - before.busy - sum(taken[pid] for pid in own))
     most = sorted(taken.keys() - own, key=lambda pid: -taken[pid])[:MOST_NAMED]
@@ -80,7 +82,7 @@ class Others:
         self._cores = frozenset(cores or os.sched_getaffinity(0))
         self._last = self._look()
 
-    def load(self, ours: Callable[[int], bool]) -> Load | None:
+    def load(self, ours: Ours) -> Load | None:
         """Return what they took since the last call, or since the beginning."""
         before, self._last = self._last, self._look()
         return between(before, self._last, self._cores, ours)
@@ -96,15 +98,3 @@ class Others:
             if times is not None:
                 found[process.pid] = (str(name), int(parent), times.user + times.system)
         return Look(busy, stolen, whole, found)
-
-
-def is_dovetail(pid: int) -> bool:
-    """Return whether a process is one of a dovetail service, whoever started it."""
-    try:
-        arguments = psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return False
-    return any(
-        argument.rpartition("/")[2] == "dovetail" or argument.startswith(("dovetail ", "dovetail."))
-        for argument in arguments
-    )

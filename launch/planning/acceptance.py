@@ -136,14 +136,9 @@ def _brought(first: float, decay: float, tree: Tree) -> float:
     return total
 
 
-class Uncounted:
-    """A look-up, of which nothing is expected: it depends on how much of a text repeats, and where
-    it finds nothing it is not asked."""
-
-    origin = "not counted: it depends on how much of a text repeats"
-
-    def tokens(self, tree: Tree) -> float:
-        return 1.0
+UNCOUNTED = Assumed(0.0, 0.0, "not counted: it depends on how much of a text repeats")
+"""The acceptance of a look-up, of which nothing is expected: where it finds nothing it is not
+asked."""
 
 
 # -- recorded --------------------------------------------------------------------------------------

@@ -5,17 +5,17 @@ Reads config.json and, where there are weights, the names of a head's tensors; c
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from dovetail.launch.planning.acceptance import (
     LOOKUP,
+    UNCOUNTED,
     Acceptance,
     Assumed,
     Recorded,
-    Uncounted,
     figures_of,
     published,
 )
@@ -49,6 +49,7 @@ BEAM_DEPTHS = (4, 8, 12, 16, 24, 32, 48)
 UNTRAINED = "has to be trained"
 TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target FOLDER"
 UNASKED = "has to be asked for: --draft substitute"
+"""A second copy of the target, which `serve` does not take by itself either."""
 HQQ = "needs hqq: pip install 'dovetail[subspec]'"
 
 
@@ -142,7 +143,7 @@ class Reader:
     def read(self, names: Sequence[str], there: Sequence[str] = ()) -> list[Candidate]:
         """Return all candidates: those of names, or, where there are none, what the target could
         have beside drafts that are there; `UserError` says what is wrong with a name."""
-        asked = bool(names)
+        self._asked = bool(names)
         names = names or (
             ("small", "eagle", "dovetail", "substitute", LOOKUP)
             if self._embedded
@@ -151,11 +152,6 @@ class Reader:
             else (*there, LOOKUP, "dovetail")
         )
         found = [candidate for name in dict.fromkeys(names) for candidate in self._read(name)]
-        if not asked:  # a second copy of the target, which `serve` does not take by itself either
-            found = [
-                replace(one, lacks=one.lacks or UNASKED) if one.kind == "substitute" else one
-                for one in found
-            ]
         if unused := [
             one
             for one in self._recorded
@@ -220,7 +216,7 @@ class Reader:
         settings: dict[str, Any] = {"kind": "substitute"} | (
             {"weights": weights} if weights in BITS else {}
         )
-        lacks = "" if find_spec("hqq") is not None else HQQ
+        lacks = HQQ if find_spec("hqq") is None else "" if self._asked else UNASKED
         return self._candidate(
             "substitute",
             f"substitute of {bits} bits",
@@ -279,7 +275,7 @@ class Reader:
         lacks: str = "",
         source: str = "",
     ) -> Candidate:
-        acceptance: Acceptance = Uncounted()
+        acceptance: Acceptance = UNCOUNTED
         trees = [Tree("dynamic", 1, 1, 1)]
         if kind != LOOKUP:
             acceptance = self._known(kind, source) or Assumed.of(published(kind, blocks or 1))
