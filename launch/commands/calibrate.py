@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from dovetail.launch.bench.load.request import ask
+from dovetail.launch.bench.load.request import PLAIN_PATH, ask
 from dovetail.launch.bench.load.served import PLAIN, served
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.numbers import Number
@@ -209,8 +209,10 @@ def _beside_s(
     alone = {"draft.kind": "none", "draft.model": ""}
     with served(configuration.over("calibrate", alone), None) as server:
         wishes = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-        body = server.body(PLAIN, "Tell me about the sea.", seed=1, **wishes)
-        replies = [ask(server.site, body, number) for number in range(REPLIES)]
+        body = {**server.body(PLAIN, "", seed=1, **wishes), "prompt": "Once upon a time"}
+        del body["messages"]  # not every model has a template for chats
+        asked = range(REPLIES)
+        replies = [ask(server.site, body, number, path=PLAIN_PATH) for number in asked]
     if error := next((reply.words or reply.error for reply in replies if reply.error), ""):
         raise DovetailError(f"the target was measured, and cannot be served: {error}")
     context = replies[0].prompt_tokens + replies[0].output_tokens / 2

@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-import click
-
 from dovetail.protocol.errors import printable
 from dovetail.protocol.messages import LoadingState
 
@@ -31,8 +29,8 @@ FIGURE = re.compile(r"[+-]?\d[\d.,]*( ?%|x| \([\d.-]+\))?")
 
 
 def note(text: str) -> None:
-    """A line for the person in front of it, beside the result."""
-    click.echo(text, err=True)
+    """A line for the person in front of it, beside the result, and above a bar that is drawn."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class Intervals:

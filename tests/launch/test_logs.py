@@ -34,13 +34,14 @@ def test_a_record_is_one_printable_line(words: str) -> None:
 BESIDE_A_BAR = """
 import logging
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.console.terminal import counting_bar, progress_bar, spinner
+from dovetail.launch.console.terminal import counting_bar, note, progress_bar, spinner
 log_to_stderr(logging.INFO)
 with spinner() as say:
     say("a bar")
     logging.info("line")
 with progress_bar(2, "a bar"):
     logging.info("line")
+    note("INFO line")
 with counting_bar("a bar") as tell:
     tell(1, 2)
     logging.info("line")
@@ -61,7 +62,7 @@ def test_a_line_of_the_log_does_not_run_into_a_bar() -> None:
                 shown += piece
     os.close(ours)
     lines = re.split(r"\n|\x1b\[2K", shown.decode())
-    assert sum("INFO line" in line for line in lines) == 3
+    assert sum("INFO line" in line for line in lines) == 4
     assert not any("INFO line" in line and "a bar" in line for line in lines)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dovetail.launch.chat.web import Site
 from dovetail.protocol.errors import DovetailError, printable
 
-PATH = "/v1/chat/completions"
+PATH, PLAIN_PATH = "/v1/chat/completions", "/v1/completions"
 WORDS = ("content", "reasoning_content", "reasoning")
 """The fields of a streamed choice that hold text of the model: OpenAI's; llama-server's and older
 vLLM's; vLLM's."""
@@ -95,13 +95,14 @@ def ask(
     body: Mapping[str, Any],
     number: int,
     clock: Callable[[], float] = time.perf_counter,
+    path: str = PATH,
 ) -> Reply:
-    """Stream a chat completion to its end, or to its error."""
+    """Stream a completion to its end, or to its error."""
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
     reply = Reply(number, clock())
     reply.ended_s = reply.began_s
     try:
-        with site.opened("POST", PATH, content.encode()) as response:
+        with site.opened("POST", path, content.encode()) as response:
             if response.status == http.client.OK:
                 texts: list[str] = []
                 try:
@@ -166,7 +167,7 @@ def _text(event: Mapping[str, Any]) -> str | None:
     choices = event.get("choices") or []
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         return None
-    deltas = [choice.get("delta") or {} for choice in choices]
+    deltas = [choice.get("delta") or {"content": choice.get("text")} for choice in choices]
     if not all(isinstance(delta, dict) for delta in deltas):
         return None
     return "".join(str(delta.get(name) or "") for delta in deltas for name in WORDS)
