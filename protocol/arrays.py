@@ -34,6 +34,11 @@ class Array(Frozen):
             )
         return self
 
+    @classmethod
+    def of(cls, content: bytes) -> "Array":
+        """Return bytes as an array of one dimension."""
+        return cls(dtype="uint8", shape=(len(content),), data=content)
+
     def rows(self, start: int, stop: int) -> "Array":
         """Rows start..stop-1 of the first dimension, which has them."""
         size = prod(self.shape[1:]) * ITEM_BYTES[self.dtype]

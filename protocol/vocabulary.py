@@ -3,17 +3,150 @@ nothing but the standard library."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+import struct
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
+
+HEAD = struct.Struct("<III")
+"""The head of a packed table: bytes of its description, tokens, bytes of their spellings."""
+LARGEST_ID = (1 << 32) - 1
+
+
+class TokenTable:
+    """The ids and spellings of a vocabulary, its special tokens and its decoder: all that turns
+    ids into text. Takes some ten bytes a token, and no time to unpack."""
+
+    def __init__(
+        self, about: Mapping[str, Any], ids: "array[int]", ends: "array[int]", spelt: bytes
+    ) -> None:
+        """`about`: digest, special (ids) and decoder (as tokenizer.json has it). `ids`: ascending;
+        `ends`: where the spelling of each ends in `spelt`, which is UTF-8."""
+        self._about, self._ids, self._ends, self._spelt = about, ids, ends, spelt
+
+    @classmethod
+    def read(cls, tokenizer: bytes) -> "TokenTable":
+        """Return the table of a tokenizer.json; `CheckpointError` if it holds no vocabulary."""
+        content = _parsed(tokenizer)
+        vocabulary, added = _vocabulary_of(content), content.get("added_tokens") or ()
+        special = [one["id"] for one in added if one.get("special")]
+        return cls.of(vocabulary, special, content.get("decoder"))
+
+    @classmethod
+    def of(
+        cls, vocabulary: Mapping[int, str], special: Sequence[int] = (), decoder: Any = None
+    ) -> "TokenTable":
+        """Return the table of these tokens."""
+        ids, spelt = array("I", sorted(vocabulary)), bytearray()
+        ends = array("I")
+        for index in ids:
+            spelt += vocabulary[index].encode("utf-8", "surrogatepass")
+            ends.append(len(spelt))
+        digest = vocabulary_digest(vocabulary)
+        about = {"digest": digest, "special": sorted(special), "decoder": decoder}
+        return cls(about, ids, ends, bytes(spelt))
+
+    @classmethod
+    def unpacked(cls, content: bytes) -> "TokenTable":
+        """Return the table that `packed` wrote; `CheckpointError` for something else."""
+        try:
+            described, tokens, spelt = HEAD.unpack_from(content)
+            start = HEAD.size + described
+            about = json.loads(bytes(content[HEAD.size : start]))
+            ids, ends = array("I"), array("I")
+            ids.frombytes(content[start : start + 4 * tokens])
+            ends.frombytes(content[start + 4 * tokens : start + 8 * tokens])
+            rest = bytes(content[start + 8 * tokens :])
+            if len(rest) != spelt or len(ends) != tokens or not {"digest", "special"} <= {*about}:
+                raise ValueError("its parts have other sizes than it says")
+        except (struct.error, ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"a table of tokens cannot be read: {error}") from None
+        return cls(about, ids, ends, rest)
+
+    @cached_property
+    def packed(self) -> bytes:
+        """Return the table as bytes, in little endian."""
+        about = json.dumps(self._about).encode()
+        head = HEAD.pack(len(about), len(self._ids), len(self._spelt))
+        return b"".join((head, about, self._ids.tobytes(), self._ends.tobytes(), self._spelt))
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the vocabulary, as `vocabulary_digest` has it."""
+        return str(self._about["digest"])
+
+    @property
+    def decoder(self) -> Any:
+        """Return the decoder as tokenizer.json describes it; None: tokens are joined by spaces."""
+        return self._about.get("decoder")
+
+    @cached_property
+    def special(self) -> Mapping[str, int]:
+        """Return the tokens that are left out of a text, and their ids."""
+        ids = (int(index) for index in self._about["special"])
+        return {one: index for index in ids if (one := self.spelling(index)) is not None}
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the bytes of the longest spelling, at least 1."""
+        pairs = pairwise((0, *self._ends))
+        return max((end - start for start, end in pairs), default=1) or 1
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def spelling(self, token: int) -> str | None:
+        """Return how the vocabulary spells a token; None if it has none of this id."""
+        place = bisect_left(self._ids, token)
+        if place == len(self._ids) or self._ids[place] != token:
+            return None
+        start = self._ends[place - 1] if place else 0
+        return self._spelt[start : self._ends[place]].decode("utf-8", "surrogatepass")
+
+    def differences(self, other: "TokenTable", most: int = 3) -> list[str]:
+        """Return in words the first `most` ids whose tokens differ in a draft's table, the other
+        one."""
+        ids = sorted({*self, *other})
+        pairs = ((i, self.spelling(i), other.spelling(i)) for i in ids)
+        differing = ((i, mine, its) for i, mine, its in pairs if mine != its)
+        return [
+            f"id {i} is {_quote(mine)} in the target and {_quote(its)} in the draft"
+            for (i, mine, its), _ in zip(differing, range(most), strict=False)
+        ]
 
 
 def read_vocabulary(tokenizer: bytes) -> dict[int, str]:
     """Id -> token of a tokenizer.json (BPE, WordPiece, WordLevel or Unigram), added tokens
     included; `CheckpointError` if it is none."""
+    return _vocabulary_of(_parsed(tokenizer))
+
+
+def _parsed(tokenizer: bytes) -> Mapping[str, Any]:
     try:
-        content: Mapping[str, Any] = json.loads(tokenizer)
+        content = json.loads(tokenizer)
+    except (ValueError, RecursionError) as error:
+        raise _no_vocabulary(error) from None
+    if not isinstance(content, dict):
+        raise CheckpointError("tokenizer.json holds no vocabulary: it is no map")
+    return content
+
+
+def _no_vocabulary(error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"tokenizer.json holds no vocabulary ({type(error).__name__}: {str(error)[:100]})"
+    )
+
+
+def _vocabulary_of(content: Mapping[str, Any]) -> dict[int, str]:
+    try:
         model = content["model"]["vocab"]
         pairs = (
             {index: token for token, index in model.items()}
@@ -22,10 +155,10 @@ def read_vocabulary(tokenizer: bytes) -> dict[int, str]:
         )
         pairs.update((added["id"], added["content"]) for added in content.get("added_tokens") or ())
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"tokenizer.json holds no vocabulary ({type(error).__name__}: {str(error)[:100]})"
-        ) from None
-    if not all(isinstance(i, int) and isinstance(t, str) for i, t in pairs.items()):
+        raise _no_vocabulary(error) from None
+    if not all(
+        isinstance(i, int) and 0 <= i <= LARGEST_ID and isinstance(t, str) for i, t in pairs.items()
+    ):
         raise CheckpointError("tokenizer.json maps tokens to something other than ids")
     return pairs
 
@@ -36,17 +169,6 @@ def vocabulary_digest(vocabulary: Mapping[int, str]) -> str:
     for index in sorted(vocabulary):
         digest.update(f"{index}\0{vocabulary[index]}\0".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
-
-
-def vocabulary_differences(
-    target: Mapping[int, str], draft: Mapping[int, str], most: int = 3
-) -> list[str]:
-    """Return in words the first `most` ids whose tokens differ."""
-    differing = (i for i in sorted(target.keys() | draft.keys()) if target.get(i) != draft.get(i))
-    return [
-        f"id {i} is {_quote(target.get(i))} in the target and {_quote(draft.get(i))} in the draft"
-        for i, _ in zip(differing, range(most), strict=False)
-    ]
 
 
 def _quote(token: str | None) -> str:

@@ -134,9 +134,8 @@ class TargetWorker:
                 shares=bool(identity.kept_tokens) and self._model.new_cache(0).branches,
             ),
             vocabulary=checkpoint.vocabulary,
-            tokenizer=Array(
-                dtype="uint8", shape=(len(checkpoint.tokenizer),), data=checkpoint.tokenizer
-            ),
+            tokenizer=Array.of(checkpoint.tokenizer),
+            table=Array.of(checkpoint.table.packed),
             states=States(
                 width=self._model.hidden_size,
                 layers=self._model.layers,

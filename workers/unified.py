@@ -260,6 +260,7 @@ def open_unified(
         substitute.context,
         checkpoint.vocabulary,
         checkpoint.tokenizer,
+        checkpoint.table,
         weights=weights,
         together=MAX_SESSIONS,
     )

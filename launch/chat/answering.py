@@ -18,7 +18,7 @@ from dovetail.launch.chat.templates import Templated, templated
 from dovetail.launch.processes.connection import Connection
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Described, Emitted, Failed, Finished
-from dovetail.runtime.text.tokenizer import TextCodec, why_no_chats
+from dovetail.runtime.text.tokenizer import TextCodec, codec_of, why_no_chats
 
 CANCEL_GRACE_S = 2.0
 LOOK_EVERY_S = 0.05
@@ -110,7 +110,7 @@ class CoordinatorAnswerer:
         from the coordinator."""
         if self._codec is None or self._described is None:
             self._described = self._client.describe()
-            self._codec = TextCodec(self._described.tokenizer.data, self._described.vocabulary)
+            self._codec = codec_of(self._described)
         return self._codec
 
     def _forget_another(self, fingerprint: str) -> None:

@@ -11,7 +11,7 @@ from dovetail.launch.console.help import Rare
 from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.settings import template_values
 from dovetail.runtime.client import Client
-from dovetail.runtime.text.tokenizer import TextCodec, against_values
+from dovetail.runtime.text.tokenizer import against_values, codec_of
 
 FLAG = "--chat-template-kwargs"
 
@@ -44,7 +44,7 @@ class Templated:
         self._digest, self._values = described.vocabulary.digest, values
         if why_not := against_values(values, described.vocabulary.template):
             raise UserError(f"{FLAG} {json.dumps(values, ensure_ascii=False)}: {why_not}")
-        self._codec = TextCodec(described.tokenizer.data, described.vocabulary)
+        self._codec = codec_of(described)
 
     def submitted(self, turns: Sequence[str]) -> dict[str, Any]:
         """Return what `Client.submit` is given for these turns, user first; `UserError` where the

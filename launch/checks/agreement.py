@@ -24,7 +24,7 @@ from dovetail.protocol.messages import (
     WorkerState,
 )
 from dovetail.protocol.settings import Sampling, byte_count
-from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 
 if TYPE_CHECKING:
     from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
@@ -178,7 +178,7 @@ def agreement_of(
     )
     near = max([LEAST_TEXT, *(mark + BEYOND for mark in marks if mark + BEYOND <= MOST_TEXT)])
     count = min(near if text_tokens is None else text_tokens, context - REPLY)
-    ids = text_of(TextCodec(described.tokenizer.data, described.vocabulary), prompts, count)
+    ids = text_of(codec_of(described), prompts, count)
     scores, reply = _scored(connection, ids)
     whole = [*ids, *reply]
     try:

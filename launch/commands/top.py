@@ -36,7 +36,7 @@ from dovetail.protocol.messages import Reported
 from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.live_stats import FORMAT, LiveStats
 from dovetail.runtime.telemetry.picture import Spell, label
-from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.text.tokenizer import codec_of
 
 EVERY_S = 1.0
 MOST_WAIT_S = 15.0
@@ -167,7 +167,7 @@ def _spell_of(client: Client) -> Spell | None:
         described = client.describe()
     except RequestError:
         return None  # the target has gone meanwhile
-    text = TextCodec(described.tokenizer.data, described.vocabulary)
+    text = codec_of(described)
     return lambda token: label(text.piece(token))
 
 

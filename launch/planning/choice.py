@@ -22,7 +22,6 @@ from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import MODELLESS_KINDS
-from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from dovetail.workers import kernels
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.footprint import (
@@ -205,7 +204,9 @@ def _nearby(target: Path) -> Iterator[Path]:
 
 def _vocabulary(folder: Path) -> str:
     """The digest of a model's vocabulary; empty where none can be read."""
+    from dovetail.workers.models.checkpoints.tokenizer import table_of
+
     try:
-        return vocabulary_digest(read_vocabulary((folder / "tokenizer.json").read_bytes()))
+        return table_of((folder / "tokenizer.json").read_bytes()).digest
     except (OSError, ValueError):
         return ""

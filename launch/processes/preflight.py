@@ -7,6 +7,7 @@ and fits, its worker finds out. Knows nothing of what is in a file.
 
 import json
 import resource
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -215,13 +216,19 @@ def text_here(source: str) -> Path | None:
 def check_text(folder: Path) -> None:
     """Raise `CheckpointError` for a tokenizer that the coordinator would refuse, so that this is
     known before the weights are read."""
+    from dovetail.workers.models.checkpoints.tokenizer import keep, kept_path, read_language
+
+    content, table, facts = read_language(folder)
+    accepted = kept_path(content, f"read-{version('tokenizers')}")
+    if accepted.is_file():
+        return
     from dovetail.runtime.text.tokenizer import TextCodec
-    from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 
     try:
-        TextCodec(*read_tokenizer(folder))
+        TextCodec(content, facts, table)
     except RequestError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+    keep(accepted, b"")
 
 
 def no_chats(target: TargetSettings) -> str:

@@ -257,7 +257,7 @@ class Dismissed(Message):
 class Described(Message):
     """The target that a request would be decoded with."""
 
-    ARRAYS = ("tokenizer",)
+    ARRAYS = ("tokenizer", "table")
     type: Literal["described"] = "described"
     model: Name
     fingerprint: Name
@@ -265,6 +265,8 @@ class Described(Message):
     vocabulary: VocabularyFacts
     tokenizer: Array
     """The bytes of tokenizer.json."""
+    table: Array | None = None
+    """The vocabulary as a packed `TokenTable`."""
 
 
 class Recorded(Message):

@@ -144,7 +144,7 @@ class HeldSession(Frozen):
 class Hello(Message):
     """A process introduces itself; the answer is Welcome or Failed."""
 
-    ARRAYS = ("tokenizer",)
+    ARRAYS = ("tokenizer", "table")
     type: Literal["hello"] = "hello"
     version: Version = VERSION
     roles: Annotated[tuple[Role, ...], Field(min_length=1, max_length=3, fail_fast=True)]
@@ -163,6 +163,9 @@ class Hello(Message):
     tokenizer: Array | None = None
     """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model,
     or with a head of its target's, knows its target's."""
+    table: Array | None = None
+    """The vocabulary as a packed `TokenTable`, so that nobody has to read tokenizer.json to spell
+    tokens; None: an older worker sends none."""
     states: States | None = None
     """The hidden states that a draft may read of this target; None for a draft."""
     reads: Reads | None = None

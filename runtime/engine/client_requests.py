@@ -171,6 +171,7 @@ class ClientRequests:
             limits=target.limits,
             vocabulary=target.facts,
             tokenizer=target.hello.tokenizer,
+            table=target.hello.table,
         )
 
     def _give_up(self, client: ClientPeer, number: int) -> Effects[None]:

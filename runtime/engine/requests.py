@@ -8,7 +8,6 @@ from dovetail.protocol.settings import misfit
 from dovetail.runtime.engine.faults import reraise_exits, told
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.request import Request
-from dovetail.runtime.text.tokenizer import TextCodec
 
 
 def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
@@ -22,8 +21,8 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
         )
         raise RequestError("vocabulary", text)
     context = target.limits.context
-    least = sum(map(target.text.least_tokens, (submit.text or "", *(submit.turns or ()))))
-    prompt = _prompt(submit, target.text) if least < context else ()
+    least = sum(map(target.spelling.least_tokens, (submit.text or "", *(submit.turns or ()))))
+    prompt = _prompt(submit, target) if least < context else ()
     if max(least, len(prompt)) >= context:
         count = f"at least {least}" if least >= context else f"{len(prompt)}"
         text = (
@@ -107,7 +106,7 @@ def attempt(submit: Submit, target: Worker, client: str = "") -> Request | Reque
         return RequestError("internal", f"the prompt could not be read: {told(error)}")
 
 
-def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:
+def _prompt(submit: Submit, target: Worker) -> tuple[int, ...]:
     given = [f for f in (submit.tokens, submit.text, submit.turns) if f is not None]
     if len(given) != 1:
         raise RequestError(
@@ -116,11 +115,11 @@ def _prompt(submit: Submit, text: TextCodec) -> tuple[int, ...]:
     if submit.tokens is not None:
         prompt = submit.tokens
     elif submit.text is not None:
-        prompt = text.encode(submit.text)
+        prompt = target.text().encode(submit.text)
     else:
-        prompt = text.encode_turns(submit.turns or ())
-    if not prompt and text.facts.begin is not None:
-        prompt = (text.facts.begin,)
+        prompt = target.text().encode_turns(submit.turns or ())
+    if not prompt and target.facts.begin is not None:
+        prompt = (target.facts.begin,)
     if not prompt:
         raise RequestError(
             "settings",

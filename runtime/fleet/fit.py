@@ -3,10 +3,10 @@ to find the hidden states that it reads. Pure; a `RequestError` names what diffe
 
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.messages import Hello
-from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.fleet.peers import Language, Worker
 from dovetail.runtime.telemetry.picture import cores_in_words
-from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.text.tokenizer import Spelling
 
 
 def check_fit(draft: Worker, target: Worker) -> None:
@@ -14,11 +14,9 @@ def check_fit(draft: Worker, target: Worker) -> None:
     if (
         draft.language is not None
         and target.language is not None
-        and draft.language.vocabulary != target.language.vocabulary
+        and draft.language.table.digest != target.language.table.digest
     ):
-        named = "; ".join(
-            vocabulary_differences(target.language.vocabulary, draft.language.vocabulary)
-        )
+        named = "; ".join(target.language.table.differences(draft.language.table))
         raise RequestError(
             "vocabulary",
             f"the draft {draft.model} does not share the vocabulary of the target "
@@ -94,11 +92,12 @@ def read_language(hello: Hello) -> Language | None:
             f"the worker {hello.name} introduced itself without vocabulary and tokenizer",
         )
     try:
-        return Language(
-            hello.vocabulary,
-            read_vocabulary(hello.tokenizer.data),
-            TextCodec(hello.tokenizer.data, hello.vocabulary),
+        table = (
+            TokenTable.read(hello.tokenizer.data)
+            if hello.table is None
+            else TokenTable.unpacked(hello.table.data)
         )
+        return Language(hello.vocabulary, table, Spelling(table), hello.tokenizer.data)
     except CheckpointError as error:
         raise RequestError("vocabulary", f"{hello.model or hello.name}: {error}") from None
     except RequestError as error:

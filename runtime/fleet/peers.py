@@ -1,12 +1,14 @@
 """Peers: a registered worker or client, and what the coordinator knows of it. Pure."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 
 from dovetail.protocol.messages import Hello, Limits, Message, Probed, VocabularyFacts, WorkerState
 from dovetail.protocol.spans import ClockOffset
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.costs.averages import Average
 from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.costs.reading import ReadingCosts
@@ -14,7 +16,7 @@ from dovetail.runtime.fleet.liveness import Liveness
 from dovetail.runtime.fleet.outbox import Outbox
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Turns
-from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.text.tokenizer import Spelling, TextCodec
 
 LATE_TRIPS = 16
 """Probes that a worker's round trip is the least of."""
@@ -25,8 +27,20 @@ class Language:
     """The vocabulary and the tokenizer of a worker."""
 
     facts: VocabularyFacts
-    vocabulary: Mapping[int, str]
-    text: TextCodec
+    table: TokenTable
+    spelling: Spelling
+    tokenizer: bytes
+    _reading: Lock = field(default_factory=Lock, compare=False)
+
+    def text(self) -> TextCodec:
+        """Return the tokenizer, which the first caller reads: seconds of a large one, which is
+        nothing for an event loop."""
+        with self._reading:
+            return self._codec
+
+    @cached_property
+    def _codec(self) -> TextCodec:
+        return TextCodec(self.tokenizer, self.facts, self.table)
 
 
 @dataclass
@@ -140,18 +154,23 @@ class Worker:
         assert self.language is not None
         return self.language.facts
 
-    @property
     def text(self) -> TextCodec:
-        """Return the tokenizer of a target."""
+        """Return the tokenizer of a target, as `Language.text` does."""
         assert self.language is not None
-        return self.language.text
+        return self.language.text()
+
+    @property
+    def spelling(self) -> Spelling:
+        """Return what spells the tokens of a target."""
+        assert self.language is not None
+        return self.language.spelling
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
         """Return the spellings of the tokens that end a reply; none of a draft."""
         if self.language is None:
             return ()
-        return tuple(self.text.token(end)[:120] for end in self.facts.end)
+        return tuple(self.spelling.token(end)[:120] for end in self.facts.end)
 
     def plays(self, role: str) -> bool:
         return role in self.hello.roles

@@ -287,7 +287,7 @@ class Placement:
             number=self._sessions,
             epoch=self._epoch,
             request=request,
-            detokenizer=target.text.detokenizer(request.prompt),
+            detokenizer=target.spelling.detokenizer(request.prompt),
             accounts=accounts,
             fingerprint=str(target.hello.fingerprint),
             draft_sync=draft_sync,

@@ -51,7 +51,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.http.asked import A, Asked, Questions, Target, Told
 from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
-from dovetail.runtime.text.tokenizer import TextCodec
+from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 
 log = logging.getLogger("dovetail.http")
 
@@ -96,6 +96,8 @@ class Gateway:
         self._unsent: deque[Message] = deque()
         self._due = False
         self._target: Target | None = None
+        self._codec: TextCodec | None = None
+        """That of the last target, of which the next often has the tokenizer."""
         self._target_s = 0.0
         """When it was last known to be there, on the loop's clock."""
         self._describing = asyncio.Lock()
@@ -199,8 +201,9 @@ class Gateway:
             if self._target is None:
                 described = await self._ask(Describe(epoch=self._epoch), Described)
                 text = await asyncio.get_running_loop().run_in_executor(
-                    None, TextCodec, described.tokenizer.data, described.vocabulary
+                    None, codec_of, described, self._codec
                 )
+                self._codec = text
                 self._target, self._target_s = Target(described, text), now_s
             return self._target
 

@@ -12,8 +12,6 @@ import zlib
 from collections.abc import Awaitable, Callable, Container, MutableMapping, Sequence
 from typing import Any
 
-from starlette.middleware.cors import CORSMiddleware
-
 from dovetail.runtime.http.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -188,6 +186,8 @@ def shared(app: App, cors: str) -> App:
     """Return an app that web pages of these origins, which commas divide, may use (*: all)."""
     if not cors:
         return app
+    from starlette.middleware.cors import CORSMiddleware  # late: commands read keys by this file
+
     return CORSMiddleware(
         app,
         allow_origins=cors.split(","),

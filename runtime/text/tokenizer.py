@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders
 
-from dovetail.protocol.errors import RequestError
-from dovetail.protocol.messages import FinishReason, VocabularyFacts
+from dovetail.protocol.errors import CheckpointError, RequestError
+from dovetail.protocol.messages import Described, FinishReason, VocabularyFacts
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.text.decoders import REPLACEMENT, flushed, open_stages, through
 from dovetail.runtime.text.stops import StopStrings
 from dovetail.runtime.text.templates import INSTEAD, RENDERER
@@ -27,8 +28,6 @@ from dovetail.runtime.text.templates import INSTEAD, RENDERER
 MAX_GROWTH = 64
 """Letters that tokenizing and its inverse may make of one; those of today's models make one or
 two."""
-LARGEST_ID = (1 << 32) - 1
-"""That the tokenizers library takes for one."""
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of what every chat template is given."""
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
@@ -77,14 +76,58 @@ def _given(
     return {**own, "bos_token": begin, "eos_token": end}
 
 
-class TextCodec:
+class Spelling:
+    """Turns the ids of a vocabulary into text, without its tokenizer. Nothing raises, whatever the
+    ids are."""
+
+    def __init__(self, table: TokenTable) -> None:
+        """`RequestError` for a decoder that the library cannot read, or that makes too much of a
+        letter."""
+        self.table = table
+        try:
+            if _growth(table.decoder) > MAX_GROWTH:
+                raise ValueError(f"its decoder may make more than {MAX_GROWTH} letters of one")
+            self.decoder = None if table.decoder is None else json.loads(_read(table.decoder))
+        except Exception as error:  # the library raises bare Exception for what it cannot read
+            raise _unreadable(error) from None
+
+    def token(self, index: int) -> str:
+        """A token as the vocabulary spells it; empty if there is none of this id."""
+        return self.table.spelling(index) or ""
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, without tokenizing it: no token is
+        longer than the longest of the vocabulary.
+
+        Half of what that gives, since a normalizer may drop characters.
+        """
+        return len(text) // (2 * self.table.longest)
+
+    def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
+        """One for the reply to this prompt; without one its tokens begin a text. `special`: with
+        the special tokens written out."""
+        return Detokenizer(self, {} if special else self.table.special, prompt)
+
+    def prompt_text(self, prompt: Sequence[int]) -> str:
+        """The text of a prompt, behind which the text of its reply follows: a character that it
+        leaves incomplete is the reply's."""
+        return self.detokenizer().read_prompt(prompt)
+
+
+class TextCodec(Spelling):
     """The tokenizer and the chat template of one target."""
 
-    def __init__(self, tokenizer: bytes, facts: VocabularyFacts) -> None:
-        self.facts = facts
+    def __init__(
+        self, tokenizer: bytes, facts: VocabularyFacts, table: TokenTable | None = None
+    ) -> None:
+        """`table`: that of the tokenizer, if it is at hand."""
+        try:
+            super().__init__(TokenTable.read(tokenizer) if table is None else table)
+        except CheckpointError as error:
+            raise _unreadable(error) from None
+        self.facts, self.content = facts, tokenizer
         self._tokenizer = _tokenizer(tokenizer)
-        self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        self._byte_level = '"ByteLevel"' in json.dumps(_decoder_spec(self._tokenizer))
+        self._byte_level = '"ByteLevel"' in json.dumps(self.decoder)
         self._pieces: dict[int, bytes] = {}
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
@@ -144,15 +187,6 @@ class TextCodec:
         """The text of token ids; `special`: with the special tokens written out."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
-    def prompt_text(self, prompt: Sequence[int]) -> str:
-        """The text of a prompt, behind which the text of its reply follows: a character that it
-        leaves incomplete is the reply's."""
-        return Detokenizer(self._tokenizer, self._special).read_prompt(prompt)
-
-    def token(self, index: int) -> str:
-        """A token as the vocabulary spells it; empty if there is none of this id."""
-        return self._tokenizer.id_to_token(index) or ""
-
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text, in its middle; they need not be a whole character.
         Special tokens are written out."""
@@ -181,25 +215,19 @@ class TextCodec:
         own."""
         return self.encode("a", special=False)[-1:]
 
-    def least_tokens(self, text: str) -> int:
-        """A lower bound on the number of tokens of a text, without tokenizing it: no token is
-        longer than the longest of the vocabulary.
-
-        Half of what that gives, since a normalizer may drop characters.
-        """
-        return len(text) // (2 * self._longest)
-
     def _ids(self, text: str, *, special: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
-    def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
-        """One for the reply to this prompt; without one its tokens begin a text. `special`: with
-        the special tokens written out."""
-        return Detokenizer(self._tokenizer, frozenset() if special else self._special, prompt)
 
-    @cached_property
-    def _special(self) -> frozenset[str]:
-        return special_tokens(self._tokenizer)
+def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCodec:
+    """Return the codec of a target. `earlier`: one whose tokenizer is taken if it is the same:
+    reading a large one takes seconds."""
+    if earlier is not None and earlier.content == described.tokenizer.data:
+        codec = copy.copy(earlier)
+        codec.facts = described.vocabulary
+        return codec
+    table = None if described.table is None else TokenTable.unpacked(described.table.data)
+    return TextCodec(described.tokenizer.data, described.vocabulary, table)
 
 
 class Stopwatch(Protocol):
@@ -225,15 +253,14 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        special: Set[str] | None = None,
+        spelling: Spelling,
+        special: Mapping[str, int],
         prompt: Sequence[int] = (),
     ) -> None:
-        """`special`: tokens that are left out; None: those that the tokenizer calls so. `prompt`:
-        the tokens before the first one, of which the last `PROMPT_TAIL` that have a text decide."""
-        self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer) if special is None else special
-        self._stages = open_stages(_decoder_spec(tokenizer), _library, BYTE_OF_LETTER)
+        """`special`: tokens that are left out, and their ids. `prompt`: the tokens before the first
+        one, of which the last `PROMPT_TAIL` that have a text decide."""
+        self._spelling, self._special = spelling.table.spelling, special
+        self._stages = open_stages(spelling.decoder, _library, BYTE_OF_LETTER)
         self._had = ""
         """Text of the prompt that a stage still holds, and that is none of the reply's."""
         if prompt:
@@ -267,12 +294,11 @@ class Detokenizer:
         """Return the tokens that are left out and whose spelling is a part of one of these texts,
         the longest first."""
         parts = [one for one in self._special if one and any(one in text for text in texts)]
-        ids = ((self._tokenizer.token_to_id(one), one) for one in sorted(parts, key=len)[::-1])
-        return {token: one for token, one in ids if token is not None}
+        return {self._special[one]: one for one in sorted(parts, key=len)[::-1]}
 
     def _spelt(self, token: int) -> str | None:
         """Return the spelling of a token; None if it is left out."""
-        one = self._tokenizer.id_to_token(token) if 0 <= token <= LARGEST_ID else None
+        one = self._spelling(token)
         return None if one in self._special else one
 
     def _new(self, text: str) -> str:
@@ -286,13 +312,6 @@ class Detokenizer:
         return text
 
 
-def special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
-    """The tokens that a tokenizer leaves out of a text, as they are spelt."""
-    return frozenset(
-        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
-    )
-
-
 def _library(spec: Any) -> Callable[[list[str]], str]:
     """The library's own decoder of such a description."""
     decoder = decoders.Fuse()
@@ -300,14 +319,16 @@ def _library(spec: Any) -> Callable[[list[str]], str]:
     return lambda tokens: str(decoder.decode(tokens))
 
 
-def _decoder_spec(tokenizer: Tokenizer) -> Any:
-    """The decoder of a tokenizer as tokenizer.json has it."""
-    return None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+def _read(spec: Any) -> bytes:
+    """A decoder's description as the library writes it: older ones leave out what is usual."""
+    decoder = decoders.Fuse()
+    decoder.__setstate__(json.dumps(spec).encode())
+    return bytes(decoder.__getstate__())
 
 
 def open_detokenizer(tokenizer: bytes, prompt: Sequence[int]) -> Detokenizer:
     """One for the bytes of a tokenizer.json, and for the reply to a prompt."""
-    return Detokenizer(_tokenizer(tokenizer), prompt=prompt)
+    return Spelling(TokenTable.read(tokenizer)).detokenizer(prompt)
 
 
 class ReplyText:
@@ -416,17 +437,17 @@ def _valid(text: str) -> str:
 
 def _tokenizer(content: bytes) -> Tokenizer:
     try:
-        parts = json.loads(content)
-        growing = [
-            name for name in ("normalizer", "decoder") if _growth(parts.get(name)) > MAX_GROWTH
-        ]
-        if growing:
-            raise ValueError(f"its {growing[0]} may make more than {MAX_GROWTH} letters of one")
-        return Tokenizer.from_buffer(content)
+        tokenizer = Tokenizer.from_buffer(content)
+        own = tokenizer.normalizer
+        if own is not None and _growth(json.loads(own.__getstate__())) > MAX_GROWTH:
+            raise ValueError(f"its normalizer may make more than {MAX_GROWTH} letters of one")
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
-        raise RequestError(
-            "vocabulary", f"tokenizer.json cannot be read: {str(error)[:300]}"
-        ) from None
+        raise _unreadable(error) from None
+    return tokenizer
+
+
+def _unreadable(error: Exception) -> RequestError:
+    return RequestError("vocabulary", f"tokenizer.json cannot be read: {str(error)[:300]}")
 
 
 def _growth(part: Any) -> float:

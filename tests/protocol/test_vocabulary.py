@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_differences, vocabulary_digest
+from dovetail.protocol.vocabulary import LARGEST_ID, TokenTable, read_vocabulary, vocabulary_digest
 
 
 def tokenizer(vocabulary: Any, **more: Any) -> bytes:
@@ -73,11 +75,43 @@ def test_tokens_with_lone_surrogates_have_a_digest() -> None:
 
 
 def test_differences_name_the_first_ids_in_order() -> None:
-    target = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e"}
-    draft = {0: "a", 1: "B", 3: "D", 4: "E"}
-    assert vocabulary_differences(target, draft) == [
+    target = TokenTable.of({0: "a", 1: "b", 2: "c", 3: "d", 4: "e"})
+    draft = TokenTable.of({0: "a", 1: "B", 3: "D", 4: "E"})
+    assert target.differences(draft) == [
         "id 1 is 'b' in the target and 'B' in the draft",
         "id 2 is 'c' in the target and no token in the draft",
         "id 3 is 'd' in the target and 'D' in the draft",
     ]
-    assert vocabulary_differences(target, target) == []
+    assert target.differences(target) == []
+
+
+VOCABULARIES = st.dictionaries(st.integers(0, LARGEST_ID), st.text(max_size=6), max_size=40)
+
+
+@given(VOCABULARIES, st.data())
+def test_a_packed_table_spells_as_the_vocabulary_does(
+    vocabulary: dict[int, str], data: st.DataObject
+) -> None:
+    ids = st.sampled_from(sorted(vocabulary) or [0])
+    special = data.draw(st.lists(ids, unique=True, max_size=3)) if vocabulary else []
+    table = TokenTable.of(vocabulary, special, {"type": "Fuse"})
+    for read in (table, TokenTable.unpacked(table.packed)):
+        assert read.digest == vocabulary_digest(vocabulary)
+        assert {token: read.spelling(token) for token in read} == vocabulary
+        assert all(read.spelling(one) is None for one in (-1, 7, 1 << 32) if one not in vocabulary)
+        assert {*read.special} == {vocabulary[one] for one in special}
+        assert read.decoder == {"type": "Fuse"}
+        assert read.longest == max([1, *(len(one.encode()) for one in vocabulary.values())])
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_packed_table_is_refused(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match="a table of tokens cannot be read"):
+        TokenTable.unpacked(content)
+
+
+def test_a_table_that_is_cut_short_is_refused() -> None:
+    whole = TokenTable.of({0: "a", 5: "bc"}).packed
+    for end in range(len(whole)):
+        with pytest.raises(CheckpointError):
+            TokenTable.unpacked(whole[:end])

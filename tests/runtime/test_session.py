@@ -33,8 +33,8 @@ from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Accounts
-from dovetail.runtime.text.tokenizer import Detokenizer
 from support.scripted import END, READS, VOCABULARY, features, tokenizer_bytes
+from support.spelt import detokenizer_of
 
 PLAN = Plan()
 
@@ -64,7 +64,7 @@ def new_session(
         scored=scored,
     )
     draft_sync = DraftSync(len(request.prompt)) if speculating else None
-    detokenizer = Detokenizer(Tokenizer.from_buffer(tokenizer_bytes()))
+    detokenizer = detokenizer_of(Tokenizer.from_buffer(tokenizer_bytes()))
     return Session(
         number=1,
         epoch=5,
@@ -626,7 +626,7 @@ def spelt_in_bytes(stop: tuple[str, ...]) -> Session:
         ]
     )
     session = new_session(speculating=False, stop=stop)
-    session.reply.detokenizer = Detokenizer(tokenizer)
+    session.reply.detokenizer = detokenizer_of(tokenizer)
     session.begin()
     return session
 

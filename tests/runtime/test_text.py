@@ -13,8 +13,9 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.runtime.http.reply import Tokens
 from dovetail.runtime.text.stops import StopStrings
-from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText, TextCodec, why_no_chats
+from dovetail.runtime.text.tokenizer import ReplyText, TextCodec, why_no_chats
 from support.scripted import tokenizer_bytes
+from support.spelt import detokenizer_of
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor "
@@ -114,7 +115,7 @@ def test_lone_surrogates_are_refused() -> None:
 @given(st.text(max_size=40))
 def test_pieces_of_the_detokenizer_add_up_to_the_text(text: str) -> None:
     tokenizer = byte_level()
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = detokenizer_of(tokenizer)
     pieces = [detokenizer.push(i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
     assert "".join(pieces) + detokenizer.flush() == text
 
@@ -122,7 +123,7 @@ def test_pieces_of_the_detokenizer_add_up_to_the_text(text: str) -> None:
 def test_half_a_character_is_never_shown() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False).ids
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = detokenizer_of(tokenizer)
     assert [detokenizer.push(i) for i in ids[:-1]] == [""] * (len(ids) - 1)
     assert "\N{REPLACEMENT CHARACTER}" in detokenizer.flush()
 
@@ -223,7 +224,7 @@ def test_a_stop_string_that_an_early_token_completes_is_none(
         if ends and place > least:
             cut, count = min(ends), place
             break
-    reply, shown, read, reason = ReplyText(Detokenizer(ABC), (), stops, least), "", 0, None
+    reply, shown, read, reason = ReplyText(detokenizer_of(ABC), (), stops, least), "", 0, None
     while read < len(tokens) and reason is None:
         taken, more, reason = reply.read(tokens[read : read + step], len(tokens) + 1)
         shown, read = shown + more, read + taken
@@ -246,7 +247,7 @@ def test_a_stop_string_that_an_early_token_completes_is_none(
 def test_a_special_token_in_a_stop_string_is_found_where_the_reply_has_it(
     stop: str, shown: str | None
 ) -> None:
-    reply = ReplyText(Detokenizer(ABC), (), [stop])
+    reply = ReplyText(detokenizer_of(ABC), (), [stop])
     _, text, reason = reply.read([2, TURN, 0], 9)
     assert (text + ("" if reason else reply.left()), reason) == (
         ("aba", None) if shown is None else (shown, "stop")
@@ -359,7 +360,7 @@ def test_a_special_token_is_written_out_by_itself_and_where_it_is_asked_for() ->
 def test_tokens_that_spell_a_character_together_are_shown_with_it(cut: bool) -> None:
     made = fallback()
     spelt = [made.token_to_id(piece) for piece in ("a", "<0xE4>", "<0xB8>", "<0x96>", "b")]
-    tokens = Tokens(Detokenizer(made))
+    tokens = Tokens(detokenizer_of(made))
     tokens.push(spelt[:3], (False,) * 3, ())
     assert [shown.token for shown in tokens.shown(1)] == spelt[:1]
     tokens.push(spelt[3:], (False,) * 2, ())

@@ -109,6 +109,7 @@ def _facts(m: Any, array: Any, settings: Any, routing: Any) -> SimpleNamespace:
             shares=True,
         ),
         tokenizer=array(dtype="uint8", shape=(2,), data=b"{}"),
+        table=array(dtype="uint8", shape=(3,), data=b"\x00\x01\x02"),
         reads=m.Reads(
             taps=(2, 18, 33),
             width=4,
@@ -143,6 +144,7 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             limits=facts.limits,
             vocabulary=facts.vocabulary,
             tokenizer=facts.tokenizer,
+            table=facts.table,
             states=m.States(width=4, layers=36, checkpoint="2d" * 32),
             reads=facts.reads,
             cores=(0, 1),
@@ -399,6 +401,7 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             limits=facts.limits,
             vocabulary=facts.vocabulary,
             tokenizer=facts.tokenizer,
+            table=facts.table,
         ),
         "seen": _seen(m, facts),
         "progressed": m.Progressed(epoch=1, request=9, text="draft-2 is tried"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.messages import Hello, Limits, Reads, VocabularyFacts
+from dovetail.protocol.vocabulary import TokenTable
 
 MAX_OPEN = 1024
 """The most sessions held at a time, each with its own cache; memory is the real bound."""
@@ -25,6 +26,7 @@ class Identity:
     context: int
     vocabulary: VocabularyFacts | None = None
     tokenizer: bytes | None = None
+    table: TokenTable | None = None
     weights: str = ""
     curves: Sequence[ContextCurve] = ()
     """The cost of a level of its tree, as the machine's profile file has it."""
@@ -40,7 +42,6 @@ class Identity:
         """Return the introduction of an incarnation. `reads`: the features that it reads;
         `prompt_rows`: the rows of a chunk of a prompt, 0 if it reads prompts whole; `shares`:
         whether sessions may begin with rows of others."""
-        tokenizer = self.tokenizer
         return Hello(
             epoch=epoch,
             roles=("draft",),
@@ -60,9 +61,8 @@ class Identity:
                 shares=shares and bool(self.kept_tokens),
             ),
             vocabulary=self.vocabulary,
-            tokenizer=None
-            if tokenizer is None
-            else Array(dtype="uint8", shape=(len(tokenizer),), data=tokenizer),
+            tokenizer=None if self.tokenizer is None else Array.of(self.tokenizer),
+            table=None if self.table is None else Array.of(self.table.packed),
             reads=reads,
             cores=tuple(sorted(os.sched_getaffinity(0))) if self.device == "cpu" else (),
             curves=tuple(self.curves),

@@ -288,6 +288,7 @@ def _model_worker(
         context=model.context,
         vocabulary=checkpoint.vocabulary,
         tokenizer=checkpoint.tokenizer,
+        table=checkpoint.table,
     )
     ahead = wanted.settings.ahead is not False
     engine = Drafter(model, spans, ahead=ahead, **more)

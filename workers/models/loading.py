@@ -12,6 +12,7 @@ import torch
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers import kernels
 from dovetail.workers.devices.base import Device
 from dovetail.workers.models.assembly import (
@@ -152,7 +153,9 @@ def random_language_model(
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     stored = LINEAR_TYPES[own]
     source = f"{spelled(str(config_folder))} (random weights)"
-    checkpoint = Checkpoint(source, folder, known_digest("random"), b"", facts, {})
+    checkpoint = Checkpoint(
+        source, folder, known_digest("random"), b"", TokenTable.of({}), facts, {}
+    )
     return _on_cpu(
         lambda: random_skeleton(folder, layers=layers, stored=stored, context=context),
         checkpoint,

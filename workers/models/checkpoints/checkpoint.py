@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import VocabularyFacts
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.models.checkpoints.architecture import (
     reason,
     refuse_content,
@@ -51,7 +52,7 @@ from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.namings import BLOCKS
 from dovetail.workers.models.checkpoints.quantised.tensors import decoded
 from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
-from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from dovetail.workers.models.checkpoints.tokenizer import read_language
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Checkpoint:
     digesting: Future[str]
     tokenizer: bytes
     """The content of tokenizer.json."""
+    table: TokenTable
+    """Its vocabulary."""
     vocabulary: VocabularyFacts
     tensors: Mapping[str, Stored]
     """Every tensor in the weight files."""
@@ -150,10 +153,10 @@ def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
     refuse_content(text_part(read_json(folder / "config.json")), folder / "config.json")
     if model_of(folder) is None:
         weight_files(folder)  # what can be said at once is said before the weights are read
-    tokenizer, vocabulary = read_tokenizer(folder)
+    tokenizer, table, vocabulary = read_language(folder)
     weights = open_weights(folder, wait=wait)
     named, tensors = spelled(source), weights.tensors
-    return Checkpoint(named, folder, weights.digesting, tokenizer, vocabulary, tensors)
+    return Checkpoint(named, folder, weights.digesting, tokenizer, table, vocabulary, tensors)
 
 
 def open_weights(folder: Path, *, wait: bool = True) -> Weights:

@@ -1,15 +1,19 @@
 """The vocabulary of a model folder: its tokenizer, its end tokens and its chat template."""
 
+import hashlib
 import json
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.files import cache_folder, tidy
 from dovetail.protocol.messages import VocabularyFacts
-from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.models.checkpoints.architecture import (
     refuse_content,
     shown,
@@ -27,11 +31,20 @@ FACTS = {
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "mask_token")
 MAX_TEMPLATE = 1 << 18
 """Characters that `VocabularyFacts` takes."""
+WORTH_KEEPING = 1 << 20
+"""Bytes of a tokenizer.json that takes longer to parse than its table takes to find."""
+MOST_KEPT = 64
 
 
 def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
     """The bytes of tokenizer.json and what the model's other files say about the vocabulary."""
-    folder = Path(folder)
+    tokenizer, _, facts = read_language(Path(folder))
+    return tokenizer, facts
+
+
+def read_language(folder: Path) -> tuple[bytes, TokenTable, VocabularyFacts]:
+    """The bytes of tokenizer.json, its vocabulary, and what the model's other files say about
+    it; `CheckpointError` names the file that is wrong."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(
@@ -48,15 +61,14 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
     )
     own = _own(folder)
     try:
-        vocabulary = read_vocabulary(content)
-        digest = vocabulary_digest(vocabulary)
+        table = table_of(content)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     try:
         facts = VocabularyFacts(
-            digest=digest,
+            digest=table.digest,
             size=config.get("vocab_size", 0),
-            end=_ends(ids_of(generation, config, "eos_token_id"), own, vocabulary, content),
+            end=_ends(ids_of(generation, config, "eos_token_id"), own, table),
             begin=(ids_of(generation, config, "bos_token_id") or (None,))[0],
             template=_chat_template(folder, own),
         )
@@ -66,7 +78,35 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
             f"{folder}: {FACTS[str(first['loc'][0])]} cannot be {shown(first['input'])} "
             f"({first['msg']}); correct it"
         ) from None
-    return content, facts
+    return content, table, facts
+
+
+def table_of(tokenizer: bytes) -> TokenTable:
+    """Return the vocabulary of a tokenizer.json, which is parsed once and then kept in the cache by
+    its digest; `CheckpointError` if it holds none."""
+    path = kept_path(tokenizer)
+    with suppress(OSError, CheckpointError):  # there is none, or it was damaged
+        return TokenTable.unpacked(path.read_bytes())
+    table = TokenTable.read(tokenizer)
+    if len(tokenizer) >= WORTH_KEEPING:
+        keep(path, table.packed)
+    return table
+
+
+def kept_path(tokenizer: bytes, name: str = "table") -> Path:
+    """Return the file of the cache for something that was found out about a tokenizer.json."""
+    return cache_folder() / "tokenizers" / f"{hashlib.sha256(tokenizer).hexdigest()}.{name}-1"
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write a file of the cache in one step. Where that is refused it is found out again at the
+    next start; that of the weights' digest reports it."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
+        tidy(path.parent, MOST_KEPT)
 
 
 def read_template(folder: Path) -> str:
@@ -91,18 +131,15 @@ def ids_of(generation: Mapping[str, Any], config: Mapping[str, Any], name: str) 
 def _ends(
     named: tuple[int, ...],
     own: Mapping[str, Any],
-    vocabulary: Mapping[int, str],
-    tokenizer: bytes,
+    table: TokenTable,
 ) -> tuple[int, ...]:
     """The ids that end a reply: those that the model names, and that of the tokenizer's own end
     token, by which vLLM ends replies too, if tokenizer.json has it as a special token. It ends a
     turn where the model may name the end of a document alone."""
     token = own.get("eos_token")
     spelt = token.get("content") if isinstance(token, dict) else token
-    if not (more := [i for i, one in vocabulary.items() if one == spelt and i not in named]):
-        return named
-    added = json.loads(tokenizer).get("added_tokens") or ()
-    return (*named, *(one["id"] for one in added if one["id"] in more and one.get("special")))
+    index = table.special.get(spelt) if isinstance(spelt, str) else None
+    return named if index is None or index in named else (*named, index)
 
 
 def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
