@@ -46,8 +46,11 @@ class StopStrings:
     """Cuts a text before the first stop string, and holds back what may turn out to be the
     beginning of one. Takes time in proportion to the text."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], marks: str = "") -> None:
+        """`marks`: characters that stand for what the text does not show. Stop strings without
+        any are found as if the text had none."""
+        self._stops, self._marks = tuple(stops), frozenset(marks)
+        self._unmarked = dict.fromkeys(map(ord, marks)) if marks else None
         self._held = ""
         self._matched = [0] * len(self._stops)
         """Characters of each stop string that the text ends with."""
@@ -57,19 +60,31 @@ class StopStrings:
         one that this text completes does not count, though it may begin one that does."""
         if not self._stops or not text:
             return text, False
-        before, self._held = len(self._held), self._held + text
-        moved = [
-            advance(stop, matched, text, early=early)
-            for stop, matched in zip(self._stops, self._matched, strict=True)
-        ]
-        self._matched = [now for now, _ in moved]
-        starts = [end - len(stop) for stop, (_, end) in zip(self._stops, moved, strict=True) if end]
-        keep = max(self._matched)
+        self._held += text
+        plain = text if self._unmarked is None else text.translate(self._unmarked)
+        starts, holds = list[int](), list[int]()
+        for number, stop in enumerate(self._stops):
+            blind = bool(self._marks) and self._marks.isdisjoint(stop)
+            read = plain if blind else text
+            self._matched[number], end = advance(stop, self._matched[number], read, early=early)
+            behind = len(read) - end if end else 0
+            last = self._back(len(self._held), behind, blind)
+            (starts if end else holds).append(
+                self._back(last, len(stop) if end else self._matched[number], blind)
+            )
         if starts:
-            self._matched, keep = [0] * len(self._stops), 0
-        cut = before + min(starts) if starts else len(self._held) - keep
+            self._matched = [0] * len(self._stops)
+        cut = min(starts or holds)
         shown, self._held = self._held[:cut], "" if starts else self._held[cut:]
         return shown, bool(starts)
+
+    def _back(self, place: int, letters: int, blind: bool) -> int:
+        """Return the place so many letters of the held text before another; `blind`: marks do not
+        count."""
+        while blind and letters:
+            place -= 1
+            letters -= self._held[place] not in self._marks
+        return place - letters
 
     def flush(self) -> str:
         """Return what was held back."""

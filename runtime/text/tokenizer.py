@@ -352,7 +352,8 @@ class ReplyText:
         marked = list(stop)
         for token, mark in self._marks.items():
             marked = [text.replace(hidden[token], mark) for text in marked]
-        self._stops = StopStrings(tuple(dict.fromkeys((*stop, *marked))))
+        marks = "".join(self._marks.values())
+        self._stops = StopStrings(tuple(dict.fromkeys((*stop, *marked))), marks)
         self._count = 0
         """Tokens that have been read."""
         self._shown: list[str] = []

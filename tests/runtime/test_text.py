@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -207,6 +207,7 @@ TURN = 4
     st.integers(0, 8),
     st.integers(1, 4),
 )
+@example([0, 1, 4, 1], ["bb", "<turn>"], 3, 1)
 @settings(max_examples=400, deadline=None)
 def test_a_stop_string_that_an_early_token_completes_is_none(
     tokens: list[int], stops: list[str], least: int, step: int
