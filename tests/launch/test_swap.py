@@ -444,7 +444,8 @@ def test_what_to_type_on_another_machine_has_the_address_that_was_given(
     lead = start("coordinator", "--listen", "tcp://0.0.0.0:*", "--keys", keys)
     assert lead.stdout is not None
     given = "tcp://127.0.0.1:" + lead.stdout.readline().strip().rpartition(":")[2]
-    waits = start("swap", "--role=draft", "--beside", "--print", "--connect", given, "--keys", keys)
+    asked = ("--role=draft", "--draft=ngram", "--beside", "--print", "--connect", given)
+    waits = start("swap", *asked, "--keys", keys)
     assert waits.stdout is not None
     line = waits.stdout.readline()
     assert f"--connect={given} " in line
