@@ -20,6 +20,7 @@ import pytest
 from dovetail.launch.commands.swap import free_name
 from dovetail.launch.files.directory import runtime_directory
 from dovetail.launch.processes.changes import named
+from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.stack import Stack, layout_of, worker_arguments
 from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, SeenRound, WorkerState
@@ -286,7 +287,7 @@ def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_tri
                 "target, but chooses different",
             ):
                 admin.changed(admin.swap(newcomer.worker_epoch, old.worker_epoch))
-            assert crooked.wait(GONE_S) == 0
+            assert crooked.wait(GONE_S) == LET_GO
         finally:
             crooked.kill()
             crooked.wait()
@@ -322,7 +323,7 @@ def test_a_worker_that_comes_back_while_its_successor_loads_leaves_for_it(first:
             said, complained = swapping.communicate(timeout=GONE_S)
             assert swapping.returncode == 0, complained
             assert json.loads(said)["replaced"] == "draft"
-            assert back.wait(GONE_S) == 0
+            assert back.wait(GONE_S) == LET_GO
             assert len(names(client)) == 2
         finally:
             back.kill()
