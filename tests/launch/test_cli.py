@@ -244,7 +244,7 @@ def test_a_draft_that_cannot_be_decoded_is_named_with_what_it_is(run: Run, tmp_p
     assert "the draft worker: " in one_line(done)
     assert (
         f"{tmp_path}/draft/config.json: model type mamba has layers of type linear_attention, "
-        "which mix tokens" in one_line(done)
+        "which keep a recurrent state" in one_line(done)
     )
 
 

@@ -15,10 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.settings import Sampling
 from dovetail.workers import kernels
+from dovetail.workers.models.checkpoints.architecture import RECURRENT_FAMILIES
+from dovetail.workers.models.checkpoints.configured import read_config
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
+from dovetail.workers.speculation.decode import Chooser
 from support.architectures import VOCABULARY, YARN, configurations, write_tiny
 from support.cases import everyday
 from support.sentences import check_sentence
@@ -150,10 +154,42 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
     else:
         assert capfd.readouterr() == ("", "")
         found = logits_of(model)
+        assert found.shape[1] == model.vocabulary_size
         expected = own_logits(folder, tokens())
         shares = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         found_share = float(shares.mean() if weights == "int8" else shares.max())
         assert found_share < TOLERANCE[weights], f"{model.choice}: {shares.tolist()}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("gemma3n", "several states of each token (AltUp)"),
+        ("gemma3n_text", "several states of each token (AltUp)"),
+        ("gemma4_unified_assistant", "such drafts are not read"),
+        ("lfm3", "of type conv, which keep the last inputs of a convolution; states are followed"),
+        ("olmo_hybrid", "of type linear_attention, which keep a recurrent state; states are"),
+    ],
+)
+def test_a_refusal_names_what_is_missing_here(kind: str, missing: str, tmp_path: Path) -> None:
+    write_tiny(kind, tmp_path / "model")
+    with pytest.raises(CheckpointError) as refused:
+        read_config(tmp_path / "model" / "config.json")
+    assert missing in check_sentence(str(refused.value), str(tmp_path / "model"))
+    if "states are" in missing:
+        assert "qwen3_next alone, and this model type is not described here" in str(refused.value)
+        assert kind not in RECURRENT_FAMILIES
+
+
+def test_a_model_of_more_embeddings_than_logits_is_sampled(
+    tmp_path: Path,
+) -> None:
+    write_tiny("moshi", tmp_path / "model")
+    model = load_language_model(str(tmp_path / "model"), weights="fp32", device="cpu")
+    chooser = Chooser([3], Sampling(temperature=1.0), bytes(16), model.vocabulary_size)
+    logits = logits_of(model)
+    assert logits.shape[1] == model.vocabulary_size == VOCABULARY
+    assert all(0 <= chooser.choice(row[None], []) < VOCABULARY for row in logits)
 
 
 @pytest.mark.parametrize("weights", [pytest.param("half", marks=pytest.mark.slow), "int8"])

@@ -17,6 +17,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from dovetail.protocol.errors import CheckpointError
@@ -695,6 +696,23 @@ def test_a_file_in_the_cache_of_the_hub_is_found_by_its_name_there(
     folder = find_folder("some-one/m-GGUF/m.Q8_0.gguf")
     assert folder.name == "m.Q8_0.gguf"
     assert open_checkpoint(str(folder)).vocabulary.size > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("count", [None, 0])
+def test_a_mixture_without_a_shared_expert_is_that_with_one_of_zeros(
+    tmp_path: Path, count: int | None
+) -> None:
+    facts = {"nemotron_h_moe.expert_shared_count": count}
+    facts["nemotron_h_moe.expert_shared_feed_forward_length"] = count
+    file, twin = write(tmp_path, "nemotron_h moe", without=("_shexp",), **facts)
+    weights = load_file(twin / "model.safetensors")
+    for name in weights:
+        if "shared_experts.down_proj" in name:
+            weights[name] = torch.zeros_like(weights[name])
+    save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(logits(load(file)), logits(load(twin)), rtol=1e-4, atol=1e-4)
+    assert logits(load(file, "file")).isfinite().all()
 
 
 def test_a_split_file_in_the_cache_of_the_hub_is_found_by_any_part_and_by_the_id(

@@ -111,9 +111,10 @@ class LanguageModel:
         """Why this back end."""
         self.proved = ""
         """The day of the remembered proof by which it was loaded; empty: it was proved anew."""
-        embedding = model.get_input_embeddings().weight
-        self.device: torch.device = embedding.device
-        self.vocabulary_size: int = embedding.shape[0]
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.vocabulary_size = int(model.config.vocab_size)
+        """The columns V of its logits; its embedding may have rows for more tokens, which it never
+        predicts."""
         self.hidden_size: int = model.config.hidden_size
         self.layers = len(real)
         """Decoder layers of the checkpoint."""
@@ -237,6 +238,10 @@ def check_attention(model: LanguageModel) -> None:
     found = model.forward(
         torch.tensor([0, 2, 1]), torch.tensor([0, 1, 1]), [Segment(tree, 0, 3, paths)]
     )[2]
+    if len(expected) != model.vocabulary_size:
+        raise UnprovableError(
+            f"it computes {len(expected)} logits for a vocabulary of {model.vocabulary_size} tokens"
+        )
     if not bool(torch.isfinite(expected).all()):
         remedy = (
             "fetch the model again"

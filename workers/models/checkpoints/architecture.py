@@ -55,9 +55,11 @@ RECURRENT_FAMILIES = frozenset(
     }
 )
 """Model types whose layers with a state are followed through trees, by the kernels."""
-RECURRENT = (
-    "mix tokens with a recurrent state, which is not yet followed through the branches of a tree"
+FOLLOWED = (
+    "; states are followed through the branches of a token tree for "
+    f"{', '.join(sorted(RECURRENT_FAMILIES))} alone, and this model type is not described here"
 )
+RECURRENT = f"keep a recurrent state{FOLLOWED}"
 LATENT_FAMILIES = frozenset(
     {
         *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
@@ -73,11 +75,9 @@ KERNELS_ALONE = {
 LAYER_TYPES = {
     "compressed_sparse_attention": "attend to summaries of several tokens (compressed sparse "
     "attention)",
-    "conv": "mix neighbouring tokens by a convolution, whose state is not yet followed through the "
-    "branches of a tree",
+    "conv": f"keep the last inputs of a convolution{FOLLOWED}",
     "heavily_compressed_attention": "attend to summaries of several tokens (compressed attention)",
-    "hybrid": "mix tokens with a recurrent or convolutional state beside attention, which is not "
-    "yet followed through the branches of a tree",
+    "hybrid": f"keep a recurrent or convolutional state beside attention{FOLLOWED}",
     "indexed_attention": "choose by a score of their own which tokens they attend to (sparse "
     "attention)",
     "linear_attention": RECURRENT,
@@ -87,6 +87,17 @@ LAYER_TYPES = {
 }
 """The reasons why layers of a type cannot be decoded with token trees; a type is known by its
 beginning."""
+ALTUP = "its layers hand on several states of each token (AltUp), and there is no back end for that"
+LOOPED = "it runs some layers several times, and caches have room for each layer's keys once"
+ASSISTANT = (
+    "it drafts from the states, keys and values of a Gemma 4 model, and such drafts are not read"
+)
+UNREAD = {
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), ALTUP),
+    "dory": LOOPED,
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ASSISTANT),
+}
+"""Model types of which transformers' configuration and class do not say what is missing here."""
 LONGEST_SHOWN = 60
 """Characters of a value that an error shows."""
 
@@ -121,6 +132,8 @@ def refuse_content(content: Mapping[str, Any], file: Path) -> None:
             f"{file} has {found}, so nothing says what kind of model this is; take the "
             "config.json that belongs to the weights"
         )
+    if (why := UNREAD.get(kind)) is not None:
+        raise CheckpointError(f"{file}: model type {kind} cannot be decoded here: {why}; {REMEDY}")
     if content.get("vocab_size") is None:
         if (part := _text_part(content)) is not None:
             raise CheckpointError(
@@ -156,8 +169,8 @@ def composite(kind: str, part: str, file: Path) -> str:
     """The sentence for a model that has a language model for one of its parts."""
     return (
         f"{file}: model type {kind} is a language model ({part}) together with other parts, "
-        "such as encoders of images or sound, and only a language "
-        "model by itself can be decoded here; take a checkpoint of the language model alone"
+        "such as encoders of images or sound, and none of those whose language model is loaded "
+        f"alone; {REMEDY}"
     )
 
 

@@ -171,6 +171,11 @@ class Oracle:
                 "it does not number tokens by 0, 1, 2, ... from the first one on, as sessions "
                 "here do"
             )
+        if given.states.dim() != 3:
+            raise UnprovableError(
+                f"its layers hand on states of the shape {[*given.states.shape]}, where one row "
+                "for each token is due"
+            )
         if not near(given.states, turned.states.flip(1)):
             raise UnprovableError(
                 "it numbers tokens by itself, where the branches of a token tree are at the "

@@ -36,6 +36,8 @@ WOVEN, BEHIND, BELOW = range(9, 12)
 """Steps that make one tensor of two: rows of experts by turns or one below the other, [experts, in,
 out]; and the rows of a matrix below those of another, or for each head of keys its share of both.
 """
+ZEROS = 12
+"""A step that leaves the shape of a tensor alone, and no number of it."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,27 @@ def placed_in(model: Model) -> dict[str, Placed]:
         if not _reads_another(place.name, facts)
         for name, placed in _named(Placed(head, place), facts, naming)
     }
+    if facts.architecture == "nemotron_h_moe":
+        found = {**_without_shared(found), **found}
     if naming.latents:
         return _joined(found, facts)
     if naming.stacks is not Stacks.APART:
         return _turned(found, facts, naming)
     return _piled(found, facts)
+
+
+def _without_shared(found: Mapping[str, Placed]) -> dict[str, Placed]:
+    """Return a shared expert of one unit of zeros for each layer with experts: what transformers
+    has where a file has none."""
+    layers = (name.removesuffix("mixer.gate.weight") for name in found if "mixer.gate.w" in name)
+    return {
+        f"{layer}mixer.shared_experts.{part}_proj.weight": replace(
+            found[f"{layer}norm.weight"], change=ZEROS, single=single
+        )
+        for layer in layers
+        for single, part in enumerate(("up", "down"))
+        if f"{layer}norm.weight" in found
+    }
 
 
 def _reads_another(name: str, facts: Facts) -> bool:

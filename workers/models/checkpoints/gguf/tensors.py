@@ -24,6 +24,7 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     TURN,
     VALUE_INPUTS,
     VALUES,
+    ZEROS,
     Placed,
     one_of,
     placed_in,
@@ -255,6 +256,8 @@ def _changed(found: Tensor, placed: Placed) -> Tensor:
 
 
 def _moved(found: Tensor, placed: Placed) -> Tensor:
+    if placed.change == ZEROS:
+        return torch.zeros_like(found)
     if placed.change == LESS_ONE:
         return found.float() - 1
     if placed.change == TRANSPOSE:

@@ -42,9 +42,13 @@ def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
     }
 
 
+SHARED = ".ffn_up_shexp.weight"
+"""The end of the name of what a shared expert's units are made with."""
+
+
 def shared_width(facts: Facts) -> int:
     """Return the width of the shared expert."""
-    name = next((name for name in facts.tensors if name.endswith(".ffn_up_shexp.weight")), "")
+    name = next((name for name in facts.tensors if name.endswith(SHARED)), f"blk.0{SHARED}")
     return facts.whole("expert_shared_feed_forward_length", facts.need(name).shape[0])
 
 

@@ -14,6 +14,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.common import (
 )
 from dovetail.workers.models.checkpoints.gguf.architectures.dense import granite_factors
 from dovetail.workers.models.checkpoints.gguf.architectures.mixtures import (
+    SHARED,
     SIGMOID,
     experts_of,
     shared_width,
@@ -239,13 +240,17 @@ def nemotron_h(facts: Facts) -> Configuration:
 def _nemotron_experts(facts: Facts) -> Configuration:
     """Experts beside a shared one; the choice is corrected."""
     found = experts_of(facts, SIGMOID)
-    latent = facts.whole("moe_latent_size", 0)
+    latent, shared = facts.whole("moe_latent_size", 0), facts.whole("expert_shared_count", 0)
+    if shared or any(name.endswith(SHARED) for name in facts.tensors):
+        width = shared_width(facts)
+    else:  # transformers always has one: a unit of zeros (`placing.py`)
+        width = facts.whole("expert_shared_feed_forward_length", 0) or 1
     return {
         **found,
         "n_routed_experts": found.pop("num_experts"),
         "moe_intermediate_size": facts.whole("expert_feed_forward_length"),
-        "moe_shared_expert_intermediate_size": shared_width(facts),
-        "n_shared_experts": facts.whole("expert_shared_count", 1),
+        "moe_shared_expert_intermediate_size": width,
+        "n_shared_experts": shared or 1,
         "moe_latent_size": latent or None,
         "routed_scaling_factor": facts.real("expert_weights_scale", 1.0) or 1.0,
         "norm_topk_prob": facts.truth("expert_weights_norm", False),
