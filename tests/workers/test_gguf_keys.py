@@ -10,6 +10,8 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.workers.models.checkpoints.configured import read_config
+from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.gguf.view import view_of
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from support.architectures import VARIED, write_tiny
@@ -68,6 +70,21 @@ YARN = {
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 2048,
 }
+
+
+@pytest.mark.parametrize("original", [256, None])
+def test_yarn_beside_the_context_before_it_has_the_positions_of_its_factor(
+    tmp_path: Path, original: int | None
+) -> None:
+    yarn = {**YARN, "rope.scaling.original_context_length": original, "context_length": 256}
+    config_of(tmp_path, "llama", yarn)
+    config = read_config(view_of(tmp_path / "model.gguf") / "config.json")
+    assert (config.max_position_embeddings, context_of(config)) == (256, 1024)
+
+
+def test_a_factor_without_a_kind_of_scaling_is_linear(tmp_path: Path) -> None:
+    found = config_of(tmp_path, "llama", {"rope.scaling.factor": 4.0})["rope_parameters"]
+    assert (found["rope_type"], found["factor"]) == ("linear", 4.0)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,35 @@ def test_a_longer_context_has_the_second_rotary_table_for_texts_of_every_length(
     assert share_of(logits_of(first, TOKENS[:few]), found) > RIGHT
 
 
+@pytest.mark.parametrize(
+    ("kind", "length", "said", "most"),
+    [
+        ("yarn", ORIGINAL, {"original_max_position_embeddings": ORIGINAL}, CONTEXT),
+        ("yarn", ORIGINAL + 8, {"original_max_position_embeddings": ORIGINAL}, CONTEXT),
+        ("yarn", ORIGINAL, {}, CONTEXT),
+        ("yarn", 2 * CONTEXT, {"original_max_position_embeddings": ORIGINAL}, 2 * CONTEXT),
+        ("linear", ORIGINAL, {}, ORIGINAL),
+        ("dynamic", ORIGINAL, {}, ORIGINAL),
+    ],
+)
+def test_a_rotation_as_a_model_card_adds_it_has_the_positions_of_its_factor(
+    tmp_path: Path, kind: str, length: int, said: dict[str, int], most: int
+) -> None:
+    scaling = {"rope_type": kind, "factor": CONTEXT / ORIGINAL, "rope_theta": 1e4, **said}
+    fields = {"max_position_embeddings": length, "rope_parameters": scaling}
+    folder = write(tmp_path, "Llama", fields)
+    model = load_language_model(str(folder), weights="fp32", device="cpu")
+    assert model.context == most
+    expected = reference_logits(folder, TOKENS[:most])
+    assert share_of(logits_of(model, TOKENS[:most]), expected) <= RIGHT
+    asked = {"linear": CONTEXT}.get(kind, most)
+    longer = load_language_model(str(folder), weights="fp32", device="cpu", context=asked)
+    found, expected = logits_of(longer, TOKENS[:asked]), reference_logits(folder, TOKENS[:asked])
+    assert share_of(found, expected) <= RIGHT
+    with pytest.raises(CheckpointError, match=rf"{asked} positions .* a factor in rope_parameters"):
+        load_language_model(str(folder), weights="fp32", device="cpu", context=asked + 1)
+
+
 def test_a_context_beyond_the_positions_of_the_model_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, "Llama", {})
     with pytest.raises(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.workers.models.backends.shared_layers import SharedLayers, keys_of_layers
-from dovetail.workers.models.checkpoints.context import LONGEST
+from dovetail.workers.models.checkpoints.context import LONGEST, scaled_positions
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.recurrent.sizes import StateSizes, count_layers, state_sizes
 
@@ -230,7 +230,9 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         embedding=_table_bytes(weights, vocabulary, hidden, stored)
         + _own_inputs_bytes(config, weights, stored),
         row=mix.average(mixer.cached * CACHE_BYTES[cache], mix.token_bytes),
-        context=int(config.get(LONGEST) or number("max_position_embeddings")),
+        context=int(
+            config.get(LONGEST) or scaled_positions(config, number("max_position_embeddings"))
+        ),
         state=hidden * NUMBER_BYTES,
         inner=(3 * hidden + mixer.inner + (3 if gated else 2) * (1 + shared.widened) * units)
         * NUMBER_BYTES,

@@ -1,5 +1,6 @@
 """The longest sequence of a model, and the rotary table that follows from it."""
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,13 +16,39 @@ TABLES = ("short_factor", "long_factor")
 for longer ones."""
 
 
+ALWAYS = ("yarn",)
+"""Kinds of rotation whose factor is that of the original length, whatever the configuration says of
+the length that follows; model cards add the rotation and leave the length as it was."""
+ASKED = (*ALWAYS, "linear", "longrope")
+"""Those for which a longer sequence may be asked for: some of their configurations have the length
+that follows from the factor, and some the original one."""
+
+
+def scaled_positions(config: Mapping[str, Any], positions: int, *kinds: str) -> int:
+    """Return the positions that a configuration, as transformers or config.json has it, says a
+    model has, or what the factor of a rotation of these kinds (`ALWAYS` without any) makes of the
+    original ones, if that is more."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found, ropes = [int(positions)], list[Any]()
+    if isinstance(rope, Mapping):
+        ropes = [rope, *rope.values()]  # some have one for each type of layer
+    for one in ropes:
+        kind = one.get("rope_type", one.get("type")) if isinstance(one, Mapping) else None
+        if kind not in (kinds or ALWAYS):
+            continue
+        original = one.get("original_max_position_embeddings") or positions
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # transformers says so
+            found.append(int(float(one.get("factor") or 1) * int(original)))
+    return max(found)
+
+
 def context_of(config: Any) -> int:
     """Return the longest sequence, in tokens: that of the settings, or what the model has positions
     for. Without a word in the settings a model with two longrope tables has the length of the
     first, since transformers reads a longer text anew by the second, and no kept row is right."""
     if (said := getattr(config, LONGEST, None)) is not None:
         return int(said)
-    positions = int(config.max_position_embeddings)
+    positions = scaled_positions(vars(config), config.max_position_embeddings)
     if (original := _length_of_first(config)) is not None:
         positions = min(positions, original)
     return min(positions, MAX_TOKENS)
@@ -33,11 +60,12 @@ def limit_context(config: Any, context: int | None, source: object) -> Any:
     the first is for. `CheckpointError` where the model has fewer positions."""
     if context is None:
         return config
-    most = min(int(config.max_position_embeddings), MAX_TOKENS)
-    if context > most:
+    positions = scaled_positions(vars(config), config.max_position_embeddings, *ASKED)
+    if context > (most := min(positions, MAX_TOKENS)):
         raise CheckpointError(
-            f"{source}: target.context = {context} is more than the {most} positions of the model: "
-            f"use at most {most}"
+            f"{source}: target.context = {context} is more than the {most} positions of the model "
+            "(max_position_embeddings, and what a factor in rope_parameters makes of the original "
+            f"ones): use at most {most}"
         )
     original = _length_of_first(config)
     if original is not None and context > original:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from dovetail.protocol.errors import UserError
+from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from dovetail.workers.training.data.chats import RefusedError, Renderer, read_chats
@@ -40,7 +41,7 @@ def open_reader(target: str) -> Reader:
     )
     return Reader(
         Renderer(tokenizer, facts.begin, facts.end, target),
-        int(config.max_position_embeddings),
+        context_of(config),
         int(config.vocab_size),
     )
 

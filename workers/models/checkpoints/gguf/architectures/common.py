@@ -98,7 +98,8 @@ def rotation(facts: Facts, head: int) -> Configuration:
         )
     if facts.architecture in ROTATED_IN_PART:  # of some, transformers has a share of its own
         found["partial_rotary_factor"] = rotated / head
-    kind = facts.text("rope.scaling.type", "none")
+    unsaid = "linear" if facts.real("rope.scaling.factor", 1.0) != 1.0 else "none"
+    kind = facts.text("rope.scaling.type", unsaid)
     if kind == "none":  # Hunyuan's, whose scaling is in its base
         facts.whole("rope.scaling.original_context_length", 0)
         if (factor := facts.real("rope.scaling.factor", 1.0)) != 1.0:
@@ -127,8 +128,13 @@ def factors_of(facts: Facts, short: str, long: str, attention: float = 1.0) -> C
         "attention_factor": attention,
         "original_max_position_embeddings": facts.whole("context_length")
         if same
-        else facts.whole("rope.scaling.original_context_length"),
+        else _original(facts),
     }
+
+
+def _original(facts: Facts) -> int:
+    """Return the length that a model had before its rotation was scaled."""
+    return facts.whole("rope.scaling.original_context_length", facts.whole("context_length"))
 
 
 def _yarn(facts: Facts) -> Configuration:
@@ -137,7 +143,7 @@ def _yarn(facts: Facts) -> Configuration:
     found: Configuration = {
         "rope_type": "yarn",
         "factor": facts.positive("rope.scaling.factor"),
-        "original_max_position_embeddings": facts.whole("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": _original(facts),
         "beta_fast": facts.real("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": facts.real("rope.scaling.yarn_beta_slow", 1.0),
     }
