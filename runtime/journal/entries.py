@@ -283,7 +283,7 @@ class Entries:
                     self.settle(changed)
                 self.sessions = max(self.sessions, *changed.sessions, 0)
             return str(ticket)
-        except (DecodeError, KeyError, TypeError, ValueError, AssertionError) as error:
+        except (DecodeError, KeyError, TypeError, ValueError) as error:
             raise DecodeError(f"a record of the journal cannot be read: {error}") from None
 
 
@@ -294,7 +294,8 @@ def _record(kind: str, *what: Any) -> bytes:
 
 def _begun(frame: bytes, key: str) -> Entry:
     submit = REQUEST.decode([frame])
-    assert isinstance(submit, Submit)
+    if not isinstance(submit, Submit):
+        raise TypeError("it begins with no request")
     return Entry(submit, key)
 
 
@@ -330,7 +331,8 @@ def _left(entry: Entry, now_s: float) -> None:
 
 def _ended(entry: Entry, finished: bytes, now_s: float) -> None:
     message = REPLY.decode([finished])
-    assert isinstance(message, Finished)
+    if not isinstance(message, Finished):
+        raise TypeError("it ends with no result")
     entry.finished, entry.left_s = message, now_s
 
 

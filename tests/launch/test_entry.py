@@ -1,9 +1,13 @@
 """The installed command, from its first line on."""
 
+import os
 import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
 
 INTERRUPTED = """
 import os, signal, sys
@@ -40,3 +44,35 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
 def test_it_is_what_the_installed_command_runs() -> None:
     (script,) = entry_points(group="console_scripts", name="dovetail")
     assert script.value == "dovetail.launch.processes.entry:main"
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [(("-OO",), {}), ((), {"PYTHONOPTIMIZE": "2"}), (("-OO",), {"PYTHONOPTIMIZE": "2"})],
+)
+def test_a_python_without_docstrings_decodes(
+    options: tuple[str, ...], more: dict[str, str]
+) -> None:
+    command = [sys.executable, *options, "-P", "-m", "dovetail.launch.cli"]
+    ask = ("generate", "--max-tokens", "2", "--draft", "none", "Hi")
+    done = subprocess.run(
+        [*command, *ask], env={**os.environ, **more}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_a_model_whose_name_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/m\xff"
+    Path(os.fsdecode(folder)).mkdir()
+    command = [sys.executable, "-P", "-m", "dovetail.launch.cli"]
+    for name in (folder, folder + b".gguf"):
+        if name.endswith(b"f"):
+            Path(os.fsdecode(name)).touch()
+        for role in (b"--target", b"--draft"):
+            done = subprocess.run(
+                [*command, b"generate", role, name, b"Hi"], capture_output=True, check=False
+            )
+            assert done.returncode == 2
+            assert done.stderr.count(b"\n") == 1
+            assert b"has a name that is not UTF-8; rename it" in done.stderr, done.stderr

@@ -3,6 +3,7 @@ them, or refused."""
 
 import json
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,43 @@ def test_tokens_of_phi_3_take_the_spaces_behind_them(
     tokenizer, _ = read_tokenizer(view_of(tmp_path / "model.gguf"))
     added = {one["content"]: one["rstrip"] for one in json.loads(tokenizer)["added_tokens"]}
     assert added == {"</s>": strips, "<|endoftext|>": False}
+
+
+def with_keys(file: Path, keys: dict[bytes, bytes]) -> None:
+    """Put keys in front of those of a file, each with its type and value as the file has them."""
+
+    def packed(text: bytes) -> bytes:
+        return struct.pack("<Q", len(text)) + text
+
+    content = file.read_bytes()
+    counts = struct.unpack_from("<IQQ", content, 4)
+    added = b"".join(packed(key) + value for key, value in keys.items())
+    filler = packed(b"general.filler") + struct.pack("<I", 8) + bytes(8)
+    empty = -(len(added) + len(filler)) % 32  # what follows stays at whole multiples
+    filler = filler[:-8] + packed(b"x" * empty)
+    head = b"GGUF" + struct.pack("<IQQ", counts[0], counts[1], counts[2] + len(keys) + 1)
+    file.write_bytes(head + added + filler + content[24:])
+
+
+def test_odd_keys_that_nobody_reads_do_no_harm(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "llama", {})
+    number, text = struct.pack("<I", 7), struct.pack("<Q", 2) + b"\xff\xfe"
+    listed = struct.pack("<IIQ", 9, 4, 1) + number
+    with_keys(
+        tmp_path / "model.gguf",
+        {
+            b"general.note": struct.pack("<I", 8) + text,
+            b"general.notes": struct.pack("<IIQ", 9, 8, 2) + text + text,
+            b"general.\xff": struct.pack("<I", 4) + number,
+            b"general.none": struct.pack("<IIQ", 9, 4, 0),
+            b"general.no_texts": struct.pack("<IIQ", 9, 8, 0),
+            b"general.truths": struct.pack("<IIQ", 9, 7, 3) + b"\0\1\1",
+            b"general.lists": struct.pack("<IIQ", 9, 9, 2) + listed[4:] * 2,
+            b"general.long": struct.pack("<IQ", 8, 17 << 20) + bytes(17 << 20),
+            b"tokenizer.ggml.unheard_of": struct.pack("<Id", 12, 0.5),
+        },
+    )
+    assert json.loads((view_of(tmp_path / "model.gguf") / "config.json").read_text()) == config
+    with_keys(tmp_path / "model.gguf", {b"tokenizer.chat_template": struct.pack("<I", 8) + text})
+    with pytest.raises(CheckpointError, match=r"chat_template has text that is not UTF-8; take"):
+        view_of(tmp_path / "model.gguf")

@@ -42,8 +42,12 @@ STRING, ARRAY = 8, 9
 MOST_KEYS, MOST_TENSORS = 1 << 16, 1 << 20
 MOST_ITEMS = 1 << 24
 """Items of an array: more tokens than any embedding has rows here."""
+MOST_WITHIN = 2
+"""Lists within which a list may be: nobody reads such a key, and it is skipped."""
+NEEDED = ("tokenizer.", "the name of a tensor")
+"""What has to be text: keys by their beginning."""
 LONGEST_NAME = 1 << 16
-LONGEST_TEXT = 1 << 24
+LONGEST_TEXT = 1 << 28
 DIMENSIONS = 4
 LARGEST = 1 << 48
 """Numbers of a tensor."""
@@ -75,7 +79,8 @@ class Head:
     file: Path
     identity: Identity
     facts: Mapping[str, Any]
-    """Numbers, texts, lists of texts, and numpy arrays of numbers."""
+    """Numbers, texts, lists of texts, numpy arrays of numbers, lists of any of these, and, outside
+    of the tokenizer, bytes for what is no UTF-8: whoever needs a key looks at its type."""
     tensors: tuple[Place, ...]
     size_bytes: int
     """Offset of the first tensor, in bytes from the beginning of the file."""
@@ -114,7 +119,7 @@ class _Reader:
             self._refuse(f"it says that it has {tensors} tensors and {keys} keys")
         facts: dict[str, Any] = {}
         for _ in range(keys):
-            key = self._text("a key", LONGEST_NAME)
+            key = self._bytes("a key", LONGEST_NAME).decode(errors="backslashreplace")
             if key in facts:
                 self._refuse(f"key {key[:100]} is there twice")
             facts[key] = self._value(self._number("<I"), key)
@@ -142,15 +147,19 @@ class _Reader:
             self._refuse(f"tensor {name[:100]} has the shape {list(shape)}")
         return name, shape, self._number("<I"), self._number("<Q")
 
-    def _value(self, kind: int, key: str) -> Any:
+    def _value(self, kind: int, key: str, depth: int = 0) -> Any:
         if kind == STRING:
             return self._text(key, LONGEST_TEXT)
         if kind == ARRAY:
+            if depth > MOST_WITHIN:
+                self._refuse(f"{key[:100]} has lists within lists within lists")
             kind, count = self._number("<I"), self._number("<Q")
             if count > MOST_ITEMS:
                 self._refuse(f"{key[:100]} has {count} items")
             if kind == STRING:
                 return self._texts(key, count)
+            if kind == ARRAY:
+                return [self._value(kind, key, depth + 1) for _ in range(count)]
             return self._numbers(kind, key, count)
         return self._numbers(kind, key, 1)[0].item()
 
@@ -160,7 +169,7 @@ class _Reader:
         size = np.dtype(SCALARS[kind]).itemsize * count
         return np.frombuffer(self._take(size, key), dtype=SCALARS[kind])
 
-    def _texts(self, key: str, count: int) -> list[str]:
+    def _texts(self, key: str, count: int) -> list[Any]:
         """A list of texts; vocabularies have hundreds of thousands, so nothing is called for
         each."""
         content, place, size = self._content, self._place, self._size
@@ -171,22 +180,32 @@ class _Reader:
                 place = begin + length(content, place)[0]
                 if place > size:
                     self._refuse(f"it ends within {key[:100]}")
-                found.append(content[begin:place].decode())
+                found.append(self._decoded(content[begin:place], key))
         except struct.error:
             self._refuse(f"it ends within {key[:100]}")
-        except UnicodeDecodeError:
-            self._refuse(f"item {len(found)} of {key[:100]} is not UTF-8")
         self._place = place
         return found
 
-    def _text(self, what: str, most: int) -> str:
+    def _text(self, what: str, most: int) -> Any:
+        return self._decoded(self._bytes(what, most), what)
+
+    def _bytes(self, what: str, most: int) -> bytes:
         length = self._number("<Q")
         if length > most:
             self._refuse(f"{what[:100]} has {length} bytes")
+        return self._take(length, what)
+
+    def _decoded(self, content: bytes, what: str) -> str | bytes:
+        """Return a text, or its bytes where it is none and no token depends on it."""
         try:
-            return self._take(length, what).decode()
+            return content.decode()
         except UnicodeDecodeError:
-            self._refuse(f"{what[:100]} is not UTF-8")
+            if what.startswith(NEEDED):
+                raise CheckpointError(
+                    f"{self._file}: {what[:100]} has text that is not UTF-8; take another file of "
+                    "this model"
+                ) from None
+            return content
 
     def _number(self, kind: str) -> int:
         (number,) = struct.unpack(kind, self._take(struct.calcsize(kind), "its head"))
