@@ -220,6 +220,7 @@ def test_odd_keys_that_nobody_reads_do_no_harm(tmp_path: Path) -> None:
             b"general.note": struct.pack("<I", 8) + text,
             b"general.notes": struct.pack("<IIQ", 9, 8, 2) + text + text,
             b"general.\xff": struct.pack("<I", 4) + number,
+            b"general.architecture": struct.pack("<IQ", 8, 5) + b"llama",
             b"general.none": struct.pack("<IIQ", 9, 4, 0),
             b"general.no_texts": struct.pack("<IIQ", 9, 8, 0),
             b"general.truths": struct.pack("<IIQ", 9, 7, 3) + b"\0\1\1",

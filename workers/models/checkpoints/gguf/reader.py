@@ -117,12 +117,14 @@ class _Reader:
         tensors, keys = self._number("<Q"), self._number("<Q")
         if tensors > MOST_TENSORS or keys > MOST_KEYS:
             self._refuse(f"it says that it has {tensors} tensors and {keys} keys")
-        facts: dict[str, Any] = {}
+        facts, spans = dict[str, Any](), dict[str, slice]()
         for _ in range(keys):
             key = self._bytes("a key", LONGEST_NAME).decode(errors="backslashreplace")
-            if key in facts:
-                self._refuse(f"key {key[:100]} is there twice")
+            begin = self._place
             facts[key] = self._value(self._number("<I"), key)
+            own = slice(begin, self._place)
+            if self._content[spans.setdefault(key, own)] != self._content[own]:
+                self._refuse(f"key {key[:100]} is there twice, with different values")
         places = [self._tensor() for _ in range(tensors)]
         alignment = facts.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment % 8:

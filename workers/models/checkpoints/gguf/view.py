@@ -40,10 +40,13 @@ def local_folder(path: Path) -> Path | None:
     file, or of the one model in a folder of them; None where the path is something else.
     `CheckpointError` for a name that is no text, as messages and the libraries that read weights
     take them."""
+    whole = path.absolute() if is_gguf(path) else path
     try:
-        str(path.absolute() if is_gguf(path) else path).encode()
+        str(whole).encode()
     except UnicodeEncodeError:
-        raise CheckpointError(f"the model {path} has a name that is not UTF-8; rename it") from None
+        raise CheckpointError(
+            f"the model {whole} has a name that is not UTF-8; rename it"
+        ) from None
     if path.is_dir():
         plain = bool(_mark(path)) or any(any(path.glob(end)) for end in WEIGHTS)
         return path if plain or not any(path.glob("*.gguf")) else view_of(only_model(path))
