@@ -166,7 +166,7 @@ def run(arguments: Sequence[str], entry: click.Command = group) -> int:
 def main() -> NoReturn:
     """Run the command line of this process, and end it."""
     if sys.flags.optimize > 1:
-        _begin_with_docstrings()
+        _begin_with_docstrings(sys.orig_argv[1:])
     _open_closed_streams()
     with ending_at_once():
         try:
@@ -176,14 +176,12 @@ def main() -> NoReturn:
         sys.exit(code)
 
 
-def _begin_with_docstrings() -> None:
-    """Replace this process, which Python runs without docstrings (`-OO`, PYTHONOPTIMIZE=2), by one
-    that has them: transformers makes its classes of them."""
-    words = sys.orig_argv[1:]
+def _begin_with_docstrings(words: list[str]) -> None:
+    """Replace this process, of a Python without docstrings (`-OO`, PYTHONOPTIMIZE=2), by one that
+    has them: transformers makes its classes of them."""
     if os.environ.pop("PYTHONOPTIMIZE", None) is None:
         if "-OO" not in words:
-            wrong = "Python is told to leave out docstrings, which transformers needs: use no -OO"
-            sys.exit(_complain(wrong, 2))
+            sys.exit(_complain("transformers needs docstrings: start Python without -OO", 2))
         words.remove("-OO")  # that of Python comes before any of ours
     os.execv(sys.executable, [sys.executable, *words])
 

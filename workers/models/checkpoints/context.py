@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
@@ -14,27 +14,24 @@ of two longrope tables computes all of them."""
 TABLES = ("short_factor", "long_factor")
 """The fields of longrope: the factors of frequencies for sequences within the original length, and
 for longer ones."""
+ASKED = ("yarn", "linear", "longrope")
+"""Kinds of rotation for which a longer sequence may be asked for: some configurations have the
+length that follows from the factor, and some the original one."""
 
 
-ALWAYS = ("yarn",)
-"""Kinds of rotation whose factor is that of the original length, whatever the configuration says of
-the length that follows; model cards add the rotation and leave the length as it was."""
-ASKED = (*ALWAYS, "linear", "longrope")
-"""Those for which a longer sequence may be asked for: some of their configurations have the length
-that follows from the factor, and some the original one."""
-
-
-def scaled_positions(config: Mapping[str, Any], positions: int, *kinds: str) -> int:
+def scaled_positions(
+    config: Mapping[str, Any], positions: int, kinds: Sequence[str] = ("yarn",)
+) -> int:
     """Return the positions that a configuration, as transformers or config.json has it, says a
-    model has, or what the factor of a rotation of these kinds (`ALWAYS` without any) makes of the
-    original ones, if that is more."""
+    model has, or what the factor of a rotation of these kinds makes of the original ones, if that
+    is more: model cards add YaRN, and leave the positions as they were."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found, ropes = [int(positions)], list[Any]()
     if isinstance(rope, Mapping):
         ropes = [rope, *rope.values()]  # some have one for each type of layer
     for one in ropes:
         kind = one.get("rope_type", one.get("type")) if isinstance(one, Mapping) else None
-        if kind not in (kinds or ALWAYS):
+        if kind not in kinds:
             continue
         original = one.get("original_max_position_embeddings") or positions
         with contextlib.suppress(TypeError, ValueError, OverflowError):  # transformers says so
@@ -60,7 +57,7 @@ def limit_context(config: Any, context: int | None, source: object) -> Any:
     the first is for. `CheckpointError` where the model has fewer positions."""
     if context is None:
         return config
-    positions = scaled_positions(vars(config), config.max_position_embeddings, *ASKED)
+    positions = scaled_positions(vars(config), config.max_position_embeddings, ASKED)
     if context > (most := min(positions, MAX_TOKENS)):
         raise CheckpointError(
             f"{source}: target.context = {context} is more than the {most} positions of the model "

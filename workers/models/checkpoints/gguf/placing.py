@@ -129,14 +129,13 @@ def placed_in(model: Model) -> dict[str, Placed]:
 def _without_shared(found: Mapping[str, Placed]) -> dict[str, Placed]:
     """Return a shared expert of one unit of zeros for each layer with experts: what transformers
     has where a file has none."""
-    layers = (name.removesuffix("mixer.gate.weight") for name in found if "mixer.gate.w" in name)
     return {
-        f"{layer}mixer.shared_experts.{part}_proj.weight": replace(
-            found[f"{layer}norm.weight"], change=ZEROS, single=single
+        f"{name[:-11]}mixer.shared_experts.{part}_proj.weight": replace(
+            placed, change=ZEROS, single=single
         )
-        for layer in layers
+        for name, placed in found.items()
+        if f"{name[:-11]}mixer.gate.weight" in found and name.endswith(".norm.weight")
         for single, part in enumerate(("up", "down"))
-        if f"{layer}norm.weight" in found
     }
 
 
