@@ -36,7 +36,6 @@ DOORS = {
         "workers/baselines/assisted.py",
         "workers/training/",
     ),
-    "openvino": ("workers/devices/openvino.py",),
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),

@@ -38,7 +38,7 @@ def build_of(inventory: Mapping[str, Any]) -> str:
 
 
 def examine_gpus(facts: Facts) -> Iterator[Check]:
-    """Yield the checks of every graphics card, and of OpenVINO where it is installed."""
+    """Yield the checks of every graphics card."""
     if facts.driver_problem:
         yield Check(
             "GPU driver",
@@ -54,7 +54,6 @@ def examine_gpus(facts: Facts) -> Iterator[Check]:
     for index, card in enumerate(facts.cards):
         yield _card(facts, f"{card.maker} card {index}", card)
     yield from _unproved(facts)
-    yield from _openvino(facts)
     if not (facts.gpus or facts.cards or facts.driver_problem or facts.inventory.get("found")):
         yield Check("GPU", True, "none: target and draft share the CPU")
 
@@ -65,19 +64,6 @@ def _unproved(facts: Facts) -> Iterator[Check]:
         if device["unproved"]:
             said = f"torch finds {device['chip']}; {device['unproved']}"
             yield Check(device["name"], True, f"{said}, and checks its results at each start")
-
-
-def _openvino(facts: Facts) -> Iterator[Check]:
-    """Yield the devices of OpenVINO on which a head can draft, where it is installed."""
-    if (told := facts.inventory.get("openvino")) is None:
-        return
-    if told["broken"]:
-        remedy = "pip install --force-reinstall openvino"
-        yield Check("OpenVINO", False, told["broken"].partition(": pip")[0], remedy)
-        return
-    devices = ", ".join(f"openvino:{name} ({chip})" for name, chip in told["devices"].items())
-    said = f"{told['version']}: a head can draft on {devices}"
-    yield Check("OpenVINO", True, f"{said}; dovetail has been run on its CPU only")
 
 
 def _card(facts: Facts, name: str, card: Card) -> Check:
@@ -93,7 +79,7 @@ def _card(facts: Facts, name: str, card: Card) -> Check:
         if card.integrated or facts.gpus:
             said = "a part of the processor" if card.integrated else "there is an NVIDIA GPU, too"
             alone = f"this build of torch, {build_of(facts.inventory)}, does not use it"
-            return Check(name, True, f"{found}; {said}: {alone}{_drafting(card)}")
+            return Check(name, True, f"{found}; {said}: {alone}")
         said = f"{found}; this build of torch is {build_of(facts.inventory)} and cannot use it"
         return Check(name, False, said, _install(card, release))
     if not used:
@@ -110,18 +96,10 @@ def _card(facts: Facts, name: str, card: Card) -> Check:
 
 def _install(card: Card, release: str) -> str:
     if card.maker == "Intel":
-        return f"{install_command('xpu', release=release)}{_drafting(card)}"
+        return install_command("xpu", release=release)
     of = next(build for build in ROCM if fits(build, release))
     like = f"; then {OVERRIDE}" if card.target in LIKE_GFX1030 else ""
     return f"{install_command(of, release=release)}{like}"
-
-
-def _drafting(card: Card) -> str:
-    """Return how a head can draft on a card that torch cannot use; empty if it cannot."""
-    if card.maker != "Intel":
-        return ""
-    how = "pip install 'dovetail[openvino]', draft.device openvino:GPU"
-    return f"; or have a head draft on it by OpenVINO ({how})"
 
 
 def _products(index: int, products: Mapping[str, Any]) -> Check:

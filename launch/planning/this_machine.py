@@ -75,7 +75,7 @@ class Here:
         size, room = candidate.size.bytes, self.hardware.device_bytes
         if room is not None and size > room:
             return f"it takes {size / 1e9:.3g} GB, and the GPU has room for {room / 1e9:.3g}"
-        opened = open_device(self.draft_device, len(self.layout.draft.cores), for_head=True)
+        opened = open_device(self.draft_device, len(self.layout.draft.cores))
         target = with_target(self.configuration.settings.target).model
         key = fall_key(with_draft(candidate.settings), target, opened)
         why = load_profile(profile_path()).fall_of(key)
@@ -96,7 +96,7 @@ class Here:
         ):
             return None
         threads = len(layout.draft.cores)
-        library = open_device(device, threads, for_head=True).library
+        library = open_device(device, threads).library
         found = expected_levels(
             profile_path(),
             with_draft(settings),

@@ -18,7 +18,7 @@ from dovetail.protocol.calibration import MachineLimits
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Reported, WorkerState
 from dovetail.protocol.settings import HEAD_KINDS
-from dovetail.workers.devices.registry import computes_layers
+from dovetail.workers.devices.registry import entry_of
 from dovetail.workers.models.checkpoints.gguf.view import resolved
 
 HEAD, SMALL = "head", "small"
@@ -170,7 +170,7 @@ def _card(watch: Watch) -> Card | None:
     found = [
         Card(device, gpu.name, gpu.memory_bytes - gpu.used_bytes, gpu.link_gb_s)
         for device, gpu in cards.items()
-        if computes_layers(device)
+        if entry_of(device) is not None
         and gpu.memory_bytes is not None
         and gpu.used_bytes is not None
         and not gpu.integrated

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import Settings
-from dovetail.workers.devices.registry import computes_layers, entry_of, known
+from dovetail.workers.devices.registry import entry_of, known
 
 OTHERS: Mapping[str, Sequence[str]] = {
     "target.device": (),
@@ -21,10 +21,8 @@ def check_devices(settings: Settings, origins: Mapping[str, str]) -> None:
     target, draft = settings.target, settings.draft
     given = (target.device, target.split.device, target.prefill, draft.device)
     for (name, others), value in zip(OTHERS.items(), given, strict=True):
-        for_head = name == "draft.device"
-        is_one = entry_of(value) is not None if for_head else computes_layers(value)
-        if is_one or value in others:
+        if value in others or entry_of(value) is not None:
             continue
-        words = known(*filter(None, others), for_head=for_head)
+        words = known(*filter(None, others))
         empty = ", or leave it empty" if "" in others else ""
         raise SettingsError(f"{name} = {value!r} ({origins[name]}): write {words}{empty}")

@@ -197,8 +197,7 @@ class DraftSettings(Frozen):
     device: str = Field(
         "auto",
         description="auto (the first GPU if the draft fits there, else the CPU), cpu, cuda:N, "
-        "xpu:N, mps, for a head openvino:CPU, openvino:GPU or openvino:NPU, or, for tests, "
-        "pretended: the CPU behind the rules of a GPU",
+        "xpu:N, mps or, for tests, pretended: the CPU behind the rules of a GPU",
     )
     share: bool | Literal["auto"] = Field(
         "auto",

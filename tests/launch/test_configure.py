@@ -133,6 +133,11 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
             ("target.prefill = 'gpu'", "write auto, local, cuda:N", "mps (Apple)"),
         ),
         (
+            {"draft.device": "openvino:GPU"},
+            {},
+            ("draft.device = 'openvino:GPU'", "write auto, cuda:N", "mps (Apple) or cpu"),
+        ),
+        (
             {"coordinator.key_queue": "300"},
             {},
             (

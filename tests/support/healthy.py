@@ -12,7 +12,6 @@ INVENTORY: dict[str, Any] = {
     "hip": "",
     "xpu": "",
     "found": [],
-    "openvino": None,
     "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
     "capabilities": [],
     "products": [],

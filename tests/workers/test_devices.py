@@ -36,7 +36,7 @@ def test_a_gpu_beyond_the_last_is_refused_and_the_first_opens() -> None:
         open_device("cuda:99", 1)
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "cuda:x", "cuda:0:1", "CPU"])
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:x", "cuda:0:1", "CPU", "openvino:GPU"])
 def test_an_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(SettingsError, match=r"write cuda:N.*, mps \(Apple\)"):
         open_device(name, 1)
@@ -50,8 +50,6 @@ def test_an_unknown_device_is_refused(name: str) -> None:
         ("xpu:0", Memory.OWN),
         ("mps", Memory.SHARED),
         ("cpu", Memory.HOST),
-        ("openvino:CPU", Memory.SHARED),
-        ("openvino:GPU.0", Memory.OWN),
         ("pretended", Memory.HOST),
         *((name, None) for name in ("auto", "", "cuda:x", "cpu:0")),
     ],

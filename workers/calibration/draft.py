@@ -55,7 +55,7 @@ def calibrate_draft(
     Behind a cache of CONTEXT rows, or as many as the draft allows. `UserError` as
     `open_draft_worker`.
     """
-    device = open_device(settings.device, threads, for_head=True)
+    device = open_device(settings.device, threads)
     own = settings.model_copy(update={"device": device.name})
     engine = open_draft_worker(
         own,

@@ -11,14 +11,12 @@ import os
 from collections.abc import Iterator
 from enum import IntEnum
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from dovetail.protocol.errors import SettingsError
 from dovetail.workers import kernels
-from dovetail.workers.devices import cuda, openvino
+from dovetail.workers.devices import cuda
 from dovetail.workers.devices.cuda import CUDA
 from dovetail.workers.devices.opening import KINDS as DEVICE_KINDS
 from dovetail.workers.devices.opening import kind_of
@@ -52,7 +50,6 @@ def take_inventory() -> dict[str, Any]:
         "architectures": cuda.architectures(),
         "capabilities": cuda.capabilities(),
         "found": [*found()],
-        "openvino": with_openvino(),
         "products": [products_of(torch.device(name)) for name in CUDA.found()],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernels_missing": kernels.why_not() or "",
@@ -67,16 +64,6 @@ def found() -> Iterator[dict[str, str]]:
     for kind in DEVICE_KINDS:
         for name in kind.found():
             yield {"name": name, "chip": kind.chip(torch.device(name)), "unproved": kind.unproved}
-
-
-def with_openvino() -> dict[str, Any] | None:
-    """Return OpenVINO's version and devices; None where it is not installed."""
-    if find_spec("openvino") is None:
-        return None
-    try:
-        return {"version": openvino.version(), "devices": {**openvino.found()}, "broken": ""}
-    except SettingsError as error:
-        return {"version": "", "devices": {}, "broken": str(error)}
 
 
 def products_of(device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 
@@ -202,33 +202,13 @@ class DeviceKind(ABC):
         )
 
 
-Convert = Callable[
-    [nn.Module, Sequence[Tensor], Sequence[Sequence[int]]],
-    Callable[[Sequence[Tensor]], Sequence[Tensor]],
-]
-"""(a function of tensors, tensors for it, the dimensions of each whose size may change) -> the same
-function by another library. Its results are good until it is called again."""
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The functions of torch that another library computes."""
-
-    convert: Convert
-    grows: bool
-    """True if sizes may change; False: each shape is converted by itself."""
-    tolerance: float
-    """The largest difference from torch's that is no fault, as a share of the largest number."""
-
-
 @dataclass(frozen=True)
 class Device:
     """One device of this process, set up for decoding."""
 
     kind: DeviceKind
     name: str
-    """The name by which models are loaded on it: one that `torch.device` takes, unless the device
-    has a `conversion`."""
+    """The name by which models are loaded on it: one that `torch.device` takes."""
     torch_device: torch.device
     library: str
     """The library that computes here, as it stands in a fingerprint: library, instruction set or
@@ -237,9 +217,6 @@ class Device:
     """The type of weights that suits a draft here: a draft's rounding changes no token."""
     capture: Capture | None = None
     """None: nothing would be faster for it."""
-    conversion: Conversion | None = None
-    """None: torch computes, or functions of ours; else the levels of a head are converted, and
-    nothing else runs here."""
 
     @property
     def is_cpu(self) -> bool:

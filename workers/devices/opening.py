@@ -6,36 +6,29 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.protocol.settings.models import HEAD_KINDS
 from dovetail.workers.devices import cpu
 from dovetail.workers.devices.accelerator import wrong_numbers
 from dovetail.workers.devices.base import Device, DeviceKind
 from dovetail.workers.devices.memory import HELD, captured_if_possible
 from dovetail.workers.devices.registry import ENTRIES, known
 
-KINDS: tuple[DeviceKind, ...] = tuple(dict.fromkeys(entry.load() for entry in ENTRIES))
+KINDS: tuple[DeviceKind, ...] = tuple(entry.load() for entry in ENTRIES)
 """All kinds, the one that a draft runs fastest on first."""
 
 
-def open_device(name: str, threads: int, *, for_head: bool = False) -> Device:
+def open_device(name: str, threads: int) -> Device:
     """Return the device `name`, or for `auto` the one that suits a draft; makes the settings that
-    hold for the whole process, which has so many CPU threads. `for_head`: it may be one that
-    computes nothing but draft heads."""
+    hold for the whole process. `threads`: the CPU threads of the process."""
     cpu.set_threads(threads)
     if name == "auto":
         name = first_device()
     for kind in KINDS:
         if (device := kind.open(name)) is not None:
-            if device.conversion is not None and not for_head:
-                raise SettingsError(
-                    f"{name} computes draft heads alone, and this is not one: use {known()}; or "
-                    f"draft.kind {' or '.join(HEAD_KINDS)}"
-                )
             if kind.unproved:
                 _prove(device)
             capture = device.capture and captured_if_possible(device.capture)
             return replace(device, capture=capture)
-    raise SettingsError(f"there is no device {name!r}; write {known(for_head=for_head)}")
+    raise SettingsError(f"there is no device {name!r}; write {known()}")
 
 
 def _prove(device: Device) -> None:

@@ -34,8 +34,6 @@ class Entry:
     """The names of its devices as an error message lists them; empty: another entry lists them, or
     the device is for tests alone."""
     memory: Memory
-    heads_alone: bool = False
-    """True if it computes nothing but draft heads."""
 
 
 def _cuda() -> "DeviceKind":
@@ -68,12 +66,6 @@ def _cpu() -> "DeviceKind":
     return CPU
 
 
-def _openvino() -> "DeviceKind":
-    from dovetail.workers.devices.openvino import OPENVINO
-
-    return OPENVINO
-
-
 def _pretended() -> "DeviceKind":
     from dovetail.workers.devices.pretended import PRETENDED
 
@@ -86,8 +78,6 @@ ENTRIES: Sequence[Entry] = (
     Entry(_xpu, r"xpu(:\d{1,3})?", "xpu:N (Intel)", Memory.OWN),
     Entry(_mps, "mps", "mps (Apple)", Memory.SHARED),
     Entry(_cpu, "cpu", "cpu", Memory.HOST),
-    Entry(_openvino, "openvino:CPU", "", Memory.SHARED, heads_alone=True),
-    Entry(_openvino, "openvino(:.*)?", "openvino:CPU|GPU|NPU", Memory.OWN, heads_alone=True),
     Entry(_pretended, "pretended", "", Memory.HOST),
 )
 """All kinds of devices, the one that a draft runs fastest on first."""
@@ -104,14 +94,7 @@ def memory_of(name: str) -> Memory | None:
     return None if (entry := entry_of(name)) is None else entry.memory
 
 
-def computes_layers(name: str) -> bool:
-    """Return whether layers of a model can be on a device of that name."""
-    return (entry := entry_of(name)) is not None and not entry.heads_alone
-
-
-def known(*others: str, for_head: bool = False) -> str:
-    """Return the names of devices, behind `others`, as an error message lists them. `for_head`:
-    with those that compute draft heads alone."""
-    fitting = [entry for entry in ENTRIES if entry.said and (for_head or not entry.heads_alone)]
-    *names, last = (*others, *(entry.said for entry in fitting))
+def known(*others: str) -> str:
+    """Return the names of devices, behind `others`, as an error message lists them."""
+    *names, last = (*others, *(entry.said for entry in ENTRIES if entry.said))
     return f"{', '.join(names)} or {last}"

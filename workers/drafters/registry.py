@@ -47,12 +47,12 @@ class Wanted:
     vram: int | None = None
     """Bytes of a GPU that it may take; None: what is free."""
 
-    def open_device(self, *, for_head: bool = False) -> "Device":
+    def open_device(self) -> "Device":
         """Return the device that the settings name, limited to the memory that it may take."""
         from dovetail.workers.devices.memory import HELD, limit_memory
         from dovetail.workers.devices.opening import open_device
 
-        device = open_device(self.settings.device, self.threads, for_head=for_head)
+        device = open_device(self.settings.device, self.threads)
         if self.vram is not None and device.is_cpu:
             HELD.tell("memory.vram limits nothing here: the draft is on the CPU")
         limit_memory(device, self.vram)
@@ -112,7 +112,7 @@ def open_draft_worker(
 
     def remember(device: str, why: str) -> None:
         try:
-            opened = there(device).open_device(for_head=True)
+            opened = there(device).open_device()
         except SettingsError:  # whoever plans with it hears that
             return
         remember_fall(profile, fall_key(settings, target, opened), why)
@@ -297,11 +297,28 @@ def _model_worker(
 
 def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.head import HeadDrafter
+    from dovetail.workers.drafters.weights import check_type, chosen_type
+    from dovetail.workers.heads.head import open_head
     from dovetail.workers.models.backends.device.choice import tell_products
 
     settings = wanted.settings
-    device = wanted.open_device(for_head=True)
-    head = _head_on(wanted, device)
+    device = wanted.open_device()
+    check_type(device, settings.weights)
+
+    @cache
+    def choose_type(stored: str) -> str:
+        chosen = chosen_type(device, stored, wanted.profile)
+        print(f"{wanted.name}: {chosen.said}", file=sys.stderr)
+        return chosen.weights
+
+    head = open_head(
+        settings.model,
+        target=wanted.target,
+        weights=settings.weights,
+        device=device.name,
+        allow_bin=settings.pickled,
+        choose_type=choose_type,
+    )
     if head.said:
         print(f"{wanted.name}: {head.said}", file=sys.stderr)
     if not device.is_cpu:
@@ -318,31 +335,6 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
     )
     identity = wanted.identity(head, device, settings.model, context=MAX_TOKENS)
     return on_device(DraftWorker(engine, identity, spans, reader=engine, keeper=engine))
-
-
-def _head_on(wanted: Wanted, device: "Device") -> "Head":
-    """Open a head on a device, with converted levels if that is all that the device computes."""
-    from dovetail.workers.drafters.converted_head import open_converted_head
-    from dovetail.workers.drafters.weights import check_type, chosen_type
-    from dovetail.workers.heads.head import open_head
-
-    settings = wanted.settings
-    how: dict[str, Any] = {
-        "target": wanted.target,
-        "weights": settings.weights,
-        "allow_bin": settings.pickled,
-    }
-    if device.conversion is not None:
-        return open_converted_head(settings.model, device=device, **how)
-    check_type(device, settings.weights)
-
-    @cache
-    def choose_type(stored: str) -> str:
-        chosen = chosen_type(device, stored, wanted.profile)
-        print(f"{wanted.name}: {chosen.said}", file=sys.stderr)
-        return chosen.weights
-
-    return open_head(settings.model, device=device.name, choose_type=choose_type, **how)
 
 
 def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:

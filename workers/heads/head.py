@@ -178,25 +178,11 @@ class Head:
         rows = None if rows is None else rows.to(device)
         features = features.to(device, dtype).contiguous()
         contrast = contrast and self.spec.contrast
-        found = self.score(Inputs(self.embed(tokens), features, seen, rows, contrast, true))
-        later = None if found.contrast is None else self.spread(found.contrast)
-        return Predicted(self.spread(found.logits), found.states, later)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [T, H] of tokens [T]."""
-        table = embedding(tokens.to(self.device), self._table)
-        return table.to(self._arithmetic.dtype)
-
-    def arrange(self, positions: Tensor, rows: FixedRows) -> Any:
-        """Return the rows of a pass of fixed shape, ready for every layer."""
-        return self._arithmetic.arrange(positions, rows)
-
-    def score(self, inputs: Inputs) -> Predicted:
-        """Compute the rows of a pass; logits are over the draft vocabulary, Vd."""
-        out = self._body(inputs)
+        embedded = embedding(tokens.to(device), self._table).to(dtype)
+        out = self._body(Inputs(embedded, features, seen, rows, contrast, true))
         count = out.states.shape[0]
         if count == 0:
-            empty = torch.empty(0, self.spec.draft_vocabulary, device=self.device)
+            empty = torch.empty(0, self.vocabulary_size, device=device)
             return Predicted(empty, out.states, None if out.contrast is None else empty)
         read = [*out.branches, *([] if out.contrast is None else [out.contrast])]
         logits = (
@@ -205,9 +191,10 @@ class Head:
             .view(len(read), count, -1)
         )
         first = logits[0] if out.share is None else _mixed(logits[0], logits[1], out.share.float())
-        return Predicted(first, out.states, None if out.contrast is None else logits[-1])
+        later = None if out.contrast is None else self._spread(logits[-1])
+        return Predicted(self._spread(first), out.states, later)
 
-    def spread(self, logits: Tensor) -> Tensor:
+    def _spread(self, logits: Tensor) -> Tensor:
         """Return logits over the draft vocabulary [R, Vd] over the target's, [R, V]."""
         if self._tokens is None:
             return logits
@@ -300,10 +287,12 @@ def _overflows(head: Head) -> bool:
     return bool(torch.stack(wrong).any())
 
 
-def geometry_of(checkpoint: HeadCheckpoint) -> Geometry:
-    """Return the attention of a head."""
+def _arithmetic(
+    checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str, *, exact: bool
+) -> Arithmetic:
+    """Kernels where that is wanted and can be, else torch."""
     spec = checkpoint.spec
-    return Geometry(
+    geometry = Geometry(
         spec.blocks,
         spec.heads,
         spec.kv_heads,
@@ -312,13 +301,6 @@ def geometry_of(checkpoint: HeadCheckpoint) -> Geometry:
         checkpoint.frequencies,
         checkpoint.rope_scaling,
     )
-
-
-def _arithmetic(
-    checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str, *, exact: bool
-) -> Arithmetic:
-    """Kernels where that is wanted and can be, else torch."""
-    spec, geometry = checkpoint.spec, geometry_of(checkpoint)
     why_not = (
         f"they compute on a CPU, not on {device}"
         if device.type != "cpu"

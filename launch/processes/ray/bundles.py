@@ -9,7 +9,7 @@ from dovetail.launch.machine.fit import needed_bytes
 from dovetail.launch.processes.serving.site import COORDINATOR
 from dovetail.launch.processes.stack import Played
 from dovetail.protocol.settings import Settings, node_wishes
-from dovetail.workers.devices.registry import Memory, computes_layers, memory_of
+from dovetail.workers.devices.registry import Memory, memory_of
 
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"
 NODE_ID = "ray.io/node-id"
@@ -140,7 +140,7 @@ def _wants_gpu(settings: Settings, role: Played, nodes: Sequence[Node]) -> bool:
 
 def _is_gpu(device: str) -> bool:
     """Return whether Ray counts a device as a GPU."""
-    return memory_of(device) is Memory.OWN and computes_layers(device)
+    return memory_of(device) is Memory.OWN
 
 
 def _listed(node: Node) -> str:

@@ -87,7 +87,7 @@ class TorchRows:
         keys, values = self.rows.memory[layer]
         keys.index_copy_(1, self.rows.slots, rounded(key, keys.dtype))
         values.index_copy_(1, self.rows.slots, rounded(value, values.dtype))
-        return self.attend_fixed(query, keys, values, self.rows.mask, scale)
+        return attend_as_cached(query, keys, values, self.rows.mask, scale, None, None)
 
     def attend_turned(self, layer: int, qkv: Tensor, turning: Turning, scale: float) -> Tensor:
         """Return attention as `attend` does, for fixed rows of queries, keys and values [T, (heads
@@ -99,13 +99,6 @@ class TorchRows:
             return memory.attend(layer, turning.kv_heads, query, mask, scale)
         keys, values = memory[layer]
         query = turning(qkv, angles, self.rows.slots, keys, values)
-        return self.attend_fixed(query, keys, values, mask, scale)
-
-    @staticmethod
-    def attend_fixed(
-        query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
-    ) -> Tensor:
-        """Return attention [T, heads, head_dim] over all slots that a mask lets rows see."""
         return attend_as_cached(query, keys, values, mask, scale, None, None)
 
 
@@ -139,11 +132,10 @@ class TorchArithmetic:
         cached: torch.dtype,
         table: torch.dtype | None = None,
         exact: bool = False,
-        slots: int = 1,
     ) -> None:
         """`weights`: a type, which on a GPU is not auto. `cached`: the type of keys and values.
         `table`: that of the embedding; None: as it is stored. `exact`: no product narrows
-        states. `slots`: those of a cache on a CPU come in multiples of it."""
+        states."""
         self._geometry, self._weights, self._exact = geometry, weights, exact
         self.device, self.cached, self.table = device, cached, table
         self._parts = parts_on(device)
@@ -151,7 +143,7 @@ class TorchArithmetic:
         self.ours = ours_on(device) if halves and takes_width(width) else None
         self.name = f"torch on {device}"
         self._frequencies = geometry.frequencies.to(device)
-        self._arenas = Arenas(slots if device.type == "cpu" else SLOTS)
+        self._arenas = Arenas(1 if device.type == "cpu" else SLOTS)
         groups = geometry.heads // geometry.kv_heads
         self._masks = Masks(groups=groups, device=device, dtype=cached)
 
