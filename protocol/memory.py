@@ -6,6 +6,7 @@ the first kind and the second), the nodes that it is bound to, and its own limit
 Read under a root that can be another one; standard library only. Knows nothing of models.
 """
 
+import ctypes
 import os
 import re
 import resource
@@ -23,6 +24,14 @@ KILLED = re.compile(r"^\d+,\d+,(\d+),[^;]*;.*Killed process (\d+) ", re.MULTILIN
 which."""
 LOG_BYTES = 8192
 """A record of /dev/kmsg is never longer."""
+
+
+def release_memory() -> None:
+    """Give back what has been freed. glibc keeps freed blocks of up to 32 MiB, and the layers of a
+    model leave many behind as they are packed, as does a large tokenizer as it is read."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    if trim is not None:
+        trim(0)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ tokenizer alone; of several the planner says which. Loads nothing.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
@@ -24,6 +25,8 @@ from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
 from dovetail.protocol.settings import MODELLESS_KINDS
 from dovetail.workers import kernels
 from dovetail.workers.models.backends.sizes import INT4
+from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import (
     half_of,
     in_pieces,
@@ -169,9 +172,13 @@ def _reader(configuration: Configuration, target: Path) -> Reader:
 def drafts_there(configuration: Configuration, target: Path) -> Iterator[Candidate]:
     """Yield the drafts of a target that are there: heads of it, and smaller models of its
     vocabulary, beside it or in the Hugging Face cache."""
+    size = _size(target)
+    near = [one for one in _nearby(target) if not all(map(_differ, _size(one), size))]
+    if not near:
+        return  # which saves the imports of torch and transformers
     design = design_of(read_config(target, "target model"), target)
     reader = _reader(configuration, target)
-    for folder in _nearby(target):
+    for folder in near:
         with suppress(UserError):  # a model of another kind, or one that is damaged
             own = read_config(folder, "draft")
             vocabulary, hidden = own.get("vocab_size"), own.get("hidden_size")
@@ -183,6 +190,19 @@ def drafts_there(configuration: Configuration, target: Path) -> Iterator[Candida
                     and _vocabulary(folder) == _vocabulary(target)
                 ):
                     yield candidate
+
+
+def _size(folder: Path) -> tuple[Any, Any]:
+    """Return vocabulary and width as a config.json has them; None: it leaves them out."""
+    try:
+        config = text_part(read_json(folder / "config.json"))
+    except CheckpointError:
+        return None, None
+    return config.get("vocab_size"), config.get("hidden_size")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return None not in (one, other) and one != other
 
 
 def _nearby(target: Path) -> Iterator[Path]:

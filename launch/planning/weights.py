@@ -18,6 +18,7 @@ from dovetail.workers.models.checkpoints.footprint import (
     read_tensors,
 )
 from dovetail.workers.models.checkpoints.gguf.view import FILE
+from dovetail.workers.models.families.names import DESCRIBED
 
 LOSSES = {
     "fp32": "the checkpoint's function",
@@ -36,9 +37,7 @@ def on_kernels(folder: Path) -> bool:
     """Return whether the kernels are here and compute models of a folder's family."""
     if not kernels.available():
         return False
-    from dovetail.workers.models.families.registry import FAMILIES  # torch comes in here
-
-    return text_part(read_json(folder / "config.json")).get("model_type") in FAMILIES
+    return text_part(read_json(folder / "config.json")).get("model_type") in DESCRIBED
 
 
 def planned_types(configuration: Configuration, folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer, decoders
 
 from dovetail.protocol.errors import CheckpointError, RequestError
+from dovetail.protocol.memory import release_memory
 from dovetail.protocol.messages import Described, FinishReason, VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.text.decoders import REPLACEMENT, flushed, open_stages, through
@@ -30,6 +31,8 @@ MAX_GROWTH = 64
 two."""
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of what every chat template is given."""
+LARGE = 1 << 20
+"""Bytes of a tokenizer.json that leaves much memory behind when it has been read."""
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 PROMPT_TAIL = 32
 """Tokens of a prompt's end behind which a reply is detokenized: what a decoder does to a token
@@ -444,6 +447,8 @@ def _tokenizer(content: bytes) -> Tokenizer:
             raise ValueError(f"its normalizer may make more than {MAX_GROWTH} letters of one")
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
         raise _unreadable(error) from None
+    if len(content) >= LARGE:
+        release_memory()
     return tokenizer
 
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -45,6 +47,19 @@ def test_without_another_model_the_draft_is_a_lookup(target: Path) -> None:
         "draft ngram (a look-up in the text): no head of the target and no smaller model is there; "
         "--draft names another"
     )
+
+
+def test_a_target_is_checked_and_its_draft_chosen_without_torch(target: Path) -> None:
+    """A model that is known starts without the seconds and the memory that torch takes."""
+    tiny_phi3(target.parent / "stranger")
+    program = (
+        "import sys; from dovetail.launch.planning.choice import with_choices; "
+        "from dovetail.launch.processes.stack import check_stack; "
+        "from dovetail.launch.settings.configure import configure; "
+        f"found, _ = with_choices(configure(model={str(target)!r}, environment={{}}), print); "
+        "check_stack(found); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", program]).returncode == 0
 
 
 def test_a_smaller_model_of_its_vocabulary_beside_it_drafts(target: Path) -> None:

@@ -19,6 +19,7 @@ from dovetail.workers.kernels.layer_plan import HeadNorm
 from dovetail.workers.models import loading
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.families.description import Family, Growth, LayerSpec, Rope
+from dovetail.workers.models.families.names import DESCRIBED
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -52,6 +53,10 @@ WAYS = [
     pytest.param("half", marks=pytest.mark.slow),
     pytest.param("int8", marks=pytest.mark.slow),
 ]
+
+
+def test_commands_know_the_described_families_without_torch() -> None:
+    assert set(FAMILIES) == DESCRIBED
 
 
 def tokens() -> list[int]:

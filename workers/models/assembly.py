@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dovetail.protocol.memory import release_memory
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.fused import Kernels
 from dovetail.workers.models.backends.library import Library, prove_whole
@@ -38,7 +39,6 @@ from dovetail.workers.models.language_model import (
     LanguageModel,
     check_attention,
 )
-from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.proving import (
     Trial,
     TriedError,

@@ -1,19 +1,7 @@
-"""The memory of this process: what the allocator keeps of freed tensors goes back to the system."""
-
-import ctypes
+"""Whether a model fits into the memory that is there now."""
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.memory import read_room
-
-
-def release_memory() -> None:
-    """Give back what has been freed. glibc keeps freed blocks of up to 32 MiB, and the layers of a
-    model leave many behind as they are packed."""
-    trim = getattr(
-        ctypes.CDLL(None), "malloc_trim", None
-    )  # glibc's own; other C libraries keep less
-    if trim is not None:
-        trim(0)
 
 
 def refuse_beyond(source: str, size: int, what: str) -> None:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from dovetail.protocol.memory import release_memory
 from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
 from dovetail.workers.models.imports.lean import DynamicCache
-from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 from dovetail.workers.models.parity.following import (
     EAGER,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError, SettingsError
+from dovetail.protocol.memory import release_memory
 from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.opening import kind_of
 from dovetail.workers.kernels import Kind
@@ -45,7 +46,6 @@ from dovetail.workers.models.checkpoints.inflate import (
 )
 from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.language_model import BackEnd, LanguageModel
-from dovetail.workers.models.memory import release_memory
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.proving import StumbledError
 from dovetail.workers.models.segment import Cache

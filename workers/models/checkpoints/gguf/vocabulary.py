@@ -239,8 +239,11 @@ def _merges_of(tokens: Sequence[str], scores: np.ndarray, kinds: np.ndarray) -> 
     }
     find, found = index.get, []
     for token, place in index.items():
-        halves = ((find(token[:cut]), find(token[cut:])) for cut in range(1, len(token)))
-        pairs = [(one, two) for one, two in halves if one is not None and two is not None]
+        pairs = [
+            (one, two)
+            for cut in range(1, len(token))
+            if (two := find(token[cut:])) is not None and (one := find(token[:cut])) is not None
+        ]
         if pairs:
             found.append((-float(scores[place]), sorted(pairs)))
     found.sort(key=lambda item: item[0])
