@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.child import obey
+from dovetail.protocol.memory import release_memory
 from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import (
@@ -35,7 +36,6 @@ from dovetail.workers.devices.opening import open_device
 from dovetail.workers.devices.pretended import MEMORY
 from dovetail.workers.models.backends.placement import CACHED_ROWS, Placement
 from dovetail.workers.models.loading import load_language_model
-from dovetail.workers.models.memory import release_memory
 from dovetail.workers.serving.spread import spread_of
 from dovetail.workers.verifier import Verifier
 from support.opening import opening
