@@ -36,7 +36,7 @@ class Array(Frozen):
 
     @classmethod
     def of(cls, content: bytes) -> "Array":
-        """Return bytes as an array of one dimension."""
+        """Return bytes as a one-dimensional array."""
         return cls(dtype="uint8", shape=(len(content),), data=content)
 
     def rows(self, start: int, stop: int) -> "Array":

@@ -248,8 +248,8 @@ class Calibration(Frozen):
     """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""
     limits: MachineLimits
     beside_s: Annotated[float, Field(ge=0.0)] | None = None
-    """Seconds of a round beside its pass where the target is served over HTTP without a draft:
-    messages, coordinator, HTTP; None: not measured."""
+    """Seconds that messages, coordinator and HTTP add to a pass in a round without a draft; None if
+    not measured."""
 
 
 class Reading(Frozen):

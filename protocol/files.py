@@ -28,7 +28,7 @@ REMEDIES = {
     errno.EIO: f"the disk fails: {ELSEWHERE}",
 }
 MOST_READ = 16 << 20
-"""Bytes of a file that a person has written."""
+"""Largest size in bytes of a hand-written file."""
 MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
@@ -77,10 +77,10 @@ def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a file that a person has written; `UserError` if it cannot be one."""
+    """Return the text of a hand-written file; `UserError` if it is too large or not text."""
     with path.open("rb") as file:
         if len(content := file.read(MOST_READ + 1)) > MOST_READ:
-            raise UserError(f"{what} has more than {MOST_READ >> 20} MiB: name the right file")
+            raise UserError(f"{what} is larger than {MOST_READ >> 20} MiB: check the path")
     return decode(content, what)
 
 

@@ -1,5 +1,5 @@
-"""The memory that the kernel would still give a process, what a process has taken, and processes
-that it has killed for want of memory.
+"""The memory that is still available to a process, what a process uses, and processes that the
+kernel has killed because memory ran out.
 
 Counted are the machine's available memory, the limits of the control groups around the process (of
 the first kind and the second), the nodes that it is bound to, and its own limits of address space.
@@ -66,8 +66,7 @@ def node_room(node: int, root: Path = ROOT) -> Room | None:
 
 
 def process_load(pid: int) -> tuple[float, int]:
-    """Return the CPU time, in seconds, that a process has used, and the bytes that it holds in
-    memory; `OSError` if there is none of this number."""
+    """Return a process's CPU time in seconds and its resident bytes; `OSError` if there is none."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     fields = stat.rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])

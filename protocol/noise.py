@@ -24,11 +24,11 @@ MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MASK = (1 << 64) - 1
 KEY_BYTES = 16
 SEED_BITS = 53
-"""Bits of a seed that we choose: JavaScript and jq read larger numbers of JSON inexactly."""
+"""Bits of a seed that the server chooses: JavaScript and jq lose precision beyond."""
 
 
 def random_seed() -> int:
-    """A seed for a request that names none."""
+    """Return a seed for a request without one."""
     return secrets.randbits(SEED_BITS)
 
 

@@ -14,19 +14,19 @@ from typing import Any
 from dovetail.protocol.errors import CheckpointError
 
 HEAD = struct.Struct("<III")
-"""The head of a packed table: bytes of its description, tokens, bytes of their spellings."""
+"""Header of a packed table: bytes of its description, number of tokens, bytes of spellings."""
 LARGEST_ID = (1 << 32) - 1
 
 
 class TokenTable:
-    """The ids and spellings of a vocabulary, its special tokens and its decoder: all that turns
-    ids into text. Takes some ten bytes a token, and no time to unpack."""
+    """The ids and spellings of a vocabulary, its special tokens and its decoder, which is all that
+    detokenizing needs. It takes about ten bytes per token and is cheap to unpack."""
 
     def __init__(
         self, about: Mapping[str, Any], ids: "array[int]", ends: "array[int]", spelt: bytes
     ) -> None:
-        """`about`: digest, special (ids) and decoder (as tokenizer.json has it). `ids`: ascending;
-        `ends`: where the spelling of each ends in `spelt`, which is UTF-8."""
+        """`about`: digest, special (ids) and decoder (as in tokenizer.json). `ids`: ascending.
+        `ends`: where each spelling ends in `spelt`, which is UTF-8."""
         self._about, self._ids, self._ends, self._spelt = about, ids, ends, spelt
 
     @classmethod
@@ -53,7 +53,7 @@ class TokenTable:
 
     @classmethod
     def unpacked(cls, content: bytes) -> "TokenTable":
-        """Return the table that `packed` wrote; `CheckpointError` for something else."""
+        """Read what `packed` wrote; `CheckpointError` for anything else."""
         try:
             described, tokens, spelt = HEAD.unpack_from(content)
             start = HEAD.size + described
@@ -63,9 +63,9 @@ class TokenTable:
             ends.frombytes(content[start + 4 * tokens : start + 8 * tokens])
             rest = bytes(content[start + 8 * tokens :])
             if len(rest) != spelt or len(ends) != tokens or not {"digest", "special"} <= {*about}:
-                raise ValueError("its parts have other sizes than it says")
+                raise ValueError("its size disagrees with its header")
         except (struct.error, ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"a table of tokens cannot be read: {error}") from None
+            raise CheckpointError(f"the token table cannot be read: {error}") from None
         return cls(about, ids, ends, rest)
 
     @cached_property
@@ -77,23 +77,23 @@ class TokenTable:
 
     @property
     def digest(self) -> str:
-        """Return the digest of the vocabulary, as `vocabulary_digest` has it."""
+        """Return the `vocabulary_digest`."""
         return str(self._about["digest"])
 
     @property
     def decoder(self) -> Any:
-        """Return the decoder as tokenizer.json describes it; None: tokens are joined by spaces."""
+        """Return the decoder as in tokenizer.json; None if tokens are joined by spaces."""
         return self._about.get("decoder")
 
     @cached_property
     def special(self) -> Mapping[str, int]:
-        """Return the tokens that are left out of a text, and their ids."""
+        """Return the special tokens, which are not part of a text, and their ids."""
         ids = (int(index) for index in self._about["special"])
         return {one: index for index in ids if (one := self.spelling(index)) is not None}
 
     @cached_property
     def longest(self) -> int:
-        """Return the bytes of the longest spelling, at least 1."""
+        """Return the length of the longest spelling in bytes, at least 1."""
         pairs = pairwise((0, *self._ends))
         return max((end - start for start, end in pairs), default=1) or 1
 
@@ -104,7 +104,7 @@ class TokenTable:
         return iter(self._ids)
 
     def spelling(self, token: int) -> str | None:
-        """Return how the vocabulary spells a token; None if it has none of this id."""
+        """Return the spelling of a token; None for an unknown id."""
         place = bisect_left(self._ids, token)
         if place == len(self._ids) or self._ids[place] != token:
             return None
@@ -112,8 +112,7 @@ class TokenTable:
         return self._spelt[start : self._ends[place]].decode("utf-8", "surrogatepass")
 
     def differences(self, other: "TokenTable", most: int = 3) -> list[str]:
-        """Return in words the first `most` ids whose tokens differ in a draft's table, the other
-        one."""
+        """Describe the first `most` ids whose tokens differ in `other`, the draft's table."""
         ids = sorted({*self, *other})
         pairs = ((i, self.spelling(i), other.spelling(i)) for i in ids)
         differing = ((i, mine, its) for i, mine, its in pairs if mine != its)
@@ -135,7 +134,7 @@ def _parsed(tokenizer: bytes) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _no_vocabulary(error) from None
     if not isinstance(content, dict):
-        raise CheckpointError("tokenizer.json holds no vocabulary: it is no map")
+        raise CheckpointError("tokenizer.json holds no vocabulary: it is not a JSON object")
     return content
 
 

@@ -215,8 +215,8 @@ def check_way(path: Path) -> None:
 def keys_for(address: str, keys: Path | None) -> Path:
     if keys is None:
         raise KeysError(
-            f"{address} needs keys, as every tcp address does: make them once with `dovetail "
-            "keygen --out FOLDER`, and name that folder, or a copy of it, with --keys FOLDER"
+            f"{address} requires keys, like every tcp address: create them once with `dovetail "
+            "keygen --out FOLDER` and pass that folder, or a copy of it, with --keys FOLDER"
         )
     return keys
 

@@ -164,8 +164,8 @@ class Hello(Message):
     """The bytes of tokenizer.json. Vocabulary and tokenizer are a model's; a draft without a model,
     or with a head of its target's, knows its target's."""
     table: Array | None = None
-    """The vocabulary as a packed `TokenTable`, so that nobody has to read tokenizer.json to spell
-    tokens; None: an older worker sends none."""
+    """The vocabulary as a packed `TokenTable`, which spells tokens without tokenizer.json; None
+    from older workers."""
     states: States | None = None
     """The hidden states that a draft may read of this target; None for a draft."""
     reads: Reads | None = None
@@ -183,8 +183,7 @@ class Hello(Message):
     """The experts of the target, and their cost as far as its profile file knows it. None: it has
     none, or does not count those that a pass goes through."""
     weights: Name = ""
-    """The type of a draft's weights; empty: it has none, or is a target, whose fingerprint has
-    it."""
+    """The type of a draft's weights; empty if it has none. A target's is in its fingerprint."""
     inflation: Name = ""
     """The size to which a target's linears were inflated, as the setting says it; empty: they were
     not."""

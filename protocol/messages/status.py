@@ -114,7 +114,7 @@ class WorkerState(Frozen):
     rss_mb: float
     stale: Count
     weights: Name = ""
-    """The type of its weights; empty: it has none."""
+    """The type of its weights; empty if it has none."""
     inflation: Name = ""
     standby: bool = False
     """True if the worker gets no sessions until it is put in place."""
@@ -143,7 +143,7 @@ class WorkerState(Frozen):
     sharing: float = 1.0
     """Sessions that share a pass of the target, lately."""
     ends: Annotated[tuple[Label, ...], Field(max_length=MAX_ENDS, fail_fast=True)] = ()
-    """The tokens that end a reply of a target, as its vocabulary spells them."""
+    """The spellings of the tokens that end a target's reply."""
 
 
 class PairState(Frozen):
@@ -152,8 +152,7 @@ class PairState(Frozen):
     draft: Name
     target: Name
     speculating: bool
-    """Whether any of its running sessions is drafted for; where none runs, whether the last one
-    was."""
+    """True if any running session drafts or, if none is running, if the last one did."""
     rounds: Count
     hit_rate: float | None
     gamma: float | None
@@ -170,8 +169,7 @@ class PairState(Frozen):
     t_d: RowsSeconds | None
     """The draft's pass over rows."""
     undrafted: Name = ""
-    """In words, how many of its running sessions are decoded without a draft, and why; empty:
-    none."""
+    """How many running sessions are decoded without a draft, and why; empty if none are."""
 
 
 Lack = Literal["room", "key", "beginning"]
@@ -264,7 +262,7 @@ class Fault(Frozen):
     retry_s: Annotated[float, Field(ge=0.0)] | None = None
     """Seconds until the part is started again; None: it has been, or nobody does it."""
     restarts: bool = False
-    """True if whoever started the coordinator starts the part again, or has done so."""
+    """True if the supervisor restarts the part, or has restarted it."""
 
     @property
     def words(self) -> str:
@@ -274,14 +272,14 @@ class Fault(Frozen):
 
 
 class ProcessState(Frozen):
-    """The coordinator's process, or one of an HTTP API."""
+    """The process of the coordinator or of an HTTP API."""
 
     name: Literal["coordinator", "http"]
     host: Name
     pid: Count
     cpu_s: float | None = None
-    """CPU time that it has used, in seconds, and `rss_mb`: 10^6 bytes that it holds in memory.
-    None: it runs on another machine than the coordinator."""
+    """CPU time in seconds; `rss_mb`: resident memory in 10^6 bytes. None if the process is not on
+    the coordinator's machine."""
     rss_mb: float | None = None
 
 
@@ -352,7 +350,7 @@ class Reported(Message):
     loading: Annotated[tuple[LoadingState, ...], Field(max_length=256, fail_fast=True)] = ()
     """Workers that are not registered yet."""
     processes: Annotated[tuple[ProcessState, ...], Field(max_length=64, fail_fast=True)] = ()
-    """The coordinator's process first, then those of HTTP APIs."""
+    """The coordinator first, then HTTP APIs."""
     pairs: Annotated[tuple[PairState, ...], Field(max_length=MAX_PAIRS, fail_fast=True)] = ()
     decisions: Annotated[tuple[Name, ...], Field(max_length=MAX_DECISIONS, fail_fast=True)] = ()
     """The last changes of how is speculated, oldest first, each with its reason."""

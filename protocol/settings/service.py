@@ -90,8 +90,8 @@ class CoordinatorSettings(Frozen):
     )
     memory: Size = Field(
         "256MiB",
-        description="most memory for requests and replies, and most disk for the journal: beyond "
-        "it the oldest replies that have ended go, then new requests are refused (429)",
+        description="limit on the memory of requests and replies, and on the journal's disk space; "
+        "beyond it the oldest finished replies are dropped, then new requests are refused (429)",
     )
     move: Literal["same", "any"] = Field(
         "same",
@@ -147,13 +147,13 @@ class HttpSettings(Frozen):
     )
     cors: str = Field(
         "",
-        description="origins whose web pages may use the API from a browser, such as "
-        "https://chat.example, with commas between; *: all; empty: none",
+        description="origins whose web pages may call the API from a browser, separated by commas, "
+        "such as https://chat.example; *: all; empty: none",
     )
     fit: bool = Field(
         True,
-        description="a max_tokens that the context has no room for is lowered to what it has, and "
-        "the reply says so; false: such a request is refused",
+        description="lower a max_tokens that does not fit into the context to what fits, and "
+        "report that in the reply; false: refuse such a request",
     )
     chat_template_kwargs: str = Field(
         "",

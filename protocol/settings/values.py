@@ -61,8 +61,8 @@ def template_values(text: str) -> dict[str, Any]:
 
 
 def byte_count(text: str) -> int:
-    """The number of bytes that "512MiB", "7GB" (10^9) or "7GiB" (2^30) names; `ValueError` if it
-    names none, or a number other than 0 has no unit."""
+    """Return the bytes in "512MiB", "7GB" (10^9) or "7GiB" (2^30); `ValueError` for anything else.
+    Only 0 needs no unit."""
     units = {
         "B": 1,
         "KB": 10**3,

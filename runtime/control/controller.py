@@ -152,7 +152,7 @@ class Controller:
 
     @property
     def pair(self) -> Pair | None:
-        """Return the pair that the session is decoded by; None: the target alone."""
+        """Return the pair that decodes the session; None for the target alone."""
         return self._now.pair
 
     @property
@@ -192,7 +192,7 @@ class Controller:
             self._now.pair.costs.reading.add(tokens, seconds)
 
     def late(self, event: Drafted) -> None:
-        """Learn what levels take from a proposal that came too late."""
+        """Learn the cost of draft levels from a proposal that arrived too late."""
         self._now.costs.draft.observe_all(event.passes)
 
     def prompt_read(self, tokens: int, seconds: float) -> None:

@@ -82,8 +82,8 @@ class Crowd:
     ) -> str | None:
         """Judge a session's round while drafting is on, with everything that it waited for. Return
         in words what follows, None if nothing does. `rate`: tokens a second of that session, this
-        round counted; `barren`: nothing was proposed that was worth verifying; `late`: no proposal
-        came in time."""
+        round counted; `barren`: no proposed node was worth verifying; `late`: no proposal
+                arrived in time."""
         self.tokens.add(tokens)
         self.seconds.add(seconds)
         alone_s = self.alone_s(expected_s)

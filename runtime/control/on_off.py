@@ -21,7 +21,8 @@ MOST_LOSS_OF_A_WINNER = 2.5
 """Rounds that a single one may lose: a machine that stood still for a while says nothing of
 drafting."""
 LATE = 1.5
-"""Rounds that a late proposal counts as lost beside its wait: the next ones would be late, too."""
+"""Lost rounds that a late proposal counts for, in addition to its wait: more are likely to
+follow."""
 FIRST_TRY = 8
 """Rounds without drafting before it is tried again; doubled by every try that fails."""
 MOST_DOUBLINGS = 3
@@ -69,7 +70,7 @@ class Experience:
     try_s: float = 0.0
     """Time that the last try cost, or the next is thought to."""
     why: str = ""
-    """Why drafting stopped last, in words that follow "because"; empty if it never did."""
+    """Why drafting last stopped, to follow "because"; empty if it never did."""
     granted: bool = False
     hopeless: int = 0
     """Tries in a row that failed as known costs had said, or after which nothing was drafted."""
@@ -98,14 +99,14 @@ class Experience:
 
 @dataclass
 class Compared:
-    """Rounds with drafting, and what the target alone would have done in the same time."""
+    """Tokens of rounds with drafting, and of the target alone in the same time."""
 
     tokens: float = 0.0
     seconds: float = 0.0
     alone: float = 0.0
-    """Rounds of the target alone in those seconds; each brings one token."""
+    """Rounds of the target alone in those seconds, at one token each."""
     late: int = 0
-    """Proposals that came too late."""
+    """Proposals that arrived too late."""
 
     def add(self, tokens: float, seconds: float, alone_s: float) -> None:
         """Count a round; `alone_s`: seconds of a round of the target alone."""
@@ -113,14 +114,13 @@ class Compared:
         self.alone += seconds / alone_s
 
     def words(self, unit: str, *, on: bool) -> str:
-        """Return why drafting is turned on or off, with both rates, in words that agree with the
-        rates as they are printed."""
+        """Return why drafting is turned on or off, consistent with both rates as printed."""
         rates = self.tokens / self.seconds, self.alone / self.seconds
         drafted, alone = (f"{rate:.1f}" if rate >= 10.0 else f"{rate:.3g}" for rate in rates)
         if on:
             why = "it is faster"
         elif self.late:
-            why = f"{_counted(self.late, 'proposal')} came too late"
+            why = f"{_counted(self.late, 'proposal')} arrived too late"
         elif drafted == alone:
             why = "it was no faster"
         elif rates[0] < rates[1]:
@@ -151,7 +151,7 @@ class OnOff:
         """On: rounds of the target alone that were lost; trying: that were won."""
         self._tokens = self._seconds = 0.0
         self._compared = Compared()
-        """On: the rounds in which `_balance` was lost; trying: those that count."""
+        """On: the rounds in which `_balance` was lost. Trying: the rounds that count."""
         self._tried = self._doubted = False
         """`_doubted`: the try in hand is made against what known costs say."""
         self._cost_s = 0.0
@@ -184,7 +184,7 @@ class OnOff:
 
     @property
     def why_off(self) -> str:
-        """Return in words why nothing is drafted, where that is so."""
+        """Return why nothing is drafted while drafting is off."""
         if self._paused is not None:
             return PAUSED
         why = self._experience.why
@@ -260,8 +260,8 @@ class OnOff:
     ) -> str | None:
         """Count a round while drafting is on. Return in words what follows, None if nothing does.
         `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted;
-        `barren`: nothing was proposed that was worth verifying; `late`: no proposal came in
-        time."""
+        `barren`: no proposed node was worth verifying; `late`: no proposal arrived in
+                time."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
         self._barren = self._barren + 1 / among if barren else 0.0
@@ -367,8 +367,7 @@ class OnOff:
             self._experience.credit_s -= cost_s
 
     def _judged(self, state: Literal["on", "off"], verdict: str) -> str:
-        """Enter a state, and return a sentence that begins with `verdict` and names the rates by
-        which it was decided."""
+        """Enter a state, and return a sentence that begins with `verdict` and gives the rates."""
         why = self._compared.words(self._unit, on=state == "on")
         if state == "off":
             self._experience.why = why
@@ -388,8 +387,7 @@ class OnOff:
         self._paused, self._compared = None, Compared()
 
     def _count(self, tokens: float, seconds: float, alone_s: float) -> None:
-        """Count a round in the comparison, and in the rate with drafting, in which early rounds
-        fade."""
+        """Count a round in the comparison and in the decaying rate with drafting."""
         self._compared.add(tokens, seconds, alone_s)
         kept = 1.0 - 1.0 / 16
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds

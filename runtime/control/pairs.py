@@ -65,7 +65,7 @@ class Pair:
     predicted_s: Average = field(default_factory=Average)
     context: float = 0.0
     on_off: OnOff | None = None
-    """What decided on drafting in the last round; None: nothing did."""
+    """What decided on drafting in the last round, if anything did."""
 
     ahead_in_doubt: bool = field(init=False)
     """True if it has to be found out whether drafting ahead pays: if it takes from the other
@@ -111,8 +111,8 @@ class Pair:
         self.context = float(done.context)
 
     def state(self, offs: Sequence[str | None] = ()) -> PairState:
-        """Return the figures of the pair, as `dovetail status` shows them. `offs`: of each of its
-        running sessions why nothing is drafted for it, None if something is."""
+        """Return the figures of the pair for `dovetail status`. `offs`: for each running session
+        why it does not draft, or None."""
         costs, alone_s = self.costs, self.costs.alone_s(context=self.context)
         return PairState(
             draft=self.draft,

@@ -39,11 +39,12 @@ HOPED_GAIN = 0.5
 for."""
 MOST_DEADLINE_MS = 3.6e6
 NEW = 2
-"""Rounds of a pair that are not judged: a draft's first passes find nothing in any cache."""
+"""First rounds of a pair, which are not judged because the draft's caches are cold."""
 HASTE = 0.4
-"""Share of the patience after which a new draft begins no further level: two take less than it."""
+"""Share of the patience after which a new draft starts no further level, so that two fit into
+it."""
 USUAL = 2.0
-"""Times as long as usual that a proposal may take where it can still pay."""
+"""Multiple of its usual time that a proposal may take while it can still pay."""
 STEPS = (4, 8, 16, 32)
 """Further rows over which the price of one is looked for: a pass gets dearer in steps, and the
 cheapest way to more rows may lead past one."""
@@ -154,9 +155,9 @@ class Pricing:
         )
 
     def _wait_s(self, alone_s: float, pair: Pair, depth: int | None) -> float | None:
-        """Return for how long a round may wait for a proposal: as long as a round of the target
-        alone takes, or longer where what drafting brings is known to be worth it. `depth`: levels
-        of a try. None: nothing is known."""
+        """Return the seconds that a round may wait for a proposal: a round of the target alone, or
+        longer if drafting is known to pay. None if nothing is known yet. `depth`: levels of a
+        try."""
         if alone_s <= 0.0:
             return None
         now = self._now
@@ -168,7 +169,8 @@ class Pricing:
         return max(alone_s, min(gain * alone_s, USUAL * now.costs.order_s * now.load.draft))
 
     def _level_s(self, pair: Pair) -> float:
-        """Return the seconds of a level of the draft, which ends no earlier; 0 while it is new."""
+        """Return the seconds of a draft level, which cannot be interrupted; 0 while the pair is
+        new."""
         return self._now.costs.draft.at(1) if pair.rounds >= NEW else 0.0
 
     def _hopeful_depth(self, context: int) -> int:

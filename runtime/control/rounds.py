@@ -19,7 +19,7 @@ class Plan:
     deadline_ms: float | None = None
     most_depth: int | None = None
     patience_s: float | None = None
-    """Seconds that the target waits for the proposal; None: until it comes."""
+    """Seconds that the target waits for the proposal; None for no limit."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Begun:
     unready: bool = False
     """True if it would have been drafted, had the draft read the prompt."""
     ordered: bool = False
-    """True if its draft is asked; then a round without a proposal has waited for it in vain."""
+    """True if a proposal was requested; without one, the round waited in vain."""
     deciding: bool = False
     """True if what it teaches, once it has ended, may turn drafting on or off."""
     nodes: float = 0.0
@@ -68,7 +68,7 @@ class Round:
 
     @property
     def late(self) -> bool:
-        """Return whether the proposal did not come in time."""
+        """Return whether the proposal did not arrive in time."""
         return self.begun.ordered and self.drafted is None
 
     @property

@@ -7,7 +7,7 @@ from dovetail.protocol.calibration import Calibration, ContextCurve
 
 
 def curves_of(calibration: Calibration) -> "PassCurves":
-    """Return all that a calibration says of passes."""
+    """Return the pass times of a calibration."""
     own = ContextCurve(context=calibration.context, t_v=calibration.t_v)
     return PassCurves([own, *calibration.t_v_by_context])
 

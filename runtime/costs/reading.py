@@ -54,8 +54,8 @@ def reading_order(
     """Return the places of logs in the order in which they are read: one of each owner, then the
     second ones, and so on; among these that first which has waited longest, less the time that
     reading it takes, so that short prompts are not held up by long ones, nor these for ever.
-    `since_s`: seconds since a log of an owner was read to its end, before which none of its others
-    counts as waiting, so that who has many does not come before who has one."""
+    `since_s`: seconds since the last log of an owner was read. Its other logs count as waiting from
+    then on, so that an owner of many does not overtake an owner of one."""
     before: Counter[str] = Counter()
     turns = list[tuple[int, float, int, int]]()
     for place in sorted(range(len(owners)), key=lambda log: reading_s[log] - waited_s[log]):

@@ -52,7 +52,8 @@ class Messages:
     coordinator_s: float = 0.0
     """Seconds of the coordinator for a message that it receives."""
     reply_s: float = 0.0
-    """Seconds of the HTTP process to send what a round brought, on the cores of the passes."""
+    """Seconds in which the HTTP process sends a round's tokens, on the cores that compute
+    passes."""
 
     def beside_s(self, *, drafted: bool) -> float:
         """Return the seconds of a round's messages, and of the coordinator."""
@@ -60,8 +61,7 @@ class Messages:
         return hops * self.hop_s + hops / 2 * self.coordinator_s + self.reply_s
 
     def scaled(self, undrafted_s: float) -> "Messages":
-        """Return these in proportion, so that a round without a draft takes `undrafted_s` of
-        them."""
+        """Return these scaled so that a round without a draft takes `undrafted_s`."""
         factor = undrafted_s / self.beside_s(drafted=False)
         return Messages(factor * self.hop_s, factor * self.coordinator_s, factor * self.reply_s)
 

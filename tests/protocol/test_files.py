@@ -114,5 +114,5 @@ def test_a_file_that_is_too_large_for_a_person_to_have_written_is_not_read(tmp_p
     path = tmp_path / "sparse.toml"
     path.touch()
     os.truncate(path, 3 << 30)
-    with pytest.raises(UserError, match=r"the settings file has more than 16 MiB"):
+    with pytest.raises(UserError, match=r"the settings file is larger than 16 MiB"):
         read_text(path, "the settings file")

@@ -661,7 +661,7 @@ def test_ipc_peers_have_no_keys(ipc_wire: Wire) -> None:
 def test_tcp_without_keys_is_refused_everywhere(host: str) -> None:
     with pytest.raises(
         KeysError,
-        match="needs keys, as every tcp address does: make them once with `dovetail keygen",
+        match="requires keys, like every tcp address: create them once with `dovetail keygen",
     ):
         open_hub(f"tcp://{host}:*")
     with pytest.raises(KeysError, match="needs keys"):
