@@ -50,8 +50,8 @@ log = logging.getLogger("dovetail.coordinator")
 
 NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
 SLACK = 16
-"""A share of the memory that is freed beyond what is needed, so that not every request has to look
-for some."""
+"""Fraction (1/16) of the limit that is freed in addition, so that not every request frees
+memory."""
 
 
 class ClientRequests:
@@ -134,8 +134,8 @@ class ClientRequests:
         try:
             if key is not None and OPERATOR not in key.roles:
                 text = (
-                    f"the key {key.name!r} is not an operator key, which swapping and draining "
-                    "need: `dovetail keygen --name NAME --role operator` makes one"
+                    f"swapping and draining need an operator key, and {key.name!r} is none: create "
+                    "one with `dovetail keygen --name NAME --role operator`"
                 )
                 raise RequestError("role", text)
             if self._service.ending:
@@ -196,8 +196,8 @@ class ClientRequests:
             yield from self._claimed(client, submit, entry)
         elif (over := self.relieve(size_of(submit))) > 0:
             text = (
-                f"this request needs {over} bytes more than are left of the {self._most_bytes} "
-                f"for requests and replies (coordinator.memory); {LATER}"
+                f"this request exceeds coordinator.memory ({self._most_bytes} bytes for requests "
+                f"and replies) by {over} bytes; {LATER}"
             )
             yield self._starting.turn_down(client, submit, RequestError("capacity", text))
         elif self._service.ending or not self._needs_target(submit):
@@ -276,8 +276,8 @@ class ClientRequests:
             yield Defer(partial(attempt, submit, target, self._starting.key(client)), begin)
 
     def relieve(self, more: int = 0) -> int:
-        """Have the journal forget ended replies while all that is kept, and `more` bytes, take more
-        memory than they may; return by how many bytes it is still too much."""
+        """Drop finished replies from the journal until all that is kept and `more` bytes fit into
+        the limit; return by how many bytes they still exceed it."""
         shared = self._shared
         claims = (claim.submit for claim in self._claims if claim.entry is None)
         over = shared.size(claims) + more - self._most_bytes

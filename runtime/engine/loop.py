@@ -33,7 +33,7 @@ STOP_GRACE_S = 5.0
 FAREWELL_S = 0.5
 DRAIN_EVERY_S = 0.02
 READERS = 4
-"""Prompts that are read at a time, apart from what the journal writes."""
+"""Threads that tokenize prompts; the journal writes in others."""
 
 
 async def coordinate(

@@ -19,7 +19,7 @@ from dovetail.runtime.telemetry.event_log import EventLog
 log = logging.getLogger("dovetail.coordinator")
 
 MAX_BYTES_WAITING = 64 << 20
-"""Bytes of messages that wait for a client: one that lets more come together is let go."""
+"""Bytes of messages queued for a client; one that falls further behind is disconnected."""
 MAX_FAREWELLS = 64
 """Clients that were let go and have not been told yet; of more the first are not."""
 

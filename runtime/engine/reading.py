@@ -57,7 +57,7 @@ def share(
 def in_order(
     worker: Worker, logs: Sequence[Rest], running: Mapping[int, RunningRequest], now_ns: int
 ) -> Sequence[int]:
-    """Return the places of logs in the order in which a worker reads them."""
+    """Return the indices of logs in the order in which a worker reads them."""
     row_s = worker.reading.row_s
     sessions = [running[log.command.session].session for log in logs]
     return reading_order(

@@ -113,7 +113,7 @@ class RunningRequest:
     drafts: bool = False
     """True if the request is to be drafted for."""
     asked_ns: int = 0
-    """When its draft was last asked for a proposal."""
+    """When a proposal was last requested."""
     joining: bool = False
     """True if its draft has not been ready since it was taken in the midst of the session."""
     draft_failure: DraftFailure | None = None

@@ -322,8 +322,8 @@ class CommandSender:
         return share(worker, items, logs, self._running, now_ns, self._latency_ms)
 
     def first(self, worker: Worker, logs: Sequence[Rest]) -> int:
-        """Return the place of the log that a worker reads first. While sessions decode there, those
-        that are not open yet come first: they are read in the passes of these sessions."""
+        """Return the index of the log that a worker reads first. While sessions decode there, logs
+        that are not open yet go first, since they share the passes of these sessions."""
         order = in_order(worker, logs, self._running, self._post.now_ns())
         if not any(one.decoding and worker in one.workers for one in self._running.values()):
             return order[0]

@@ -30,7 +30,7 @@ log = logging.getLogger("dovetail.coordinator")
 T = TypeVar("T")
 
 EARLY = 0.9
-"""The share of a time after which a timer that was set to it may have run out."""
+"""Fraction of its delay after which a timer may fire."""
 BEHIND = RequestError(
     "cancelled", "the request was cancelled before all that its client has was decoded again"
 )
@@ -170,7 +170,7 @@ class Sessions:
         )
 
     def _wait(self, running: RunningRequest, round: int, patience_s: float) -> None:
-        """Have a session go on without its draft if no proposal has come within this time."""
+        """Continue a round without a draft if no proposal arrives within this time."""
 
         def look() -> None:
             session, now_ns = running.session, self._now_ns()

@@ -76,8 +76,8 @@ class Shared:
     """None: requests end with this coordinator."""
 
     def size(self, claims: Iterable[Submit]) -> int:
-        """Return about how many bytes of memory all that is kept of requests and replies takes.
-        `claims`: requests that wait for a target, and that the journal does not know."""
+        """Return approximately the bytes of memory that requests and replies take. `claims`:
+        requests that wait for a target and are not in the journal."""
         running, clients = [*self.running.values()], self.registry.clients.values()
         workers = self.registry.workers.values()
         apart = [one.session for one in running if not one.delivery.ticket]

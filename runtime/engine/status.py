@@ -138,7 +138,7 @@ class Status:
         reasons += [self._changes.words[:MAX_WORDS]] if self._changes.under_way else []
         reasons += [medley[:MAX_WORDS]] if (medley := self._registry.medley()) else []
         offs: dict[int, list[str | None]] = {}
-        """By the identity of a pair: of each of its sessions why nothing is drafted for it."""
+        """By id() of a pair: for each of its sessions why it does not draft, or None."""
         for running in [*self._running.values()]:
             if running.loss is not None:
                 continue  # it is not decoded at all, as said above
@@ -177,17 +177,18 @@ class Status:
         )
 
     def _processes(self) -> tuple[ProcessState, ...]:
-        """The process that we are, and those of HTTP APIs, with their figures if they run here."""
+        """Return this process and those of HTTP APIs, with their load if they run on this
+        machine."""
         here, found = socket.gethostname(), list[ProcessState]()
         clients = [one.hello for one in self._registry.clients.values()]
         https = [("http", one.host, one.pid) for one in clients if one.name.startswith("http-")]
         for name, host, pid in [("coordinator", here, os.getpid()), *https][:MAX_PROCESSES]:
-            told: dict[str, Any] = {"name": name, "host": host, "pid": pid}
+            fields: dict[str, Any] = {"name": name, "host": host, "pid": pid}
             if host == here:
-                with suppress(OSError):  # it has just gone
-                    told["cpu_s"], rss_bytes = process_load(pid)
-                    told["rss_mb"] = rss_bytes / 1e6
-            found.append(ProcessState.model_validate(told))
+                with suppress(OSError):  # it has just ended
+                    fields["cpu_s"], rss_bytes = process_load(pid)
+                    fields["rss_mb"] = rss_bytes / 1e6
+            found.append(ProcessState.model_validate(fields))
         return tuple(found)
 
     def _totals(self) -> Totals:

@@ -44,7 +44,7 @@ from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 log = logging.getLogger("dovetail.coordinator")
 OF_LATE_NS = 60_000_000_000
-"""For so long a worker remembers whose logs it has read."""
+"""How long the owners of logs that a worker has read are kept."""
 E = TypeVar("E", Prefilled, Refed, Drafted)
 
 

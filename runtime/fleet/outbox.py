@@ -30,17 +30,17 @@ MAX_JOINED = 8192
 RECORD_EVERY_NS = 2_000_000
 """The pause between records, which somebody measures by."""
 OBJECT_BYTES, TOKEN_BYTES, SCORE_BYTES = 512, 48, 144
-"""Bytes in memory of a message or a score, beside what it holds; of a token id in a list, with what
-is known of it; of an alternative in a score."""
+"""Bytes in memory of an empty message or score, of a token id with its attributes, and of an
+alternative in a score."""
 
 
 def scores_size(scores: Sequence[TokenLogprobs]) -> int:
-    """Return about how many bytes scores take in memory; those of a reply are alike."""
+    """Return approximately the bytes that scores take in memory; those of a reply have one size."""
     return len(scores) * (OBJECT_BYTES + SCORE_BYTES * len(scores[0].top)) if scores else 0
 
 
 def size_of(message: Message) -> int:
-    """Return about how many bytes a message takes in memory."""
+    """Return approximately the bytes that a message takes in memory."""
     match message:
         case Submit():
             texts = sum(4 * len(text) for text in (message.text or "", *(message.turns or ())))
@@ -93,7 +93,7 @@ class Outbox:
         self._begun: set[int] = set()
         """Requests that have been told some text and not their end."""
         self.bytes = 0
-        """About how many bytes they take in memory."""
+        """Approximate bytes of the waiting messages in memory."""
         self._patience_ns = EMIT_EVERY_NS
         self._sent_ns = 0
         self._reminded_ns: int | None = None

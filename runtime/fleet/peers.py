@@ -33,8 +33,8 @@ class Language:
     _reading: Lock = field(default_factory=Lock, compare=False)
 
     def text(self) -> TextCodec:
-        """Return the tokenizer, which the first caller reads: seconds of a large one, which is
-        nothing for an event loop."""
+        """Return the tokenizer. The first call parses it, which can take seconds: never call this
+        in an event loop."""
         with self._reading:
             return self._codec
 
@@ -114,7 +114,7 @@ class Worker:
     reading: ReadingCosts = field(default_factory=ReadingCosts)
     """The cost of prefill, by rows of logs."""
     read_ns: dict[str, int] = field(default_factory=dict)
-    """By owner: when a log of theirs was read to its end, if that was of late."""
+    """By owner: when a log of theirs was last read to its end, if recently."""
     round_s: Average = field(default_factory=Average)
     """Seconds of a round of its sessions, as a target, while nothing is read."""
     tokens: Average = field(default_factory=Average)
@@ -155,19 +155,19 @@ class Worker:
         return self.language.facts
 
     def text(self) -> TextCodec:
-        """Return the tokenizer of a target, as `Language.text` does."""
+        """Return the tokenizer of a target (see `Language.text`)."""
         assert self.language is not None
         return self.language.text()
 
     @property
     def spelling(self) -> Spelling:
-        """Return what spells the tokens of a target."""
+        """Return the detokenizer of a target's vocabulary."""
         assert self.language is not None
         return self.language.spelling
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """Return the spellings of the tokens that end a reply; none of a draft."""
+        """Return the spellings of the tokens that end a reply; empty for a draft."""
         if self.language is None:
             return ()
         return tuple(self.spelling.token(end)[:120] for end in self.facts.end)
@@ -260,7 +260,7 @@ class ClientPeer:
     reading: dict[int, bool] = field(default_factory=dict)
     """Requests whose prompts are being read, and whether they are still wanted."""
     reading_bytes: int = 0
-    """About how many bytes these requests take in memory."""
+    """Approximate bytes of these requests in memory."""
     outbox: Outbox = field(default_factory=Outbox)
     hear: Callable[[Message], None] | None = None
     """Takes what the client is told if it is no peer, but the coordinator itself."""

@@ -256,7 +256,7 @@ class Turns:
         return message, (session,)
 
     def _choose_log(self) -> None:
-        """Move the log whose turn it is to the head of the queue."""
+        """Move the log to read next to the head of the queue."""
         logs, seen = dict[int, Rest](), set[int]()
         for place, (session, asked) in enumerate(self.waiting):
             if session not in seen and isinstance(asked, Open | Rest):

@@ -22,20 +22,20 @@ LONGEST_KIND = 40
 STOP_CHARACTERS = 1024
 LARGEST_SEED = (1 << 63) - 1
 DEEPEST = 64
-"""Objects and lists within each other in values for a chat template: more than any of them reads,
-and less than the 255 at which pydantic stops to write them."""
+"""Nesting depth of values for a chat template: more than any template reads, and below the 255 at
+which pydantic's serializer fails."""
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Strings = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
 TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 Length = Annotated[int, Field(ge=-1, le=(1 << 63) - 1)]
-"""Tokens of a reply; -1: as many as the context has room for."""
+"""Tokens of a reply; -1: as many as fit into the context."""
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
 
 
 def whole(value: Any, deep: int = 2) -> Any:
-    """Return a number without a fraction as an integer, as which some clients do not write it
-    (10.0), and so those of a list or of lists in it."""
+    """Convert floats with an integral value (10.0, as some clients send 10) to int, also in lists
+    and in lists of lists."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if deep and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
@@ -44,17 +44,18 @@ def whole(value: Any, deep: int = 2) -> Any:
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Pass what JSON in UTF-8 can hold and what is not nested too deeply; else `ValueError`."""
+    """Return values that JSON in UTF-8 can hold and that are not nested too deeply; else raise
+    `ValueError`."""
     layer: list[Any] = [values]
     for _ in range(DEEPEST):
         parts = (one.values() if isinstance(one, dict) else one for one in layer)
         layer = [part for found in parts for part in found if isinstance(part, dict | list)]
     if layer:
-        raise ValueError(f"nested more than {DEEPEST} deep: send flatter values")
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
     try:
         json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError:  # of characters too
-        text = "a value is NaN, infinite or half a surrogate pair: send what JSON and UTF-8 hold"
+    except ValueError:  # includes UnicodeEncodeError
+        text = "NaN, Infinity and lone surrogates are not valid JSON in UTF-8"
         raise ValueError(text) from None
     return values
 
@@ -114,9 +115,9 @@ class Wishes(Body):
     )
     fit: bool | None = Field(
         None,
-        description="a max_tokens that does not fit into the context behind the prompt is lowered "
-        "to what fits, which metrics.max_tokens of the reply reports; false: such a request is "
-        "refused; left out: as http.fit has it",
+        description="lower a max_tokens that does not fit into the context to what fits, and "
+        "report that in metrics.max_tokens of the reply; false: refuse such a request; left "
+        "out: the setting http.fit",
     )
 
 
@@ -265,14 +266,14 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str | list[str]:
-        """Return the content as it was sent: one text, or the texts of its parts."""
+        """Return the content as sent: one text, or the texts of its parts."""
         content = self.content
         return content if isinstance(content, str) else [part.text for part in content]
 
 
 def _some(length: int) -> int:
     if not length:
-        raise ValueError("0 is no length of a reply: send at least 1, or -1 for all that fits")
+        raise ValueError("must be at least 1, or -1 for as many as fit into the context")
     return length
 
 

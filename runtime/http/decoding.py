@@ -52,8 +52,8 @@ class Run:
         self._waiter: asyncio.Future[None] | None = None
 
     async def begin(self, order: Order, within_s: float | None = None) -> None:
-        """Ask for the replies, and wait for the first word of any, at most so many seconds;
-        `WrongVocabulary` where the prompt has to be read again."""
+        """Request the replies and wait at most `within_s` seconds for the first message;
+        `WrongVocabulary` if the prompt has to be tokenized again."""
         self._order, self._next = order, 0
         self._ask()
         with suppress(TimeoutError):
@@ -70,8 +70,8 @@ class Run:
         """Return what has come since the last time, at least one thing, each with the reply that it
         is about; empty: all have ended.
 
-        An `ApiError` is raised when something failed, `Gone` when the client has gone,
-        `TimeoutError` if nothing has come within so many seconds.
+        Raises `ApiError` if a reply failed, `Gone` if the client has disconnected, and
+        `TimeoutError` if nothing has come within `within_s` seconds.
         """
         if not (self._heard or self._numbers or self._refused or self._end):
             return []
@@ -140,9 +140,8 @@ class Run:
             self.fail(error)
 
     async def _wait(self, within_s: float | None = None) -> None:
-        """Wait until there is something to take; raises what ended it, `TimeoutError` after so many
-        seconds."""
-        if not self._heard and self._end is None:  # by hand, for a third of asyncio.timeout's cost
+        """Wait until there is something to take; raise what ended the run, or `TimeoutError`."""
+        if not self._heard and self._end is None:  # a third of the cost of asyncio.timeout
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             timer = loop.call_later(within_s, self._wake) if within_s is not None else None

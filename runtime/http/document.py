@@ -29,7 +29,7 @@ STATUSES = {
     403: "Without an API key only this machine is served, under the name localhost.",
     404: "There is no such model, or no reply with this id that is known to this client.",
     413: "The body is too large.",
-    415: "The body comes in an encoding that is not read here.",
+    415: "The Content-Encoding of the body is not supported.",
     429: "The queue is full; `Retry-After` says when to try again.",
     500: "The server failed.",
     503: "There is no coordinator or no target; `Retry-After` says when to try again.",

@@ -39,8 +39,8 @@ KEY = "[key]"
 
 
 class ApiError(DovetailError):
-    """A request that is answered with an error: its status, OpenAI's `param` and `code`, after how
-    many seconds to try again, and which methods to ask with."""
+    """An error response: status, OpenAI's `param` and `code`, seconds for Retry-After, and methods
+    for Allow."""
 
     def __init__(
         self,
@@ -79,19 +79,19 @@ OTHERS: Mapping[str, Sequence[str]] = {
     "/tokenize": (),
     "/detokenize": (),
 }
-"""Paths that are served, and ends of those that other APIs (OpenAI's Responses, Anthropic, Ollama,
-llama-server, TGI) have for the same."""
+"""Served paths, and the endings of their counterparts in other APIs (OpenAI's Responses, Anthropic,
+Ollama, llama-server, TGI)."""
 
 
 def wrong_method(method: str, path: str, allow: str) -> ApiError:
-    """405: the path takes other methods, and HEAD where it takes GET."""
+    """Return a 405 error; a path that allows GET allows HEAD, too."""
     allow = "GET, HEAD" if "GET" in allow else allow
     text = f"{method} {path} is not served here: use {allow}"
     return ApiError(405, text, allow=f"{allow}, OPTIONS")
 
 
 def not_served(method: str, path: str) -> ApiError:
-    """404: the path is not served, and perhaps another one is."""
+    """Return a 404 error that names the path that was probably meant."""
     end, hint = path.rstrip("/"), "/openapi.json lists what is"
     for served, others in OTHERS.items():
         if end.endswith((served.removeprefix("/v1"), *others)):

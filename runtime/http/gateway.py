@@ -97,7 +97,7 @@ class Gateway:
         self._due = False
         self._target: Target | None = None
         self._codec: TextCodec | None = None
-        """That of the last target, of which the next often has the tokenizer."""
+        """The last target's, reused if the next target has the same tokenizer."""
         self._target_s = 0.0
         """When it was last known to be there, on the loop's clock."""
         self._describing = asyncio.Lock()

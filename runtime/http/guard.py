@@ -1,5 +1,5 @@
-"""The guard before every route: who may ask, from where, how much, and in which encoding. A plain
-ASGI layer, since the token path leads through it.
+"""The guard before every route: it checks keys, host names, body sizes and encodings. A plain ASGI
+layer, since every token passes through it.
 
 Knows headers and addresses, nothing of models.
 """
@@ -34,12 +34,12 @@ UNREAD = "dovetail.unread"
 then, with an error for its last words."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 ENCODINGS = (b"gzip", b"x-gzip", b"deflate")
-"""Encodings of a body that are undone here."""
-AS_ITS_HEAD_IS = 32 + zlib.MAX_WBITS
-"""zlib's `wbits` for gzip and for its own format alike."""
+"""Content encodings that are decompressed."""
+ANY_HEADER = 32 + zlib.MAX_WBITS
+"""zlib's `wbits` that accepts both gzip and zlib headers."""
 PLAIN = (b"", b"identity")
 ENCODED = (b"content-encoding", b"content-length")
-"""Headers that hold no longer once an encoding has been undone."""
+"""Headers that no longer apply once a body is decompressed."""
 
 
 class Guard:
@@ -73,7 +73,7 @@ class Guard:
             await answer(error, send)
             return
         scope[STRAIGHT], unpack = send, None
-        if scope["method"] == "HEAD":  # whose body the server leaves out
+        if scope["method"] == "HEAD":  # the server omits the body
             scope = {**scope, "method": "GET"}
         if (encoding := _encoding(headers)) not in PLAIN:
             scope["headers"] = [one for one in scope["headers"] if one[0] not in ENCODED]
@@ -103,7 +103,7 @@ class Guard:
             )
         if (encoding := _encoding(headers)) not in (*PLAIN, *ENCODINGS):
             shown = encoding[:80].decode("latin-1")
-            text = f"Content-Encoding {shown!r} is not read here: send gzip, deflate or none"
+            text = f"Content-Encoding {shown!r} is not supported: use gzip, deflate or none"
             return ApiError(415, text)
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length[:20]) > self._most else None
@@ -124,7 +124,7 @@ class Guard:
         )
 
     def _bounded(self, receive: Receive, unpack: "Unpacking | None") -> Receive:
-        """Counts a body while it arrives, and undoes its encoding."""
+        """Limit the size of a body while it arrives, and decompress it."""
         arrived = 0
 
         async def bounded() -> Message:
@@ -142,38 +142,38 @@ class Guard:
 
 
 class Refused(BaseException):
-    """A body is refused while it arrives; without an error, because more has arrived than may. No
-    `Exception`, so that whoever reads the body does not take it for a mistake in there."""
+    """A body is refused while it arrives; without an error, it is too large. Not an `Exception`, so
+    that code that reads the body does not catch it."""
 
     def __init__(self, error: ApiError | None = None) -> None:
         self.error = error
 
 
 class Unpacking:
-    """Undoes the encoding of a body piece by piece, up to `most` bytes; `Refused` for more, and for
-    what is not of that encoding."""
+    """Decompresses a body piece by piece, up to `most` bytes; `Refused` for more, and for invalid
+    data."""
 
     def __init__(self, encoding: bytes, most: int) -> None:
         self._encoding, self._room = encoding.decode(), most + 1
         self._stream: zlib._Decompress | None = None
 
     def read(self, data: bytes, *, last: bool) -> bytes:
-        """Return what the next piece holds."""
+        """Decompress the next piece."""
         read = b""
         try:
             while data:
-                if self._stream is None or self._stream.eof:  # gzip may have several members
-                    bare = self._encoding == "deflate" and data[0] & 15 != 8  # without zlib's head
-                    self._stream = zlib.decompressobj(-zlib.MAX_WBITS if bare else AS_ITS_HEAD_IS)
+                if self._stream is None or self._stream.eof:  # gzip allows several members
+                    bare = self._encoding == "deflate" and data[0] & 15 != 8  # no zlib header
+                    self._stream = zlib.decompressobj(-zlib.MAX_WBITS if bare else ANY_HEADER)
                 piece = self._stream.decompress(data, self._room)
                 self._room -= len(piece)
                 if not self._room:
                     raise Refused
                 read, data = read + piece, self._stream.unused_data
             if last and self._stream is not None and not self._stream.eof:
-                raise zlib.error("it ends too soon")
+                raise zlib.error("unexpected end of data")
         except zlib.error as error:
-            text = f"the body is not {self._encoding}, as Content-Encoding says: {error}"
+            text = f"the body is not valid {self._encoding} (Content-Encoding): {error}"
             raise Refused(ApiError(400, text)) from None
         return read
 
@@ -183,10 +183,10 @@ def _encoding(headers: dict[bytes, bytes]) -> bytes:
 
 
 def shared(app: App, cors: str) -> App:
-    """Return an app that web pages of these origins, which commas divide, may use (*: all)."""
+    """Let web pages of these comma-separated origins (*: all) call an app."""
     if not cors:
         return app
-    from starlette.middleware.cors import CORSMiddleware  # late: commands read keys by this file
+    from starlette.middleware.cors import CORSMiddleware  # late: slow to import
 
     return CORSMiddleware(
         app,

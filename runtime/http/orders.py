@@ -56,7 +56,7 @@ class Defaults:
     template: Mapping[str, Any] = field(default_factory=dict)
     """Values for the chat template."""
     fit: bool = True
-    """False: a number of tokens that the context has no room for is refused, not lowered."""
+    """False: refuse a max_tokens that does not fit into the context instead of lowering it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Order:
     name: str = ""
     """The id of the response, which nobody can guess."""
     asked: int = 0
-    """The most tokens of a reply that the request names; 0: none."""
+    """The max_tokens of the request; 0 if it has none."""
     created: int = 0
     """When the request came, in seconds since 1970."""
 
@@ -219,9 +219,8 @@ def _order(
 def _check_room(
     body: Decoding, prompts: Iterable[tuple[int, ...]], target: Target, defaults: Defaults
 ) -> None:
-    """Refuse a least number of tokens that does not fit behind the prompt, and a largest one where
-    it is not to be lowered. A reply whose length is not named ends with the context at the
-    latest."""
+    """Refuse a min_tokens that does not fit behind the prompt, and a max_tokens that does not fit
+    unless it may be lowered."""
     longest = max(map(len, prompts))
     room = target.context - longest
     wishes, named = body.dovetail or Wishes(), _length_field(body)
@@ -326,7 +325,7 @@ def _rendered(
     *,
     reply: bool = True,
 ) -> tuple[int, ...]:
-    """The token ids of messages, in the target's chat template."""
+    """Return the token ids of messages in the target's chat template."""
     messages = [(message.role, message.text) for message in body.messages or ()]
     texts = [[text] if isinstance(text, str) else text for _, text in messages]
     _check_length(chain.from_iterable(texts), target, "messages")
@@ -337,7 +336,7 @@ def _rendered(
 
 
 def _refused(error: RequestError, param: str) -> ApiError:
-    """Return how a prompt is refused that cannot be put into tokens."""
+    """Return the API error for a prompt that cannot be tokenized."""
     internal = error.code == "internal"
     return ApiError(500, str(error)) if internal else ApiError(400, str(error), param=param)
 

@@ -126,8 +126,8 @@ class Writer(ABC):
 
     @property
     def comment(self) -> bytes:
-        """A line of a stream that clients pass over. An empty line follows, by which some of them
-        divide a stream, unless events have ids: openai-python would take it for an event then."""
+        """A stream line that clients ignore. Some clients split a stream at empty lines, so one
+        follows, except with event ids, where openai-python would read it as an event."""
         return COMMENT if self._order.wishes.event_ids else COMMENT + b"\n"
 
     def last_lines(self) -> bytes:
@@ -212,13 +212,13 @@ class Writer(ABC):
         return self._order.submits[0].tree.most_nodes
 
     def _metrics(self, index: int, result: Result) -> dict[str, Any]:
-        """The figures of a reply; how its draft failed is for who asks about the draft, and no part
-        of an OpenAI body."""
+        """Return the metrics of a reply; a draft's failure is included only if the request asks
+        about the draft."""
         figures = metrics_of(result, self._gamma, failure=self._order.wishes.drafted)
         return {**figures, **self._lowered(index)}
 
     def _lowered(self, index: int) -> dict[str, int]:
-        """Return to what the largest number of tokens was lowered, if it was."""
+        """Return the value to which max_tokens was lowered, if it was."""
         room = self._context - len(self._order.submits[index].tokens or ())
         return {"max_tokens": room} if room < self._order.asked else {}
 
@@ -339,7 +339,7 @@ class TextWriter(Writer):
         }
 
     def _spelling(self, shown: ShownToken) -> str:
-        """The first token of a text has no space where the text does not begin with one."""
+        """Spell a token; the first one without its space if the text does not begin with one."""
         spelt = spelling(self._text, shown.token)
         return spelt[1:] if not shown.offset and spelt == f" {shown.text}" else spelt
 

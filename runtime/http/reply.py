@@ -156,8 +156,8 @@ class Reply:
             return self._prompt, []
         prompt, text = self._submit.tokens or (), self._target.text
         written = text.decode(prompt, special=True)
-        special = written.endswith(self._prompt)  # what was put before the prompt lies below 0
-        begin = len(self._prompt) - len(written) if special else 0
+        special = written.endswith(self._prompt)
+        begin = len(self._prompt) - len(written) if special else 0  # below 0: a BOS token before it
         read = Tokens(text.detokenizer(special=special), begin)
         read.push(prompt, (False,) * len(prompt), self._scores)
         return self._prompt, [

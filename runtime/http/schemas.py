@@ -68,7 +68,7 @@ class Metrics(Result):
     text: SkipJsonSchema[str] = ""
     token_ids: SkipJsonSchema[tuple[int, ...]] = ()
     max_tokens: int | None = None
-    """Present if a larger number was lowered to what the context has room for."""
+    """Present if the request's max_tokens was lowered to what fits into the context."""
     speculative_decoding: SpeculativeDecoding
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger("dovetail.http")
 LOOK_EVERY_S = 1.0
 MAX_HEAD_BYTES = 64 << 10
 BODY_LENGTH = (b"content-length", b"transfer-encoding")
-"""Headers that say where the body of a request ends."""
+"""Headers that determine where the body of a request ends."""
 KEEP_ALIVE_S = 30
 GRACE_S = 5.0
 """After a signal, requests that run have so long to end."""
@@ -88,9 +88,8 @@ class PatientProtocol(HttpToolsProtocol):
             super().data_received(self._fed)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Read on behind the head of a request that offers another protocol (h2c, websocket) as if
-        it did not. The parser takes what follows for that protocol; another one is given as much of
-        the head as says how long the body is."""
+        """Ignore an offer to upgrade to another protocol (h2c, websocket). The parser would treat
+        the body as that protocol, so a new one is fed the headers that determine its length."""
         self._left = self._fed[getattr(sys.exception(), "args", (0,))[0] :]
         self.parser = type(self.parser)(self)
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in BODY_LENGTH]
@@ -116,7 +115,7 @@ class PatientProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():  # its body has yet to be read
+        if self.parser.should_upgrade():  # the body follows
             return
         self._began_s = None
         super().on_message_complete()

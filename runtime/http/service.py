@@ -45,10 +45,10 @@ from dovetail.runtime.text.templates import RENDERERS
 SMALL_CHARACTERS = 4096
 """Texts up to this are tokenized at once; longer ones in a thread: nobody waits for them."""
 REFUSAL_S = 1.0
-"""The head of a stream is sent after so long without a word of its reply: a refusal comes sooner,
-and has its status."""
+"""Seconds without a token after which the head of a stream is sent; an earlier refusal still gets
+its own status."""
 SILENCE_S = 15.0
-"""A stream without a word for so long gets a comment, since proxies close what is silent: the HTML
+"""Seconds without data after which a comment is sent, since proxies close silent streams: the HTML
 standard's advice (server-sent events, authoring notes)."""
 CLIENT_GONE = 499
 """A status that nobody reads (nginx's)."""
@@ -79,7 +79,7 @@ class Terms:
     most_body_bytes: int = 8 << 20
     only_local_names: bool = False
     cors: str = ""
-    """Origins of web pages that may ask, as http.cors names them."""
+    """The setting http.cors."""
     dashboard: Shown = "off"
     """Says if there is a page, and if it shows the tokens of requests."""
 
@@ -96,7 +96,7 @@ class Service:
         self._renderings: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, RENDERERS // 2)
         )
-        """Places for the renderings of each owner, so that one leaves some to the others."""
+        """Limits the renderings of each owner, so that none takes all threads."""
 
     def end(self) -> None:
         """Tell those who still wait that the server ends."""
@@ -210,7 +210,7 @@ class Service:
     async def _read(
         self, read: Callable[[], R], body: ChatOrTextBody | TokenizeBody, owner: str
     ) -> R:
-        """Have a prompt read: a conversation where nobody waits for its rendering."""
+        """Tokenize a prompt; chats in threads of their own, since rendering may be slow."""
         if isinstance(body, CompletionBody) or not body.messages:
             return await _here_or_elsewhere(read, _size(body))
         async with self._renderings[owner]:
@@ -275,8 +275,8 @@ class Service:
         but served."""
         if (state := await self.reported()) is None:
             missing = [self.gateway.missing or "the coordinator does not answer"]
-            told = {"ready": False, "status": "waiting", "degraded": True, "missing": missing}
-            return False, {**told, "faults": [], "loading": [], "load": None}
+            status = {"ready": False, "status": "waiting", "degraded": True, "missing": missing}
+            return False, {**status, "faults": [], "loading": [], "load": None}
         there = any(
             "target" in worker.roles and not (worker.standby or worker.stuck)
             for worker in state.workers
@@ -316,7 +316,7 @@ class Service:
 
 
 class Answer:
-    """One answer while it is written; the metrics are informed of it."""
+    """One response while it is written, with its metrics."""
 
     def __init__(self, run: Run, writer: Writer, exposition: Exposition, model: str) -> None:
         self._run, self._writer = run, writer
@@ -332,8 +332,7 @@ class Answer:
         return self._writer.whole()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the answer as it comes, and comments while nothing does; an error is the last
-        line."""
+        """Yield the response as it comes, with comments while nothing does; an error comes last."""
         try:
             while True:
                 try:
@@ -398,7 +397,7 @@ async def _here_or_elsewhere(work: Callable[[], R], size: int) -> R:
 
 
 def _size(body: ChatOrTextBody | TokenizeBody) -> int:
-    """Return how many characters or token ids there are to read, of a conversation's none."""
+    """Return the number of characters or token ids to read; 0 for a chat."""
     given = body.prompt if isinstance(body, CompletionBody | TokenizeBody) else None
     if isinstance(given, list):
         return sum(1 if isinstance(part, int) else len(part) for part in given)

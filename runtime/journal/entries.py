@@ -18,7 +18,7 @@ from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.kept import pack
 
 PIECE = 8192
-"""Tokens of a record: with their scores they stay below the largest that is read."""
+"""Tokens of a record: with their scores they fit into `MAX_RECORD`."""
 
 
 @dataclass
@@ -64,8 +64,8 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Return about how many bytes it takes in memory, those of its session's tokens among
-        them."""
+        """Return approximately the bytes that it takes in memory, including its session's
+        tokens."""
         return self._asked + TOKEN_BYTES * len(self.tokens) + scores_size(self.logprobs)
 
     @property
@@ -140,12 +140,12 @@ def coordinated(epoch: int, sessions: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EndedReply:
-    """The entry of a reply that has ended, packed: thousands are kept, few asked for."""
+    """The packed entry of a finished reply: thousands are kept, few are requested again."""
 
     sessions: tuple[int, ...]
     left_s: float
     records: tuple[bytes, ...]
-    """The records that say all of it."""
+    """The records of which the entry can be rebuilt."""
 
     @classmethod
     def of(cls, entry: Entry) -> "EndedReply":
@@ -154,11 +154,11 @@ class EndedReply:
 
     @property
     def size(self) -> int:
-        """Return about how many bytes it takes in memory."""
+        """Return approximately the bytes that it takes in memory."""
         return OBJECT_BYTES + sum(map(len, self.records))
 
     def entry(self) -> Entry:
-        """Return the entry that was packed."""
+        """Return the entry, unpacked."""
         begun, *later = self.records
         kind, *what = msgpack.unpackb(begun, use_list=False)
         assert kind == "begun"
@@ -178,7 +178,7 @@ class Entries:
     ended: dict[str, EndedReply] = field(default_factory=dict)
     """Entries of replies that have ended; a ticket is in one of both."""
     ended_bytes: int = 0
-    """About how many bytes these take in memory."""
+    """Approximate bytes of `ended` in memory."""
     epochs: set[int] = field(default_factory=set)
     sessions: int = 0
     """The highest number that a session has had."""
@@ -209,7 +209,7 @@ class Entries:
 
     @property
     def size(self) -> int:
-        """Return about how many bytes all entries take in memory."""
+        """Return approximately the bytes that all entries take in memory."""
         return self.ended_bytes + sum(one.size for one in self.of.values())
 
     def kept(self) -> Iterator[tuple[str, Entry | EndedReply]]:
@@ -224,7 +224,7 @@ class Entries:
         return self.of.get(ticket)
 
     def _take(self, ticket: str) -> EndedReply | None:
-        """Remove the entry of a reply that has ended, and return it."""
+        """Remove and return the entry of a finished reply."""
         if (ended := self.ended.pop(ticket, None)) is not None:
             self.ended_bytes -= ended.size
         return ended
@@ -295,7 +295,7 @@ def _record(kind: str, *what: Any) -> bytes:
 def _begun(frame: bytes, key: str) -> Entry:
     submit = REQUEST.decode([frame])
     if not isinstance(submit, Submit):
-        raise TypeError("it begins with no request")
+        raise TypeError("it does not begin with a request")
     return Entry(submit, key)
 
 
@@ -332,7 +332,7 @@ def _left(entry: Entry, now_s: float) -> None:
 def _ended(entry: Entry, finished: bytes, now_s: float) -> None:
     message = REPLY.decode([finished])
     if not isinstance(message, Finished):
-        raise TypeError("it ends with no result")
+        raise TypeError("it does not end with a result")
     entry.finished, entry.left_s = message, now_s
 
 

@@ -31,10 +31,10 @@ log = logging.getLogger("dovetail.coordinator")
 KEEP_S = 600.0
 SEGMENT_BYTES = 16 << 20
 MOST_BYTES = 256 << 20
-"""All segments together, and all entries in memory: beyond it the oldest replies that have ended
-go, and the oldest segments."""
+"""Limit of all segments, and of all entries in memory; beyond it the oldest finished replies and
+the oldest segments are dropped."""
 REWRITTEN_BYTES = 1 << 20
-"""Bytes a second at most that are written once more into new segments for the sake of time."""
+"""Most bytes per second that are rewritten into new segments because old ones expire."""
 FORGET_EVERY_S = 5.0
 """All ended replies are looked at so often, of which there may be thousands."""
 
@@ -58,8 +58,8 @@ class Journal:
         now_s: Callable[[], float] = time.time,
         aside: Aside = _at_once,
     ) -> None:
-        """`keep_s`: how long an ended reply stays; `most`: bytes of all segments, and of all
-        entries in memory; `aside`: where the disk is waited for."""
+        """`keep_s`: how long a finished reply is kept. `most`: limit in bytes of all segments, and
+        of all entries in memory. `aside`: runs disk writes in the background."""
         self._most = most
         self._segments, self._keep_s, self._now_s, self.aside = segments, keep_s, now_s, aside
         self._entries = Entries()
@@ -68,7 +68,7 @@ class Journal:
         self._unwritten: list[bytes] = []
         self._dirty, self._syncing = False, False
         self._begun_bytes = 0
-        """Bytes that the newest segment began with."""
+        """Bytes with which the newest segment began."""
         self._write_us, self._sync_ms = Average(), Average()
         self.failed = ""
         """Why nothing is written any more; empty: it is."""
@@ -292,7 +292,7 @@ class Journal:
             self._forget(now_s)
         if self.failed:
             return
-        begun = self._begun_bytes  # what runs is written once more: not before as much is new
+        begun = self._begun_bytes  # rewritten in every segment: wait until as many bytes are new
         large = self._segments.newest_size - begun > max(SEGMENT_BYTES, begun)
         old = now_s - self._begun_s > max(self._keep_s, begun / REWRITTEN_BYTES)
         if (large or old) and not self._syncing:
@@ -328,11 +328,11 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Return about how many bytes it takes in memory."""
+        """Return approximately the bytes that the journal takes in memory."""
         return self._entries.size + sum(map(len, self._unwritten))
 
     def give_up(self, size: int) -> None:
-        """Forget replies that run no more, the oldest first, until so many bytes are free."""
+        """Drop replies that are no longer running, oldest first, until `size` bytes are free."""
         for ticket, one in self._over():
             if size <= 0:
                 break
@@ -340,7 +340,7 @@ class Journal:
             self._entries.forget(ticket)
 
     def _over(self) -> list[tuple[str, Entry | EndedReply]]:
-        """Return the entries of replies that run no more, the oldest first."""
+        """Return the entries of replies that are no longer running, oldest first."""
         kept = ((ticket, one) for ticket, one in self._entries.kept() if one.left_s is not None)
         return sorted(kept, key=lambda item: item[1].left_s or 0.0)
 

@@ -33,11 +33,12 @@ ANY_MAGIC = re.compile(rb"dovetail journal [0-9]+\n")
 HEAD = struct.Struct("<II")
 MAX_RECORD = 64 << 20
 MAX_SEGMENT = 1 << 30
-"""Bytes of the largest file that is read as a segment."""
+"""Size in bytes of the largest file that is read as a segment."""
 LOOK = 1 << 20
-"""Bytes of a segment that are held at a time."""
+"""Bytes of a segment that are in memory at a time."""
 MOST_CHECKED = 8
-"""Times the bytes of a segment that are looked at behind damage to find where it goes on."""
+"""How often the size of a segment is checksummed, at most, to find the next record behind
+damage."""
 NAME = "segment-{:08}"
 NAME_PATTERN = re.compile(r"segment-([0-9]{8,})")
 BEGUN = "begun"
@@ -163,10 +164,10 @@ class Segments:
         return sorted(number for number in numbers if self._is_segment(self._path(number)))
 
     def _is_segment(self, path: Path) -> bool:
-        """Return whether this is a file that may be a segment."""
+        """Return whether this is a file that is not too large for a segment."""
         size = path.stat().st_size if path.is_file() else -1
         if size > MAX_SEGMENT:
-            log.error("%s has %d bytes, more than a segment can have: it is not read", path, size)
+            log.error("%s is not read: its %d bytes are too many for a segment", path, size)
         return 0 <= size <= MAX_SEGMENT
 
     def _path(self, number: int) -> Path:

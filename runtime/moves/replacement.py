@@ -134,8 +134,8 @@ class Changes:
         if role == "target" and held and not (old.available or asked.last):
             numbers = ", ".join(str(running.session.number) for running in held)
             text = (
-                f"{old.whereabouts} does not respond, and no other target computes the same for "
-                f"its sessions ({numbers}): wait until they have ended, or end them with --last"
+                f"{old.whereabouts} does not respond, and no other target can continue its "
+                f"sessions ({numbers}): wait until they have ended, or end them with --last"
             )
             raise RequestError("swap", text)
         yield from self._begin(
@@ -271,8 +271,7 @@ class Changes:
         return "movable" if begun and self._moving.refuge(running) is not None else "held"
 
     def _stranded(self, running: RunningRequest) -> bool:
-        """Return whether a session waits for another target than the newcomer, which has nobody's
-        place but that of the one that was lost: only such a one can go on with it."""
+        """Return whether a session has lost its target and cannot continue on the newcomer."""
         newcomer = self._newcomer if self._old is None else None
         return newcomer is not None and not self._moving.suits(running, newcomer)
 

@@ -256,14 +256,13 @@ class Change:
     def _wait_for(
         self, here: Collection[int], movable: Collection[int], *, coming: bool
     ) -> list[Action]:
-        """Say once that the last sessions end where they are, or wait for a target like the one
-        that they have lost, which may take its time."""
+        """Report once which sessions end where they are, or wait for a target like the lost one."""
         if self._waits or coming or movable or not here:
             return []
         self._waits = True
         if self.old is not None:
             return [Say(f"sessions that end on {self.old.name}: {len(here)}")]
-        return [Say(f"sessions that wait for a lost target: {', '.join(map(str, sorted(here)))}")]
+        return [Say(f"sessions waiting for a lost target: {', '.join(map(str, sorted(here)))}")]
 
     # -- what goes wrong ---------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 """The router as an application: a request goes to one replica, and the reply comes back as it is.
 
-A replica that cannot be reached, breaks off before a byte of its reply (the head of a stream and
-comments do not count), or refuses for want of room (429, 503) is followed by the next best one: the
-client has nothing yet, and a request that begins twice costs time alone. A reply that is asked for
-again by its id is looked for at all of them. What breaks off later ends the client's connection: a
-stream has its seed in its first chunk, with which it can be requested again.
+A request goes to the next best replica if one cannot be reached, is full (429, 503), or disconnects
+before the first byte of its reply (the head of a stream and comments do not count). A reply that is
+requested again by its id is looked for at all replicas. A later disconnect ends the client's
+connection: a stream can be requested again with the seed in its first chunk.
 """
 
 import asyncio
@@ -47,7 +46,8 @@ class Call:
 
     def __init__(self) -> None:
         self.gone = self.headed = False
-        """The client has left; it has the head of a stream, and nothing of its reply."""
+        """`gone`: the client has disconnected. `headed`: it has the head of a stream, but no
+        data."""
         self.connection: Connection | None = None
 
     def end(self) -> None:

@@ -237,7 +237,7 @@ class Session(OpeningSession):
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     def draft_late(self) -> list[Action]:
-        """Go on without the proposal of this round, which is stale when it comes."""
+        """Verify without the proposal of this round, which is stale when it arrives."""
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     def target_lost(self) -> list[Action]:

@@ -88,12 +88,11 @@ SPECULATION = {
     "none": "not possible",
     "idle": "waiting for a request",
 }
-"""What follows "Speculation is" in each of its states."""
+"""How each state completes "Speculation is"."""
 
 
 def speculation(state: Reported) -> dict[str, Any]:
-    """Return whether anything is drafted, in a word and in words, why not if not, and whether that
-    is a fault."""
+    """Return the state of speculation, its reason and description, and whether it is a fault."""
     word, why = _speculation(state)
     there = any("target" in worker.roles for worker in state.workers)
     fault = bool(state.faults or state.totals.waiting or (state.degraded and there))
@@ -109,10 +108,10 @@ def _speculation(state: Reported) -> tuple[str, str]:
         why = "no draft worker is registered: the target decodes alone"
         return "off" if state.degraded else "alone", why
     if not state.pairs:
-        return "idle", "no request with a draft has come yet"
+        return "idle", "no request has used a draft yet"
     undrafted = "; ".join(pair.undrafted for pair in state.pairs if pair.undrafted)
     if not any(pair.speculating for pair in state.pairs):
-        return "off", undrafted or "nothing was drafted in the last round"
+        return "off", undrafted or "the last round had no draft"
     return "partly" if undrafted else "on", undrafted
 
 
@@ -125,8 +124,8 @@ def pair_figures(pair: PairState) -> dict[str, Any]:
 
 
 def process_figures(state: Reported, before: Reported | None) -> list[dict[str, Any]]:
-    """Return the processes of a state, with the share of a core that each has used since the one
-    before; None where that is not known."""
+    """Return the processes of a state, each with its CPU load in cores since the state before, None
+    if unknown."""
     used = {(one.host, one.pid): one.cpu_s for one in before.processes} if before else {}
     since_s = state.uptime_s - before.uptime_s if before else 0.0
 

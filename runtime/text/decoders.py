@@ -4,12 +4,11 @@ decoder makes of all tokens at once.
 A decoder is a chain of stages. Each takes pieces of tokens and passes pieces on, as soon as nothing
 that may follow can change them; what it still holds comes out when no token will follow. A piece is
 a text and whether its token ends with it: behind a `Fuse` there is one token, which grows until the
-end. What a stage holds is bounded by what its decoder makes uncertain: an incomplete character,
-what may be the beginning of a pattern. Where the library fails on a token, the token stays as it
-is spelt: no stage raises.
+end. A stage holds back only what is uncertain: an incomplete character, or a possible beginning of
+a pattern. Where the library fails on a token, its spelling is kept: no stage raises.
 
-One thing differs from the library, which replaces every byte of a run of byte tokens where any of
-them is no UTF-8: here complete characters stay (see `ByteFallback`).
+Unlike the library, which replaces all bytes of a run of byte tokens if any is invalid UTF-8,
+complete characters of such a run are kept (see `ByteFallback`).
 """
 
 import codecs
@@ -21,7 +20,7 @@ Rewrite = Callable[[str], str]
 """Returns what a decoder makes of the text of one token."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 EACH_BYTE = "dovetail.each_byte"
-"""Name of the way to handle errors that replaces each byte."""
+"""Name of the codec error handler that replaces each byte."""
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -192,11 +191,10 @@ class Bytes(WholeTokens):
 
 
 class ByteFallback(WholeTokens):
-    """A run of tokens such as <0xE4> is the text of its bytes, of which each character is passed on
-    with its last byte.
+    """Decodes runs of byte tokens such as <0xE4>; a character is emitted with its last byte.
 
-    As in SentencePiece, each byte that is part of no character becomes a replacement character;
-    an incomplete character behind which no token follows becomes a single one.
+    As in SentencePiece, each invalid byte becomes a replacement character, and an incomplete
+    character at the end of the text becomes a single one.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The process that renders chat templates, which are programs in Jinja that a checkpoint brings: in
-the dialect of transformers, with limits. Run as a script by `templates.py`.
+"""The process that renders chat templates, as transformers does but with limits; `templates.py`
+runs it as a script.
 
-Whatever a template does, it does to this process: the kernel ends it when a rendering takes too
-much processor time, refuses it memory, and ends it with its parent. The only door to `jinja2`.
+Templates are Jinja programs of a checkpoint and can harm only this process: the kernel limits its
+CPU time and memory, and kills it with its parent. The only door to `jinja2`.
 """
 
 import ctypes
@@ -27,20 +27,20 @@ from jinja2.utils import Namespace
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 OUT_OF_MEMORY = 3
-"""The exit code of a process that was refused memory."""
+"""Exit code of a process that ran out of memory."""
 MARK = 7130295184
-"""Stands, with a number behind it, for a text in a trial: digits, which templates leave alone."""
+"""In a trial, this and a number stand for a text: templates do not change digits."""
 
 Content = str | list[dict[str, str]]
 Message = dict[str, Any]
 
 
 class _Limit(Exception):
-    """A template went beyond a limit, in words."""
+    """A template exceeded a limit."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it changes nothing."""
+    """`{% generation %}` marks assistant text for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
@@ -97,7 +97,7 @@ def _tojson(
 
 @lru_cache(8)
 def _compiled(text: str) -> Template:
-    """A template as transformers reads it."""
+    """Return a template, compiled as transformers does."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -112,12 +112,12 @@ def _compiled(text: str) -> Template:
 
 
 def _rendered(template: Template, most: int, values: Mapping[str, Any]) -> str:
-    """The text of a template, of at most `most` characters."""
+    """Render a template to at most `most` characters."""
     pieces, length = [], 0
     for piece in template.generate(**values):
         length += len(piece)
         if length > most:
-            raise _Limit(f"makes more than {most} characters")
+            raise _Limit(f"writes more than {most} characters")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -126,7 +126,7 @@ def _rendered(template: Template, most: int, values: Mapping[str, Any]) -> str:
 
 
 def _in_form(form: int, content: Content) -> Content:
-    """The content of a message as it was given (0), as one string (1), as one part (2)."""
+    """Return the content of a message as given (0), as one string (1) or as one part (2)."""
     if form == 0:
         return content
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -134,7 +134,7 @@ def _in_form(form: int, content: Content) -> Content:
 
 
 def _marked(content: Content, first: int) -> tuple[Content, list[str]]:
-    """A content with a mark in place of each text that is not blank, and the marks."""
+    """Return a content with marks in place of texts that are not blank, and the marks."""
     marks: list[str] = []
 
     def mark(text: str) -> str:
@@ -149,8 +149,8 @@ def _marked(content: Content, first: int) -> tuple[Content, list[str]]:
 
 
 def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) -> list[bool]:
-    """Return of which messages all text is in what a template makes of them, as text: not in a
-    list of parts that is printed as Python does it."""
+    """Return for each message whether the template renders all of its text, and not as the repr of
+    a list of parts."""
     marked, every, count = [], [], 0
     for message in messages:
         content, marks = _marked(message["content"], count)
@@ -164,10 +164,10 @@ def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) 
 
 
 def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> list[Message]:
-    """The messages with their contents in the form that the template reads: as they were given if
-    it shows all of them so, else as strings or as parts. Found by trial, with marks for the texts.
+    """Return the messages with contents as the template expects them: as given if it renders all of
+    them, else as strings or parts, which is found by rendering marks in place of texts.
 
-    `_Limit` names a message that it shows in no form.
+    Raises `_Limit` for a message that it renders in no form.
     """
     best: list[bool] = []
     for start in range(3):
@@ -181,7 +181,7 @@ def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> 
                 shown = _shown(render, tried)
             except MemoryError:
                 raise
-            except Exception:  # it takes no message of this form, or none of these roles
+            except Exception:  # it rejects this form or these roles
                 break
             if all(shown):
                 return tried
@@ -193,14 +193,14 @@ def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> 
     if best:
         lost = best.index(False)
         raise _Limit(
-            f"leaves out message {lost + 1} (role {messages[lost]['role']!r:.40}), whatever its "
-            "form: put its text into another message"
+            f"drops message {lost + 1} (role {messages[lost]['role']!r:.40}): move its text into "
+            "another message"
         )
     return messages
 
 
 def render(template: str, most: int, values: Mapping[str, Any]) -> str:
-    """The text for these values, of at most `most` characters."""
+    """Render a template for these values to at most `most` characters."""
     compiled = _compiled(template)
     messages: list[Message] = values["messages"]
     if "developer" not in template:
@@ -218,8 +218,8 @@ def render(template: str, most: int, values: Mapping[str, Any]) -> str:
 
 
 def _answer(job: bytes) -> bytes:
-    """Return t and the text, or why there is none: c where the template cannot be used, f where it
-    fails, l where it goes beyond a limit."""
+    """Return t and the text, or an error: c if the template does not compile, f if it fails, l if
+    it exceeds a limit."""
     kind = b"c"
     try:
         template, most, values = json.loads(job)
@@ -236,8 +236,8 @@ def _answer(job: bytes) -> bytes:
 
 
 def main(parent: int, memory: int, cpu_s: float) -> None:
-    """Render what comes on stdin, a socket, until it is closed. `memory`: bytes that a rendering
-    may take; `cpu_s`: its processor seconds."""
+    """Serve the socket on stdin until it is closed. `memory`, `cpu_s`: limits of a rendering in
+    bytes and in seconds of CPU time."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     prctl(PR_SET_NAME, b"dovetail render", 0, 0, 0)

@@ -20,7 +20,7 @@ def borders(pattern: str) -> tuple[int, ...]:
 
 def advance(pattern: str, matched: int, text: str, *, early: bool = False) -> tuple[int, int]:
     """Return how much of the pattern the text so far ends with, `matched` before `text`; and where
-    in `text` the first whole one ends, 0: there is none. `early`: whole ones do not count.
+    in `text` the first whole one ends, 0: there is none. `early`: ignore whole ones.
 
     What lies behind a whole one is not looked at.
     """
@@ -47,8 +47,8 @@ class StopStrings:
     beginning of one. Takes time in proportion to the text."""
 
     def __init__(self, stops: Sequence[str], marks: str = "") -> None:
-        """`marks`: characters that stand for what the text does not show. Stop strings without
-        any are found as if the text had none."""
+        """`marks`: characters that stand for hidden tokens. Stop strings without marks are found as
+        if the text had none."""
         self._stops, self._marks = tuple(stops), frozenset(marks)
         self._unmarked = dict.fromkeys(map(ord, marks)) if marks else None
         self._held = ""
@@ -57,7 +57,7 @@ class StopStrings:
 
     def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
         """Return the text that is safe to show, and whether a stop string is complete. `early`:
-        one that this text completes does not count, though it may begin one that does."""
+        ignore one that this text completes; it may still begin another."""
         if not self._stops or not text:
             return text, False
         self._held += text
@@ -79,8 +79,8 @@ class StopStrings:
         return shown, bool(starts)
 
     def _back(self, place: int, letters: int, blind: bool) -> int:
-        """Return the place so many letters of the held text before another; `blind`: marks do not
-        count."""
+        """Return the index `letters` before `place` in the held text; `blind`: without counting
+        marks."""
         while blind and letters:
             place -= 1
             letters -= self._held[place] not in self._marks

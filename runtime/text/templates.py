@@ -1,7 +1,5 @@
-"""Chat templates, rendered in processes of their own (`rendering.py`), since they are programs of a
-checkpoint's: one that runs for ever, fills the memory or breaks its interpreter costs its request
-alone. Knows nothing of Jinja.
-"""
+"""Renders chat templates in processes of their own (`rendering.py`), since they are programs of a
+checkpoint: one that never ends, fills memory or crashes fails only its own request."""
 
 import atexit
 import json
@@ -23,17 +21,17 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_TEXT
 
 CPU_S = 1.0
-"""Processor seconds of one rendering. Templates of today's models take about a millisecond."""
+"""CPU seconds of a rendering; templates of current models take about a millisecond."""
 WALL_S = 30.0
-"""Seconds of one rendering, on a machine that has much else to do."""
+"""Seconds of a rendering on a busy machine."""
 LOOK_S = 1.0
-"""From time to time a process that does not answer is looked at."""
+"""Seconds between checks of a process that has not answered."""
 MEMORY = 256 << 20
-"""Bytes that a rendering may take."""
+"""Bytes of memory of a rendering."""
 RENDERERS = 4
-"""Processes at most; a further one is started when the others are busy."""
+"""Most processes; one is started when the others are busy."""
 LARGEST = 96 << 20
-"""Bytes of memory that a process may keep from one rendering to the next; it begins with 20 MB."""
+"""Resident bytes beyond which a process is replaced after a rendering; it starts with 20 MB."""
 OUT_OF_MEMORY = 3
 ENDED = "x"
 INSTEAD = "use /v1/completions, or `dovetail generate --raw`, for plain text"
@@ -42,12 +40,11 @@ log = logging.getLogger("dovetail.templates")
 
 
 class _Lost(Exception):
-    """The process was ended, or stopped, by somebody else."""
+    """The process was killed or stopped from outside."""
 
 
 class Renderer:
-    """Renders chat templates in a few processes, which are started when they are needed and
-    replaced when they end. Any thread may call it."""
+    """A thread-safe pool of rendering processes, started on demand."""
 
     def __init__(self, cpu_s: float = CPU_S) -> None:
         self._cpu_s = cpu_s
@@ -56,23 +53,23 @@ class Renderer:
         os.register_at_fork(after_in_child=self.forget)
 
     def forget(self) -> None:
-        """Leave the processes to another one of which this is a fork."""
+        """Start with an empty pool, as a fork does, whose parent owns the processes."""
         self._idle: list[_Process] = []
         self._places = BoundedSemaphore(RENDERERS)
 
     def close(self) -> None:
-        """End the processes that wait; another one is started where one is needed again."""
+        """End all idle processes; `render` starts new ones."""
         with suppress(IndexError):
             while True:
                 self._idle.pop().end()
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
-        """The text that a template makes of `values`, "messages" among them, each with a role and
-        as its content a string or a list of parts. `RequestError` says why there is none."""
+        """Render a template; the content of each of `values["messages"]` is a string or a list of
+        parts. Raises `RequestError` if it fails."""
         try:
             job = json.dumps([template, MAX_TEXT, values], ensure_ascii=False)
         except RecursionError:
-            raise RequestError("settings", "chat_template_kwargs are nested too deep") from None
+            raise RequestError("settings", "chat_template_kwargs are nested too deeply") from None
         with self._places:
             for last in (False, True):
                 process = self._take()
@@ -92,11 +89,11 @@ class Renderer:
                 process.end()
         if kind == "t":
             return text
-        said = {"c": f"cannot be used ({text}): {INSTEAD}", "f": f"fails on these messages: {text}"}
-        raise RequestError("settings", f"the chat template of the target {said.get(kind, text)}")
+        why = {"c": f"cannot be used ({text}): {INSTEAD}", "f": f"fails on these messages: {text}"}
+        raise RequestError("settings", f"the chat template of the target {why.get(kind, text)}")
 
     def _take(self) -> "_Process":
-        """Return a process that waits, or a new one."""
+        """Return an idle process or a new one."""
         with suppress(IndexError):
             while True:
                 if (process := self._idle.pop()).well:
@@ -106,16 +103,16 @@ class Renderer:
             return _Process(self._cpu_s)
         except OSError as error:
             raise RequestError(
-                "internal", f"no process that renders chat templates can be started: {error}"
+                "internal", f"the process that renders chat templates cannot be started: {error}"
             ) from None
 
 
 class _Process:
-    """A process that renders. It ends with the thread that starts it."""
+    """A rendering process, which ends with the thread that started it."""
 
     def __init__(self, cpu_s: float) -> None:
         self._limits = {
-            -signal.SIGPROF: f"takes more than {cpu_s:g} s of processor time",
+            -signal.SIGPROF: f"takes more than {cpu_s:g} s of CPU time",
             OUT_OF_MEMORY: f"takes more than {MEMORY >> 20} MiB of memory",
         }
         script = Path(__file__).with_name("rendering.py")
@@ -130,8 +127,8 @@ class _Process:
         self.pid = self._process.pid
 
     def ask(self, job: bytes) -> tuple[str, str]:
-        """Return the kind of the answer (`rendering.py`) and its text. Without an answer the
-        process is ended, and `_Lost` raised unless it went beyond a limit."""
+        """Return the kind of the answer (see `rendering.py`) and its text. Raises `_Lost` if there
+        is none, unless a limit was exceeded."""
         self._until_s = time.monotonic() + WALL_S
         try:
             self._channel.settimeout(WALL_S)
@@ -168,18 +165,18 @@ class _Process:
 
     @property
     def well(self) -> bool:
-        """Return whether it has neither ended nor been stopped."""
+        """Return whether the process is alive and not stopped."""
         state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][:1]
         return state not in "TtXZ"
 
     @property
     def resident(self) -> int:
-        """Return how many bytes of memory it has."""
+        """Return the resident memory in bytes."""
         pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         return int(pages) * resource.getpagesize()
 
     def end(self, grace_s: float = 0.0) -> int:
-        """End it, within `grace_s` by itself, and return its exit code."""
+        """Return the exit code; the process is killed if it does not exit within `grace_s`."""
         self._channel.close()
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(grace_s)
@@ -188,4 +185,4 @@ class _Process:
 
 
 RENDERER = Renderer()
-"""That of this process."""
+"""The pool of this process."""

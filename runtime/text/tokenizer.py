@@ -35,17 +35,16 @@ LARGE = 1 << 20
 """Bytes of a tokenizer.json that leaves much memory behind when it has been read."""
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 PROMPT_TAIL = 32
-"""Tokens of a prompt's end behind which a reply is detokenized: what a decoder does to a token
-depends on whether it is the first, on an incomplete character of up to four tokens before it, or on
-the beginning of a pattern."""
+"""Last tokens of a prompt that are detokenized with a reply: they decide whether its first token
+begins the text, completes a character of up to four tokens, or continues a pattern."""
 MARKS = "".join(map(chr, range(0xD800, 0xE000)))
-"""Lone surrogates, which no text of a reply has: they stand for special tokens in what is searched
-for stop strings."""
+"""Lone surrogates, which never occur in a reply: they stand for special tokens in the search for
+stop strings."""
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
 NO_TEMPLATE = "the model has no chat template"
 Content = str | Sequence[str]
-"""What a message says: a text, or the texts of its parts in a list."""
+"""The content of a message: a text, or the texts of its parts."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -59,8 +58,7 @@ def against_values(values: Mapping[str, Any], template: str) -> str:
 
 
 def why_no_chats(template: str) -> str:
-    """Return why a model takes no conversations, for which its template is tried; empty: it
-    does."""
+    """Return why a model does not support chats, or an empty string; its template is tried."""
     try:
         if template:
             RENDERER.render(template, _given([{"role": "user", "content": "hello"}]))
@@ -74,28 +72,27 @@ def why_no_chats(template: str) -> str:
 def _given(
     messages: Sequence[Mapping[str, Any]], *, reply: bool = True, begin: str = "", end: str = ""
 ) -> dict[str, Any]:
-    """Return what every chat template is given, as transformers does."""
+    """Return the values that every chat template gets, as from transformers."""
     own = {"messages": messages, "add_generation_prompt": reply, "tools": None, "documents": None}
     return {**own, "bos_token": begin, "eos_token": end}
 
 
 class Spelling:
-    """Turns the ids of a vocabulary into text, without its tokenizer. Nothing raises, whatever the
-    ids are."""
+    """Detokenizes without a tokenizer. No method raises, whatever the ids are."""
 
     def __init__(self, table: TokenTable) -> None:
-        """`RequestError` for a decoder that the library cannot read, or that makes too much of a
-        letter."""
+        """Raises `RequestError` for a decoder that the library cannot read or that expands text too
+        much."""
         self.table = table
         try:
             if _growth(table.decoder) > MAX_GROWTH:
-                raise ValueError(f"its decoder may make more than {MAX_GROWTH} letters of one")
+                raise ValueError(f"its decoder may turn one character into more than {MAX_GROWTH}")
             self.decoder = None if table.decoder is None else json.loads(_read(table.decoder))
         except Exception as error:  # the library raises bare Exception for what it cannot read
             raise _unreadable(error) from None
 
     def token(self, index: int) -> str:
-        """A token as the vocabulary spells it; empty if there is none of this id."""
+        """Return the spelling of a token; empty for an unknown id."""
         return self.table.spelling(index) or ""
 
     def least_tokens(self, text: str) -> int:
@@ -107,13 +104,12 @@ class Spelling:
         return len(text) // (2 * self.table.longest)
 
     def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
-        """One for the reply to this prompt; without one its tokens begin a text. `special`: with
-        the special tokens written out."""
+        """Return a detokenizer for the reply to this prompt. `special`: include special tokens."""
         return Detokenizer(self, {} if special else self.table.special, prompt)
 
     def prompt_text(self, prompt: Sequence[int]) -> str:
-        """The text of a prompt, behind which the text of its reply follows: a character that it
-        leaves incomplete is the reply's."""
+        """Return the text of a prompt up to where the reply's text begins: a character that the
+        prompt leaves incomplete belongs to the reply."""
         return self.detokenizer().read_prompt(prompt)
 
 
@@ -123,7 +119,7 @@ class TextCodec(Spelling):
     def __init__(
         self, tokenizer: bytes, facts: VocabularyFacts, table: TokenTable | None = None
     ) -> None:
-        """`table`: that of the tokenizer, if it is at hand."""
+        """`table`: the tokenizer's, if already read."""
         try:
             super().__init__(TokenTable.read(tokenizer) if table is None else table)
         except CheckpointError as error:
@@ -154,7 +150,7 @@ class TextCodec(Spelling):
         reply: bool = True,
         values: Mapping[str, Any] = NO_VALUES,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation of (role, content), as `render_messages` writes it."""
+        """Return the token ids of what `render_messages` returns."""
         text = self.render_messages(messages, reply=reply, values=values)
         return self.encode(text, special=False)
 
@@ -165,9 +161,9 @@ class TextCodec(Spelling):
         reply: bool = True,
         values: Mapping[str, Any] = NO_VALUES,
     ) -> str:
-        """The text that the chat template makes of a conversation of (role, content), `reply`: up
-        to where the next reply begins. `values`: more that the template may read, none of them in
-        `OWN_VALUES`. `RequestError` if there is no template, or if it cannot render this."""
+        """Render a conversation of (role, content) with the chat template; `RequestError` if there
+        is none or it fails. `reply`: up to where the next reply begins. `values`: additional values
+        for the template, none in `OWN_VALUES`."""
         if not self.facts.template:
             raise RequestError("settings", f"{NO_TEMPLATE}: {INSTEAD}")
         begin, end = (
@@ -223,8 +219,8 @@ class TextCodec(Spelling):
 
 
 def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCodec:
-    """Return the codec of a target. `earlier`: one whose tokenizer is taken if it is the same:
-    reading a large one takes seconds."""
+    """Return the codec of a target. `earlier`: a codec whose tokenizer is reused if it is the same,
+    since reading a large one takes seconds."""
     if earlier is not None and earlier.content == described.tokenizer.data:
         codec = copy.copy(earlier)
         codec.facts = described.vocabulary
@@ -248,7 +244,7 @@ class Stopwatch(Protocol):
 
 class Detokenizer:
     """Turns a growing list of token ids into text, as soon as it is certain: all pieces together
-    are what the tokenizer makes of all ids at once, less what it makes of the prompt.
+    are what the tokenizer makes of prompt and reply at once, without the prompt's text.
 
     Ids that the vocabulary does not have are left out, special tokens too, as the tokenizer does
     it. Nothing raises, whatever the ids are.
@@ -260,19 +256,18 @@ class Detokenizer:
         special: Mapping[str, int],
         prompt: Sequence[int] = (),
     ) -> None:
-        """`special`: tokens that are left out, and their ids. `prompt`: the tokens before the first
-        one, of which the last `PROMPT_TAIL` that have a text decide."""
+        """`special`: spellings and ids of tokens that are left out. `prompt`: the tokens before the
+        reply; the last `PROMPT_TAIL` with a text are used."""
         self._spelling, self._special = spelling.table.spelling, special
         self._stages = open_stages(spelling.decoder, _library, BYTE_OF_LETTER)
         self._had = ""
-        """Text of the prompt that a stage still holds, and that is none of the reply's."""
+        """Text of the prompt that the stages still hold; it is not part of the reply."""
         if prompt:
             shown = (token for token in reversed(prompt) if self._spelt(token) is not None)
             self.read_prompt([*islice(shown, PROMPT_TAIL)][::-1])
 
     def read_prompt(self, prompt: Sequence[int]) -> str:
-        """Take these tokens for those of the prompt, and return their text as far as the reply
-        cannot change it."""
+        """Read the tokens of the prompt, and return the text that the reply cannot change."""
         text = self.push(*prompt)
         self._had = flushed(copy.deepcopy(self._stages)).rstrip(REPLACEMENT)
         return text + self._had
@@ -289,23 +284,21 @@ class Detokenizer:
         )
 
     def flush(self) -> str:
-        """Return what is left when no token will follow: an incomplete character as a replacement
-        character."""
+        """Return the rest when no token will follow; an incomplete character becomes U+FFFD."""
         return self._new(flushed(self._stages))
 
     def marks(self, texts: Iterable[str]) -> Mapping[int, str]:
-        """Return the tokens that are left out and whose spelling is a part of one of these texts,
-        the longest first."""
+        """Return the special tokens that occur in these texts, by id, the longest first."""
         parts = [one for one in self._special if one and any(one in text for text in texts)]
         return {self._special[one]: one for one in sorted(parts, key=len)[::-1]}
 
     def _spelt(self, token: int) -> str | None:
-        """Return the spelling of a token; None if it is left out."""
+        """Return the spelling of a token; None if it is special or unknown."""
         one = self._spelling(token)
         return None if one in self._special else one
 
     def _new(self, text: str) -> str:
-        """Return the reply's part of what comes out."""
+        """Return a text without the part of it that belongs to the prompt."""
         if self._had and text:
             pairs = enumerate(zip(self._had, text, strict=False))
             shorter = min(len(self._had), len(text))
@@ -323,14 +316,14 @@ def _library(spec: Any) -> Callable[[list[str]], str]:
 
 
 def _read(spec: Any) -> bytes:
-    """A decoder's description as the library writes it: older ones leave out what is usual."""
+    """Return a decoder's description as the library writes it, with defaults filled in."""
     decoder = decoders.Fuse()
     decoder.__setstate__(json.dumps(spec).encode())
     return bytes(decoder.__getstate__())
 
 
 def open_detokenizer(tokenizer: bytes, prompt: Sequence[int]) -> Detokenizer:
-    """One for the bytes of a tokenizer.json, and for the reply to a prompt."""
+    """Return a detokenizer for the reply to a prompt, from the bytes of a tokenizer.json."""
     return Spelling(TokenTable.read(tokenizer)).detokenizer(prompt)
 
 
@@ -345,9 +338,8 @@ class ReplyText:
         stop: Sequence[str],
         min_tokens: int = 0,
     ) -> None:
-        """`end`: the tokens that end the reply; `stop`: the strings that do, unless one of the
-        first `min_tokens` tokens completes them. Special tokens in a stop string are found where
-        the reply has them, though its text does not."""
+        """`end`: tokens that end the reply. `stop`: strings that end it, unless completed within
+        the first `min_tokens` tokens; special tokens in them match those of the reply."""
         self.detokenizer = detokenizer
         self._end, self._stopping, self._least = end, bool(stop), min_tokens
         hidden = detokenizer.marks(stop) if stop else {}
@@ -358,7 +350,7 @@ class ReplyText:
         marks = "".join(self._marks.values())
         self._stops = StopStrings(tuple(dict.fromkeys((*stop, *marked))), marks)
         self._count = 0
-        """Tokens that have been read."""
+        """Tokens read so far."""
         self._shown: list[str] = []
         self._stopwatch: Stopwatch | None = None
         self._about: object = None
@@ -411,7 +403,7 @@ class ReplyText:
         return self._shown[-1]
 
     def _unmarked(self, text: str) -> str:
-        """Return a text without what stands for special tokens in it."""
+        """Return a text without marks of special tokens."""
         return text.translate(dict.fromkeys(map(ord, MARKS))) if self._marks else text
 
 
@@ -444,7 +436,7 @@ def _tokenizer(content: bytes) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(content)
         own = tokenizer.normalizer
         if own is not None and _growth(json.loads(own.__getstate__())) > MAX_GROWTH:
-            raise ValueError(f"its normalizer may make more than {MAX_GROWTH} letters of one")
+            raise ValueError(f"its normalizer may turn one character into more than {MAX_GROWTH}")
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
         raise _unreadable(error) from None
     if len(content) >= LARGE:

@@ -358,7 +358,7 @@ def test_what_cannot_start_is_told_in_its_own_words_and_nothing_is_left(
             "dovetail: http.host = 'no such name' is neither an address nor a name that is known",
         ),
         (("--http.port", "70000"), "write a whole number from 0 to 65535"),
-        (("--listen", "tcp://127.0.0.1:*", "--http.port", "0"), "needs keys"),
+        (("--listen", "tcp://127.0.0.1:*", "--http.port", "0"), "requires keys"),
         (("--target", "/no/such/model", "--draft", "none"), "/no/such/model"),
         (("--ray.replicas", "2"), "--ray.replicas is for a Ray cluster: add --engine ray"),
     ],

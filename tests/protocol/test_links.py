@@ -664,7 +664,7 @@ def test_tcp_without_keys_is_refused_everywhere(host: str) -> None:
         match="requires keys, like every tcp address: create them once with `dovetail keygen",
     ):
         open_hub(f"tcp://{host}:*")
-    with pytest.raises(KeysError, match="needs keys"):
+    with pytest.raises(KeysError, match="requires keys"):
         open_link(f"tcp://{host}:4000", role="draft")
 
 

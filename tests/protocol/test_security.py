@@ -265,7 +265,7 @@ def test_over_tcp_only_an_operators_key_changes_workers(deployment_over_tcp: Dep
         refusal = changed(house, client)
         assert isinstance(refusal, Failed)
         assert refusal.code == "role"
-        assert "the key 'client' is not an operator key, which swapping and" in refusal.text
+        assert "swapping and draining need an operator key, and 'client' is none" in refusal.text
     assert len(house.coordinator.registry.workers) == 2
     operator.dismiss(draft.epoch)
     assert isinstance(changed(house, operator), Dismissed)

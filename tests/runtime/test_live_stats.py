@@ -355,7 +355,7 @@ def pair(*, drafted: bool, undrafted: str = "") -> PairState:
             True,
             {**ALONE, "degraded": True},
         ),
-        ("waiting for a request: no request with a draft has come yet", False, {"pairs": ()}),
+        ("waiting for a request: no request has used a draft yet", False, {"pairs": ()}),
         ("on", False, {"pairs": (pair(drafted=True),), "decisions": ("drafting was paused",)}),
         ("on", True, {"pairs": (pair(drafted=True),), "faults": FAULTS, "degraded": True}),
         (
@@ -373,7 +373,7 @@ def pair(*, drafted: bool, undrafted: str = "") -> PairState:
             False,
             {"pairs": (pair(drafted=False, undrafted=UNDRAFTED),), "decisions": ("it is faster",)},
         ),
-        ("off: nothing was drafted in the last round", False, {"pairs": (pair(drafted=False),)}),
+        ("off: the last round had no draft", False, {"pairs": (pair(drafted=False),)}),
     ],
 )
 def test_what_is_said_of_speculation_agrees_with_what_sessions_do_and_only_faults_are_red(

@@ -71,7 +71,7 @@ def test_what_runs_is_not_forgotten_and_a_request_beyond_the_bound_is_refused(
     replies = house.replies()
     (refused,) = (reply for reply in replies if isinstance(reply, Failed))
     assert (refused.session, refused.code) == (3, "capacity")
-    assert "(coordinator.memory)" in refused.text
+    assert "exceeds coordinator.memory" in refused.text
     assert sum(isinstance(reply, Finished) for reply in replies) == 2
     submit(house, 4, ticket="4/0", memo=memo(4, 7 * MIB // 8))
     house.run()

@@ -305,7 +305,7 @@ def test_a_target_in_place_of_a_lost_one_waits_for_sessions_that_it_cannot_go_on
     again = scene.house.add(ScriptedTarget, "target", name="target")
     assert scene.end(request, said.append).longest_pause_s >= 0.0
     numbers = ", ".join(str(number) for number in range(1, len(PROMPTS) + 1))
-    assert said[-1] == f"sessions that wait for a lost target: {numbers}"
+    assert said[-1] == f"sessions waiting for a lost target: {numbers}"
     request = scene.admin.dismiss(again.epoch)
     scene.end(request)
     assert {reply.result.moves for reply in scene.check_replies()} == {1}

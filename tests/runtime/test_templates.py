@@ -156,7 +156,7 @@ def test_a_template_that_leaves_a_message_out_is_refused(
     template: str, message: str, renderer: Renderer
 ) -> None:
     messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": PARTS}]
-    with pytest.raises(RequestError, match=f"leaves out message {message} "):
+    with pytest.raises(RequestError, match=f"drops message {message} "):
         renderer.render(template, {"messages": messages})
 
 
@@ -234,7 +234,7 @@ def test_a_rendering_holds_up_no_other() -> None:
     assert not refused
     for thread in threads:
         thread.join()
-    words = "the chat template of the target takes more than 1 s of processor time"
+    words = "the chat template of the target takes more than 1 s of CPU time"
     assert refused == [words] * 3
     renderer.close()
 

@@ -49,7 +49,7 @@ def test_while_a_template_runs_for_ever_others_are_answered(template: str) -> No
             threads[1].start()
             for thread in threads:
                 thread.join()
-            words = "the chat template of the target takes more than 1 s of processor time"
+            words = "the chat template of the target takes more than 1 s of CPU time"
             assert refused == [words] * 2
 
 
@@ -61,7 +61,7 @@ def test_while_a_template_runs_for_ever_others_are_answered(template: str) -> No
         ("{{ messages | evil }}", "No filter named 'evil'.): use /v1/completions, or"),
         ("{{ messages[0].content is evil }}", "No test named 'evil'.): use /v1/completions, or"),
         ("{{ raise_exception('the model has several (rag)') }}", "the model has several (rag)"),
-        ("{{ messages[0].text }}", "leaves out message 1 (role 'user')"),
+        ("{{ messages[0].text }}", "drops message 1 (role 'user')"),
     ],
 )
 def test_without_a_usable_template_chats_are_refused_and_completions_served(
