@@ -166,7 +166,7 @@ def run(arguments: Sequence[str], entry: click.Command = group) -> int:
 def main() -> NoReturn:
     """Run the command line of this process, and end it."""
     if sys.flags.optimize > 1:
-        _begin_with_docstrings(sys.orig_argv[1:])
+        _restart_with_docstrings(sys.orig_argv[1:])
     _open_closed_streams()
     with ending_at_once():
         try:
@@ -176,13 +176,12 @@ def main() -> NoReturn:
         sys.exit(code)
 
 
-def _begin_with_docstrings(words: list[str]) -> None:
-    """Replace this process, of a Python without docstrings (`-OO`, PYTHONOPTIMIZE=2), by one that
-    has them: transformers makes its classes of them."""
+def _restart_with_docstrings(words: list[str]) -> None:
+    """Restart this process without -OO or PYTHONOPTIMIZE=2: transformers needs docstrings."""
     if os.environ.pop("PYTHONOPTIMIZE", None) is None:
         if "-OO" not in words:
             sys.exit(_complain("transformers needs docstrings: start Python without -OO", 2))
-        words.remove("-OO")  # that of Python comes before any of ours
+        words.remove("-OO")  # Python's own options come first
     os.execv(sys.executable, [sys.executable, *words])
 
 

@@ -247,7 +247,7 @@ class Calibration(Frozen):
     layers_measured: Positive
     """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""
     limits: MachineLimits
-    beside_s: Annotated[float, Field(ge=0.0)] | None = None
+    overhead_s: Annotated[float, Field(ge=0.0)] | None = None
     """Seconds that messages, coordinator and HTTP add to a pass in a round without a draft; None if
     not measured."""
 

@@ -34,7 +34,7 @@ class Answerer(Protocol):
         """Describe the models that answer."""
 
     def no_chats(self) -> str:
-        """In words, why the models take no conversations; empty: they do."""
+        """Return why the model does not support chats; empty if it does."""
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """The reply to these turns, user first; Ctrl-C interrupts it. `DovetailError` if there is
@@ -55,13 +55,13 @@ class CoordinatorAnswerer:
 
     def no_chats(self) -> str:
         template = self._text_codec().facts.template
-        why, continued = why_no_chats(template), "; what is said is continued as plain text"
+        why, continued = why_no_chats(template), "; messages are continued as plain text"
         return f"{why}{'' if template else continued}" if why else ""
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """Stream a reply, as `Answerer` describes. The second Ctrl-C is a KeyboardInterrupt."""
         codec, paint = self._text_codec(), Paint()
-        spell = codec.detokenizer(codec.encode("a"))  # behind any text at all
+        spell = codec.detokenizer(codec.encode("a"))  # not at the beginning of a text
         with interruptible() as interrupted:
             request = self._submit(turns, manner)
             text, patience_s = "", None

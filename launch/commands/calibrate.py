@@ -70,7 +70,7 @@ BLOCKS = "file"
 ISAS = ("plain", "avx2", "avx512", "vnni", "neon")
 PERCENT = 100
 REPLIES, MOST_TOKENS = 3, 64
-"""Replies that are streamed to measure what a round takes beside its pass; the fastest counts."""
+"""Replies that are streamed to measure the overhead of a round; the fastest counts."""
 
 
 @click.command(cls=HelpCommand)
@@ -102,7 +102,7 @@ REPLIES, MOST_TOKENS = 3, 64
     "--keep-anyway",
     is_flag=True,
     cls=Rare,
-    help="Save the figures though other programs were busy meanwhile.",
+    help="Save the figures even if other programs were busy.",
 )
 @json_instead_of("tables")
 @settings_flags("target", "draft")
@@ -121,7 +121,7 @@ def command(
     A target folder may hold a config.json alone: its weights are random then, which costs the same,
     so that a model can be measured before it is downloaded. Where memory does not hold all layers,
     fewer are measured and the times scaled by weights. Median of several passes. If other programs
-    take more than a tenth of the processors meanwhile nothing is saved, and the exit code is 1.
+    use more than a tenth of the processors, nothing is saved and the exit code is 1.
 
     Of a draft, a small model or a head, t_D is measured: the seconds of one level of its tree.
 
@@ -143,9 +143,9 @@ def command(
     found, drafted, spread = _measure_both(configuration, contexts, seconds, isa)
     calibration = read_found(Calibration, found.pop("calibration"))
     watch = Others()
-    if isa is None and (beside_s := _beside_s(configuration, calibration, seconds)) is not None:
-        calibration = calibration.model_copy(update={"beside_s": beside_s})
-    found["beside_ms"] = None if calibration.beside_s is None else 1e3 * calibration.beside_s
+    if isa is None and (overhead_s := _overhead_s(configuration, calibration, seconds)) is not None:
+        calibration = calibration.model_copy(update={"overhead_s": overhead_s})
+    found["overhead_ms"] = None if calibration.overhead_s is None else 1e3 * calibration.overhead_s
     loads = [Load(**told) for one in (found, *spread, drafted) if one and (told := one["others"])]
     if isa is None and (load := watch.load(lambda pid, _: pid == os.getpid())) is not None:
         loads.append(load)
@@ -174,16 +174,16 @@ def command(
         show_found(found)
         if words := choice_of(configuration.settings.target).words:
             click.echo(words)
-        if calibration.beside_s is not None:
+        if calibration.overhead_s is not None:
             click.echo(
-                f"A round of a served reply takes {found['beside_ms']:.2f} ms beside its pass: "
-                "messages, coordinator, HTTP."
+                f"Messages, coordinator and HTTP add {found['overhead_ms']:.2f} ms to a pass of a "
+                "served reply."
             )
         if most is not None:
             click.echo(f"Other programs {most.words}.")
     if busy and most is not None and profile is not None:
         raise DovetailError(
-            f"nothing was saved, since other programs {most.words}: end them and measure again, "
+            f"nothing was saved because other programs {most.words}: stop them and measure again, "
             "or add --keep-anyway"
         )
     if not as_json:
@@ -194,13 +194,12 @@ def command(
         )
 
 
-def _beside_s(
+def _overhead_s(
     configuration: Configuration, calibration: Calibration, seconds: float
 ) -> float | None:
-    """Return the seconds of a round beside its pass where the target is served over HTTP, by
-    streams of about so many seconds in all; None where it cannot be served as it was measured: by
-    its config.json alone, with layers on a device, or with more layers than memory holds; and where
-    passes were slower than the reply since other programs were busy."""
+    """Return the seconds that messages, coordinator and HTTP add to a pass, from streams of about
+    `seconds` in all. None if the target cannot be served as measured (config.json only, layers on a
+    device or not in memory), or if other programs have slowed the measured passes."""
     folder = find_folder(with_target(configuration.settings.target).model, files=CONFIG_ALONE)
     whole = calibration.layers_measured == calibration.layers and any(weight_paths(folder))
     if beside_cpu(configuration) or not whole or not (folder / "tokenizer.json").exists():
@@ -210,15 +209,15 @@ def _beside_s(
     with served(configuration.over("calibrate", alone), None) as server:
         wishes = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         body = {**server.body(PLAIN, "", seed=1, **wishes), "prompt": "Once upon a time"}
-        del body["messages"]  # not every model has a template for chats
+        del body["messages"]  # not every model has a chat template
         asked = range(REPLIES)
         replies = [ask(server.site, body, number, path=PLAIN_PATH) for number in asked]
     if error := next((reply.words or reply.error for reply in replies if reply.error), ""):
-        raise DovetailError(f"the target was measured, and cannot be served: {error}")
+        raise DovetailError(f"the target was measured but cannot be served: {error}")
     context = replies[0].prompt_tokens + replies[0].output_tokens / 2
     token_s = min(reply.tpot_s or 0.0 for reply in replies)
-    beside_s = token_s - curves_of(calibration).at(1, context)
-    return beside_s if beside_s > 0.0 else None
+    overhead_s = token_s - curves_of(calibration).at(1, context)
+    return overhead_s if overhead_s > 0.0 else None
 
 
 def _check(configuration: Configuration) -> None:
@@ -307,8 +306,8 @@ def _keep(profile: Path, key: object, change: Callable[[Entry], Entry]) -> None:
 def _measure_both(
     configuration: Configuration, contexts: Sequence[int], seconds: float, isa: str | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return what is found of the target, of the draft if there is one, and of the target on one
-    memory node and spread over all, if it was measured in both ways."""
+    """Return the results for the target, for the draft if there is one, and for the target on one
+    memory node and on all of them if both were measured."""
     target = configuration.settings.target
     place = layout_for(target)
     long = f"--seconds={seconds}"

@@ -49,8 +49,8 @@ from dovetail.runtime.text.tokenizer import OWN_VALUES
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
 """Descriptors that are left for what a server needs beside its connections, and where few are
 allowed: it has 24 when it begins."""
-GETS_ON = b"gets on\n"
-"""The line on stdout, once a second, of a server under a supervisor."""
+HEARTBEAT = b"heartbeat\n"
+"""The line that a supervised server writes to stdout once a second."""
 log = logging.getLogger("dovetail.http")
 
 
@@ -68,7 +68,7 @@ log = logging.getLogger("dovetail.http")
     "--supervised",
     is_flag=True,
     hidden=True,
-    help="A supervisor reads standard output, and hears there that this process gets on.",
+    help="Write heartbeats to standard output for a supervisor.",
 )
 @settings_flags(
     "http",
@@ -121,9 +121,9 @@ def command(
 
         def progress() -> None:
             notifier.progress()
-            if supervised:  # by one that takes a server for stuck that says no more
+            if supervised:  # a server without heartbeats counts as stuck
                 with suppress(BlockingIOError, BrokenPipeError):  # it does not read, or has gone
-                    os.write(said.fileno(), GETS_ON)
+                    os.write(said.fileno(), HEARTBEAT)
 
         async def run() -> None:
             gateway = Gateway(again, link)

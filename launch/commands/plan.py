@@ -271,8 +271,8 @@ def _elsewhere(
 def _show(
     every: Sequence[Alternative], result: dict[str, Any], device: str, model: Sequence[str]
 ) -> None:
-    """How the best that lacks nothing is started, the table, and what follows from it; `model`: the
-    flag for a target that was named by its size alone."""
+    """Print the command for the best alternative that needs nothing else first, the table and its
+    conclusions. `model`: the flag for a target that was given by its size only."""
     click.echo(result["command"])
     if (ready := result["at_once"]) is not None:
         rate = figure(ready["tokens_per_s"])
@@ -307,7 +307,7 @@ def _show(
         click.echo(line)
     if (best := result["choice"])["lacks"]:
         more = [*model, *(["--draft.model=HEAD"] if best["lacks"].startswith(UNTRAINED) else [])]
-        click.echo(f"needed first for {best['name']}: the draft {best['lacks']}")
+        click.echo(f"{best['name']} needs more: the draft {best['lacks']}")
         click.echo(f"then: {serve_command(best['settings'], *more)}")
     if result["measurable"]:
         note(f"estimates become measurements with: dovetail calibrate {result['measurable']}")

@@ -26,7 +26,7 @@ from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes import preflight
 from dovetail.launch.processes.addresses import check_coordinator, check_pair, check_port
 from dovetail.launch.processes.child import name_process
-from dovetail.launch.processes.connection import ends_in_words, models_of, with_choices
+from dovetail.launch.processes.connection import ends_of, models_of, with_choices
 from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
 from dovetail.launch.processes.stack import check_models, check_stack
@@ -179,7 +179,7 @@ def _introduce(
         {"prompt": "Hello."} if no_chats else {"messages": [{"role": "user", "content": "Hello."}]}
     )
     path = "completions" if no_chats else "chat/completions"
-    for said in filter(None, (models_of(service.state), ends_in_words(service.state))):
+    for said in filter(None, (models_of(service.state), ends_of(service.state))):
         note(f"  {said}")
     for fault in service.faults(time.monotonic()):
         note(f"  degraded: {fault.words}")

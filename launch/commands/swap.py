@@ -29,7 +29,7 @@ from dovetail.launch.processes.replacement import (
     leaver,
     restarted,
     serving,
-    told_of,
+    summary_of,
 )
 from dovetail.launch.processes.stack import ROLES, SECTIONS, Played, layout_of, worker_arguments
 from dovetail.launch.processes.worker_settings import (
@@ -54,9 +54,9 @@ MODELS: dict[Role, tuple[str, ...]] = {
 }
 """Role -> the settings that name its model."""
 PLACED = ("target.device", "target.threads", "target.numa", "draft.device")
-"""Settings that say on which cores a worker runs."""
+"""Settings that determine where a worker runs."""
 KINDS_OWN = ("draft.weights", "draft.share", "draft.contrast", "draft.pickled")
-"""Settings of a draft that another model, or another kind of draft, need not have."""
+"""Settings that another draft model or kind may not support."""
 LOCAL = (*PLACED, "memory.", STUCK)
 """Settings that need not hold on another machine."""
 
@@ -113,9 +113,9 @@ def command(
 ) -> None:
     """Replace a worker by one with these settings, while requests run.
 
-    Settings that are not given are those of the worker that leaves, or left last, if it ran on this
-    machine; otherwise the model has to be named. A target that would compute other bytes than that
-    one is refused unless what differs is named.
+    Settings that are not given are taken from the worker that leaves, or left last, if it ran on
+    this machine; otherwise name the model. A target that would compute other bytes is refused
+    unless the setting that differs is given.
 
     The new worker is tried with short sessions, then gets all new sessions and takes over the
     running ones: all sessions of a draft; those of a target one by one if it computes the same
@@ -142,9 +142,9 @@ def command(
         alike = old[parts[0]] is None and not (beside or elsewhere or name or own)
         if alike and (back := restarted(client, parts[0])) is not None:
             again = f"`dovetail serve` has started {back.name} again (pid {back.pid})"
-            click.echo(json.dumps(told_of(back, None))) if as_json else note(again)
+            click.echo(json.dumps(summary_of(back, None))) if as_json else note(again)
             return
-        before, whose = before_or_refusal(configuration, parts[0], old[parts[0]], state, addresses)
+        before, whose = settings_before(configuration, parts[0], old[parts[0]], state, addresses)
         name = (
             _free(state.workers, name, old[parts[0]])
             if name is not None
@@ -210,7 +210,7 @@ def _wait_for_another_machine(
     """Print the line to type there, wait for that worker and put it in place."""
     click.echo(line, err=to_stderr)
     note(
-        "FOLDER holds its own NAME.key and coordinator.pub; the model is called as it is here; "
+        "FOLDER holds its own NAME.key and coordinator.pub; the model has the same name as here; "
         "device, threads and memory that are not named are chosen there"
     )
     note(f"waiting for {name}; Ctrl-C stops waiting")
@@ -228,7 +228,7 @@ def _start_here(
     place: Sequence[str] | None,
 ) -> dict[str, Any]:
     """Start the worker on this machine and put it in place. It ends with us unless it has
-    sessions, or may have. `place`: the flags that bind it; None: it is bound as settings say."""
+    sessions, or may have. `place`: the flags that bind it; None: use the settings."""
     layout = layout_of(configuration.settings) if place is None else None
     flags = worker_arguments(configuration, role, address, layout)
     arguments = [
@@ -307,30 +307,29 @@ def _check_flags(configuration: Configuration, role: Played) -> None:
         )
 
 
-def before_or_refusal(
+def settings_before(
     configuration: Configuration,
     role: Role,
     old: WorkerState | None,
     state: Reported,
     addresses: Collection[str],
 ) -> tuple[WorkerNote | None, str]:
-    """Return what the worker was started with that leaves, or beside which the new one comes, or
-    that was there last, and the fingerprint of that one; `UserError` where neither that is known
-    nor a model is named."""
+    """Return how the worker that leaves, serves beside the new one or served last was started, and
+    its fingerprint; `UserError` if that is unknown and no model is given."""
     model = old or serving(state.workers, role)
     before = before_of(model) if model is not None else last_before(addresses, role)
     if before is None and not any(configuration.given(name) for name in MODELS[role]):
-        whose = f"of {model.name} on {model.host}" if model is not None else f"of a former {role}"
+        whose = f"of {model.name} on {model.host}" if model is not None else f"of an earlier {role}"
         raise UserError(
-            f"the settings {whose} are not known on this machine: name the model with "
-            f"--{role} MODEL, and whatever else it should have"
+            f"the settings {whose} are not known on this machine: give the model with "
+            f"--{role} MODEL, and any other settings"
         )
     noted = before.fingerprint if before else ""
     return before, noted if model is None else model.fingerprint
 
 
 def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> WorkerNote | None:
-    """Return what the target was started with that a draft is for."""
+    """Return how the draft's target was started."""
     target = serving(workers, "target")
     return before_of(target) if target is not None else last_before(addresses, "target")
 
@@ -343,11 +342,11 @@ def as_before(
     *,
     elsewhere: bool,
 ) -> Configuration:
-    """The settings with what was not given as the worker `before` had it, and for a draft the
-    target's model as the target that it `reads` has it.
+    """Return the settings, completed by those of the worker `before`, and for a draft by the model
+    of the target that it `reads`.
 
-    A draft that is named has nothing that may be a matter of another one's kind, and a worker
-    `elsewhere` nothing that is a matter of this machine.
+    If a draft is given, settings of another kind of draft are left out; for a worker `elsewhere`,
+    settings of this machine are.
     """
     named = any(configuration.given(name) for name in MODELS[role])
     sections = (*SECTIONS[role], "memory", STUCK)
@@ -360,11 +359,11 @@ def as_before(
         if kind in (*HEAD_KINDS, "substitute"):
             raise UserError(
                 f"a draft of kind {kind} reads its target, whose model is not known on this "
-                "machine: name it with --target MODEL"
+                "machine: give it with --target MODEL"
             )
     own = (*MODELS[role], *(KINDS_OWN if role == "draft" else ())) if named else ()
     if named and values.get("target.weights") == FILE:
-        own = (*own, "target.weights")  # the blocks are those of one file
+        own = (*own, "target.weights")  # blocks of another file
     wanted = {
         name: value
         for name, value in values.items()

@@ -77,7 +77,7 @@ def command(configuration: Configuration, connect: str | None, once: bool, as_js
             if connect is not None and speaks_http(connect)
             else opened.enter_context(_LinkEye(configuration, connect))
         )
-        eye = _Beside(eye)
+        eye = _WithOthers(eye)
         eye.look(None)
         if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             time.sleep(EVERY_S)  # how busy somebody is, shows over a while
@@ -98,9 +98,8 @@ class Eye(Protocol):
         if nobody answers."""
 
 
-class _Beside:
-    """An eye that also sees what other programs take of this machine's processors, where workers
-    run on it."""
+class _WithOthers:
+    """Adds the load of other programs, if workers run on this machine."""
 
     def __init__(self, eye: Eye) -> None:
         self._eye, self._others, self._here = eye, Others(), socket.gethostname()
@@ -111,8 +110,8 @@ class _Beside:
             self._others.load(lambda _, name: name.startswith("dovetail")),
         )
         here = any(worker["host"] == self._here for worker in picture["workers"])
-        told = {**asdict(load), "words": load.words} if load is not None and here else None
-        return {**picture, "others": told}
+        others = {**asdict(load), "words": load.words} if load is not None and here else None
+        return {**picture, "others": others}
 
 
 class _LinkEye:

@@ -188,7 +188,7 @@ def command(
 
 
 def _model(configuration: Configuration, role: Role) -> str:
-    """Return the name of the model for lists of processes."""
+    """Return the name of the model for the process title."""
     kind = configuration.settings.draft.kind
     if role == "draft" and kind in MODELLESS_KINDS:
         return kind

@@ -26,7 +26,7 @@ class OneLine(logging.Formatter):
 
 
 class ToStderr(logging.StreamHandler[TextIO]):
-    """Writes to what stderr is at the moment: while a bar is drawn, its lines go above the bar."""
+    """Writes to the current `sys.stderr`, which puts lines above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.setStream(sys.stderr)

@@ -17,7 +17,7 @@ class Foreign:
     """Options of another program that mean the same, and what to write here instead."""
 
     written: str
-    """Their names, with spaces between them."""
+    """Their names, separated by spaces."""
     whose: str
     here: str
 
@@ -30,7 +30,7 @@ MODEL = "`--target MODEL`: a GGUF file, a folder in the Hugging Face layout or a
 CONTEXT = "`--target.context N` bounds prompt and reply together; by default it is the model's own"
 EXPERTS = (
     "`--target.split.device cuda:0 --target.split.layers N --target.split.parts mixer` leaves the "
-    "experts of the last N layers to the CPU; `dovetail plan` finds out where that is faster"
+    "experts of the last N layers to the CPU; `dovetail plan` predicts whether that is faster"
 )
 LOGS = (
     "nothing to set: logs go to stderr, `dovetail top` shows the rounds; `--json` has all figures"

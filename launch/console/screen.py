@@ -193,7 +193,7 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
 
 
 def _process(process: Picture) -> str:
-    """Return the load of the coordinator or of an HTTP API in words."""
+    """Describe the load of the coordinator or of an HTTP API."""
     memory = "-" if process["rss_mb"] is None else f"{process['rss_mb']:,.0f} MB"
     return f"{process['name']} (pid {process['pid']}) [b]CPU {as_percent(process['cpu'])}, {memory}"
 

@@ -29,7 +29,7 @@ FIGURE = re.compile(r"[+-]?\d[\d.,]*( ?%|x| \([\d.-]+\))?")
 
 
 def note(text: str) -> None:
-    """A line for the person in front of it, beside the result, and above a bar that is drawn."""
+    """Print a line for the user on stderr, above any progress bar."""
     print(text, file=sys.stderr, flush=True)
 
 

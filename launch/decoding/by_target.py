@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dovetail.launch.console.terminal import note
-from dovetail.launch.processes.connection import Connection, connected, ends_in_words, names_models
+from dovetail.launch.processes.connection import Connection, connected, ends_of, names_models
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.generation import by_folder, with_generation_config
 from dovetail.protocol.errors import CheckpointError
@@ -26,7 +26,7 @@ def connected_by_target(
     with connected(configuration, address) as connection:
         if connection.stack is not None:
             configuration, taken = with_generation_config(configuration)
-            note(ends_in_words(connection.state))
+            note(ends_of(connection.state))
         else:
             configuration, taken = by_folder(configuration, _folder(connection.state.workers))
         if taken:

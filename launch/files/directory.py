@@ -1,10 +1,9 @@
-"""Finds this user's files: the runtime directory, in which each coordinator on this machine
-announces itself and each worker notes what it was started with, the profile file and the history
-file.
+"""Finds this user's files: the profile file, the history file, and the runtime directory, where
+coordinators announce themselves and workers note how they were started.
 
 An announcement holds an address and the process behind it, and is removed with it; one whose
-process has gone is ignored and cleaned away. The note of a worker outlives the worker, and goes
-with its coordinator. Knows no sockets.
+process has gone is ignored and removed. A worker's note outlives the worker, but not its
+coordinator. Knows no sockets.
 """
 
 import fcntl
@@ -61,18 +60,18 @@ class Announcement:
 
 @dataclass(frozen=True)
 class WorkerNote:
-    """A worker of this machine that was registered, or still is, at a coordinator (with a standby
+    """A worker on this machine that is or was registered with a coordinator (with a standby,
     `address` has both)."""
 
     address: str
     pid: int
     roles: Sequence[str]
     flags: Sequence[str]
-    """The settings that it was started with, and its place, as flags of `dovetail worker`."""
+    """Its settings and binding as flags of `dovetail worker`."""
     fingerprint: str
-    """That of a target, else empty."""
+    """A target's fingerprint, else empty."""
     since_s: float
-    """When it was registered, by the clock of the day."""
+    """When it was registered, in Unix time."""
 
 
 def runtime_directory() -> Path:
@@ -121,8 +120,7 @@ def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
 def note_worker(
     address: str, name: str, roles: Sequence[str], flags: Sequence[str], fingerprint: str
 ) -> None:
-    """Note what this process, a worker, was started with, in the place of an earlier one of its
-    name."""
+    """Note how this worker was started; replaces the note of an earlier worker of its name."""
     note = WorkerNote(address, os.getpid(), roles, flags, fingerprint, time.time())
     _write(_note_path(address, name), note)
 
@@ -137,9 +135,8 @@ def _note_path(address: str, name: str) -> Path:
 
 
 def worker_notes() -> list[WorkerNote]:
-    """The workers of this machine that have been registered, the latest last, whether they still
-    run or not, as long as their coordinators may."""
-    announcements()  # which removes what is left of those that have gone
+    """Return the notes of workers whose coordinators may still run, the latest last."""
+    announcements()  # removes notes of coordinators that have gone
     return [note for _, note in _worker_notes()]
 
 

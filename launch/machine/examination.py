@@ -198,9 +198,9 @@ def _huge_pages(facts: Facts) -> Iterator[Check]:
 
 
 def _others(facts: Facts) -> Iterator[Check]:
-    """What other programs take; it passes, and is nothing to change about the machine."""
+    """The load of other programs, which always passes."""
     if (load := facts.others) is not None:
-        busy = "; what is measured meanwhile holds for a machine that is as busy"
+        busy = "; measurements hold only for a machine that is as busy"
         yield Check("other programs", True, load.words + (busy if load.share > OTHERS else ""))
 
 

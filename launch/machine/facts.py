@@ -71,7 +71,7 @@ class Facts:
     environment: Mapping[str, str] = field(default_factory=dict)
     compiler: str = ""
     others: Load | None = None
-    """Processor time that other programs took while nothing was done here."""
+    """CPU time that other programs used while this process was idle."""
     profile: str = ""
     profile_problem: str = ""
     cache: Path = Path()

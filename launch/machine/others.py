@@ -1,4 +1,4 @@
-"""What other programs take of the processors, by the counters of the kernel."""
+"""The CPU time that other programs use, from the kernel's counters."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -9,35 +9,35 @@ import psutil
 from dovetail.launch.machine.topology import format_numbers
 
 OTHERS = 0.1
-"""Share of the cores' time that other programs may take before figures are not to be trusted."""
+"""Share of the cores' time that other programs may use before measurements are unreliable."""
 MOST_NAMED = 3
 LEAST_CORES = 0.05
-"""Cores' worth of time from which on a program is named."""
+"""Load in cores from which on a program is named."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Processor time that other programs took over a while."""
+    """CPU time that other programs used in an interval."""
 
     cores: str
     share: float
-    """Of the time of these cores, with what the host of a virtual machine took (`stolen`)."""
+    """Share of these cores' time, including what a virtual machine's host took (`stolen`)."""
     stolen: float
     programs: list[tuple[str, int, float]]
-    """Name, process number and cores' worth of time of those that took most."""
+    """Name, pid and load in cores of the busiest."""
 
     @property
     def words(self) -> str:
-        """Return who takes how much, in words that follow "other programs"."""
+        """Return who uses how much, to follow "other programs"."""
         named = [f"{name} (pid {pid}) {cores:.1f} cores" for name, pid, cores in self.programs]
         named += [f"the host {self.stolen:.0%}"] if self.stolen >= 0.01 else []
         who = f": {', '.join(named)}" if named else ""
-        return f"take {self.share:.0%} of cores {self.cores}{who}"
+        return f"use {self.share:.0%} of cores {self.cores}{who}"
 
 
 @dataclass(frozen=True)
 class Look:
-    """Seconds of some cores, and of every process: its name, its parent and its seconds."""
+    """CPU seconds of some cores; of every process name, parent and CPU seconds."""
 
     busy: float
     stolen: float
@@ -45,7 +45,7 @@ class Look:
     processes: Mapping[int, tuple[str, int, float]]
 
     def lineage(self, pid: int) -> list[int]:
-        """Return a process and those that started it, itself first."""
+        """Return a process and its ancestors."""
         line: list[int] = []
         while pid in self.processes and pid not in line:
             line.append(pid)
@@ -54,12 +54,11 @@ class Look:
 
 
 Ours = Callable[[int, str], bool]
-"""Returns whether the process of a number and a name, and so all that it started, is not another
-program's."""
+"""Returns whether a process (pid, name), with all its descendants, belongs to us."""
 
 
 def between(before: Look, now: Look, cores: Collection[int], ours: Ours) -> Load | None:
-    """Return what others took between two looks; None where no time has passed."""
+    """Return the load of others between two looks; None if no time has passed."""
     if (every := now.every - before.every) <= 0.0:
         return None
     none = ("", 0, 0.0)
@@ -76,14 +75,14 @@ def between(before: Look, now: Look, cores: Collection[int], ours: Ours) -> Load
 
 
 class Others:
-    """Watches other programs on some cores; none: all that this process may use."""
+    """Measures other programs on some cores, by default all that this process may use."""
 
     def __init__(self, cores: Collection[int] = ()) -> None:
         self._cores = frozenset(cores or os.sched_getaffinity(0))
         self._last = self._look()
 
     def load(self, ours: Ours) -> Load | None:
-        """Return what they took since the last call, or since the beginning."""
+        """Return their load since the last call."""
         before, self._last = self._last, self._look()
         return between(before, self._last, self._cores, ours)
 

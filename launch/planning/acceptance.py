@@ -53,7 +53,7 @@ class Published:
 
 
 LOOKUP = "ngram"
-"""The kind of draft that looks up what followed the last tokens earlier."""
+"""The kind of draft that proposes what followed the last tokens earlier."""
 PUBLISHED = {
     "small": Published(
         4.85,
@@ -136,9 +136,8 @@ def _brought(first: float, decay: float, tree: Tree) -> float:
     return total
 
 
-UNCOUNTED = Assumed(0.0, 0.0, "not counted: it depends on how much of a text repeats")
-"""The acceptance of a look-up, of which nothing is expected: where it finds nothing it is not
-asked."""
+UNCOUNTED = Assumed(0.0, 0.0, "not counted: depends on how much of a text repeats")
+"""The acceptance of a look-up, which is planned as if it never found anything."""
 
 
 # -- recorded --------------------------------------------------------------------------------------

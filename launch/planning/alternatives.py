@@ -72,7 +72,7 @@ def alternatives(
         for of, name, places, drafts in _with_draft(planner, own):
             step(f"{name}, {kind}")
             one = _best(of, name, places, drafts, ahead)
-            if one is not None and kind == LOOKUP:  # where it brings nothing it is not asked
+            if one is not None and kind == LOOKUP:  # it costs nothing where it finds nothing
                 alone = of.option(one.option.computed, one.option.resident, None, None, 1.0)
                 one = replace(one, tokens_per_s=max(alone.tokens_per_s, one.tokens_per_s))
             found.append(one)
@@ -83,8 +83,8 @@ def alternatives(
 
 
 def ready_of(every: Sequence[Alternative]) -> Alternative | None:
-    """Return what is to be started now, of alternatives with the fastest first: the first that
-    lacks nothing. `plan` proposes it, and `serve` takes its draft."""
+    """Return the first of these alternatives, fastest first, that needs nothing else first. `plan`
+    proposes it, and `serve` uses its draft."""
     return next((one for one in every if one.candidate is None or not one.candidate.lacks), None)
 
 

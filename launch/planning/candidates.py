@@ -48,8 +48,8 @@ BEAM_WIDTH = 6
 BEAM_DEPTHS = (4, 8, 12, 16, 24, 32, 48)
 UNTRAINED = "has to be trained"
 TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target FOLDER"
-UNASKED = "has to be asked for: --draft substitute"
-"""A second copy of the target, which `serve` does not take by itself either."""
+UNASKED = "is used only if given: --draft substitute"
+"""A substitute is a second copy of the target, which `serve` does not choose either."""
 HQQ = "needs hqq: pip install 'dovetail[subspec]'"
 
 
@@ -169,7 +169,7 @@ class Reader:
             return
         if name == "auto":
             raise UserError(
-                f"--draft {name}: that is what a plan finds out; name a kind of "
+                f"--draft {name} is what a plan finds out: give a kind of "
                 f"{', '.join(HEAD_KINDS)}, small, {LOOKUP}, substitute or a folder"
             )
         if name == LOOKUP:

@@ -75,7 +75,7 @@ def _with_weights(
         return configuration, []
     if folder is None or not (tensors := read_tensors(folder)):
         return configuration, []
-    if not on_kernels(folder):  # torch has no smaller ones
+    if not on_kernels(folder):  # torch computes in fp32 only
         chosen = configuration.over("chosen", {"target.weights": "fp32"})
         why = kernels.why_not() or "the C++ kernels do not compute this family"
         return chosen, [f"weights fp32, by torch: {why}"]
@@ -149,7 +149,7 @@ def _best(
     if best is None or best.candidate is None:
         return _lookup(configuration, "there is no room for a draft of its own")
     if best.candidate.kind == LOOKUP:
-        return _lookup(configuration, "none of the drafts that are there is expected to be faster")
+        return _lookup(configuration, "none of the available drafts is expected to be faster")
     alone = next((one for one in every if one.candidate is None), None)
     gain = "" if alone is None else f", {best.tokens_per_s / alone.tokens_per_s:.1f} times without"
     expected = f"about {best.tokens_per_s:.3g} tokens/s are expected{gain}"

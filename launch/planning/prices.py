@@ -30,12 +30,12 @@ from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 HERE = Messages(300e-6, 500e-6, 400e-6)
-"""A message on its way over ipc, what the coordinator does with one, right after a pass over half a
-gigabyte has emptied the caches, and what HTTP takes to send a token: a round of the target alone
-took 0.95 ms beside its pass, one with a draft 2.4 ms (`python tests/benchmarks plan`), and HTTP 0.4
-ms of processor time. `dovetail calibrate` measures all of it together."""
+"""Seconds of a message over ipc, of the coordinator for a message (both right after a pass over
+half a gigabyte, which evicts the caches), and of HTTP for a token. Beside its pass a round of the
+target alone took 0.95 ms, one with a draft 2.4 ms (`python tests/benchmarks plan`); HTTP used 0.4
+ms of CPU time. `dovetail calibrate` measures their sum."""
 CONTEXT = 128.0
-"""Tokens behind which passes are priced: about the middle of a question and its reply."""
+"""Context length at which passes are priced: about the middle of a question and its reply."""
 LEVEL_S, PROPOSAL_S = 150e-6, 700e-6
 """Ranking and bookkeeping of one level of a tree, and of a proposal, beside the draft's passes: the
 same rounds."""

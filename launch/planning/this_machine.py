@@ -156,9 +156,9 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     hardware = _hardware(settings, device, limits, products, threads)
     sources = [(calibration, "measured"), *((one, OF_ANOTHER) for one in reversed(kept))]
     for one, words in sources:
-        if one is not None and one.beside_s:
-            origin = Origin(Source.PROFILED, f"{1e3 * one.beside_s:.2g} ms ({words})")
-            messages = HERE.scaled(one.beside_s)
+        if one is not None and one.overhead_s:
+            origin = Origin(Source.PROFILED, f"{1e3 * one.overhead_s:.2g} ms ({words})")
+            messages = HERE.scaled(one.overhead_s)
             hardware = replace(hardware, messages=messages, messages_from=origin)
             break
     if spread is not None:

@@ -136,8 +136,8 @@ def _target(option: Option, device: str) -> dict[str, Any]:
 
 
 def serve_command(found: Mapping[str, Any], *more: str) -> str:
-    """The command that serves with these settings. Trees of one pass a level are left to the
-    policy of `serve`, which finds their size by itself."""
+    """Return the command that serves with these settings. Dynamic trees are left to the policy of
+    `serve`, which adapts their size."""
     own = found.get("tree.policy") == "dynamic"
     shown = {name: value for name, value in found.items() if not (own and name.startswith("tree."))}
     if "draft.model" in shown:
@@ -170,7 +170,7 @@ def verdict(
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if best.candidate is not None and best.candidate.kind == LOOKUP:
-        said.append("no other draft that is known makes up for its time; a look-up takes none")
+        said.append("no other known draft pays for its time; a look-up takes almost none")
     elif alone is not None and best is not alone:
         gain = best.tokens_per_s / alone.tokens_per_s
         worth = (

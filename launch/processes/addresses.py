@@ -21,7 +21,7 @@ ANY = ("0", "*")
 ANYWHERE = ("0.0.0.0", "[::]", "*")
 """Hosts that stand for all addresses of a machine."""
 SERVE = "dovetail:serve"
-"""The program of `dovetail serve`, as the kernel has it."""
+"""The process name of `dovetail serve`."""
 
 
 def check_port(host: str, port: int, *, remedy: str) -> None:

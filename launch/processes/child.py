@@ -54,9 +54,8 @@ def show_stacks_when_asked() -> None:
 
 
 def name_process(role: str, model: str = "") -> None:
-    """Show this process as `dovetail ROLE MODEL` where command lines are shown, cut to the size of
-    the one that it was started with, and as `dovetail:ROLE`, of which the kernel keeps 15 bytes,
-    where only programs are."""
+    """Set the command line of this process to `dovetail ROLE MODEL`, cut to the length of the
+    original one, and its name to `dovetail:ROLE`, of which the kernel keeps 15 bytes."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_NAME, f"{PROGRAM}:{role}".encode(), 0, 0, 0)
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -190,14 +190,14 @@ def models_of(state: Reported) -> str:
     return " · ".join(describe(role, worker) for role, worker in workers if worker is not None)
 
 
-def ends_in_words(state: Reported) -> str:
+def ends_of(state: Reported) -> str:
     """Describe what ends the replies of a coordinator's target; empty if there is none."""
     targets = (worker for worker in state.workers if "target" in worker.roles)
     serving = next((one for one in targets if not (one.standby or one.leaving)), None)
     if serving is None:
         return ""
     ends = ", ".join(map(printable, serving.ends))
-    return f"replies end at {ends}" if ends else "no token ends a reply: max_tokens does"
+    return f"replies end at {ends}" if ends else "no token ends a reply, only max_tokens"
 
 
 def ahead_of(draft: DraftSettings) -> bool | None:

@@ -37,7 +37,7 @@ class Newcomer(Unwinding):
             start_new_session=True,
         )
         self._child = Child(f"{self._name} worker", process, log)
-        self._heed()
+        self._unblock()
         return self._child
 
     def stays(self) -> None:

@@ -232,8 +232,7 @@ def check_text(folder: Path) -> None:
 
 
 def no_chats(target: TargetSettings) -> str:
-    """Return why a target takes no chats, and what it takes; empty where it takes them, or is not
-    on this machine."""
+    """Return why a target does not support chats; empty if it does or is not on this machine."""
     from dovetail.runtime.text.tokenizer import why_no_chats
     from dovetail.workers.models.checkpoints.tokenizer import read_template
 

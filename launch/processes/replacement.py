@@ -17,9 +17,9 @@ from dovetail.protocol.messages import Role, WorkerState
 from dovetail.runtime.client import Client
 
 PARTS = ("checkpoint", "weights", "kernels", "split", "prefill", "cache")
-"""The parts of a fingerprint in words."""
+"""The names of the parts of a fingerprint."""
 OTHERS = ("target.", "memory.")
-"""Settings that may change any of them but the first."""
+"""Settings that may change any part but the first."""
 
 
 class Change:
@@ -35,7 +35,7 @@ class Change:
         *,
         beside: bool,
     ) -> None:
-        """`expected`: of a target; `beside`: nobody leaves."""
+        """`expected`: what a target has to compute. `beside`: no worker leaves."""
         self._client, self._old, self._expected, self._beside = client, old, expected, beside
         self._names: dict[Role, str] = {
             part: f"{name}-{part}" if role == "unified" else name for part in old
@@ -65,7 +65,7 @@ class Change:
                 ),
             )
             self._placed = True
-            found[part] = {**told_of(newcomer, old), **figures(done)}
+            found[part] = {**summary_of(newcomer, old), **figures(done)}
             place = (
                 f"has replaced {old.name} (pid {old.pid} on {old.host})"
                 if old is not None
@@ -135,8 +135,8 @@ def all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]
     ]
 
 
-def told_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]:
-    """Return what is told of a worker as JSON; of one that serve has started again, all of it."""
+def summary_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]:
+    """Return the JSON of a new worker that has taken over no sessions."""
     nobody = {"moved": 0, "stayed": 0, "longest_pause_s": 0.0}
     worker = {"worker": newcomer.name, "pid": newcomer.pid, "model": newcomer.model}
     return {**worker, "replaced": old.name if old else None, **nobody}
@@ -144,15 +144,15 @@ def told_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a target has to compute that takes the place of another."""
+    """What a target has to compute that replaces another."""
 
     fingerprint: str
-    """That of the other one; empty: it is not known."""
+    """The other target's fingerprint; empty if unknown."""
     asked: Collection[str]
-    """The settings that somebody gave the new one, by dotted name."""
+    """The dotted names of settings given for the new one."""
 
     def check(self, newcomer: WorkerState) -> None:
-        """`UserError` for a target that computes other bytes, where nobody has asked for it."""
+        """Raise `UserError` for a target that computes other bytes unless that was requested."""
         pairs = zip(
             PARTS, self.fingerprint.split("/"), newcomer.fingerprint.split("/"), strict=False
         )
@@ -162,7 +162,7 @@ class Expected:
             words = ", ".join(f"{name} {how}" for name, how in differ.items())
             raise UserError(
                 f"{newcomer.name} with {shorten_model(newcomer.model)} would compute other bytes "
-                f"than the target whose place it takes: {words}; name the one that you mean with "
+                f"than the target that it replaces: {words}; give the model that you mean with "
                 "--target MODEL"
             )
 
@@ -185,8 +185,7 @@ def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> 
 
 
 def restarted(client: Client, role: Role) -> WorkerState | None:
-    """Wait for the worker of a role that was lost, as long as `dovetail serve` starts it again;
-    None: it does not, and nobody has the role."""
+    """Wait while `dovetail serve` restarts the lost worker of a role; None if it does not."""
     parts, told = (f"{role} worker", "unified worker"), False
     with spinner() as say:
         while (back := serving((state := client.status()).workers, role)) is None:
@@ -195,7 +194,7 @@ def restarted(client: Client, role: Role) -> WorkerState | None:
                 return None
             if not told:
                 told = True
-                note(f"`dovetail serve` starts the {fault.part} again, with its settings: waiting")
+                note(f"waiting for `dovetail serve`, which restarts the {fault.part}")
             say(f"waiting for the {fault.part}" + loading_text(state.loading))
             time.sleep(POLL_S)
     return back

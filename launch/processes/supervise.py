@@ -63,8 +63,7 @@ class Child:
         return self.process.poll() is not None
 
     def heard(self) -> str:
-        """The next line that it has said on stdout, which is for us; empty if there is none, or it
-        has ended."""
+        """Return the next line of its stdout; empty if there is none, or it has ended."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 0.0)
         return self.process.stdout.readline().decode().strip() if ready else ""
@@ -86,7 +85,7 @@ class Child:
         return self._status_bytes("VmRSS:")
 
     def cpu_s(self) -> float:
-        """Return the CPU time that it has used, by the kernel's account; 0 once it has ended."""
+        """Return the CPU time that it has used in seconds; 0 once it has ended."""
         return 0.0 if self.ended else process_load(self.process.pid)[0]
 
     def _status_bytes(self, field: str) -> int:
@@ -140,9 +139,9 @@ class Child:
 
 
 class Unwinding:
-    """A block that a signal which ends us leaves by unwinding the stack, so that every block that
-    owns something is left - but not while it is busy with what must not be interrupted. What is
-    ignored, as under nohup, stays ignored."""
+    """A block in which ending signals unwind the stack, so that every block that owns something is
+    left; while the block is busy they are deferred. Ignored signals, as under nohup, stay
+    ignored."""
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
@@ -164,8 +163,8 @@ class Unwinding:
             unwind(signal.Signals(number))
         self._pending = signal.Signals(number)
 
-    def _heed(self) -> None:
-        """Be busy no longer, and heed a signal that came meanwhile."""
+    def _unblock(self) -> None:
+        """End a busy section, and handle a signal that arrived meanwhile."""
         self._busy = False
         if self._pending is not None:
             unwind(self._pending)
@@ -272,7 +271,7 @@ class Supervisor(Unwinding):
         child = Child(name, process, log)
         self.children.append(child)
         self._have_minded(warden.CHILD, str(process.pid))
-        self._heed()
+        self._unblock()
         return child
 
     def tell(self, child: Child, line: str) -> None:

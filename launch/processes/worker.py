@@ -122,7 +122,7 @@ class WorkerProcess:
     standby: bool
     notifier: Notifier
     flags: Sequence[str]
-    """Its settings and its place, for whoever starts another one in its place."""
+    """Its settings and binding, for a worker that replaces it."""
     told: bool = False
     """True if the command that started this worker sends the address on standard input; it has
     checked the tokenizer already if that is on this machine."""
@@ -172,7 +172,7 @@ class WorkerProcess:
                 thread.start()
             drain = first()
             if drain is not None and not drain.dismissed:
-                with suppress(OSError, UserError):  # then there is no note
+                with suppress(OSError, UserError):  # there is no note
                     forget_worker(self.connect, self.name)
             end_undisturbed()
             for thread in others.values():
@@ -275,11 +275,11 @@ class WorkerProcess:
         )
 
     def _note(self, fingerprint: str) -> None:
-        """Note what this worker was started with, unless there is no place for it."""
+        """Note how this worker was started; a failure is reported."""
         try:
             note_worker(self.connect, self.name, parts_of(self.role), self.flags, fingerprint)
         except (OSError, UserError) as error:
-            self.say(f"{self._title}: `dovetail swap` has to be given its settings ({error})")
+            self.say(f"{self._title}: `dovetail swap` will not know its settings ({error})")
 
 
 class SecondRole(threading.Thread):

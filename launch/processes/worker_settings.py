@@ -1,9 +1,8 @@
-"""What the workers of this machine were started with, as each of them has noted it in the runtime
-directory once it was loaded.
+"""How the workers of this machine were started, from notes that they write to the runtime
+directory.
 
-Nothing of that comes over a link: a worker reports of itself what it likes, and a path among it
-would be opened here. A note outlives its worker, so that one that was lost or drained is known,
-too. Knows how a worker is started, and nothing of who takes its place.
+None of this comes over a link: a worker could report any path, which would then be opened here. A
+note outlives its worker, so lost and drained workers are known, too.
 """
 
 import socket
@@ -25,7 +24,7 @@ PLACE = ("--cores=", "--memory-nodes=")
 
 
 def values_of(note: WorkerNote) -> dict[str, Any]:
-    """Return dotted name -> value of what a worker was given."""
+    """Return the settings that a worker was given, by dotted name."""
     parts = (flag.removeprefix("--").partition("=") for flag in note.flags)
     known = {name: text for name, _, text in parts if name in SETTINGS}
     found = {name: parse_setting(name, text, f"--{name}") for name, text in known.items()}
@@ -38,21 +37,20 @@ def place_of(note: WorkerNote) -> list[str]:
 
 
 def flags_of(configuration: Configuration, cores: str | None, memory_nodes: str) -> list[str]:
-    """Return the settings and the place of a worker as flags that hold in any folder."""
+    """Return the settings and binding of a worker as flags that are valid in any folder."""
     place = [
         f"{name}{value}" for name, value in zip(PLACE, (cores, memory_nodes), strict=True) if value
     ]
     typed = (flag.partition("=") for flag in configuration.typed(*SECTIONS))
     settings = [
-        f"{name}={_whole(value) if name.removeprefix('--') in MODELS else value}"
+        f"{name}={_absolute(value) if name.removeprefix('--') in MODELS else value}"
         for name, _, value in typed
     ]
     return [*settings, f"--{STUCK}={configuration.value(STUCK)}", *place]
 
 
 def before_of(worker: WorkerState) -> WorkerNote | None:
-    """Return what a registered worker was started with; None if it runs elsewhere, or belongs to
-    somebody else."""
+    """Return the note of a registered worker; None if it runs elsewhere or as another user."""
     if worker.host != socket.gethostname():
         return None
     found = [note for note in worker_notes() if note.pid == worker.pid]
@@ -60,8 +58,8 @@ def before_of(worker: WorkerState) -> WorkerNote | None:
 
 
 def last_before(addresses: Collection[str], role: str) -> WorkerNote | None:
-    """Return what the last worker of a role on this machine was started with that was registered at
-    a coordinator, at any of its addresses; None if there was none."""
+    """Return the note of the last worker of a role on this machine that was registered with a
+    coordinator of these addresses; None if there was none."""
     found = [
         note
         for note in worker_notes()
@@ -70,8 +68,7 @@ def last_before(addresses: Collection[str], role: str) -> WorkerNote | None:
     return found[-1] if found else None
 
 
-def _whole(model: str) -> str:
-    """A model as it is called anywhere else: a folder by its whole path, what is none, such as the
-    id of a hub, as it is."""
+def _absolute(model: str) -> str:
+    """Return the absolute path of a model; a hub id is returned unchanged."""
     path = Path(model).expanduser()
     return str(path.absolute()) if model and path.exists() else model

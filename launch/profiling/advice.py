@@ -49,7 +49,7 @@ class Advice:
 
     @property
     def tells(self) -> bool:
-        """Return whether it is of use to anybody: whether the printed gain is above 1.00."""
+        """Return whether the printed gain is above 1.00."""
         return round(self.gain, 2) > 1.0
 
 

@@ -180,7 +180,7 @@ def _card(name: str, value: str, beside: str) -> str:
 
 def _advice(advice: Sequence[Advice]) -> str:
     if not (of_use := [one for one in advice if one.tells]):
-        return "<p>No change that was looked at is predicted to be faster.</p>"
+        return "<p>No change is predicted to be faster.</p>"
     rows = []
     for one in of_use:
         kind = "gain" if one.worth else "least"

@@ -43,7 +43,7 @@ from dovetail.runtime.session.features import UnreadableFeatures, features_of_it
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 log = logging.getLogger("dovetail.coordinator")
-OF_LATE_NS = 60_000_000_000
+RECENT_NS = 60_000_000_000
 """How long the owners of logs that a worker has read are kept."""
 E = TypeVar("E", Prefilled, Refed, Drafted)
 
@@ -123,7 +123,7 @@ class WorkerEvents:
     def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
         running = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
         self._read_alone(worker, event.spans)
-        late = {who: at for who, at in worker.read_ns.items() if now_ns - at < OF_LATE_NS}
+        late = {who: at for who, at in worker.read_ns.items() if now_ns - at < RECENT_NS}
         worker.read_ns = late | {running.session.request.owner: now_ns}
         if worker is not running.target:
             running.draft_read(now_ns, event.spans)

@@ -275,8 +275,8 @@ class Service:
         but served."""
         if (state := await self.reported()) is None:
             missing = [self.gateway.missing or "the coordinator does not answer"]
-            status = {"ready": False, "status": "waiting", "degraded": True, "missing": missing}
-            return False, {**status, "faults": [], "loading": [], "load": None}
+            waits = {"ready": False, "status": "waiting", "degraded": True, "missing": missing}
+            return False, {**waits, "faults": [], "loading": [], "load": None}
         there = any(
             "target" in worker.roles and not (worker.standby or worker.stuck)
             for worker in state.workers

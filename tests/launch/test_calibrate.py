@@ -60,7 +60,7 @@ def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: 
         "backends",
     }
     assert names <= set(found)
-    assert found["beside_ms"] is None or found["beside_ms"] > 0.0
+    assert found["overhead_ms"] is None or found["overhead_ms"] > 0.0
     assert not {"key", "calibration"} & set(found)
     assert (len(found["t_v"]), found["context"], next(iter(found["t_d"]))) == (64, 384, "1")
     (entry,) = (
@@ -198,7 +198,7 @@ def test_where_nothing_can_be_kept_it_is_measured_all_the_same(
     assert "cannot be written" in result.stderr
 
 
-def test_on_a_busy_machine_nothing_is_kept_and_who_was_busy_is_reported(
+def test_on_a_busy_machine_nothing_is_saved_and_the_busy_programs_are_reported(
     run: Any, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     cache = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -209,7 +209,7 @@ def test_on_a_busy_machine_nothing_is_kept_and_who_was_busy_is_reported(
             opened.callback(busy.kill)
         result = run("calibrate", "--seconds", "0.5", "--target", model, "--json", env=cache)
     assert result.returncode == 1
-    assert "nothing was saved, since other programs take" in result.stderr
+    assert "nothing was saved because other programs use" in result.stderr
     found = json.loads(result.stdout)["others"]
     assert found["share"] > 0.1
     assert found["programs"]

@@ -508,7 +508,7 @@ def test_a_server_that_is_not_there_is_one_line(invoke: Run) -> None:
     assert "no server answers at http://127.0.0.1:1" in done.stderr
 
 
-def test_pieces_of_a_reply_are_parted_where_its_words_begin() -> None:
+def test_pieces_of_a_reply_are_split_before_words() -> None:
     pieces: list[str] = []
     with backend() as house, Client(open_link(house.address, role="client")) as client:
         answerer = CoordinatorAnswerer(Connection(client, client.status()))

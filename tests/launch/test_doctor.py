@@ -50,12 +50,12 @@ def test_every_finding_has_a_remedy() -> None:
     assert all(c.advice for c in found)
 
 
-def test_it_reports_what_other_programs_take() -> None:
+def test_it_reports_the_load_of_other_programs() -> None:
     found = check("other programs", others=Load("0-3", 0.4, 0.0, [("cc1plus", 12, 1.6)]))
     assert found.ok
-    assert found.found.startswith("take 40% of cores 0-3: cc1plus (pid 12) 1.6 cores; what is")
+    assert found.found.startswith("use 40% of cores 0-3: cc1plus (pid 12) 1.6 cores; measure")
     assert check("other programs", others=Load("0-3", 0.02, 0.0, [])).found == (
-        "take 2% of cores 0-3"
+        "use 2% of cores 0-3"
     )
 
 

@@ -62,7 +62,7 @@ def test_a_python_without_docstrings_decodes(
     assert done.stdout
 
 
-def test_a_model_whose_name_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_model_whose_name_is_not_utf8_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = os.fsencode(tmp_path) + b"/m\xff"
     Path(os.fsdecode(folder)).mkdir()
     command = [sys.executable, "-P", "-m", "dovetail.launch.cli"]

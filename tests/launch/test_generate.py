@@ -27,7 +27,7 @@ from dovetail.launch.files.answers import open_answers
 from dovetail.launch.files.directory import announced
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.files.records import read_records
-from dovetail.launch.processes.connection import Connection, ends_in_words
+from dovetail.launch.processes.connection import Connection, ends_of
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError, UserError
@@ -567,9 +567,9 @@ def test_a_reply_whose_coordinator_goes_ends_its_line_and_says_what_to_do(start:
 
 def test_the_tokens_that_end_a_reply_are_listed() -> None:
     with backend() as house, Client(open_link(house.address, role="client")) as client:
-        assert ends_in_words(client.status()) == "replies end at <end>"
+        assert ends_of(client.status()) == "replies end at <end>"
     with backend(target=False) as house, Client(open_link(house.address, role="client")) as client:
-        assert ends_in_words(client.status()) == ""
+        assert ends_of(client.status()) == ""
 
 
 def test_a_reply_that_fills_the_context_says_so(invoke: Run) -> None:

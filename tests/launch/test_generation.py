@@ -124,5 +124,5 @@ def test_without_a_chat_template_a_prompt_is_continued_and_that_is_reported(
                 wish.to(connection, wish.configuration)
                 words = "the model has no chat template: the prompt is continued as plain text\n"
                 assert (words in capsys.readouterr().err) == (not raw)
-            words = "the model has no chat template; what is said is continued as plain text"
+            words = "the model has no chat template; messages are continued as plain text"
             assert CoordinatorAnswerer(connection).no_chats() == words

@@ -132,7 +132,7 @@ def test_what_others_call_an_option_is_answered_with_its_name_here(
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "worker", "bench", "top"])
-def test_every_option_of_the_table_is_answered_on_every_command_that_has_none_of_the_name(
+def test_every_foreign_option_is_answered_on_every_command_without_it(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     own = {opt for p in ALL[command].params for opt in p.opts}

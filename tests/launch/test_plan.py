@@ -278,7 +278,7 @@ def test_without_a_draft_it_plans_with_those_that_are_there(
     assert all("draft.model" not in one["settings"] for one in only["alternatives"])
 
 
-def test_what_a_round_takes_beside_its_pass_is_counted_as_it_was_measured(
+def test_the_measured_overhead_of_a_round_is_used(
     plan: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     asked = ("--target", str(DEMO_FOLDER / "target"), "--weights", "fp32", "--draft", "none")
@@ -295,7 +295,7 @@ def test_what_a_round_takes_beside_its_pass_is_counted_as_it_was_measured(
         layers=4,
         layers_measured=4,
         limits=MachineLimits(bandwidth_gb_s=55.0, peak_gflop_s=peaks, probe="kernels avx2"),
-        beside_s=0.0123,
+        overhead_s=0.0123,
     )
     one = {"machine": machine_key(), "software": "x", "weights": "fp32", "threads": 1}
     key = ProfileKey(**one, shapes="of another model")
@@ -347,7 +347,7 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
         (("--target", "/nowhere"), "/nowhere"),
         (("--weights", "int8-per-tensor"), "cannot be split or streamed"),
         (("--target.resident", "3"), "that is what a plan finds out"),
-        (("--machine", "dovetail-server", "--draft", "auto"), "that is what a plan finds out"),
+        (("--machine", "dovetail-server", "--draft", "auto"), "is what a plan finds out"),
         (
             ("--machine", "dovetail-server", "--target-size", "7B", "--draft", "small"),
             "name the folder of one",
@@ -505,7 +505,7 @@ def test_the_first_line_is_a_command_that_lacks_nothing(invoke: Run) -> None:
     lines = invoke(*asked, "--draft", "dovetail").stdout.splitlines()
     assert shlex.split(lines[0])[:2] == ["dovetail", "serve"]
     assert {"--target=FOLDER", "--draft=none"} <= {*shlex.split(lines[0])}
-    assert "needed first for Dovetail, split target: the draft has to be trained" in lines[-2]
+    assert "Dovetail, split target needs more: the draft has to be trained" in lines[-2]
     assert lines[-1].startswith("then: dovetail serve ")
     assert lines[-1].endswith("--draft.model=HEAD")
 

@@ -410,7 +410,7 @@ def test_a_file_is_no_folder_to_write_to_and_what_is_not_there_may_become_one(
         ("{{ messages[0].content }}", ""),
     ],
 )
-def test_a_target_that_takes_no_chats_is_noticed(
+def test_a_target_without_chats_is_reported(
     tmp_path: Path, template: str | None, words: str
 ) -> None:
     folder = shutil.copytree(DEMO_FOLDER / "target", tmp_path / "base")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.commands.swap import as_before, before_or_refusal
+from dovetail.launch.commands.swap import as_before, settings_before
 from dovetail.launch.files.directory import announced, note_worker
 from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.replacement import Expected
@@ -67,7 +67,7 @@ def runtime(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary))
 
 
-def test_what_a_worker_was_started_with_is_known_as_it_understood_it(
+def test_a_note_has_the_settings_of_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model").mkdir()
@@ -91,7 +91,7 @@ def test_what_a_worker_was_started_with_is_known_as_it_understood_it(
     }
 
 
-def test_a_worker_elsewhere_and_one_that_is_none_of_ours_are_not_known() -> None:
+def test_workers_on_other_machines_and_of_other_processes_have_no_note() -> None:
     assert before_of(state("target", os.getpid())) is None
     noted("target", [])
     assert before_of(state("target", os.getpid(), "elsewhere")) is None
@@ -115,7 +115,7 @@ def merged(flags: dict[str, str], role: Role, *, elsewhere: bool = False) -> Set
     return as_before(configure(flags=flags), role, before, reads, elsewhere=elsewhere).settings
 
 
-def test_a_newcomer_is_as_the_worker_that_leaves_but_for_what_is_said() -> None:
+def test_a_new_worker_has_the_settings_of_the_old_one_unless_others_are_given() -> None:
     """Also where another model is named."""
     flags = ["--target.model=OWNER/NAME", "--target.weights=half", "--target.numa=off"]
     noted("target", [*flags, "--target.inflate=64MiB", "--target.context=512", "--memory.ram=8GB"])
@@ -131,7 +131,7 @@ def test_a_newcomer_is_as_the_worker_that_leaves_but_for_what_is_said() -> None:
     assert (target.model, target.inflate, target.context) == ("OWNER/NAME", "64MiB", 512)
 
 
-def test_a_draft_of_another_kind_has_nothing_that_belongs_to_the_former_kind() -> None:
+def test_a_draft_of_another_kind_does_not_inherit_settings_of_the_old_kind() -> None:
     flags = ["--draft.kind=substitute", "--draft.weights=int3", "--draft.device=cpu"]
     noted("draft", [*flags, "--draft.ahead=false"])
     same = merged({}, "draft").draft
@@ -146,14 +146,14 @@ def test_a_draft_of_another_kind_has_nothing_that_belongs_to_the_former_kind() -
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_newcomer_of_which_nothing_is_known_and_nothing_was_given_is_refused(role: Role) -> None:
+def test_a_swap_without_known_settings_or_a_model_is_refused(role: Role) -> None:
     nobody = representative()["reported"].model_copy(update={"workers": ()})
-    with pytest.raises(UserError, match=f"name the model with --{role} MODEL"):
-        before_or_refusal(configure(), role, None, nobody, {"ipc:///x"})
+    with pytest.raises(UserError, match=f"give the model with --{role} MODEL"):
+        settings_before(configure(), role, None, nobody, {"ipc:///x"})
 
 
-def test_a_head_is_not_for_the_embedded_target_because_its_own_is_not_known() -> None:
-    with pytest.raises(UserError, match="name it with --target MODEL"):
+def test_a_head_whose_target_is_unknown_is_refused() -> None:
+    with pytest.raises(UserError, match="give it with --target MODEL"):
         merged({"draft.kind": "dovetail"}, "draft")
     assert merged({"draft.kind": "ngram"}, "draft").target.model == ""
 

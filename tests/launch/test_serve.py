@@ -453,7 +453,7 @@ def test_a_swap_in_place_of_a_lost_worker_has_the_settings_of_the_service(
     told(process, "the target worker was killed by SIGKILL")
     waited = run("swap", "--role=target", "--json")
     assert waited.returncode == 0, waited.stderr
-    assert "`dovetail serve` starts the target worker again" in waited.stderr
+    assert "waiting for `dovetail serve`, which restarts the target worker" in waited.stderr
     assert run("drain", "target", "--last").returncode == 0
     swapped = run("swap", "--role=target", "--json")
     assert swapped.returncode == 0, swapped.stderr

@@ -115,7 +115,7 @@ def assert_gone(pids: list[int]) -> None:
     assert not alive
 
 
-def test_a_name_is_cut_to_the_command_line_that_a_process_was_started_with() -> None:
+def test_a_process_title_is_cut_to_the_length_of_the_command_line() -> None:
     """What lies behind that in memory, the environment, stays."""
     script = (
         "from pathlib import Path; from dovetail.launch.processes.child import name_process; "

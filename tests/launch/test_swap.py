@@ -437,7 +437,7 @@ def test_a_newcomer_gets_a_name_that_is_free() -> None:
     assert free_name([state("draft", 1), state("draft-2", 2)], "draft") == "draft-3"
 
 
-def test_what_to_type_on_another_machine_has_the_address_that_was_given(
+def test_the_command_for_another_machine_has_the_given_address(
     start: Callable[..., "subprocess.Popen[str]"], invoke: Callable[..., Any], tmp_path: Path
 ) -> None:
     keys = str(tmp_path / "keys")

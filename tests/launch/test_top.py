@@ -105,16 +105,16 @@ def test_the_same_is_json_over_ipc_and_over_http(house: Backend, invoke: Run) ->
     assert near["tree"]["texts"] is not None
 
 
-def test_what_other_programs_take_is_shown_where_workers_run_on_this_machine(invoke: Run) -> None:
+def test_the_load_of_other_programs_is_shown_if_workers_run_on_this_machine(invoke: Run) -> None:
     with backend(target=False, draft=False) as house:
         house.add(ScriptedTarget, "target", host="another")
         far = invoke("top", "--connect", house.address, "--json").stdout
         assert json.loads(far)["others"] is None
         house.add(ScriptedDraft, "draft", host=socket.gethostname())
         near = invoke("top", "--connect", house.address, "--json").stdout
-        assert json.loads(near)["others"]["words"].startswith("take ")
+        assert json.loads(near)["others"]["words"].startswith("use ")
         shown = invoke("top", "--connect", house.address, "--once").stdout
-    assert "other programs on this machine take " in " ".join(shown.split())
+    assert "other programs on this machine use " in " ".join(shown.split())
 
 
 def test_models_are_called_as_in_status(invoke: Run) -> None:

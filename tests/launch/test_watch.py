@@ -331,7 +331,7 @@ def test_a_root_that_does_not_answer_is_replaced_and_its_workers_are_not() -> No
 BEATING = (Part("hub"), Part("web", ("hub",), beats=True))
 
 
-def test_a_part_that_stops_to_report_is_replaced_unless_it_computes() -> None:
+def test_a_part_whose_heartbeats_stop_is_replaced_unless_it_computes() -> None:
     """It computes for six times as long as it may stand still, in processor time."""
     watch = Watch(BEATING, 0.0, stuck_s=STUCK_S)
     for name in ("hub", "web"):
@@ -339,7 +339,7 @@ def test_a_part_that_stops_to_report_is_replaced_unless_it_computes() -> None:
         watch.ready(name, 0.0)
     assert watch.serving
     for second in range(1, 31):
-        watch.gets_on("web", float(second))
+        watch.heartbeat("web", float(second))
         assert look(watch, second, second, ()) == []
     assert look(watch, 31.0, 39.0, ()) == []
     for second in range(40, 100):  # half a processor

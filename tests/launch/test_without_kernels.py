@@ -113,5 +113,5 @@ def test_the_kernels_are_built_by_the_compiler_that_is_named(
     done = build("no-such-compiler -m64")
     assert done.returncode == 1
     assert done.stderr == (
-        "CXX or CC names no-such-compiler, and there is no such program: correct or unset it\n"
+        "CXX or CC names no-such-compiler, which does not exist: correct or unset it\n"
     )

@@ -110,7 +110,7 @@ def test_a_folder_keeps_what_was_changed_last_whatever_others_take_away_meanwhil
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
 
 
-def test_a_file_that_is_too_large_for_a_person_to_have_written_is_not_read(tmp_path: Path) -> None:
+def test_a_file_too_large_to_be_hand_written_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "sparse.toml"
     path.touch()
     os.truncate(path, 3 << 30)

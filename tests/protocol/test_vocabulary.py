@@ -105,7 +105,7 @@ def test_a_packed_table_spells_as_the_vocabulary_does(
 
 
 @given(st.binary(max_size=60))
-def test_what_is_no_packed_table_is_refused(content: bytes) -> None:
+def test_an_invalid_table_is_refused(content: bytes) -> None:
     with pytest.raises(CheckpointError, match="the token table cannot be read"):
         TokenTable.unpacked(content)
 

@@ -208,9 +208,7 @@ def test_a_reply_is_decoded_as_behind_its_prompt(
         assert before + streamed(made, tokens, prompt) == expected
 
 
-def test_the_first_word_of_a_reply_keeps_its_space_and_a_character_begun_in_the_prompt_is_its() -> (
-    None
-):
+def test_a_reply_keeps_its_first_space_and_completes_a_character_of_the_prompt() -> None:
     a, half = PIECES.index("\u2581a"), [byte(0xE4), byte(0xB8)]
     for names in (LLAMA, ["Metaspace first"], ["Metaspace always"]):
         made = chain(names)
@@ -249,7 +247,7 @@ def obvious(run: bytes, *, last: bool) -> str:
     st.lists(st.lists(st.sampled_from(BYTES[:-1]), min_size=1, max_size=9), min_size=1, max_size=4)
 )
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-def test_bytes_that_are_no_character_are_replaced_one_by_one_and_characters_beside_them_stay(
+def test_invalid_bytes_are_replaced_one_by_one_and_characters_among_them_are_kept(
     runs: list[list[int]],
 ) -> None:
     a = PIECES.index("a")

@@ -50,7 +50,7 @@ def test_a_prompt_behind_a_flood_of_another_key_waits_for_one_of_its_prompts(
     assert waited_ms < 3 * alone_ms
 
 
-def test_a_key_that_had_its_turn_comes_behind_one_that_comes_later() -> None:
+def test_a_key_that_was_just_served_comes_after_a_later_one() -> None:
     world = settled()
     wishes = [
         Wish(prompt(number), tokens=1, speculate=False, owner=owner)

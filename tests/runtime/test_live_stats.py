@@ -376,7 +376,7 @@ def pair(*, drafted: bool, undrafted: str = "") -> PairState:
         ("off: the last round had no draft", False, {"pairs": (pair(drafted=False),)}),
     ],
 )
-def test_what_is_said_of_speculation_agrees_with_what_sessions_do_and_only_faults_are_red(
+def test_the_state_of_speculation_matches_the_sessions_and_only_faults_are_red(
     words: str, fault: bool, changes: dict[str, Any]
 ) -> None:
     sound = {"degraded": False, "faults": (), "totals": Totals()}

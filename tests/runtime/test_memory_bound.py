@@ -36,7 +36,7 @@ def memo(number: int, size: int) -> bytes:
     return random.Random(number).randbytes(size)
 
 
-def test_ended_replies_are_kept_within_the_bound_the_newest_longest(tmp_path: Path) -> None:
+def test_finished_replies_are_kept_within_the_limit_the_newest_longest(tmp_path: Path) -> None:
     journal = Journal(Segments(tmp_path), most=4 * MIB)
     house = House(journal=journal, settings=settings("4MiB"))
     tracemalloc.start()
@@ -60,7 +60,7 @@ def test_ended_replies_are_kept_within_the_bound_the_newest_longest(tmp_path: Pa
         again.close()
 
 
-def test_what_runs_is_not_forgotten_and_a_request_beyond_the_bound_is_refused(
+def test_running_requests_are_kept_and_a_request_beyond_the_limit_is_refused(
     tmp_path: Path,
 ) -> None:
     journal = Journal(Segments(tmp_path), most=2 * MIB)
@@ -98,7 +98,7 @@ def committed(journal: Journal, entry: Entry, tokens: int) -> None:
     journal.write()
 
 
-def test_a_large_request_that_runs_is_not_written_over_and_over(tmp_path: Path) -> None:
+def test_a_large_running_request_is_seldom_rewritten(tmp_path: Path) -> None:
     class Counting(Segments):
         written = 0
 
@@ -133,7 +133,7 @@ def test_a_large_request_that_runs_is_not_written_over_and_over(tmp_path: Path) 
     assert len(found.tokens) == 800
 
 
-def test_a_file_that_no_segment_can_be_is_left_alone_with_one_line(
+def test_a_file_too_large_for_a_segment_is_skipped_with_one_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(Segments(tmp_path))
@@ -147,7 +147,7 @@ def test_a_file_that_no_segment_can_be_is_left_alone_with_one_line(
     with caplog.at_level(logging.WARNING):
         again = Journal(Segments(tmp_path))
     (record,) = caplog.records
-    assert "segment-00000099 has 3221225472 bytes" in record.getMessage()
+    assert "segment-00000099 is not read: its 3221225472 bytes" in record.getMessage()
     again.begin(2)
     again.tick()
     assert again.find("a/0", "/") is not None

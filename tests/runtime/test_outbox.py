@@ -117,7 +117,7 @@ def test_what_a_full_queue_does_not_take_stays_first() -> None:
     assert sent == [emitted(2, request=2)]
 
 
-def test_what_is_told_in_one_piece_is_bounded_and_what_waits_is_counted_in_bytes() -> None:
+def test_pieces_are_bounded_and_waiting_messages_are_counted_in_bytes() -> None:
     box, sent = Outbox(), list[Message]()
     tokens = tuple(range(1, 1001))
     for _ in range(20):

@@ -54,7 +54,7 @@ def test_a_client_is_told_what_it_needs_to_read_and_write_the_targets_tokens() -
     assert result.fingerprint == described.fingerprint
 
 
-def test_a_seed_that_nobody_names_is_a_number_that_javascript_reads_exactly() -> None:
+def test_a_seed_chosen_by_the_server_is_exact_in_javascript() -> None:
     house = House()
     assert all(house.complete(max_tokens=1, seed=None).result.seed < 1 << 53 for _ in range(8))
     assert house.complete(max_tokens=1, seed=(1 << 63) - 1).result.seed == (1 << 63) - 1

@@ -650,7 +650,7 @@ def test_a_stop_string_spelt_in_bytes_ends_the_reply_with_the_token_that_complet
     assert len(session.tokens) == text.index(stop) + len(stop)
 
 
-def test_a_stop_string_with_a_broken_character_within_is_none() -> None:
+def test_a_stop_string_does_not_match_across_a_broken_character() -> None:
     session = spelt_in_bytes(("\nA",))
     said = shown(opened(session, bonus=1)) + "".join(
         shown(verdict(session, (), token)) for token in (3, 4, 5, 2)

@@ -290,7 +290,7 @@ def test_sessions_end_on_their_target_where_the_next_one_decides_otherwise_and_n
     assert {reply.result.moves for reply in replies} == {0}
 
 
-def test_a_target_in_place_of_a_lost_one_waits_for_sessions_that_it_cannot_go_on_with() -> None:
+def test_a_target_that_replaces_a_lost_one_waits_for_sessions_that_it_cannot_continue() -> None:
     scene = Scene()
     lost, said = scene.house.target, list[str]()
     assert lost is not None
@@ -312,9 +312,7 @@ def test_a_target_in_place_of_a_lost_one_waits_for_sessions_that_it_cannot_go_on
     assert scene.names == ["draft", "target-2"]
 
 
-def test_a_target_that_does_not_respond_leaves_only_where_its_sessions_can_go_on_elsewhere() -> (
-    None
-):
+def test_an_unresponsive_target_leaves_only_if_its_sessions_can_continue_elsewhere() -> None:
     scene = Scene()
     old = scene.house.target
     assert old is not None

@@ -98,7 +98,7 @@ def renderer() -> Iterator[Renderer]:
 
 @pytest.mark.parametrize("turns", [1, 2, 9])
 @pytest.mark.parametrize("text", [ONE_OF_TODAY, OF_EVERYTHING, *FEATURES])
-def test_what_is_honest_renders_as_in_transformers(
+def test_an_honest_template_renders_as_in_transformers(
     text: str, turns: int, renderer: Renderer
 ) -> None:
     told = {**values(turns), "documents": None}
@@ -175,7 +175,9 @@ def test_a_long_conversation_is_no_attack() -> None:
         *((kind, name) for kind, name in EACH if name in SHORT or not any(x in kind for x in LONG)),
     ),
 )
-def test_what_is_evil_is_refused_in_one_line(kind: str, name: str, renderer: Renderer) -> None:
+def test_a_hostile_template_is_refused_in_one_line(
+    kind: str, name: str, renderer: Renderer
+) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RequestError, match=r"^the chat template of the target [^\n]+$") as raised:
         renderer.render(EVIL[kind][name], values(1))
@@ -192,7 +194,7 @@ def test_what_is_evil_is_refused_in_one_line(kind: str, name: str, renderer: Ren
         ("a template that fills memory by", "doubling a list"),
     ),
 )
-def test_what_is_evil_costs_its_request_and_nobody_else(
+def test_a_hostile_template_fails_only_its_own_request(
     kind: str, name: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "RENDERER", renderer)
@@ -205,7 +207,7 @@ HELLO = "{% endif %}{{ messages[0].content }}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
-def test_a_process_that_waits_and_is_ended_or_stopped_is_replaced(number: int) -> None:
+def test_an_idle_process_that_is_killed_or_stopped_is_replaced(number: int) -> None:
     renderer = Renderer()
     expected = renderer.render(ENDLESS + HELLO, values(1))
     first = renderer._idle[0].pid

@@ -93,7 +93,7 @@ def test_whatever_a_template_raises_concerns_the_request_alone(wrong: str) -> No
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ messages | evil }}", ""])
-def test_without_a_template_that_can_be_used_messages_alone_are_refused(template: str) -> None:
+def test_without_a_usable_template_only_chats_are_refused(template: str) -> None:
     text = codec(template)
     assert text.encode("hello") == codec().encode("hello")
     with pytest.raises(RequestError, match=r"template.*: use /v1/completions[^\n]*$"):
@@ -209,7 +209,7 @@ TURN = 4
 )
 @example([0, 1, 4, 1], ["bb", "<turn>"], 3, 1)
 @settings(max_examples=400, deadline=None)
-def test_a_stop_string_that_an_early_token_completes_is_none(
+def test_a_stop_string_completed_by_an_early_token_is_ignored(
     tokens: list[int], stops: list[str], least: int, step: int
 ) -> None:
     words, text, cut, count = ("a", "b", "ab", "ba", ""), "", None, len(tokens)

@@ -164,9 +164,9 @@ def test_a_class_is_decoded_as_transformers_does_or_refused_in_one_true_sentence
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [
-        ("gemma3n", "several states of each token (AltUp)"),
-        ("gemma3n_text", "several states of each token (AltUp)"),
-        ("gemma4_unified_assistant", "such drafts are not read"),
+        ("gemma3n", "several states per token (AltUp)"),
+        ("gemma3n_text", "several states per token (AltUp)"),
+        ("gemma4_unified_assistant", "which is not supported"),
         ("lfm3", "of type conv, which keep the last inputs of a convolution; states are followed"),
         ("olmo_hybrid", "of type linear_attention, which keep a recurrent state; states are"),
     ],
@@ -181,7 +181,7 @@ def test_a_refusal_names_what_is_missing_here(kind: str, missing: str, tmp_path:
         assert kind not in RECURRENT_FAMILIES
 
 
-def test_a_model_of_more_embeddings_than_logits_is_sampled(
+def test_a_model_with_more_embeddings_than_logits_is_sampled(
     tmp_path: Path,
 ) -> None:
     write_tiny("moshi", tmp_path / "model")

@@ -453,12 +453,12 @@ def test_a_chat_template_in_a_file_of_a_processor_is_found(folder: Path) -> None
     assert read_tokenizer(folder)[1].template == "b"
 
 
-def test_of_named_chat_templates_none_is_taken_for_the_default(folder: Path) -> None:
+def test_named_chat_templates_are_not_the_default(folder: Path) -> None:
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
     (folder / "tokenizer_config.json").write_text('{"chat_template": {"tool_use": "b"}}')
     template = read_tokenizer(folder)[1].template
-    words = "the model has several (rag, tool_use), and none is named default"
+    words = "the model has several (rag, tool_use), none of which is named default"
     assert words in why_no_chats(template)
     (folder / "chat_template.jinja").write_text("c")
     assert read_tokenizer(folder)[1].template == "c"
@@ -467,7 +467,7 @@ def test_of_named_chat_templates_none_is_taken_for_the_default(folder: Path) -> 
 @pytest.mark.parametrize("given", [7, ["a"], [{"name": "default"}], {"default": 7}, True])
 def test_a_chat_template_of_another_kind_is_refused(folder: Path, given: object) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
-    assert "tokenizer_config.json: chat_template cannot be" in refusal(folder)
+    assert "tokenizer_config.json: chat_template must be" in refusal(folder)
 
 
 @pytest.mark.parametrize("empty", [None, "", " \n", [], {"default": ""}])

@@ -700,7 +700,7 @@ def test_a_file_in_the_cache_of_the_hub_is_found_by_its_name_there(
 
 @needs_kernels
 @pytest.mark.parametrize("count", [None, 0])
-def test_a_mixture_without_a_shared_expert_is_that_with_one_of_zeros(
+def test_a_mixture_without_a_shared_expert_equals_one_with_zeros(
     tmp_path: Path, count: int | None
 ) -> None:
     facts = {"nemotron_h_moe.expert_shared_count": count}

@@ -74,7 +74,7 @@ YARN = {
 
 
 @pytest.mark.parametrize("original", [256, None])
-def test_yarn_beside_the_context_before_it_has_the_positions_of_its_factor(
+def test_yarn_with_the_original_context_has_the_positions_of_its_factor(
     tmp_path: Path, original: int | None
 ) -> None:
     yarn = {**YARN, "rope.scaling.original_context_length": original, "context_length": 256}
@@ -137,9 +137,7 @@ def test_control_tokens_end_a_reply_by_their_text_as_llama_cpp_has_it(
 
 
 @pytest.mark.parametrize("kind", [1, 4], ids=["normal", "user"])
-def test_a_token_that_is_no_control_token_ends_nothing_by_its_text(
-    tmp_path: Path, kind: int
-) -> None:
+def test_only_control_tokens_end_a_reply_by_their_text(tmp_path: Path, kind: int) -> None:
     whole = tokens("</s>", "<EOT>", "<|fim_pad|>", kind=kind) | {"tokenizer.ggml.eot_token_id": 31}
     config_of(tmp_path, "llama", whole)
     tokenizer, facts = read_tokenizer(view_of(tmp_path / "model.gguf"))
@@ -210,7 +208,7 @@ def with_keys(file: Path, keys: dict[bytes, bytes]) -> None:
     file.write_bytes(head + added + filler + content[24:])
 
 
-def test_odd_keys_that_nobody_reads_do_no_harm(tmp_path: Path) -> None:
+def test_odd_unused_keys_are_ignored(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama", {})
     number, text = struct.pack("<I", 7), struct.pack("<Q", 2) + b"\xff\xfe"
     listed = struct.pack("<IIQ", 9, 4, 1) + number

@@ -245,7 +245,7 @@ def test_a_rotation_as_a_model_card_adds_it_has_the_positions_of_its_factor(
     longer = load_language_model(str(folder), weights="fp32", device="cpu", context=asked)
     found, expected = logits_of(longer, TOKENS[:asked]), reference_logits(folder, TOKENS[:asked])
     assert share_of(found, expected) <= RIGHT
-    with pytest.raises(CheckpointError, match=rf"{asked} positions .* a factor in rope_parameters"):
+    with pytest.raises(CheckpointError, match=rf"{asked} positions .* factor of rope_parameters"):
         load_language_model(str(folder), weights="fp32", device="cpu", context=asked + 1)
 
 

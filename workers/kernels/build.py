@@ -35,8 +35,8 @@ def sources() -> list[Path]:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler and arguments of its own: what $CXX or else $CC names, which may be a
-    compiler of C, else g++, c++ or clang++, whichever is there; empty if none is."""
+    """Return the C++ compiler and its own arguments: $CXX, else $CC, which may be a C compiler,
+    else the first of g++, c++ and clang++; empty if there is none."""
     if named := os.environ.get("CXX") or os.environ.get("CC"):
         return shlex.split(named)
     return [*filter(None, map(shutil.which, ("g++", "c++", "clang++")))][:1]
@@ -50,7 +50,7 @@ def build() -> Path:
         raise FileNotFoundError("no C++ compiler: install g++ or set CXX")
     if shutil.which(program[0]) is None:
         raise FileNotFoundError(
-            f"CXX or CC names {program[0]}, and there is no such program: correct or unset it"
+            f"CXX or CC names {program[0]}, which does not exist: correct or unset it"
         )
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         made = Path(folder) / LIBRARY.name

@@ -113,8 +113,7 @@ class LanguageModel:
         """The day of the remembered proof by which it was loaded; empty: it was proved anew."""
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.vocabulary_size = int(model.config.vocab_size)
-        """The columns V of its logits; its embedding may have rows for more tokens, which it never
-        predicts."""
+        """Columns V of the logits; the embedding may have more rows, which are never predicted."""
         self.hidden_size: int = model.config.hidden_size
         self.layers = len(real)
         """Decoder layers of the checkpoint."""

@@ -118,7 +118,7 @@ def load_language_model(
         cache = cache or ("fp32" if on_cpu else "auto")
         own = type_of(weights, checkpoint, activations)
         wanted = Wanted(weights, own, backend, inflate_bytes, profile, stage, cache, proof)
-        if on_cpu and (why := kernels.why_not()):  # refused before the weights are read
+        if on_cpu and (why := kernels.why_not()):  # before the weights are read
             wanted.refuse_placement(checkpoint.source, why)
             wanted.refuse_library(checkpoint.source, why)
         try:

@@ -82,7 +82,7 @@ class Listener(Protocol):
         """Hear that the worker is registered for the first time."""
 
     def serves(self) -> None:
-        """Hear that the worker may get sessions: it is registered, and on standby no longer."""
+        """Called when the worker may get sessions: registered and not on standby."""
 
     def progress(self) -> None:
         """Hear that a message was taken, a computation got on, or a coordinator was looked for."""
@@ -136,7 +136,7 @@ class Standing:
             self.serves()
 
     def serves(self) -> None:
-        """Note that the worker may get sessions."""
+        """Leave standby, and notify the listener."""
         self.standby = False
         if self.listener is not None:
             self.listener.serves()

@@ -137,13 +137,13 @@ class Server:
         site = Site(f"http://127.0.0.1:{self._port}", "", silence_s=ASK_S)
         body = None if question is None else json.dumps(question).encode()
         with site.opened("GET" if body is None else "POST", path, body) as reply:
-            told = reply.read()
+            content = reply.read()
         if reply.status == 200:
-            answered: Mapping[str, Any] = json.loads(told)
-            return answered
-        if question is None:  # it still loads
+            found: Mapping[str, Any] = json.loads(content)
+            return found
+        if question is None:  # still loading
             return {}
-        raise RuntimeError(told.decode(errors="replace")[:500])
+        raise RuntimeError(content.decode(errors="replace")[:500])
 
 
 class Opponent:

@@ -26,7 +26,7 @@ READY = (
     "import sys, http.client; asked = http.client.HTTPConnection('127.0.0.1', {port}); "
     "asked.request('GET', '/readyz'); sys.exit(asked.getresponse().status != 200)"
 )
-"""A check of readiness for where there is neither curl nor wget; no proxy is asked for it."""
+"""A readiness check without curl, wget or a proxy."""
 
 
 def image() -> str:

@@ -97,7 +97,7 @@ class Part:
     notifier: Notifier
     name: str
     serves: Callable[[], None]
-    """Called when the worker may get sessions."""
+    """Called when the worker starts to serve."""
 
     def ready(self) -> None:
         """Say that this loop serves."""

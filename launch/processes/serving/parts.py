@@ -15,7 +15,7 @@ class Part:
     needed: bool = True
     """True if requests cannot be served without it, or somebody else in its place."""
     beats: bool = False
-    """True if it reports again and again, once it is ready, that it gets on."""
+    """True if it sends heartbeats once it is ready."""
 
 
 @dataclass(frozen=True)

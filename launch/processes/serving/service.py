@@ -39,7 +39,7 @@ tell those who still wait."""
 ASK_EVERY_S = 1.0
 """The interval at which the coordinator is asked who is registered, once everybody is."""
 LEAST_S = 2.0
-"""Nobody is taken for stuck before: who is well is heard of every second."""
+"""The least time without progress that counts as stuck: parts report every second."""
 CONNECT_S = 0.5
 MAX_WHY = 500
 """Characters of why a part is not there."""
@@ -79,7 +79,7 @@ class Service:
         self._own_epoch = -1
         """The epoch of our coordinator, as it said last."""
         self._look_s = 0.0
-        """When the CPU time of the processes is read next."""
+        """When the CPU times of the processes are read next."""
         self._intervals = Intervals(self._log)
         self.state: Reported | None = None
         """The last state that the coordinator reported."""
@@ -200,13 +200,13 @@ class Service:
             self._pass_on()
 
     def _look_after(self, now_s: float) -> None:
-        """Note which processes get on, or at least compute."""
+        """Note which processes have sent heartbeats or used CPU time."""
         if (
             HTTP in self._running
             and HTTP not in self._watch.missing
             and self._running[HTTP].beats()
         ):
-            self._watch.gets_on(HTTP, now_s)
+            self._watch.heartbeat(HTTP, now_s)
         if now_s >= self._look_s:
             self._look_s = now_s + ASK_EVERY_S
             for name, running in self._running.items():
@@ -305,7 +305,7 @@ class Service:
             if self._inquiry is None:
                 way = Way(",".join(filter(None, (place, self._site.standby))), self._reach)
                 self._inquiry = Inquiry(partial(way.again, CONNECT_S))
-        elif place != self.url:  # one that is started again has the same
+        elif place != self.url:  # a restarted one keeps its URL
             self.url = place
             self._announcement.enter_context(
                 announced(self.address, keys=str(self._site.keys or ""), url=place)
@@ -345,7 +345,7 @@ class Service:
                 }
                 for there in (others, [worker for worker in others if worker.swapped_in])
             )
-            if state.totals.waiting:  # only the one that was lost may be able to go on with them
+            if state.totals.waiting:  # only the lost target may be able to continue these
                 given = {name for name in given if self._played(name) == "draft"}
             drained = [name for name in self._workers if self._played(name) in state.drained]
             known = registered(ours, state.workers)

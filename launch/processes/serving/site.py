@@ -35,10 +35,10 @@ class Running(Protocol):
         """Return the line that it has said on stdout; empty if it has not yet."""
 
     def beats(self) -> bool:
-        """Return whether it has said on stdout, since the last call, that it gets on."""
+        """Return whether it has sent a heartbeat since the last call."""
 
     def cpu_s(self) -> float:
-        """Return the CPU time, in seconds, that it has used."""
+        """Return the CPU time that it has used in seconds."""
 
     def tell(self, line: str) -> bool:
         """Write a line to its stdin; False: it does not take it now."""

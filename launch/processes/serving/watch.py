@@ -8,10 +8,10 @@ mistake, or the loss of a part that serving needs, ends the service - whoever st
 read why. From then on a part that ends is started again after a pause, which doubles from loss to
 loss and begins anew after a minute of health. A part that serving needs ends the service if it ends
 too often; one that it can do without, such as a draft, or a target beside another one, is tried
-ever more rarely, and for ever. A root that says nothing for long, another part that is to report
-that it gets on and does not, and a part that the root has known and does not know any more, are
-stuck: they are replaced; one of the first two kinds that computes all the time is given longer, and
-one that is not ready yet as long as it computes. A part that was removed because
+ever more rarely, and for ever. A part is stuck, and replaced, if it is the root and does not
+respond, if its heartbeats stop, or if the root no longer knows it. In the first two cases it gets
+longer while it computes; a part that is not ready yet may compute without limit. A part that was
+removed because
 somebody else took its place is started again when nobody is in that place any more; so is one that
 was lost, and whose place somebody was given before it came back. Knows no processes, clocks or
 signals: names, events and seconds are handed in, and actions are handed back.
@@ -46,8 +46,8 @@ MOST_RESTARTS = 5
 WITHIN_S = 300.0
 MOST_DOUBLINGS = 32
 BUSY = 6.0
-"""A part that is silent and computes may do so for so many times as long, in CPU time; one that is
-not ready yet may stand still for so many times as long."""
+"""Multiple of the patience, in CPU time, for a silent part that computes; and, in wall time, for
+one that is not ready yet and does not."""
 STANDSTILL_S = 2.0
 """Between two looks; they are much closer together."""
 
@@ -73,9 +73,9 @@ class _State:
     """Time at which it was last known to run; of the root, at which it last answered. None: not
     since it was started, or it is being replaced."""
     worked_s: float = -math.inf
-    """Time at which it was last seen to compute."""
+    """When it was last seen to compute."""
     cpu_s: float = 0.0
-    """CPU time that it has used, and `heard_cpu_s`: when it was heard last."""
+    """CPU time that it has used; `heard_cpu_s`: at its last report."""
     heard_cpu_s: float = 0.0
     down_s: float | None = None
     """Since when it has been lost; None: it is ready, or has not been ready yet and was not lost
@@ -105,7 +105,7 @@ class _State:
         self.cpu_s = self.heard_cpu_s = 0.0
 
     def hear(self, now_s: float) -> None:
-        """Note that it does its work."""
+        """Note a report of the part."""
         self.heard_s, self.heard_cpu_s = now_s, self.cpu_s
 
     def lost(self, why: str, now_s: float) -> None:
@@ -229,13 +229,13 @@ class Watch:
         self._begin_to_serve()
         return []
 
-    def gets_on(self, name: str, now_s: float) -> None:
-        """A part reports that it gets on."""
+    def heartbeat(self, name: str, now_s: float) -> None:
+        """Note a heartbeat of a part."""
         if self._states[name].ready_s is not None:
             self._states[name].hear(now_s)
 
     def computes(self, name: str, cpu_s: float | None, now_s: float) -> None:
-        """The process of a part has used so much CPU time; None: there is no place for it yet."""
+        """Note the CPU time that a part's process has used; None if it has no host yet."""
         state = self._states[name]
         most_s = math.inf if state.heard_s is None else BUSY * self._stuck_s
         if cpu_s is None or state.cpu_s < cpu_s < state.heard_cpu_s + most_s:
@@ -379,9 +379,9 @@ class Watch:
                 state.ready_s = None
 
     def _is_stuck(self, state: _State, now_s: float) -> bool:
-        """Return whether the root, a part that reports by itself, or one that the root once knew,
-        has been silent for too long; of the last kind it counts only what the root has said
-        since. One that was never heard of since it was started does nothing at all."""
+        """Return whether a part has been silent for too long; one that only the root reports on is
+        judged by the root's reports. A part that has never reported is stuck if it does not
+        compute."""
         root = self._states[self._root]
         if state.heard_s is None:
             idle_s = now_s - state.worked_s

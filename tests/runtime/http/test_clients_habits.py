@@ -64,7 +64,7 @@ def exchanged(server: Api, parts: list[bytes], replies: int) -> list[httpx.Respo
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
 @pytest.mark.parametrize("framed", [WHOLE, CHUNKED], ids=["length", "chunks"])
-def test_an_offer_of_another_protocol_is_passed_over_and_the_body_read(
+def test_an_upgrade_offer_is_ignored_and_the_body_is_read(
     server: Api, protocol: bytes, framed: bytes
 ) -> None:
     request = HEAD + OFFER % protocol + framed
@@ -77,7 +77,7 @@ def test_an_offer_of_another_protocol_is_passed_over_and_the_body_read(
     assert [reply.status_code for reply in versions] == [200, 200]
 
 
-def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(server: Api) -> None:
+def test_expect_100_continue_is_answered(server: Api) -> None:
     leave, reply = exchanged(server, [HEAD + b"expect: 100-continue\r\n" + WHOLE], 2)
     assert (leave.status_code, reply.status_code) == (100, 200)
 
@@ -121,7 +121,7 @@ def test_a_compressed_body_is_read(server: Api, encoding: str, packed: bytes) ->
     ],
     ids=["brotli", "twice", "none", "cut", "damaged", "bomb", "bare bomb"],
 )
-def test_a_body_that_cannot_be_decompressed_or_is_too_large_then_is_refused(
+def test_a_body_that_is_corrupt_or_too_large_when_decompressed_is_refused(
     server: Api, encoding: str, content: bytes, status: int, words: str
 ) -> None:
     headers = {"content-type": "application/json", "content-encoding": encoding}
@@ -144,7 +144,7 @@ def test_no_more_is_decompressed_than_the_limit() -> None:
     "path",
     ["/health", "/readyz", "/v1/models", "/version", "/load", "/metrics", "/", "/openapi.json"],
 )
-def test_where_get_is_head_is_with_the_same_headers(server: Api, path: str) -> None:
+def test_head_has_the_headers_of_get(server: Api, path: str) -> None:
     get, head = server.client.get(path), server.client.head(path)
     assert (head.status_code, head.content) == (get.status_code, b"")
     for name in ("content-type", "content-length"):
@@ -171,7 +171,7 @@ def test_where_get_is_head_is_with_the_same_headers(server: Api, path: str) -> N
         ("POST", "/v1/embeddings", "/openapi.json"),
     ],
 )
-def test_a_path_that_is_not_served_is_answered_with_one_that_is(
+def test_a_wrong_path_is_answered_with_the_right_one(
     server: Api, method: str, path: str, served: str
 ) -> None:
     reply = server.client.request(method, path, json={})
@@ -180,7 +180,7 @@ def test_a_path_that_is_not_served_is_answered_with_one_that_is(
     assert told.startswith(f"{method} {path} is not served here: {served} ")
 
 
-def test_a_method_that_is_wrong_is_answered_with_those_that_are_right(server: Api) -> None:
+def test_a_wrong_method_is_answered_with_the_allowed_ones(server: Api) -> None:
     for method, path, allow in (
         ("GET", CHATS, "POST, OPTIONS"),
         ("HEAD", TEXTS, "POST, OPTIONS"),
@@ -201,7 +201,7 @@ def shared(house: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield started
 
 
-def test_a_page_of_an_origin_that_is_named_may_ask_and_reads_errors_too(shared: Api) -> None:
+def test_pages_of_an_allowed_origin_can_call_the_api_and_read_errors(shared: Api) -> None:
     asks = {"access-control-request-method": "POST"}
     asks["access-control-request-headers"] = "authorization,content-type,x-stainless-lang"
     leave = shared.client.options(CHATS, headers={"origin": ORIGIN, **asks})
@@ -227,7 +227,7 @@ def test_a_page_of_an_origin_that_is_named_may_ask_and_reads_errors_too(shared: 
     assert shared.client.options(CHATS, headers={"origin": "https://evil.example", **asks}).is_error
 
 
-def test_where_it_is_set_so_a_length_beyond_the_context_is_refused_unless_asked_otherwise(
+def test_with_fit_false_a_length_beyond_the_context_is_refused_unless_the_request_has_fit(
     shared: Api,
 ) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 600}
@@ -239,7 +239,7 @@ def test_where_it_is_set_so_a_length_beyond_the_context_is_refused_unless_asked_
 
 
 @pytest.mark.parametrize("origin", ["https://a.example/", "a.example", "https://a b", "*.example"])
-def test_what_is_no_origin_is_refused_in_one_line(origin: str) -> None:
+def test_an_invalid_origin_is_refused_in_one_line(origin: str) -> None:
     with pytest.raises(ValueError, match="is not an origin: write one such as"):
         HttpSettings(cors=f"{ORIGIN},{origin}")
 
@@ -247,7 +247,7 @@ def test_what_is_no_origin_is_refused_in_one_line(origin: str) -> None:
 # -- numbers and JSON ------------------------------------------------------------------------------
 
 
-def test_whole_numbers_may_have_a_point(server: Api) -> None:
+def test_integers_may_be_sent_as_floats(server: Api) -> None:
     counts = {"max_tokens": 4.0, "n": 2.0, "seed": 5.0, "top_k": 3e0, "min_tokens": 1.0}
     ids = {"stop_token_ids": [3.0, 4], "top_logprobs": 2.0, "logprobs": True}
     same = {name: int(value) for name, value in counts.items()}
@@ -272,7 +272,7 @@ def test_whole_numbers_may_have_a_point(server: Api) -> None:
         ('{"a": "\\ud800"}', "NaN, Infinity and lone surrogates"),
     ],
 )
-def test_values_for_a_template_that_json_cannot_hold_or_too_deep_ones_are_refused(
+def test_template_values_that_are_not_json_or_nested_too_deeply_are_refused(
     server: Api, value: str, words: str
 ) -> None:
     text = f'{{"messages": {json.dumps(MESSAGES)}, "chat_template_kwargs": {{"x": {value}}}}}'
@@ -297,7 +297,7 @@ def test_a_stream_has_its_head_before_its_first_token(house: Backend, server: Ap
         house.held = False
 
 
-def test_a_stream_without_a_word_has_comments_and_then_its_tokens_or_its_error(
+def test_a_silent_stream_has_comments_before_its_tokens_or_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service, "SILENCE_S", 0.0)
@@ -325,7 +325,7 @@ def test_a_stream_without_a_word_has_comments_and_then_its_tokens_or_its_error(
     asyncio.run(answer())
 
 
-def test_openai_python_passes_over_comments_also_between_events_with_ids() -> None:
+def test_openai_python_ignores_comments_also_between_events_with_ids() -> None:
     chunk = '{"id":"a","object":"chat.completion.chunk","created":1,"model":"m","choices":[]}'
     for comment, chunks in (
         (": no token yet\n\n", 1),
@@ -340,7 +340,7 @@ def test_openai_python_passes_over_comments_also_between_events_with_ids() -> No
         assert [part.id for part in stream] == ["a"] * chunks
 
 
-def test_a_health_check_asks_no_proxy(server: Api) -> None:
+def test_a_health_check_uses_no_proxy(server: Api) -> None:
     proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
     command = [sys.executable, "-c", READY.format(port=server.address[1])]
     assert subprocess.run(command, env={**os.environ, **proxies}, check=False).returncode == 0

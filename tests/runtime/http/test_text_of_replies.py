@@ -90,7 +90,7 @@ def asked(server: Api, prompt: list[int], stream: bool, **fields: Any) -> tuple[
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_special_token_and_a_string_stop_and_both_wait_for_the_least_number_of_tokens(
+def test_special_tokens_and_strings_stop_a_reply_after_min_tokens(
     stream: bool,
 ) -> None:
     made = spaced(DECODERS["Llama 2"])

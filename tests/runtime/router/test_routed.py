@@ -196,7 +196,7 @@ def test_what_fails_before_a_byte_of_the_reply_is_tried_elsewhere(behave: Behave
     run(test)
 
 
-def test_a_stream_of_which_there_is_no_token_yet_is_tried_elsewhere() -> None:
+def test_a_stream_without_a_token_is_retried_on_another_replica() -> None:
     async def test() -> None:
         async with routed(begins, streams) as there:
             status, _, pieces, ended = await there.ask()
@@ -209,7 +209,7 @@ def test_a_stream_of_which_there_is_no_token_yet_is_tried_elsewhere() -> None:
     run(test)
 
 
-def test_a_compressed_request_is_chosen_for_by_its_text_and_passed_on_without_compression() -> None:
+def test_a_compressed_request_is_routed_by_its_text_and_forwarded_uncompressed() -> None:
     async def test() -> None:
         body = json.dumps({"prompt": "a" * 200}).encode()
         async with routed(streams) as there:
@@ -223,7 +223,7 @@ def test_a_compressed_request_is_chosen_for_by_its_text_and_passed_on_without_co
     run(test)
 
 
-def test_a_path_or_a_method_that_the_router_does_not_serve_is_answered_with_what_it_does() -> None:
+def test_the_router_answers_a_wrong_path_or_method_with_the_right_one() -> None:
     async def test() -> None:
         async with routed(streams) as there:
             status, _, pieces, _ = await there.ask(path="/chat/completions")

@@ -87,17 +87,15 @@ LAYER_TYPES = {
 }
 """The reasons why layers of a type cannot be decoded with token trees; a type is known by its
 beginning."""
-ALTUP = "its layers hand on several states of each token (AltUp), and there is no back end for that"
-LOOPED = "it runs some layers several times, and caches have room for each layer's keys once"
-ASSISTANT = (
-    "it drafts from the states, keys and values of a Gemma 4 model, and such drafts are not read"
-)
+ALTUP = "its layers pass on several states per token (AltUp), which no back end supports"
+LOOPED = "it runs some layers several times, and caches hold the keys of a layer only once"
+ASSISTANT = "it drafts from the states, keys and values of a Gemma 4 model, which is not supported"
 UNREAD = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), ALTUP),
     "dory": LOOPED,
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ASSISTANT),
 }
-"""Model types of which transformers' configuration and class do not say what is missing here."""
+"""Why model types are unsupported that otherwise look supported."""
 LONGEST_SHOWN = 60
 """Characters of a value that an error shows."""
 
@@ -168,9 +166,9 @@ def refuse_unknown(content: Mapping[str, Any], file: Path, *, known: bool, versi
 def composite(kind: str, part: str, file: Path) -> str:
     """The sentence for a model that has a language model for one of its parts."""
     return (
-        f"{file}: model type {kind} is a language model ({part}) together with other parts, "
-        "such as encoders of images or sound, and none of those whose language model is loaded "
-        f"alone; {REMEDY}"
+        f"{file}: model type {kind} is a language model ({part}) with other parts, such as "
+        "encoders of images or sound, and its language model cannot be loaded alone; "
+        f"{REMEDY}"
     )
 
 

@@ -15,16 +15,16 @@ TABLES = ("short_factor", "long_factor")
 """The fields of longrope: the factors of frequencies for sequences within the original length, and
 for longer ones."""
 ASKED = ("yarn", "linear", "longrope")
-"""Kinds of rotation for which a longer sequence may be asked for: some configurations have the
-length that follows from the factor, and some the original one."""
+"""Kinds of rotation with which a longer context may be set: some configurations have the scaled
+length, and some the original one."""
 
 
 def scaled_positions(
     config: Mapping[str, Any], positions: int, kinds: Sequence[str] = ("yarn",)
 ) -> int:
-    """Return the positions that a configuration, as transformers or config.json has it, says a
-    model has, or what the factor of a rotation of these kinds makes of the original ones, if that
-    is more: model cards add YaRN, and leave the positions as they were."""
+    """Return the positions of a model: those of its configuration or, if more, the original ones
+    times the factor of a rotation of these kinds. Model cards add YaRN without changing the
+    positions."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found, ropes = [int(positions)], list[Any]()
     if isinstance(rope, Mapping):
@@ -34,7 +34,7 @@ def scaled_positions(
         if kind not in kinds:
             continue
         original = one.get("original_max_position_embeddings") or positions
-        with contextlib.suppress(TypeError, ValueError, OverflowError):  # transformers says so
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # transformers reports it
             found.append(int(float(one.get("factor") or 1) * int(original)))
     return max(found)
 
@@ -61,8 +61,8 @@ def limit_context(config: Any, context: int | None, source: object) -> Any:
     if context > (most := min(positions, MAX_TOKENS)):
         raise CheckpointError(
             f"{source}: target.context = {context} is more than the {most} positions of the model "
-            "(max_position_embeddings, and what a factor in rope_parameters makes of the original "
-            f"ones): use at most {most}"
+            "(max_position_embeddings, or the original ones times the factor of rope_parameters): "
+            f"use at most {most}"
         )
     original = _length_of_first(config)
     if original is not None and context > original:

@@ -30,9 +30,9 @@ FACTS = {
 """The files of a folder that hold the facts of its vocabulary."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "mask_token")
 MAX_TEMPLATE = 1 << 18
-"""Characters that `VocabularyFacts` takes."""
+"""Most characters of a template in `VocabularyFacts`."""
 WORTH_KEEPING = 1 << 20
-"""Bytes of a tokenizer.json that takes longer to parse than its table takes to find."""
+"""Size in bytes from which a tokenizer.json takes longer to parse than its cached table to read."""
 MOST_KEPT = 64
 
 
@@ -43,8 +43,8 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
 
 
 def read_language(folder: Path) -> tuple[bytes, TokenTable, VocabularyFacts]:
-    """The bytes of tokenizer.json, its vocabulary, and what the model's other files say about
-    it; `CheckpointError` names the file that is wrong."""
+    """Return the bytes of tokenizer.json, its token table, and the facts from the model's other
+    files; `CheckpointError` names a file that is wrong."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(
@@ -82,10 +82,10 @@ def read_language(folder: Path) -> tuple[bytes, TokenTable, VocabularyFacts]:
 
 
 def table_of(tokenizer: bytes) -> TokenTable:
-    """Return the vocabulary of a tokenizer.json, which is parsed once and then kept in the cache by
-    its digest; `CheckpointError` if it holds none."""
+    """Return the token table of a tokenizer.json, cached by its digest; `CheckpointError` if it has
+    no vocabulary."""
     path = kept_path(tokenizer)
-    with suppress(OSError, CheckpointError):  # there is none, or it was damaged
+    with suppress(OSError, CheckpointError):  # not cached, or damaged
         return TokenTable.unpacked(path.read_bytes())
     table = TokenTable.read(tokenizer)
     if len(tokenizer) >= WORTH_KEEPING:
@@ -94,13 +94,13 @@ def table_of(tokenizer: bytes) -> TokenTable:
 
 
 def kept_path(tokenizer: bytes, name: str = "table") -> Path:
-    """Return the file of the cache for something that was found out about a tokenizer.json."""
+    """Return the cache file for a fact about a tokenizer.json."""
     return cache_folder() / "tokenizers" / f"{hashlib.sha256(tokenizer).hexdigest()}.{name}-1"
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a file of the cache in one step. Where that is refused it is found out again at the
-    next start; that of the weights' digest reports it."""
+    """Write a cache file atomically. If that fails, the next start computes it again; the cache of
+    weight digests reports such a failure."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -110,12 +110,12 @@ def keep(path: Path, content: bytes) -> None:
 
 
 def read_template(folder: Path) -> str:
-    """The chat template of a model folder, for which its tokenizer is not read; empty: none."""
+    """Return the chat template of a model folder without reading its tokenizer; empty if none."""
     return _chat_template(folder, _own(folder))
 
 
 def _own(folder: Path) -> Mapping[str, Any]:
-    """Return what tokenizer_config.json says; nothing where there is none."""
+    """Return the content of tokenizer_config.json; empty if there is none."""
     file = folder / "tokenizer_config.json"
     return read_json(file) if file.is_file() else {}
 
@@ -133,9 +133,8 @@ def _ends(
     own: Mapping[str, Any],
     table: TokenTable,
 ) -> tuple[int, ...]:
-    """The ids that end a reply: those that the model names, and that of the tokenizer's own end
-    token, by which vLLM ends replies too, if tokenizer.json has it as a special token. It ends a
-    turn where the model may name the end of a document alone."""
+    """Return the ids that end a reply: the model's, and like vLLM the tokenizer's end token if it
+    is special. The model's may end only documents, and the tokenizer's turns."""
     token = own.get("eos_token")
     spelt = token.get("content") if isinstance(token, dict) else token
     index = table.special.get(spelt) if isinstance(spelt, str) else None
@@ -143,9 +142,8 @@ def _ends(
 
 
 def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
-    """The default chat template; empty if there is none. As transformers has it: of several that
-    have names the default one, files of their own before tokenizer_config.json, and tokenizer
-    settings (bos_token) as tokenizer_config.json spells them."""
+    """Return the default chat template; empty if there is none. As in transformers, template files
+    override tokenizer_config.json, which provides the special tokens (bos_token)."""
     named = _named(own.get("chat_template"), folder / "tokenizer_config.json")
     if not named and (file := folder / "chat_template.json").is_file():
         named = _named(read_json(file).get("chat_template"), file)
@@ -158,7 +156,7 @@ def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
     template = named.get("default", "")
     names = ", ".join(sorted(named))[:200]
     if not template.strip():
-        return _raising(f"the model has several ({names}), and none is named default")
+        return _raising(f"the model has several ({names}), none of which is named default")
     template = _special_tokens(own, template) + template
     if len(template) > MAX_TEMPLATE:
         return _raising(f"it is longer than {MAX_TEMPLATE} characters")
@@ -166,14 +164,14 @@ def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
 
 
 def _named(given: Any, file: Path) -> dict[str, str]:
-    """Templates by their names, in either form that `chat_template` has in a file of JSON."""
+    """Return templates by name, from either form of `chat_template` in JSON."""
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
         given = {one.get("name"): one.get("template") for one in given}
     named = given if isinstance(given, dict) else {} if given is None else {"default": given}
     if not all(isinstance(part, str) for item in named.items() for part in item):
         raise CheckpointError(
-            f"{file}: chat_template cannot be {shown(given)}: write a template, or a list of "
-            "templates that have names"
+            f"{file}: chat_template must be a template or a list of named templates, not "
+            f"{shown(given)}"
         )
     return dict(named)
 
@@ -188,7 +186,7 @@ def _text(file: Path) -> str:
 
 
 def _special_tokens(own: Mapping[str, Any], template: str) -> str:
-    """Statements of Jinja that set the special tokens which a template reads."""
+    """Return Jinja statements that set the special tokens that a template reads."""
     spelt = {
         name: token.get("content") if isinstance(token := own[name], dict) else token
         for name in SPECIAL_TOKENS
@@ -202,5 +200,5 @@ def _special_tokens(own: Mapping[str, Any], template: str) -> str:
 
 
 def _raising(why: str) -> str:
-    """A template that says why there is none."""
+    """Return a template that raises this error."""
     return f"{{{{ raise_exception({json.dumps(why)}) }}}}"

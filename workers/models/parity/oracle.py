@@ -173,8 +173,8 @@ class Oracle:
             )
         if given.states.dim() != 3:
             raise UnprovableError(
-                f"its layers hand on states of the shape {[*given.states.shape]}, where one row "
-                "for each token is due"
+                f"its layers return states of shape {[*given.states.shape]} instead of one row for "
+                "each token"
             )
         if not near(given.states, turned.states.flip(1)):
             raise UnprovableError(

@@ -99,13 +99,13 @@ class Proofs:
 
     @cached_property
     def group(self) -> str:
-        """Return what the proofs of the configuration are kept under; the kernels must be there."""
+        """Return the key of the configuration's proofs; requires the kernels."""
         return hashlib.sha256(f"{basis()}\0".encode() + self._configuration).hexdigest()[:32]
 
     @property
     def known(self) -> bool:
-        """Return whether a checkpoint of this configuration was proved before; never without the
-        kernels, since a proof is about what they compute."""
+        """Return whether a checkpoint of this configuration was proved before, which takes
+        kernels."""
         return kernels.available() and any(self.folder.glob(f"{self.group}-*.json"))
 
     def find(self, key: str) -> Proof | None:

@@ -25,7 +25,7 @@ SAMPLING = {
 }
 """Names under `general.sampling`, and those of generation_config.json."""
 TEMPLATE = "tokenizer.chat_template"
-"""The key of a chat template; others than the default one have their names behind it."""
+"""The key of the default chat template; named ones append their name."""
 
 
 def contents_of(model: Model) -> dict[str, str]:

@@ -23,8 +23,8 @@ def is_gguf(source: str | Path) -> bool:
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return all files of a model by the name of one, or of what it is a link to: in the hub's
-    cache a name is a link to a file that is named by its digest."""
+    """Return all files of a model, given one of them or a link to one: in the hub's cache names are
+    links to files named by their digests."""
     if (found := PART.fullmatch(file.name)) is None:
         linked = file.is_symlink() and file.exists()
         behind = parts_of(file.parent / file.readlink()) if linked else []

@@ -37,7 +37,7 @@ WOVEN, BEHIND, BELOW = range(9, 12)
 out]; and the rows of a matrix below those of another, or for each head of keys its share of both.
 """
 ZEROS = 12
-"""A step that leaves the shape of a tensor alone, and no number of it."""
+"""A change that sets all values of a tensor to zero."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def placed_in(model: Model) -> dict[str, Placed]:
 
 
 def _without_shared(found: Mapping[str, Placed]) -> dict[str, Placed]:
-    """Return a shared expert of one unit of zeros for each layer with experts: what transformers
-    has where a file has none."""
+    """Return a shared expert with one unit of zeros for each layer with experts, which transformers
+    needs if a file has none."""
     return {
         f"{name[:-11]}mixer.shared_experts.{part}_proj.weight": replace(
             placed, change=ZEROS, single=single

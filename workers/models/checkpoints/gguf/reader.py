@@ -42,10 +42,10 @@ STRING, ARRAY = 8, 9
 MOST_KEYS, MOST_TENSORS = 1 << 16, 1 << 20
 MOST_ITEMS = 1 << 24
 """Items of an array: more tokens than any embedding has rows here."""
-MOST_WITHIN = 2
-"""Lists within which a list may be: nobody reads such a key, and it is skipped."""
+MOST_NESTED = 2
+"""Deepest nesting of a list in other lists; no such key is used."""
 NEEDED = ("tokenizer.", "the name of a tensor")
-"""What has to be text: keys by their beginning."""
+"""Prefixes of what has to be valid text."""
 LONGEST_NAME = 1 << 16
 LONGEST_TEXT = 1 << 28
 DIMENSIONS = 4
@@ -79,8 +79,8 @@ class Head:
     file: Path
     identity: Identity
     facts: Mapping[str, Any]
-    """Numbers, texts, lists of texts, numpy arrays of numbers, lists of any of these, and, outside
-    of the tokenizer, bytes for what is no UTF-8: whoever needs a key looks at its type."""
+    """Numbers, texts, lists of texts, numpy arrays of numbers, and lists of these. Outside the
+    tokenizer, text that is not UTF-8 is bytes, so check the type of a key that you need."""
     tensors: tuple[Place, ...]
     size_bytes: int
     """Offset of the first tensor, in bytes from the beginning of the file."""
@@ -153,8 +153,8 @@ class _Reader:
         if kind == STRING:
             return self._text(key, LONGEST_TEXT)
         if kind == ARRAY:
-            if depth > MOST_WITHIN:
-                self._refuse(f"{key[:100]} has lists within lists within lists")
+            if depth > MOST_NESTED:
+                self._refuse(f"{key[:100]} has lists that are nested too deeply")
             kind, count = self._number("<I"), self._number("<Q")
             if count > MOST_ITEMS:
                 self._refuse(f"{key[:100]} has {count} items")
@@ -198,7 +198,7 @@ class _Reader:
         return self._take(length, what)
 
     def _decoded(self, content: bytes, what: str) -> str | bytes:
-        """Return a text, or its bytes where it is none and no token depends on it."""
+        """Return a text, or its bytes if they are not UTF-8 and the text is not `NEEDED`."""
         try:
             return content.decode()
         except UnicodeDecodeError:

@@ -38,8 +38,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 def local_folder(path: Path) -> Path | None:
     """Return the folder of a model that a path names: the folder itself, or the view of a GGUF
     file, or of the one model in a folder of them; None where the path is something else.
-    `CheckpointError` for a name that is no text, as messages and the libraries that read weights
-    take them."""
+    `CheckpointError` for a name that is not UTF-8, which messages and libraries do not support."""
     whole = path.absolute() if is_gguf(path) else path
     try:
         str(whole).encode()

@@ -37,8 +37,8 @@ ENDING = frozenset(
         *("<end_of_utterance>", "<|tool_response>", "[e~["),
     )
 )
-"""Texts of control tokens that end a reply, of which files name only one by a key. llama.cpp goes
-by the text alone; but in Gemma </s> is a tag of HTML."""
+"""Texts of control tokens that end a reply, of which files have only one as a key. llama.cpp checks
+only the text, but Gemma has </s> as an HTML tag."""
 HARMONY = [
     {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
 ]
@@ -277,7 +277,7 @@ def _added(facts: _Facts) -> list[dict[str, Any]]:
 
 
 def _ends(facts: _Facts) -> list[int]:
-    """The ids that end a reply: those that the file names, and control tokens that do by their
+    """Return the ids that end a reply: those of the file's keys, and control tokens by their
     text."""
     named = [found for name in ENDS if (found := facts.id(name)) is not None]
     control = [(place, facts.tokens[place]) for place in np.flatnonzero(facts.types == CONTROL)]

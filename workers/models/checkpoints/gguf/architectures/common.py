@@ -133,7 +133,7 @@ def factors_of(facts: Facts, short: str, long: str, attention: float = 1.0) -> C
 
 
 def _original(facts: Facts) -> int:
-    """Return the length that a model had before its rotation was scaled."""
+    """Return the context length before the rotation was scaled."""
     return facts.whole("rope.scaling.original_context_length", facts.whole("context_length"))
 
 

@@ -43,7 +43,7 @@ def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
 
 
 SHARED = ".ffn_up_shexp.weight"
-"""The end of the name of what a shared expert's units are made with."""
+"""Suffix of the name of a shared expert's up projection."""
 
 
 def shared_width(facts: Facts) -> int:

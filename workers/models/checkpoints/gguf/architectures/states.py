@@ -243,7 +243,7 @@ def _nemotron_experts(facts: Facts) -> Configuration:
     latent, shared = facts.whole("moe_latent_size", 0), facts.whole("expert_shared_count", 0)
     if shared or any(name.endswith(SHARED) for name in facts.tensors):
         width = shared_width(facts)
-    else:  # transformers always has one: a unit of zeros (`placing.py`)
+    else:  # transformers always has one: one unit of zeros (`placing.py`)
         width = facts.whole("expert_shared_feed_forward_length", 0) or 1
     return {
         **found,
