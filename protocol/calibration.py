@@ -248,8 +248,7 @@ class Calibration(Frozen):
     """Fewer than `layers` where memory did not hold all of them: seconds are scaled up then."""
     limits: MachineLimits
     overhead_s: Annotated[float, Field(ge=0.0)] | None = None
-    """Seconds that messages, coordinator and HTTP add to a pass in a round without a draft; None if
-    not measured."""
+    """Seconds that messages, coordinator and HTTP add to a round without a draft, if measured."""
 
 
 class Reading(Frozen):

@@ -60,8 +60,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class WorkerNote:
-    """A worker on this machine that is or was registered with a coordinator (with a standby,
-    `address` has both)."""
+    """A worker on this machine that is or was registered (`address` includes a standby's)."""
 
     address: str
     pid: int

@@ -139,9 +139,8 @@ class Child:
 
 
 class Unwinding:
-    """A block in which ending signals unwind the stack, so that every block that owns something is
-    left; while the block is busy they are deferred. Ignored signals, as under nohup, stay
-    ignored."""
+    """A block in which ending signals unwind the stack, so that all its contexts are left; while it
+    is busy they are deferred. Ignored signals, as under nohup, stay ignored."""
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}

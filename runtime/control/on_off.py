@@ -21,8 +21,7 @@ MOST_LOSS_OF_A_WINNER = 2.5
 """Rounds that a single one may lose: a machine that stood still for a while says nothing of
 drafting."""
 LATE = 1.5
-"""Lost rounds that a late proposal counts for, in addition to its wait: more are likely to
-follow."""
+"""Rounds that a late proposal counts as lost, in addition to its wait; more tend to follow."""
 FIRST_TRY = 8
 """Rounds without drafting before it is tried again; doubled by every try that fails."""
 MOST_DOUBLINGS = 3

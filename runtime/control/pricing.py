@@ -41,8 +41,7 @@ MOST_DEADLINE_MS = 3.6e6
 NEW = 2
 """First rounds of a pair, which are not judged because the draft's caches are cold."""
 HASTE = 0.4
-"""Share of the patience after which a new draft starts no further level, so that two fit into
-it."""
+"""Share of the patience after which a new draft starts no further level, so that two fit."""
 USUAL = 2.0
 """Multiple of its usual time that a proposal may take while it can still pay."""
 STEPS = (4, 8, 16, 32)
@@ -169,8 +168,7 @@ class Pricing:
         return max(alone_s, min(gain * alone_s, USUAL * now.costs.order_s * now.load.draft))
 
     def _level_s(self, pair: Pair) -> float:
-        """Return the seconds of a draft level, which cannot be interrupted; 0 while the pair is
-        new."""
+        """Return the seconds of a level, which a draft always completes; 0 for a new pair."""
         return self._now.costs.draft.at(1) if pair.rounds >= NEW else 0.0
 
     def _hopeful_depth(self, context: int) -> int:

@@ -52,8 +52,7 @@ class Messages:
     coordinator_s: float = 0.0
     """Seconds of the coordinator for a message that it receives."""
     reply_s: float = 0.0
-    """Seconds in which the HTTP process sends a round's tokens, on the cores that compute
-    passes."""
+    """Seconds of the HTTP process in a round, on the cores that compute passes."""
 
     def beside_s(self, *, drafted: bool) -> float:
         """Return the seconds of a round's messages, and of the coordinator."""

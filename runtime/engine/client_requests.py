@@ -50,8 +50,7 @@ log = logging.getLogger("dovetail.coordinator")
 
 NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
 SLACK = 16
-"""Fraction (1/16) of the limit that is freed in addition, so that not every request frees
-memory."""
+"""Fraction (1/16) of the limit that is freed in addition, so that not every request has to."""
 
 
 class ClientRequests:

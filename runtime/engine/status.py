@@ -177,8 +177,7 @@ class Status:
         )
 
     def _processes(self) -> tuple[ProcessState, ...]:
-        """Return this process and those of HTTP APIs, with their load if they run on this
-        machine."""
+        """Return this process and those of HTTP APIs, with their load if they run here."""
         here, found = socket.gethostname(), list[ProcessState]()
         clients = [one.hello for one in self._registry.clients.values()]
         https = [("http", one.host, one.pid) for one in clients if one.name.startswith("http-")]

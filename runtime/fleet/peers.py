@@ -33,8 +33,7 @@ class Language:
     _reading: Lock = field(default_factory=Lock, compare=False)
 
     def text(self) -> TextCodec:
-        """Return the tokenizer. The first call parses it, which can take seconds: never call this
-        in an event loop."""
+        """Return the tokenizer. The first call may take seconds: not for event loops."""
         with self._reading:
             return self._codec
 

@@ -34,8 +34,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS)]
 
 
 def whole(value: Any, deep: int = 2) -> Any:
-    """Convert floats with an integral value (10.0, as some clients send 10) to int, also in lists
-    and in lists of lists."""
+    """Convert integral floats (some clients send 10.0) to int, also in lists and lists of lists."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if deep and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
@@ -44,8 +43,7 @@ def whole(value: Any, deep: int = 2) -> Any:
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values that JSON in UTF-8 can hold and that are not nested too deeply; else raise
-    `ValueError`."""
+    """Return values that JSON in UTF-8 can hold, within `DEEPEST`; else raise `ValueError`."""
     layer: list[Any] = [values]
     for _ in range(DEEPEST):
         parts = (one.values() if isinstance(one, dict) else one for one in layer)

@@ -39,8 +39,7 @@ KEY = "[key]"
 
 
 class ApiError(DovetailError):
-    """An error response: status, OpenAI's `param` and `code`, seconds for Retry-After, and methods
-    for Allow."""
+    """An error response: status, OpenAI's `param` and `code`, and headers."""
 
     def __init__(
         self,

@@ -142,16 +142,15 @@ class Guard:
 
 
 class Refused(BaseException):
-    """A body is refused while it arrives; without an error, it is too large. Not an `Exception`, so
-    that code that reads the body does not catch it."""
+    """A body is refused while it arrives: too large if there is no error. Not an `Exception`, so
+    that readers of the body do not catch it."""
 
     def __init__(self, error: ApiError | None = None) -> None:
         self.error = error
 
 
 class Unpacking:
-    """Decompresses a body piece by piece, up to `most` bytes; `Refused` for more, and for invalid
-    data."""
+    """Decompresses a body piece by piece; `Refused` beyond `most` bytes or for invalid data."""
 
     def __init__(self, encoding: bytes, most: int) -> None:
         self._encoding, self._room = encoding.decode(), most + 1

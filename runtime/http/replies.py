@@ -212,8 +212,8 @@ class Writer(ABC):
         return self._order.submits[0].tree.most_nodes
 
     def _metrics(self, index: int, result: Result) -> dict[str, Any]:
-        """Return the metrics of a reply; a draft's failure is included only if the request asks
-        about the draft."""
+        """Return the metrics of a reply, with a draft's failure if the request asks about
+        drafts."""
         figures = metrics_of(result, self._gamma, failure=self._order.wishes.drafted)
         return {**figures, **self._lowered(index)}
 

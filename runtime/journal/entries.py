@@ -64,8 +64,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Return approximately the bytes that it takes in memory, including its session's
-        tokens."""
+        """Return approximately the bytes that it takes, including its session's tokens."""
         return self._asked + TOKEN_BYTES * len(self.tokens) + scores_size(self.logprobs)
 
     @property

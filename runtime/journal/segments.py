@@ -37,8 +37,7 @@ MAX_SEGMENT = 1 << 30
 LOOK = 1 << 20
 """Bytes of a segment that are in memory at a time."""
 MOST_CHECKED = 8
-"""How often the size of a segment is checksummed, at most, to find the next record behind
-damage."""
+"""Multiple of a segment's size that is checksummed, at most, to find a record behind damage."""
 NAME = "segment-{:08}"
 NAME_PATTERN = re.compile(r"segment-([0-9]{8,})")
 BEGUN = "begun"

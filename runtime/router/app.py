@@ -46,8 +46,7 @@ class Call:
 
     def __init__(self) -> None:
         self.gone = self.headed = False
-        """`gone`: the client has disconnected. `headed`: it has the head of a stream, but no
-        data."""
+        """`headed`: the client has the head of a stream, but no data."""
         self.connection: Connection | None = None
 
     def end(self) -> None:

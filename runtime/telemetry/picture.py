@@ -124,8 +124,7 @@ def pair_figures(pair: PairState) -> dict[str, Any]:
 
 
 def process_figures(state: Reported, before: Reported | None) -> list[dict[str, Any]]:
-    """Return the processes of a state, each with its CPU load in cores since the state before, None
-    if unknown."""
+    """Return the processes of a state with their CPU load in cores since the state before."""
     used = {(one.host, one.pid): one.cpu_s for one in before.processes} if before else {}
     since_s = state.uptime_s - before.uptime_s if before else 0.0
 

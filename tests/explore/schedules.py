@@ -64,7 +64,7 @@ class Wish:
     scored: bool = False
     temperature: float = 0.0
     owner: str = ""
-    """Whose it is: requests of several owners are served in turn."""
+    """Its owner: requests of several owners are served in turn."""
 
 
 @dataclass(frozen=True)

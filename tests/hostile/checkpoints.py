@@ -458,7 +458,7 @@ NO_TEMPLATES: Mapping[str, str] = {
     "a template with a filter that there is not": "{{ messages | evil }}",
     "a template of 10,000 loops in each other": "{% for a in b %}" * 10_000,
 }
-"""Templates for which chats alone are refused."""
+"""Templates with which only chats are refused."""
 
 
 def _with_template(name: str, template: str) -> Bad:

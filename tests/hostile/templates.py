@@ -72,7 +72,7 @@ _DOUBLED = (
     "{% set n = namespace(x=[1], y=[1]) %}{% for a in range(60) %}{% set n.x = [n.x, n.x] %}"
     "{% set n.y = [n.y, n.y] %}{% endfor %}"
 )
-"""Two lists of sixty lists that hold the same one twice: small, but long to go through."""
+"""Two nests of sixty lists, each holding the next one twice: small, but long to traverse."""
 DOUBLING: Mapping[str, str] = {
     what: f"{_DOUBLED}{{{{ {what} }}}}"
     for what in (

@@ -96,7 +96,7 @@ def wait(until: Callable[[], bool], what: str) -> None:
 
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Opens URLs of this machine without a proxy."""
+"""Opens local URLs without a proxy."""
 
 
 def get(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""The memory of a coordinator's process under requests that are large and short."""
+"""The memory of a coordinator's process under large requests with short replies."""
 
 import random
 import string
@@ -19,7 +19,7 @@ BOUND_MIB, REQUESTS, SIZE = 32, 60, 1_900_000
 def test_ended_replies_do_not_fill_the_process_of_a_coordinator(
     start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
-    """1.9 MB of values for a template, of which nothing can be compressed, in each request."""
+    """Each request has 1.9 MB of incompressible template values."""
     folder = tmp_path / "journal"
     server = start(
         *("serve", "--http.port", "0", "--json", "--coordinator.journal", str(folder)),

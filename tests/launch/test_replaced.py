@@ -1,5 +1,5 @@
-"""A newcomer has the settings that the worker whose place it takes was started with, as that one
-has noted them, and is ended if its command is interrupted."""
+"""A new worker takes over the noted settings of the one it replaces, and ends if its command is
+interrupted."""
 
 import contextlib
 import os
@@ -99,7 +99,7 @@ def test_workers_on_other_machines_and_of_other_processes_have_no_note() -> None
 
 
 def test_the_last_worker_of_a_role_is_known_until_its_coordinator_has_gone() -> None:
-    """It may be lost, or drained, and its coordinator may have two addresses."""
+    """The worker may be lost or drained, and its coordinator may have two addresses."""
     with announced("ipc:///x"):
         noted("target", ["--target.weights=half"], "ipc:///x,ipc:///y")
         noted("draft", ["--draft.kind=ngram"])
@@ -116,7 +116,7 @@ def merged(flags: dict[str, str], role: Role, *, elsewhere: bool = False) -> Set
 
 
 def test_a_new_worker_has_the_settings_of_the_old_one_unless_others_are_given() -> None:
-    """Also where another model is named."""
+    """Also if another model is given."""
     flags = ["--target.model=OWNER/NAME", "--target.weights=half", "--target.numa=off"]
     noted("target", [*flags, "--target.inflate=64MiB", "--target.context=512", "--memory.ram=8GB"])
     known = merged({"target.weights": "int8"}, "target")

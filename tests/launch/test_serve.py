@@ -442,7 +442,7 @@ def test_when_a_worker_that_was_swapped_in_is_lost_the_one_of_the_settings_comes
 def test_a_swap_in_place_of_a_lost_worker_has_the_settings_of_the_service(
     start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """It waits for `serve` where that starts the worker again, and starts one itself where it was
+    """It waits for `serve` to restart a lost worker, and starts one itself if the worker was
     drained."""
     folder = shutil.copytree(DEMO_FOLDER / "target", tmp_path / "model")
     given = ("--target", str(folder), "--inflate=64MiB", "--target.context=512")

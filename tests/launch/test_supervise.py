@@ -116,7 +116,7 @@ def assert_gone(pids: list[int]) -> None:
 
 
 def test_a_process_title_is_cut_to_the_length_of_the_command_line() -> None:
-    """What lies behind that in memory, the environment, stays."""
+    """The environment, which follows in memory, is unchanged."""
     script = (
         "from pathlib import Path; from dovetail.launch.processes.child import name_process; "
         "before = Path('/proc/self/environ').read_bytes(); name_process('target', 'm' * 9999); "

@@ -332,7 +332,7 @@ BEATING = (Part("hub"), Part("web", ("hub",), beats=True))
 
 
 def test_a_part_whose_heartbeats_stop_is_replaced_unless_it_computes() -> None:
-    """It computes for six times as long as it may stand still, in processor time."""
+    """It may compute for six times the patience, in CPU time."""
     watch = Watch(BEATING, 0.0, stuck_s=STUCK_S)
     for name in ("hub", "web"):
         watch.due(0.0)

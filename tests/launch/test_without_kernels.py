@@ -1,5 +1,5 @@
-"""An installation without the C++ kernels and without a compiler, as a failed build leaves it:
-torch computes, and what it cannot compute is refused before anything is read."""
+"""An installation without C++ kernels or a compiler, as after a failed build: torch computes, and
+what it cannot compute is refused before anything is read."""
 
 import json
 import stat
@@ -21,7 +21,7 @@ BUILD = (sys.executable, "-P", "-m", "dovetail.workers.kernels.build")
 
 @pytest.fixture
 def bare(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """Variables under which the tree has no library of the kernels, and no compiler is found."""
+    """An environment without the kernel library and without a compiler."""
     kernels = tmp_path / "bare" / "dovetail" / "workers" / "kernels"
     kernels.mkdir(parents=True)
     for made in (kernels, kernels.parent, kernels.parent.parent):

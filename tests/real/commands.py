@@ -26,12 +26,12 @@ from real.models import MODELS, fetch
 PATIENCE_S = 600.0
 PROMPT = "The sky is blue because"
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks servers on this machine, whatever proxy the environment names."""
+"""Opens local URLs without a proxy."""
 
 
 @click.group()
 def main() -> None:
-    """Two public models, and what a service does with them."""
+    """Commands for two public models."""
 
 
 @main.command("fetch")
@@ -120,7 +120,7 @@ def served(
 
 
 def is_ready(address: str) -> bool:
-    """Whether a server answers that it is healthy, with its model loaded."""
+    """Return whether a server is healthy and has loaded its model."""
     try:
         with DIRECT.open(f"{address}/health", timeout=5) as reply:
             if reply.status != 200:

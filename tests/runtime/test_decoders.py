@@ -1,6 +1,6 @@
 """The detokenizer beside the library's own decoding of all ids at once: every decoder of the
-library, alone and in chains, and any ids in any order, behind any prompt; of byte tokens any
-characters. What is made of bytes that are no characters is compared with the obvious."""
+library, alone and in chains, and any ids in any order, behind any prompt; byte tokens spell whole
+characters. Invalid bytes are compared with a simple oracle."""
 
 import codecs
 import contextlib
@@ -231,7 +231,7 @@ def test_every_character_spelt_in_bytes_is_shown_with_its_last_byte() -> None:
 
 
 def obvious(run: bytes, *, last: bool) -> str:
-    """The text of bytes one by one; `last`: an incomplete character may be at their end."""
+    """Decode bytes one by one; `last`: they may end with an incomplete character."""
     if not run:
         return ""
     with contextlib.suppress(UnicodeDecodeError):

@@ -13,7 +13,7 @@ FLOOD, TOKENS = 30, 200
 
 
 def prompt(number: int, tokens: int = TOKENS) -> tuple[int, ...]:
-    """A prompt that begins like no other one."""
+    """A prompt that shares no prefix with another."""
     return (2 + number % 7, 2 + number // 7, *(3 for _ in range(tokens - 2)))
 
 
@@ -24,7 +24,7 @@ def settled(**about: int) -> World:
 
 
 def first_token_ms(world: World, told: Told) -> float:
-    """Let it get its first token; the milliseconds that this takes from now on."""
+    """Run until the first token; return the milliseconds from now."""
     began_ns = world.time.now_ns
     world.run_until(lambda: bool(told.heard_ns), 60 * S, "no token came")
     return (told.heard_ns[0] - began_ns) / MS

@@ -1,5 +1,5 @@
-"""Drafts that are too slow, in virtual time: a round waits for them hardly longer than a round
-without a draft takes. The oracle is the same request without a draft."""
+"""Slow drafts in virtual time: a round waits for a proposal little longer than a round without a
+draft takes. The oracle is the same request without a draft."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,7 +42,7 @@ def wish(number: int = 0, **about: object) -> Wish:
 def seconds(
     world: World, wishes: Sequence[Wish], then: Callable[[list[Told]], object] = lambda _: None
 ) -> tuple[float, list[tuple[int, ...]]]:
-    """Decode all at once; how long that takes, and the tokens. `then` is called as they run."""
+    """Decode all at once; return the seconds and the tokens. `then` is called while they run."""
     told = [world.reader.submit(one) for one in wishes]
     world.run_until(lambda: all(one.heard_ns for one in told), 60 * S, "no token came")
     began_ns = min(one.heard_ns[0] for one in told)
@@ -91,7 +91,7 @@ def test_a_draft_that_becomes_slow_in_the_midst_of_a_reply_costs_little(proposal
     took_s, heard = seconds(world, wishes, slow_down)
     assert heard == tokens
     assert took_s <= 20 / 60 * fast_s + FACTOR * 40 / 60 * without_s
-    if proposal < 25.0:  # else it was asked too seldom
+    if proposal < 25.0:  # else it was requested too seldom
         assert any("too late" in words for words in world.coordinator.report().decisions)
 
 

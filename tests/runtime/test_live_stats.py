@@ -339,7 +339,7 @@ FAULTS = (Fault(part="draft worker", why="it was killed", since_s=1.0),)
 
 
 def pair(*, drafted: bool, undrafted: str = "") -> PairState:
-    """A pair some of whose sessions are drafted for, and what is said of the others."""
+    """A pair with or without drafting sessions, and why others do not draft."""
     update = {"speculating": drafted, "undrafted": undrafted}
     return STATE.pairs[0].model_copy(update=update)
 

@@ -1,5 +1,5 @@
-"""The memory of a coordinator and the disk of its journal, whatever clients send and whatever lies
-in the folder."""
+"""The memory of a coordinator and the disk space of its journal are bounded, whatever clients send
+and whatever files are in the folder."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ def submit(house: House, number: int, **fields: object) -> None:
 
 
 def memo(number: int, size: int) -> bytes:
-    """Bytes that cannot be compressed."""
+    """Incompressible bytes."""
     return random.Random(number).randbytes(size)
 
 
@@ -54,7 +54,7 @@ def test_finished_replies_are_kept_within_the_limit_the_newest_longest(tmp_path:
         (reply,) = house.replies()
         assert isinstance(reply, Recalled if number == 32 else Failed)
     journal.close()
-    for _ in range(2):  # whoever is started again reads no more
+    for _ in range(2):  # a restart reads no more
         again = Journal(Segments(tmp_path), most=4 * MIB)
         assert 2 * MIB < again.size <= 4 * MIB
         again.close()
@@ -80,7 +80,7 @@ def test_running_requests_are_kept_and_a_request_beyond_the_limit_is_refused(
 
 @pytest.mark.parametrize("target", [True, False])
 def test_requests_that_wait_count_without_a_journal(target: bool) -> None:
-    """In the queue behind one that has all the room, or for a target that is yet to come."""
+    """In the queue behind a request that fills the cache, or for a target that is not there yet."""
     limits = ROOMY.model_copy(update={"room": 40_000, "context": 60_000})
     house = House(settings=settings("4MiB"), limits=limits, target=target)
     for number in range(1, 9):

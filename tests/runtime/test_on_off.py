@@ -99,7 +99,7 @@ def test_one_round_is_told_as_one_and_rates_of_many_sessions_as_those_of_each() 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_reason_for_a_change_agrees_with_the_printed_rates(seed: int) -> None:
-    """Drafting that about breaks even, or pays for a while, with passes that vary."""
+    """Drafting that roughly breaks even or pays for a while, with varying pass times."""
     rng, on_off, told = random.Random(seed), OnOff(Experience(), many=seed % 2 == 1), list[str]()
     for at in range(1500):
         alone_s = ALONE_S * rng.uniform(0.7, 1.5)

@@ -1,5 +1,5 @@
-"""Chat templates: what honest ones make is what transformers makes of them, no text is lost on the
-way, and what hostile ones try is stopped in a process of its own."""
+"""Chat templates: honest ones render as in transformers and lose no text, and hostile ones are
+stopped in a process of their own."""
 
 import os
 import resource

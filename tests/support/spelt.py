@@ -1,4 +1,4 @@
-"""Detokenizers of tokenizers that a test has made."""
+"""Detokenizers for tokenizers made by a test."""
 
 from collections.abc import Sequence
 
@@ -8,5 +8,5 @@ from dovetail.runtime.text.tokenizer import Detokenizer, open_detokenizer
 
 
 def detokenizer_of(made: Tokenizer, prompt: Sequence[int] = ()) -> Detokenizer:
-    """One that reads the tokenizer's file, for the reply to a prompt."""
+    """Return a detokenizer for the reply to a prompt, from the tokenizer's file."""
     return open_detokenizer(made.to_str().encode(), prompt)

@@ -92,8 +92,7 @@ class Backend:
         tokenizer: bytes = b"",
         **changes: object,
     ) -> ScriptedWorker:
-        """Register a worker whose vocabulary is spelt with this letter, or is that of a
-        tokenizer."""
+        """Register a worker whose vocabulary has this prefix or comes from a tokenizer."""
         tokenizer = tokenizer or tokenizer_bytes(prefix=prefix)
         facts = VocabularyFacts(
             digest=vocabulary_digest(read_vocabulary(tokenizer)),

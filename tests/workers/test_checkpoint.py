@@ -409,7 +409,7 @@ SPECIAL = {
     "special": True,
     **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
 }
-"""A special token of tokenizer.json, but for its id and its text."""
+"""A special token of tokenizer.json, without id and text."""
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -477,7 +477,7 @@ def test_an_empty_chat_template_is_none(folder: Path, empty: object) -> None:
 
 
 def test_templates_read_special_tokens_as_the_tokenizer_spells_them() -> None:
-    """The ids of the model's files may be those of other tokens."""
+    """The ids in the model's files may belong to other tokens."""
     template = (
         "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ sep_token is defined }}\n"
         "  {% for m in messages %}{{ m.content }}{% endfor %}"

@@ -193,7 +193,7 @@ def test_tokens_of_phi_3_take_the_spaces_behind_them(
 
 
 def with_keys(file: Path, keys: dict[bytes, bytes]) -> None:
-    """Put keys in front of those of a file, each with its type and value as the file has them."""
+    """Insert keys before those of a file, each with its type and encoded value."""
 
     def packed(text: bytes) -> bytes:
         return struct.pack("<Q", len(text)) + text

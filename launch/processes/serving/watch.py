@@ -379,9 +379,8 @@ class Watch:
                 state.ready_s = None
 
     def _is_stuck(self, state: _State, now_s: float) -> bool:
-        """Return whether a part has been silent for too long; one that only the root reports on is
-        judged by the root's reports. A part that has never reported is stuck if it does not
-        compute."""
+        """Return whether a part has been silent for too long, by the root's reports if it sends
+        none. A part that has never reported is stuck unless it computes."""
         root = self._states[self._root]
         if state.heard_s is None:
             idle_s = now_s - state.worked_s

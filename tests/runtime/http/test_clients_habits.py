@@ -1,5 +1,5 @@
-"""HTTP as clients speak it: offers of other protocols, compressed bodies, HEAD, pages of other
-origins, numbers with a point, paths of other servers, patience while a prompt is read."""
+"""HTTP as clients use it: upgrade offers, compressed bodies, HEAD, CORS, integers sent as floats,
+paths of other servers, and streams that are silent while a prompt is read."""
 
 import asyncio
 import gzip
@@ -43,7 +43,7 @@ ORIGIN = "https://chat.example"
 
 
 def exchanged(server: Api, parts: list[bytes], replies: int) -> list[httpx.Response]:
-    """Send bytes, each part in a segment of its own, and read so many replies."""
+    """Send each part in a segment of its own, and read this number of replies."""
     with socket.create_connection(server.address) as connection:
         connection.settimeout(PATIENCE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -192,7 +192,7 @@ def test_a_wrong_method_is_answered_with_the_allowed_ones(server: Api) -> None:
 
 @pytest.fixture(scope="module")
 def shared(house: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """A server that wants a key, and lets a page of one origin ask."""
+    """A server that requires a key and allows web pages of one origin."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("0123456789abcdef\n", encoding="utf-8")
     keys.chmod(0o600)

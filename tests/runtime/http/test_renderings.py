@@ -1,5 +1,5 @@
-"""Chats through a real server whose target brings a hostile template, none, or one that cannot be
-used: they are refused in words, and others do not feel it."""
+"""Chats through a real server whose target has a hostile template, none, or an unusable one: they
+are refused with a reason, and other requests are unaffected."""
 
 import threading
 from typing import Any

@@ -1,5 +1,5 @@
-"""The text of replies over HTTP, for vocabularies whose words bring their spaces along, and what
-ends a reply by its text."""
+"""The text of replies over HTTP, for vocabularies whose words include their spaces, and stop
+strings."""
 
 from typing import Any
 
@@ -40,8 +40,8 @@ def spaced(decoder: Any) -> Tokenizer:
 
 
 def agree(choice: dict[str, Any], *, put_before: int = 0) -> None:
-    """The tokens of a choice are its text, from where they say that they begin; `put_before`: how
-    many the tokenizer has put before the text."""
+    """Check that the tokens of a choice and their offsets match its text; `put_before`: number of
+    tokens that the tokenizer has added before the text."""
     told, text = choice["logprobs"], choice["text"]
     assert "".join(told["tokens"][put_before:]) == text
     for token, offset in list(zip(told["tokens"], told["text_offset"], strict=True))[put_before:]:
@@ -77,7 +77,7 @@ def test_a_completion_goes_on_where_its_prompt_ends(name: str) -> None:
 
 
 def asked(server: Api, prompt: list[int], stream: bool, **fields: Any) -> tuple[str, str, int]:
-    """The text of a reply, why it ended, and the tokens that it took."""
+    """Return the text of a reply, its finish reason and its number of tokens."""
     if not stream:
         reply = server.complete(prompt, **fields)
         choice = reply["choices"][0]

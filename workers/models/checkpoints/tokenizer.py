@@ -99,8 +99,8 @@ def kept_path(tokenizer: bytes, name: str = "table") -> Path:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a cache file atomically. If that fails, the next start computes it again; the cache of
-    weight digests reports such a failure."""
+    """Write a cache file atomically. If that fails, the next start computes it again, and the cache
+    of weight digests reports it."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -142,7 +142,7 @@ def _ends(
 
 
 def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
-    """Return the default chat template; empty if there is none. As in transformers, template files
+    """Return the default chat template; empty if there is none. As in transformers, .jinja files
     override tokenizer_config.json, which provides the special tokens (bos_token)."""
     named = _named(own.get("chat_template"), folder / "tokenizer_config.json")
     if not named and (file := folder / "chat_template.json").is_file():
