@@ -323,7 +323,8 @@ def test_an_unresponsive_target_leaves_only_if_its_sessions_can_continue_elsewhe
     numbers = [
         one.session.number for one in scene.house.coordinator.requests if one.target is silent
     ]
-    with pytest.raises(RequestError, match=rf"continue its sessions \({', '.join(map(str, numbers))}\)"):
+    listed = ", ".join(map(str, numbers))
+    with pytest.raises(RequestError, match=rf"continue its sessions \({listed}\)"):
         scene.end(scene.admin.dismiss(old.epoch))
     silent.silent = False
     scene.end(scene.admin.dismiss(old.epoch))
