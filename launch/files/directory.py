@@ -116,21 +116,28 @@ def announced(address: str, *, keys: str = "", url: str = "") -> Iterator[None]:
                 path.unlink(missing_ok=True)
 
 
-def note_worker(
-    address: str, name: str, roles: Sequence[str], flags: Sequence[str], fingerprint: str
-) -> None:
-    """Note how this worker was started; replaces the note of an earlier worker of its name."""
+def note_worker(address: str, roles: Sequence[str], flags: Sequence[str], fingerprint: str) -> None:
+    """Note how this worker was started; removes the notes of workers of its roles that have
+    ended."""
     note = WorkerNote(address, os.getpid(), roles, flags, fingerprint, time.time())
-    _write(_note_path(address, name), note)
+    _write(_note_path(address), note)
+    for path, other in _worker_notes():
+        if (other.address, [*other.roles]) == (address, [*roles]) and not _runs(other):
+            path.unlink(missing_ok=True)
 
 
-def forget_worker(address: str, name: str) -> None:
-    """Remove the note of a worker."""
-    _note_path(address, name).unlink(missing_ok=True)
+def forget_worker(address: str) -> None:
+    """Remove the note of this process."""
+    _note_path(address).unlink(missing_ok=True)
 
 
-def _note_path(address: str, name: str) -> Path:
-    return runtime_directory() / f"settings-{crc32(f'{address} {name}'.encode()):08x}.json"
+def _note_path(address: str) -> Path:
+    """The note of this process; other workers may have its name."""
+    return runtime_directory() / f"settings-{crc32(address.encode()):08x}-{os.getpid()}.json"
+
+
+def _runs(note: WorkerNote) -> bool:
+    return Path(f"/proc/{note.pid}").exists()
 
 
 def worker_notes() -> list[WorkerNote]:
@@ -255,7 +262,7 @@ def announcements() -> list[Announcement]:
     led = {announcement.address for announcement in found}
     for path, note in _worker_notes():
         alone = note.address.startswith("ipc://") and note.address not in led
-        if alone and not Path(f"/proc/{note.pid}").exists():
+        if alone and not _runs(note):
             path.unlink(missing_ok=True)
     return found
 

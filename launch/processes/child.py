@@ -60,8 +60,9 @@ def name_process(role: str, model: str = "") -> None:
     libc.prctl(PR_SET_NAME, f"{PROGRAM}:{role}".encode(), 0, 0, 0)
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
-    title = " ".join(filter(None, (PROGRAM, role, model))).encode()
-    ctypes.memmove(begin, title[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
+    title = " ".join(filter(None, (PROGRAM, role, model))).encode()[: end - begin - 1]
+    whole = title.decode(errors="ignore").encode()  # no half of a character at its end
+    ctypes.memmove(begin, whole.ljust(end - begin, b"\0"), end - begin)
 
 
 @contextlib.contextmanager

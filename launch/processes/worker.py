@@ -173,7 +173,7 @@ class WorkerProcess:
             drain = first()
             if drain is not None and not drain.dismissed:
                 with suppress(OSError, UserError):  # there is no note
-                    forget_worker(self.connect, self.name)
+                    forget_worker(self.connect)
             end_undisturbed()
             for thread in others.values():
                 thread.join(ANSWER_S)
@@ -277,7 +277,7 @@ class WorkerProcess:
     def _note(self, fingerprint: str) -> None:
         """Note how this worker was started; a failure is reported."""
         try:
-            note_worker(self.connect, self.name, parts_of(self.role), self.flags, fingerprint)
+            note_worker(self.connect, parts_of(self.role), self.flags, fingerprint)
         except (OSError, UserError) as error:
             self.say(f"{self._title}: `dovetail swap` will not know its settings ({error})")
 

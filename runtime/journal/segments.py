@@ -222,8 +222,9 @@ class Segments:
         number = max(self._sizes, default=0) + 1
         while self._path(number).exists():  # of somebody else, and no file
             number += 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         begun = self.folder / BEGUN
+        begun.unlink(missing_ok=True)  # whatever it is: a pipe would be waited for
         file = os.open(begun, flags, 0o600)
         try:
             _write(file, MAGIC + content)

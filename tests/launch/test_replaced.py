@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from dovetail.launch.commands.swap import as_before, settings_before
-from dovetail.launch.files.directory import announced, note_worker
+from dovetail.launch.files.directory import announced, note_worker, worker_notes
 from dovetail.launch.processes.newcomer import Newcomer
 from dovetail.launch.processes.replacement import Expected
 from dovetail.launch.processes.worker_settings import (
@@ -59,7 +60,7 @@ def noted(
     role: Role, flags: Sequence[str], address: str = "ipc:///x", fingerprint: str = ""
 ) -> None:
     """Note that this process is a worker that was started with these flags."""
-    note_worker(address, role, (role,), flags, fingerprint)
+    note_worker(address, (role,), flags, fingerprint)
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,27 @@ def test_workers_on_other_machines_and_of_other_processes_have_no_note() -> None
     noted("target", [])
     assert before_of(state("target", os.getpid(), "elsewhere")) is None
     assert before_of(state("target", os.getppid())) is None
+
+
+def test_workers_of_one_name_have_a_note_each_until_they_have_ended() -> None:
+    """Two targets that are started by hand are both named target."""
+    code = (
+        "import sys; from dovetail.launch.files.directory import note_worker as note; "
+        "note('ipc:///x', ('target',), sys.argv[1:], ''); print(flush=True); sys.stdin.read()"
+    )
+    with announced("ipc:///x"):
+        noted("target", ["--target.weights=half"])
+        for _ in range(2):
+            command = [sys.executable, "-c", code, "--target.weights=int8"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+                assert other.stdout is not None
+                other.stdout.readline()
+                known = [before_of(state("target", pid)) for pid in (os.getpid(), other.pid)]
+                assert [values_of(note)["target.weights"] for note in known if note] == [
+                    "half",
+                    "int8",
+                ]
+        assert len(worker_notes()) == 2
 
 
 def test_the_last_worker_of_a_role_is_known_until_its_coordinator_has_gone() -> None:

@@ -115,17 +115,22 @@ def assert_gone(pids: list[int]) -> None:
     assert not alive
 
 
-def test_a_process_title_is_cut_to_the_length_of_the_command_line() -> None:
-    """The environment, which follows in memory, is unchanged."""
+@pytest.mark.parametrize("before", ["", "m"])
+def test_a_process_title_is_cut_to_the_length_of_the_command_line(before: str) -> None:
+    """The environment, which follows in memory, is unchanged, and no character is cut in two."""
     script = (
-        "from pathlib import Path; from dovetail.launch.processes.child import name_process; "
-        "before = Path('/proc/self/environ').read_bytes(); name_process('target', 'm' * 9999); "
+        "import sys; from pathlib import Path; "
+        "from dovetail.launch.processes.child import name_process; "
+        "before = Path('/proc/self/environ').read_bytes(); "
+        "name_process('target', sys.argv[1] + 9999 * '\u00fc'); "
         "assert Path('/proc/self/environ').read_bytes() == before; "
         "print(Path('/proc/self/comm').read_text(), Path('/proc/self/cmdline').read_text())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-c", script, before]
+    done = subprocess.run(command, capture_output=True, text=True)
     program, line = done.stdout.split("\n")[:2]
-    assert (program, line.strip(" \0").rstrip("m")) == ("dovetail:target", "dovetail target "), done
+    name = line.strip(" \0").rstrip("\u00fc")
+    assert (program, name) == ("dovetail:target", f"dovetail target {before}"), done
 
 
 def test_leaving_the_block_ends_everything_and_removes_what_was_left(temporary: Path) -> None:

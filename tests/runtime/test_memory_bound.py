@@ -13,7 +13,7 @@ from dovetail.protocol.messages import Failed, Finished, Recall, Recalled, Submi
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.journal.journal import SEGMENT_BYTES, Journal
-from dovetail.runtime.journal.segments import HEAD, MAGIC, MAX_SEGMENT, Segments
+from dovetail.runtime.journal.segments import BEGUN, HEAD, MAGIC, MAX_SEGMENT, Segments
 from dovetail.runtime.session.actions import Emit
 from support.houses import DYNAMIC, House
 from support.scripted import ROOMY
@@ -153,6 +153,20 @@ def test_a_file_too_large_for_a_segment_is_skipped_with_one_log_line(
     assert again.find("a/0", "/") is not None
     assert again.state().bytes < MIB
     assert sparse.stat().st_size > MAX_SEGMENT
+
+
+def test_no_pipe_and_no_link_in_the_folder_is_waited_for_or_followed(tmp_path: Path) -> None:
+    folder, other = tmp_path / "journal", tmp_path / "other"
+    folder.mkdir()
+    other.write_bytes(b"theirs")
+    for name in (BEGUN, "segment-00000001"):
+        os.mkfifo(folder / name)
+    journal = Journal(Segments(folder))
+    journal.begin(1)
+    (folder / BEGUN).symlink_to(other)
+    journal._segments.begin()
+    assert not journal.failed
+    assert other.read_bytes() == b"theirs"
 
 
 def test_damage_that_looks_like_records_everywhere_is_not_checked_for_ever(tmp_path: Path) -> None:
