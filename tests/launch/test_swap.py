@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,8 @@ def test_a_newcomer_that_cannot_be_loaded_or_dies_leaves_everything_as_it_was() 
         def kill_newcomer() -> None:
             for worker in onlooker.status().workers:
                 if worker.standby:
-                    os.kill(worker.pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it is shown until its link is gone
+                        os.kill(worker.pid, signal.SIGKILL)
 
         killed = streams.run_beside(swap(stack, "target", "--target.inflate=64MiB"), kill_newcomer)
         assert killed.returncode == 1
