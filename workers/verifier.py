@@ -38,10 +38,11 @@ from dovetail.protocol.messages import ReadItem, Reads, VerifiedItem, VerifyItem
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices.memory import without_graphs
+from dovetail.workers.kernels import ranking
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.serving.failures import as_request_error
-from dovetail.workers.sessions.choosing import outcome_of
+from dovetail.workers.sessions.choosing import Asked, Outcome, outcomes_of
 from dovetail.workers.sessions.features import (
     HeldPasses,
     features_of,
@@ -155,9 +156,18 @@ class Verifier(Opener):
             ]
             passed = self._forward(items, readings, rows)
             with self._spans.finely("choose"):
-                verdicts = [
-                    self._judge(item, logits, drawn.get(item.session))
+                asked = [
+                    Asked(
+                        self._sessions[item.session],
+                        logits,
+                        item.tree,
+                        drawn.get(item.session) or ProposalProbabilities.nothing(),
+                    )
                     for item, logits in zip(items, passed.logits[: len(items)], strict=True)
+                ]
+                verdicts = [
+                    self._judge(item, its, outcome)
+                    for item, its, outcome in zip(items, asked, outcomes_of(asked), strict=True)
                 ]
                 verdicts = self._show(items, verdicts, passed)
         with self._spans.measure("commit"):
@@ -220,8 +230,8 @@ class Verifier(Opener):
 
     def prepare_noise(self) -> bool:
         """Compute the noise of one position that a coming round may ask for; False if all of it is
-        there."""
-        return any(
+        there, or the kernels choose, which need none ahead."""
+        return not ranking.ranks(self._model.device) and any(
             s.noise is not None and s.noise.prepare(len(s.log), s.tree.depth + 1)
             for s in self._sessions.values()
         )
@@ -273,15 +283,15 @@ class Verifier(Opener):
         return _Pass(torch.split(logits, counts), states, starts)
 
     def _judge(
-        self, item: VerifyItem, logits: Tensor, drawn: ProposalProbabilities | None
+        self, item: VerifyItem, asked: Asked, outcome: Outcome | Exception
     ) -> Verdict | RequestError:
-        """Return the verdict of an item from the logits [M, V] of its root and nodes, without
-        features, or why there is none."""
-        session, tree = self._sessions[item.session], item.tree
+        """Return the verdict of an item from the outcome of its tree, without features, or why
+        there is none."""
+        session, logits, tree, _ = asked
+        if isinstance(outcome, Exception):
+            return as_request_error(outcome)
+        accepted, bonus, margins = outcome
         try:
-            accepted, bonus, margins = outcome_of(
-                session, logits, tree, drawn or ProposalProbabilities.nothing()
-            )
             tokens = [*(tree.tokens[node] for node in accepted), bonus]
             logprobs = session.scores(logits, _path(accepted), tokens)
         except Exception as error:  # the other sessions of the pass have their verdicts

@@ -495,7 +495,7 @@ def test_a_session_that_cannot_be_judged_fails_alone_and_goes_on(
 
     with monkeypatch.context() as patch:
         noise = coordinator.worker._verifier._sessions[2].noise
-        patch.setattr(noise, "row", fail)
+        patch.setattr(noise, "at", fail)
         patch.setattr(noise, "prepare", lambda *_: False)  # nor ahead, while the worker is idle
         verified, failed = coordinator.ask(verifying((1, 1, 5), (2, 1, 5))), coordinator.next()
     assert isinstance(verified, Verified)

@@ -31,8 +31,8 @@ def test_the_vocabulary_size_changes_no_value() -> None:
 def test_rows_are_computed_ahead_one_by_one_and_dropped_behind() -> None:
     cache = NoiseCache(KEYS[2], 8)
     assert [cache.prepare(5, 3) for _ in range(4)] == [True, True, True, False]
-    ready = cache.row(6)
-    assert cache.row(6) is ready
+    ready = cache.at(6).row
+    assert cache.at(6).row is ready
     assert torch.equal(ready, gumbel_noise(KEYS[2], 6, 8))
     cache.drop_before(7)
     assert len(cache) == 1

@@ -16,6 +16,7 @@ from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.model import SHARPENING, Drafter, DraftSession
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.speculation.growth import GrowingTree, likeliest
+from dovetail.workers.speculation.noise import Noise
 from dovetail.workers.speculation.proposal import Proposal, Shape
 from dovetail.workers.speculation.score_calibration import (
     BACKLOG,
@@ -39,7 +40,7 @@ from support.models import VOCABULARY
 from support.opening import opening
 
 SIZE, WIDTH = 40, 6
-UNKNOWN = Scale(1.0, 1.0)
+UNKNOWN, GREEDY = Scale(1.0, 1.0), Sampling()
 
 
 def drawn(
@@ -49,19 +50,19 @@ def drawn(
     children are the likeliest as the draft begins."""
     chance = np.random.default_rng(seed)
     found = []
-    for _ in range(count):
-        logits, noise = chance.normal(0.0, 2.0, SIZE), chance.gumbel(size=SIZE)
+    for position in range(count):
+        own = Noise(bytes([seed] * 16), position, SIZE)
+        logits, noise = chance.normal(0.0, 2.0, SIZE), own.row.double().numpy()
         z = (logits + (truth.noise_share * noise if sampled else 0.0)) / truth.sharpening
         law = np.exp(z - z.max())
         children = np.argsort(-(logits + (noise if sampled else 0.0)))[:WIDTH].astype(np.int32)
-        row = torch.tensor(noise, dtype=torch.float32) if sampled else None
         choice = int(chance.choice(SIZE, p=law / law.sum()))
         found.append(
             Observation(
                 depth_class,
                 torch.tensor(logits, dtype=torch.float32),
-                1.0 if sampled else 0.0,
-                row,
+                Sampling(temperature=1.0 if sampled else 0.0),
+                own if sampled else None,
                 children,
                 choice,
             )
@@ -84,8 +85,10 @@ def learn(score_calibration: ScoreCalibration, observations: Sequence[Observatio
 
 def plain_likelihood(observation: Observation, scale: Scale) -> float:
     """The logarithm of the outcome's probability by its definition, in loops."""
-    logits = [value / (observation.temperature or 1.0) for value in observation.logits.tolist()]
-    noise = [0.0] * len(logits) if observation.noise is None else observation.noise.tolist()
+    logits = [
+        value / (observation.sampling.temperature or 1.0) for value in observation.logits.tolist()
+    ]
+    noise = [0.0] * len(logits) if observation.noise is None else observation.noise.row.tolist()
     z = [
         (value + scale.noise_share * g) / scale.sharpening
         for value, g in zip(logits, noise, strict=True)
@@ -151,18 +154,16 @@ def test_likelihoods_are_those_of_the_definition(
 ) -> None:
     finite = [token for token, logit in enumerate(logits) if logit > -math.inf]
     children = [*data.draw(st.lists(st.sampled_from(finite), unique=True)), NO_CHILD]
-    noise = (
-        torch.tensor(
-            data.draw(
-                st.lists(st.floats(-3, 9, width=32), min_size=len(logits), max_size=len(logits))
-            )
-        )
-        if temperature
-        else None
-    )
+    position = data.draw(st.integers(0, 1 << 20))
+    noise = Noise(bytes(16), position, len(logits)) if temperature else None
     choice = data.draw(st.integers(0, len(logits) - 1))
     observation = Observation(
-        0, torch.tensor(logits), temperature, noise, np.array(children, np.int32), choice
+        0,
+        torch.tensor(logits),
+        Sampling(temperature=temperature),
+        noise,
+        np.array(children, np.int32),
+        choice,
     )
     expected = [
         plain_likelihood(observation, Scale(sharpening, share)) for sharpening in GRID.tolist()
@@ -174,7 +175,7 @@ def test_likelihoods_are_those_of_the_definition(
 def test_a_miss_says_how_little_was_left_and_no_less_than_a_millionth() -> None:
     logits = torch.tensor([9.0, 0.0, -9.0])
     hit, miss, sure = (
-        Observation(0, logits, 0.0, None, np.array(c, np.int32), y)
+        Observation(0, logits, GREEDY, None, np.array(c, np.int32), y)
         for c, y in [([0], 0), ([0], 1), ([0, 1, 2], 7)]
     )
     assert [
@@ -239,7 +240,7 @@ def test_levels_one_and_two_are_classes_three_and_four_another_and_all_below_the
 
 def test_a_large_vocabulary_is_learned_from_in_bits_and_to_the_same() -> None:
     logits = torch.randn(WORK // 4, generator=torch.Generator().manual_seed(0))
-    node = Observation(0, logits, 0.0, None, np.array([5, 6], np.int32), 5)
+    node = Observation(0, logits, GREEDY, None, np.array([5, 6], np.int32), 5)
     score_calibration = ScoreCalibration(UNKNOWN)
     score_calibration.add([node])
     bits = sum(1 for _ in iter(score_calibration.learn, False))
@@ -250,7 +251,7 @@ def test_a_large_vocabulary_is_learned_from_in_bits_and_to_the_same() -> None:
 
 def test_a_round_for_which_there_is_no_time_is_left_out_whole() -> None:
     short = drawn(UNKNOWN, 3, sampled=False)
-    long = Observation(0, torch.zeros(1).expand(BACKLOG), 0.0, None, np.array([0], np.int32), 0)
+    long = Observation(0, torch.zeros(1).expand(BACKLOG), GREEDY, None, np.array([0], np.int32), 0)
     score_calibration = ScoreCalibration(UNKNOWN)
     for observations in (short[:2], [long], short):
         score_calibration.add(observations)
@@ -262,7 +263,7 @@ def test_a_round_for_which_there_is_no_time_is_left_out_whole() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_numbers_teach_nothing(bad: float) -> None:
     observations = drawn(Scale(0.3), 50, sampled=False)
-    spoilt = Observation(0, torch.full((SIZE,), bad), 0.0, None, np.array([0], np.int32), 0)
+    spoilt = Observation(0, torch.full((SIZE,), bad), GREEDY, None, np.array([0], np.int32), 0)
     assert learned([*observations, spoilt, *observations]).scales(sampled=False) == learned(
         [*observations, *observations]
     ).scales(sampled=False)
@@ -309,7 +310,7 @@ def told(observations: Sequence[Observation]) -> list[tuple[int, float, int]]:
 def test_the_root_and_the_nodes_on_the_target_s_path_are_known_as_far_as_they_were_expanded() -> (
     None
 ):
-    expectations = Expectations(0.0)
+    expectations = Expectations(GREEDY)
     grown(expectations, [(), (0,), (1,), (1, 2)])
     assert told(expectations.settle((1, 2, 7))) == [(0, 0.0, 1), (1, 1.0, 2), (2, 2.0, 7)]
     assert told(expectations.settle((5,))) == []
@@ -317,19 +318,19 @@ def test_the_root_and_the_nodes_on_the_target_s_path_are_known_as_far_as_they_we
 
 def test_what_was_expanded_is_known_by_its_path_after_the_tree_is_pruned_or_cleared() -> None:
     for change in (lambda tree: tree.prune(1), GrowingTree.clear):
-        expectations = Expectations(0.0)
+        expectations = Expectations(GREEDY)
         change(grown(expectations, [(), (0,), (1,), (2,)]))
         assert told(expectations.settle((2, 1))) == [(0, 0.0, 2), (1, 1.0, 1)]
 
 
 def test_a_choice_that_is_no_child_is_known_too_and_what_lies_below_is_not() -> None:
-    expectations = Expectations(0.0)
+    expectations = Expectations(GREEDY)
     grown(expectations, [(), (0,), (0, 0)])
     assert told(expectations.settle((0, 3, 0))) == [(0, 0.0, 0), (1, 1.0, 3)]
 
 
 def test_what_lies_below_the_new_root_is_known_later_by_the_level_it_was_ranked_at() -> None:
-    expectations = Expectations(0.0)
+    expectations = Expectations(GREEDY)
     tree = grown(expectations, [(), (0,), (0, 1), (0, 1, 2), (2,)])
     assert told(expectations.settle((0, 1))) == [(0, 0.0, 0), (1, 1.0, 1)]
     last = tree.child(0, 1)
@@ -340,14 +341,14 @@ def test_what_lies_below_the_new_root_is_known_later_by_the_level_it_was_ranked_
 
 
 def test_a_node_that_was_ranked_anew_counts_as_it_was_ranked_last() -> None:
-    expectations = Expectations(0.0)
+    expectations = Expectations(GREEDY)
     tree = grown(expectations, [(), (0,)])
     expand(expectations, tree, ROOT, 5.0)
     assert told(expectations.settle((0, 0))) == [(0, 5.0, 0), (1, 1.0, 0)]
 
 
 def test_of_a_tree_that_was_thrown_away_nothing_is_learned() -> None:
-    expectations = Expectations(0.0)
+    expectations = Expectations(GREEDY)
     tree = grown(expectations, [(), (0,), (0, 0)])
     expectations.settle((0,))
     tree.clear()

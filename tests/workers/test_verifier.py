@@ -18,6 +18,7 @@ from dovetail.protocol.noise import session_key
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
+from dovetail.workers import kernels
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.sessions import room
@@ -362,7 +363,7 @@ def test_noise_of_the_next_positions_can_be_prepared_while_waiting(
         prepared = 0
         while verifier.prepare_noise():
             prepared += 1
-        assert prepared >= 1
+        assert (prepared >= 1) != kernels.available()  # these need none
         append(log, TokenTree(), verify(verifier, item_for(log, round, TokenTree())))
     assert log[len(PROMPT) :] == expected[WARM][:6]
 

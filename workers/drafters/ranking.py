@@ -4,7 +4,7 @@ target's noise, ranked, or drawn where the target accepts by rejection.
 How sure the draft may be, the scores' calibration, is learned from what the target chose.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dovetail.protocol.messages import Open
 from dovetail.protocol.settings import Sampling
-from dovetail.workers import kernels
 from dovetail.workers.kernels import ranking
 from dovetail.workers.models.backends.device.ranked import DeviceRanking, Fetched
 from dovetail.workers.speculation.growth import (
@@ -23,7 +22,7 @@ from dovetail.workers.speculation.growth import (
     Nodes,
     likeliest,
 )
-from dovetail.workers.speculation.noise import NoiseCache
+from dovetail.workers.speculation.noise import Noise, NoiseCache
 from dovetail.workers.speculation.rejection import Draws
 from dovetail.workers.speculation.sampling import (
     SMALLEST_TEMPERATURE,
@@ -51,10 +50,8 @@ class Ranking:
     """The divisor of the logits, and the share of the target's noise that is added, on each level;
     those of a tree change when its root moves."""
     vocabulary_size: int
-    rank: Callable[..., tuple[Ints, Floats]]
-    """`growth.likeliest`, or the kernels' of the same arguments."""
-    processed: bool
-    """True if more is done to the logits than the ranking does on its way."""
+    native: bool
+    """True if the kernels rank."""
     noise: NoiseCache | None
     """None: greedy."""
     looking_back: LookingBack | None
@@ -94,23 +91,20 @@ class Ranking:
             if sampling.looks_back
             else None
         )
-        rank = ranking.likeliest if device.type == "cpu" and kernels.available() else likeliest
-        processed = sampling.temperature > 0 and (sampling.truncates or sampling.rejects)
         return cls(
             sampling=sampling,
             scales=score_calibration.scales(sampled=noise is not None)
             if sharpening == "auto"
             else fixed(replace(score_calibration.start, sharpening=sharpening)),
             vocabulary_size=vocabulary_size,
-            rank=rank,
-            processed=processed,
+            native=ranking.ranks(device),
             noise=noise,
             looking_back=back,
             draws=Draws(key) if sampling.rejects else None,
             score_calibration=score_calibration
             if sharpening == "auto" and not sampling.rejects
             else None,
-            expected=Expectations(0.0 if processed else sampling.temperature),
+            expected=Expectations(sampling),
         )
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
@@ -131,7 +125,7 @@ class Ranking:
     ) -> DeviceRanking | None:
         """Return the ranking of the children of `nodes` for the device that computes their logits;
         None: it is the host's, because logits are processed or children are drawn."""
-        if self.looking_back is not None or self.processed or self.draws is not None:
+        if self.looking_back is not None or self._cuts or self.draws is not None:
             return None
         levels = tree.levels_of(nodes).tolist()
         of = {level: self.scales[CLASS_OF[min(level + 1, DEEPEST)]] for level in set(levels)}
@@ -149,14 +143,13 @@ class Ranking:
             self.vocabulary_size,
             np.array(temperatures, np.float32),
             np.array(sharpenings, np.float32),
-            self._noise_of(levels, root),
+            None if self.noise is None else [self.noise.at(root + level).row for level in levels],
         )
 
-    def _noise_of(self, levels: Sequence[int], root: int) -> Sequence[Tensor] | None:
-        """Return the noise of the children of nodes on these levels."""
-        if self.noise is None:
-            return None
-        return [self.noise.row(root + level) for level in levels]
+    @property
+    def _cuts(self) -> bool:
+        """Return whether some of the target's tokens cannot be chosen."""
+        return self.sampling.temperature > 0 and self.sampling.truncates
 
     def children(
         self,
@@ -178,12 +171,14 @@ class Ranking:
             logits = self.looking_back.process(
                 logits, [tree.path_tokens(node) for node in nodes.tolist()]
             )
-        if self.processed:
-            logits = process_logits(logits, self.sampling)
         if self.draws is not None:
-            return self.draws.children(nodes, logits, width)
+            return self.draws.children(nodes, process_logits(logits, self.sampling), width)
         levels = tree.levels_of(nodes)
-        noise = self._noise_of(levels.tolist(), root)
+        noise = (
+            None
+            if self.noise is None
+            else [self.noise.at(root + level) for level in levels.tolist()]
+        )
         if best is None:
             tokens, gains = self._likeliest(logits, noise, class_of(levels + 1), width)
         else:
@@ -194,7 +189,7 @@ class Ranking:
         return tokens, gains
 
     def _likeliest(
-        self, logits: Tensor, noise: Sequence[Tensor] | None, classes: Ints, width: int
+        self, logits: Tensor, noise: Sequence[Noise] | None, classes: Ints, width: int
     ) -> tuple[Ints, Floats]:
         """Rank by the scale of each row's depth class; rows [N, V] of one scale go together."""
         scales = [self.scales[depth_class] for depth_class in classes.tolist()]
@@ -220,24 +215,32 @@ class Ranking:
         )[order]
 
     def _by_scale(
-        self, logits: Tensor, noise: Sequence[Tensor] | None, scale: Scale, width: int
+        self, logits: Tensor, noise: Sequence[Noise] | None, scale: Scale, width: int
     ) -> tuple[Ints, Floats]:
-        if noise is None:
-            return self.rank(
-                logits, width, temperature=0.0, noise=None, sharpening=scale.sharpening
-            )
         # (z + share * noise) / sharpening, with the share moved to what stands beside the noise
-        share = scale.noise_share
-        if self.processed:
-            logits, temperature = logits / share, 0.0
+        share = 1.0 if noise is None else scale.noise_share
+        sharpening = scale.sharpening / share
+        if self.native:
+            words = None if noise is None else [own.word for own in noise]
+            tokens, gains = ranking.likeliest(
+                logits,
+                width,
+                sampling=self.sampling,
+                words=words,
+                share=share,
+                sharpening=sharpening,
+            )
+            if (tokens[:, 0] >= 0).all():
+                return tokens, gains
+        rows = None if noise is None else [own.row for own in noise]
+        if self._cuts:
+            logits, temperature = process_logits(logits, self.sampling) / share, 0.0
         else:
             temperature = self.sampling.temperature * share
-        return self.rank(
-            logits, width, temperature=temperature, noise=noise, sharpening=scale.sharpening / share
-        )
+        return likeliest(logits, width, temperature=temperature, noise=rows, sharpening=sharpening)
 
     def prepare(self, first: int, count: int) -> bool:
         """Compute the noise of one of the positions first..first+count-1; False if there is none to
-        compute."""
+        compute, or the kernels rank, which need none ahead."""
         self.expected.name()
-        return self.noise is not None and self.noise.prepare(first, count)
+        return not self.native and self.noise is not None and self.noise.prepare(first, count)

@@ -125,7 +125,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "dt_unpack_blocks": (None, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
     "dt_search": (c_int, (c_int, c_void_p, c_int64, c_void_p)),
     "dt_linear": (None, (POINTER(MatrixStruct), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
-    "dt_likeliest": (None, (c_void_p,)),
+    "dt_rank": (None, (c_void_p,)),
 }
 
 

@@ -1,90 +1,129 @@
-"""The Python face of the ranking kernel: the likeliest tokens after some rows, in one call. Knows
-rows of logits, not trees."""
+"""The Python face of the ranking kernel: the likeliest tokens after some rows, or the tokens chosen
+there, in one call. Knows rows of logits, not trees."""
 
+import math
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from ctypes import Structure, byref, c_int64, c_void_p
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, float32
+from torch import Tensor, device, float32
 
+from dovetail.protocol.settings import Sampling
+from dovetail.workers import kernels
 from dovetail.workers.kernels import library
 
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+LARGEST_MARGIN = float(np.finfo(np.float32).max)
+ROW = np.dtype(
+    [
+        ("logits", np.uint64),
+        ("word", np.uint64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        *((name, np.float32) for name in ("least", "temperature", "share", "sharpening")),
+        ("noisy", np.int64),
+    ]
+)
+"""`RankedRow` of native/kernels.h."""
+
+Ids = NDArray[np.int32]
+Values = NDArray[np.float32]
 
 
 class RankingStruct(Structure):
     """`Ranking` of native/kernels.h."""
 
     _fields_ = (
-        ("logits", c_void_p),
-        *((name, c_int64) for name in ("stride", "rows", "size")),
-        ("noise", POINTER(c_void_p)),
-        *((name, c_float) for name in ("temperature", "sharpening")),
-        ("width", c_int64),
-        *((name, c_void_p) for name in ("ids", "gains")),
+        ("rows", c_void_p),
+        *((name, c_int64) for name in ("count", "size", "width", "shares")),
+        *((name, c_void_p) for name in ("ids", "values")),
     )
+
+
+def ranks(device: device) -> bool:
+    """Return whether the kernels rank logits on a device."""
+    return device.type == "cpu" and kernels.available()
 
 
 def likeliest(
     logits: Tensor,
     width: int,
     *,
-    temperature: float = 0.0,
-    noise: Sequence[Tensor] | None = None,
+    sampling: Sampling,
+    words: Sequence[int] | None = None,
+    share: float = 1.0,
     sharpening: float = 1.0,
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return, of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the
-    `width` highest ids [N, K], and log_softmax(z) at them, best first.
+) -> tuple[Ids, Values]:
+    """Return, of z = (t / share + noise) / sharpening, with t the logits [N, V] after temperature,
+    top-k, top-p and min-p, the `width` highest ids [N, K], and log_softmax(z) at them, best first.
 
-    All of it is float32 on the CPU. Of equals the lower id comes first; a temperature of 0 leaves
-    the logits as they are.
+    `words`: of the noise, one for each row; None: there is no noise. Of equals the lower id comes
+    first; a temperature of 0 leaves the logits as they are. A first id of -1: rounding decides what
+    top-p leaves of the row, and torch's operations have to be asked.
     """
-    (rows, size), (stride, step) = logits.shape, logits.stride()
-    noisy = None if noise is None else (c_void_p * rows)(*[_start(row, size) for row in noise])
-    if (
-        logits.dtype != float32
-        or step != 1
-        or logits.device.type != "cpu"
-        or (noise is not None and len(noise) != rows)
-    ):
-        raise ValueError(
-            "expected float32 rows of logits on the CPU and noise for each, got "
-            f"{logits.dtype} {tuple(logits.shape)} on {logits.device}"
+    if words is not None and len(words) != len(logits):
+        raise ValueError(f"expected the noise of {len(logits)} rows, got {len(words)}")
+    cut = sampling.truncates
+    rows = np.zeros(len(logits), ROW)
+    _fill(rows, sampling, sampling.temperature if cut else sampling.temperature * share)
+    rows["logits"] = _start(logits) + 4 * logits.stride(0) * np.arange(len(logits))
+    rows["share"], rows["sharpening"] = share if cut else 1.0, sharpening
+    if words is not None:
+        rows["word"], rows["noisy"] = words, 1
+    return _rank(rows, logits.shape[1], width, shares=True)
+
+
+def choose(asked: Sequence[tuple[Tensor, Sampling, int | None]]) -> list[tuple[int, float]]:
+    """Return, for each row of logits [V] with its processors and the word of its noise (None: there
+    is none), the chosen id and its distance to the runner-up, not a number where a logit is none.
+
+    An id of -1: rounding decides what top-p leaves of the row, and torch's operations have to be
+    asked.
+    """
+    rows = np.zeros(len(asked), ROW)
+    for row, (logits, sampling, word) in zip(rows, asked, strict=True):
+        _fill(row, sampling, sampling.temperature)
+        row["logits"], row["share"], row["sharpening"] = _start(logits), 1.0, 1.0
+        if word is not None:
+            row["word"], row["noisy"] = word, 1
+    ids, values = _rank(rows, asked[0][0].shape[-1], 2, shares=False)
+    with np.errstate(invalid="ignore"):
+        margins = (
+            np.minimum(values[:, 0] - values[:, 1], np.float32(LARGEST_MARGIN))
+            if values.shape[1] > 1
+            else np.full(len(rows), LARGEST_MARGIN)
         )
-    temperature, width = (
-        max(temperature, SMALLEST_TEMPERATURE) if temperature > 0.0 else 0.0,
-        min(width, size),
-    )
-    ids, gains = np.empty((rows, width), np.int32), np.empty((rows, width), np.float32)
-    library().dt_likeliest(
+    return [*zip(ids[:, 0].tolist(), margins.tolist(), strict=True)]
+
+
+def _fill(rows: Any, sampling: Sampling, temperature: float) -> None:
+    """Have rows processed as `sampling` says."""
+    rows["top_k"], rows["top_p"] = sampling.top_k, sampling.top_p
+    rows["least"] = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+    rows["temperature"] = max(temperature, SMALLEST_TEMPERATURE) if temperature > 0.0 else 0.0
+
+
+def _rank(rows: Any, size: int, width: int, *, shares: bool) -> tuple[Ids, Values]:
+    shape = len(rows), min(width, size)
+    ids, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    address = rows.ctypes.data
+    library().dt_rank(
         byref(
             RankingStruct(
-                logits.data_ptr(),
-                stride,
-                rows,
-                size,
-                noisy,
-                temperature,
-                sharpening,
-                width,
-                ids.ctypes.data,
-                gains.ctypes.data,
+                address, shape[0], size, shape[1], shares, ids.ctypes.data, values.ctypes.data
             )
         )
     )
-    return ids, gains
+    return ids, values
 
 
-def _start(row: Tensor, size: int) -> int:
-    """Return where a row of noise starts; ValueError for one of another size or type."""
-    if (
-        row.shape != (size,)
-        or row.dtype != float32
-        or not row.is_contiguous()
-        or row.device.type != "cpu"
-    ):
+def _start(logits: Tensor) -> int:
+    """Return where rows of logits start; ValueError for others than float32 on the CPU."""
+    if logits.dtype != float32 or logits.stride(-1) != 1 or logits.device.type != "cpu":
         raise ValueError(
-            f"expected a row of {size} float32 on the CPU, got {row.dtype} {tuple(row.shape)}"
+            "expected float32 rows of logits on the CPU, got "
+            f"{logits.dtype} {tuple(logits.shape)} on {logits.device}"
         )
-    return row.data_ptr()
+    return logits.data_ptr()

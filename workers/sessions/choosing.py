@@ -1,89 +1,134 @@
-"""The tokens that the target chooses after the rows of a tree, and how far they accept it."""
+"""The tokens that the target chooses after the rows of trees, and how far they accept these."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from dovetail.protocol.errors import RequestError
+from dovetail.protocol.settings import Sampling
 from dovetail.protocol.tree import ROOT, TokenTree
+from dovetail.workers.kernels import ranking
 from dovetail.workers.sessions.session import TargetSession
 from dovetail.workers.speculation.acceptance import walk
+from dovetail.workers.speculation.noise import Noise
 from dovetail.workers.speculation.rejection import Choices, ProposalProbabilities, rejection_walk
 from dovetail.workers.speculation.sampling import choose, process_logits
 
-
-def outcome_of(
-    session: TargetSession, logits: Tensor, tree: TokenTree, drawn: ProposalProbabilities
-) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
-    """Return the accepted nodes, the bonus and the margins of these tokens, by the logits [M, V]
-    after the end of the session's log and after each node of `tree`."""
-    if session.sampling.rejects:
-        outcome = rejection_walk(
-            tree,
-            drawn,
-            lambda row: _process(session, logits, tree, row)[0],
-            Choices(session.key, len(session.log)),
-        )
-        _check_number(outcome[2][-1])
-        return outcome
-    greedy = session.noise is None and session.looking_back is None
-    choices = _Greedy(logits) if greedy else _Processed(session, logits, tree)
-    accepted, bonus = walk(tree, choices)
-    return accepted, bonus, tuple(choices.margin(node + 1) for node in (ROOT, *accepted))
+Outcome = tuple[tuple[int, ...], int, tuple[float, ...]]
+"""The accepted nodes, the bonus and the margins of these tokens."""
+T = TypeVar("T")
 
 
-class _Greedy:
-    """The choices of all rows at once: an argmax of each is cheap."""
+class Asked(NamedTuple):
+    """What the outcome of a session's tree follows from."""
 
-    def __init__(self, logits: Tensor) -> None:
-        ids, margins = choose(logits)
-        self._ids, self._margins = ids.tolist(), margins.tolist()
-
-    def __getitem__(self, row: int) -> int:
-        token: int = self._ids[row]
-        _check_number(self._margins[row])
-        return token
-
-    def margin(self, row: int) -> float:
-        margin: float = self._margins[row]
-        return margin
+    session: TargetSession
+    logits: Tensor
+    """[M, V], after the end of the session's log and after each node of the tree."""
+    tree: TokenTree
+    drawn: ProposalProbabilities
 
 
-class _Processed:
-    """The choices of the rows that are asked for, one by one: processing a row costs far more than
-    looking at it, and few lie on the path."""
+def outcomes_of(asked: Sequence[Asked]) -> list[Outcome | Exception]:
+    """Return the outcome of each tree of a pass, or why there is none."""
+    begun = [_attempt(partial(_Choices, one)) for one in asked]
+    waiting = [choices for choices in begun if isinstance(choices, _Choices) and choices.root]
+    if waiting:
+        found = ranking.choose([choices.root for choices in waiting if choices.root])
+        for choices, (token, margin) in zip(waiting, found, strict=True):
+            choices.take(0, token, margin)
+    return [
+        choices if isinstance(choices, Exception) else _attempt(choices.outcome)
+        for choices in begun
+    ]
 
-    def __init__(self, session: TargetSession, logits: Tensor, tree: TokenTree) -> None:
-        self._session, self._logits, self._tree = session, logits, tree
+
+def outcome_of(asked: Asked) -> Outcome:
+    """Return the outcome of one tree, or raise what it fails with."""
+    (outcome,) = outcomes_of([asked])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _attempt(step: Callable[[], T]) -> T | Exception:
+    try:
+        return step()
+    except Exception as error:  # the other sessions of the pass have their outcomes
+        return error
+
+
+class _Choices:
+    """The choices after the rows that are asked for, one by one: processing a row costs far more
+    than looking at it, and few lie on the path."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._session, self._logits, self._tree, self._drawn = asked
         self._chosen: dict[int, tuple[int, float]] = {}
+        self._native = ranking.ranks(asked.logits.device)
+        self.root = self._row(0) if self._native and not asked.session.sampling.rejects else None
+        """What the first row is chosen by, if the kernels choose; None: it is not theirs."""
+
+    def outcome(self) -> Outcome:
+        if self._session.sampling.rejects:
+            key, length = self._session.key, len(self._session.log)
+            outcome = rejection_walk(
+                self._tree,
+                self._drawn,
+                lambda row: process_logits(self._looked_back(row), self._session.sampling)[0],
+                Choices(key, length),
+            )
+            _check_number(outcome[2][-1])
+            return outcome
+        accepted, bonus = walk(self._tree, self)
+        return accepted, bonus, tuple(self._choose(node + 1)[1] for node in (ROOT, *accepted))
 
     def __getitem__(self, row: int) -> int:
         return self._choose(row)[0]
 
-    def margin(self, row: int) -> float:
-        return self._choose(row)[1]
+    def take(self, row: int, token: int, margin: float) -> None:
+        """Note what the kernels chose after a row, if they could."""
+        if token >= 0:
+            self._chosen[row] = token, margin
 
     def _choose(self, row: int) -> tuple[int, float]:
+        if self._native and row not in self._chosen:
+            self.take(row, *ranking.choose([self._row(row)])[0])
         if row not in self._chosen:
-            session = self._session
-            path = self._tree.path(row - 1)
-            noise = (
-                session.noise.row(len(session.log) + len(path)).unsqueeze(0)
-                if session.noise is not None
-                else None
-            )
-            ids, margins = choose(_process(session, self._logits, self._tree, row), noise)
-            self._chosen[row] = int(ids[0]), float(margins[0])
-            _check_number(self._chosen[row][1])
+            self._choose_by_torch(row)
+        _check_number(self._chosen[row][1])
         return self._chosen[row]
 
+    def _choose_by_torch(self, row: int) -> None:
+        session, noise = self._session, self._noise(row)
+        if noise is None and session.looking_back is None:  # an argmax of all rows is cheap
+            ids, margins = choose(self._logits)
+            chosen = zip(ids.tolist(), margins.tolist(), strict=True)
+            self._chosen.update(enumerate(chosen))
+            return
+        z = process_logits(self._looked_back(row), session.sampling)
+        ids, margins = choose(z, None if noise is None else noise.row.unsqueeze(0))
+        self._chosen[row] = int(ids[0]), float(margins[0])
 
-def _process(session: TargetSession, logits: Tensor, tree: TokenTree, row: int) -> Tensor:
-    """Return a row of `logits` [M, V] as the session's processors leave it, [1, V]."""
-    if session.looking_back is None:
-        return process_logits(logits[row : row + 1], session.sampling)
-    path = [tree.tokens[node] for node in tree.path(row - 1)]
-    return process_logits(
-        session.looking_back.process(logits[row : row + 1], [path]), session.sampling
-    )
+    def _row(self, row: int) -> tuple[Tensor, Sampling, int | None]:
+        """Return what the kernels choose by after a row."""
+        noise = self._noise(row)
+        word = None if noise is None else noise.word
+        return self._looked_back(row)[0], self._session.sampling, word
+
+    def _noise(self, row: int) -> Noise | None:
+        noise, length = self._session.noise, len(self._session.log)
+        return None if noise is None else noise.at(length + len(self._tree.path(row - 1)))
+
+    def _looked_back(self, row: int) -> Tensor:
+        """Return a row [1, V] as the processors that look back leave it."""
+        logits = self._logits[row : row + 1]
+        if self._session.looking_back is None:
+            return logits
+        path = [self._tree.tokens[node] for node in self._tree.path(row - 1)]
+        return self._session.looking_back.process(logits, [path])
 
 
 def _check_number(margin: float) -> None:

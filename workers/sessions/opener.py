@@ -16,7 +16,7 @@ from dovetail.workers.devices.memory import HELD, without_spare
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.admission import Admission
-from dovetail.workers.sessions.choosing import outcome_of
+from dovetail.workers.sessions.choosing import Asked, outcome_of
 from dovetail.workers.sessions.features import HeldFeatures
 from dovetail.workers.sessions.prefill import Prefill, Reading
 from dovetail.workers.sessions.prefix_cache import KeptSessions
@@ -127,7 +127,7 @@ class Opener:
             session.reads, session.held = begun.refeed, HeldFeatures()
             return None
         _, bonus, (margin,) = outcome_of(
-            session, reading.logits, TokenTree(), ProposalProbabilities.nothing()
+            Asked(session, reading.logits, TokenTree(), ProposalProbabilities.nothing())
         )
         logprobs = session.scores(reading.logits, [0], [bonus])
         session.extend([bonus])

@@ -1,11 +1,14 @@
 """The coupled noise as tensors: the definition in `protocol/noise.py`, V tokens at a time.
 
-Noise depends on key, position and token alone, so it is computed once a position, ahead of need,
-while the worker waits. torch has no unsigned 64-bit arithmetic: int64 wraps modulo 2^64 as it
-should, and a logical right shift is an arithmetic one with the copied sign bits masked away.
+Noise depends on key, position and token alone. The C++ kernels need a position's word only, and
+compute the noise of the few tokens that it can matter to; where there are none, a row is computed
+once a position, ahead of need, while the worker waits. torch has no unsigned 64-bit arithmetic:
+int64 wraps modulo 2^64 as it should, and a logical right shift is an arithmetic one with the copied
+sign bits masked away.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,32 +61,48 @@ def _gumbel(counters: Tensor, words: Tensor | int) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
+class Noise:
+    """The noise of the tokens 0..size-1 at an absolute position."""
+
+    def __init__(
+        self, key: bytes, position: int, size: int, device: torch.device | None = None
+    ) -> None:
+        self.word = position_word(key, position)
+        """What the kernels derive it from."""
+        self._of = key, position, size, device
+
+    @cached_property
+    def row(self) -> Tensor:
+        """All of it, [V] float32."""
+        return gumbel_noise(*self._of)
+
+
 class NoiseCache:
-    """The noise of one session: rows computed when asked for or ahead of need, dropped when the log
-    has passed them."""
+    """The noise of one session by position, whose rows are computed when asked for or ahead of
+    need; dropped when the log has passed it."""
 
     def __init__(self, key: bytes, size: int, device: torch.device | None = None) -> None:
         self._key, self._size, self._device = key, size, device
-        self._rows: dict[int, Tensor] = {}
+        self._known: dict[int, Noise] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._known)
 
-    def row(self, position: int) -> Tensor:
-        """The noise [V] of a position."""
-        if position not in self._rows:
-            self._rows[position] = gumbel_noise(self._key, position, self._size, self._device)
-        return self._rows[position]
+    def at(self, position: int) -> Noise:
+        """Return the noise at a position."""
+        if position not in self._known:
+            self._known[position] = Noise(self._key, position, self._size, self._device)
+        return self._known[position]
 
     def prepare(self, first: int, count: int) -> bool:
         """Compute one missing row of the positions first..first+count-1; False if none was
         missing."""
-        missing = next((p for p in range(first, first + count) if p not in self._rows), None)
+        missing = next((p for p in range(first, first + count) if p not in self._known), None)
         if missing is not None:
-            self.row(missing)
+            _ = self.at(missing).row
         return missing is not None
 
     def drop_before(self, position: int) -> None:
-        """Forget the rows of earlier positions."""
-        for old in [p for p in self._rows if p < position]:
-            del self._rows[old]
+        """Forget the noise at earlier positions."""
+        for old in [p for p in self._known if p < position]:
+            del self._known[old]

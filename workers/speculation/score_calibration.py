@@ -23,14 +23,17 @@ messages, no clock.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dovetail.protocol.settings import Sampling
 from dovetail.workers.speculation.growth import Branches, Floats, GrowingTree, Ints, Nodes
-from dovetail.workers.speculation.sampling import tempered
+from dovetail.workers.speculation.noise import Noise
+from dovetail.workers.speculation.sampling import process_logits
 
 Likelihoods = NDArray[np.float64]
 
@@ -94,23 +97,24 @@ class Observation:
 
     depth_class: int
     logits: Tensor
-    """[V]; processed, but for the temperature below."""
-    temperature: float
-    """0: the logits are as they should be."""
-    noise: Tensor | None
-    """[V]; None: greedy."""
+    """[V], as the processors that look back leave them."""
+    sampling: Sampling
+    """The other processors."""
+    noise: Noise | None
+    """None: greedy."""
     children: Ints
     """Token ids; NO_CHILD where there is none."""
     choice: int
 
+    @cached_property
+    def processed(self) -> Tensor:
+        """The logits [V] as all processors leave them, float32."""
+        return process_logits(self.logits.float().unsqueeze(0), self.sampling)[0]
+
     def z(self, share: float) -> Tensor:
         """The logits [V] with that share of the noise, float32, the largest 0."""
-        z = (
-            tempered(self.logits.float(), self.temperature)
-            if self.temperature > 0.0
-            else self.logits.float()
-        )
-        z = z if self.noise is None else z.add(self.noise, alpha=share)
+        z = self.processed
+        z = z if self.noise is None else z.add(self.noise.row, alpha=share)
         return z - z.max()
 
     def likelihoods(self, z: Tensor, sharpenings: Likelihoods) -> Likelihoods:
@@ -237,7 +241,7 @@ class _Pass:
     were."""
 
     logits: Tensor
-    noise: Sequence[Tensor] | None
+    noise: Sequence[Noise] | None
     children: Ints
     classes: Ints
     rows: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -248,9 +252,9 @@ class Expectations:
     """The rankings below the nodes of one session's tree, until the target's choices there are
     known."""
 
-    def __init__(self, temperature: float) -> None:
-        """`temperature`: what has not been done to the logits yet; 0: nothing."""
-        self._temperature = temperature
+    def __init__(self, sampling: Sampling) -> None:
+        """`sampling`: of its processors those that look back have been at the logits."""
+        self._sampling = sampling
         self._passes: list[_Pass] = []
         self._unnamed: list[tuple[_Pass, Branches, Nodes]] = []
         """Passes whose nodes are known by their places in the tree as it was then: since, it may
@@ -261,7 +265,7 @@ class Expectations:
         tree: GrowingTree,
         nodes: Nodes,
         logits: Tensor,
-        noise: Sequence[Tensor] | None,
+        noise: Sequence[Noise] | None,
         tokens: Ints,
         gains: Floats,
     ) -> None:
@@ -306,7 +310,7 @@ class Expectations:
                 return Observation(
                     int(past.classes[row]),
                     past.logits[row],
-                    self._temperature,
+                    self._sampling,
                     noise,
                     past.children[row],
                     choice,

@@ -147,7 +147,7 @@ void dt_linear(const Matrix* matrix, const float* x, int64_t x_stride, float* y,
     const Turn mine;
     active().linear(*matrix, x, x_stride, y, y_stride, rows);
 }
-void dt_likeliest(const Ranking* ranking) {
+void dt_rank(const Ranking* ranking) {
     const Turn mine;
     active().likeliest(*ranking);
 }

@@ -19,17 +19,27 @@ struct Matrix {
     const float* bias;    // [n] or null
 };
 
-// The `width` largest z of each row, the lower token first of equals, and the logarithm of their share of the sum of e^z over all of the row:
-//   z = ((logits - the largest of them) / temperature + noise) / sharpening
-// A temperature of 0 leaves the logits as they are. Where there are fewer than `width` tokens above -inf, gains are -inf; where a z is not a number, so are all.
+// A row of logits, and what its tokens are ranked by: with t = (logits - the largest of them) / temperature, or the logits where the temperature is 0, and of t only
+// what top-k, top-p and min-p leave, divided by the share,
+//   z = (t + noise) / sharpening
+struct RankedRow {
+    const float* logits;
+    uint64_t word;  // from which the noise of each token follows, see protocol/noise.py
+    int64_t top_k;  // 0: all
+    double top_p;   // 1: all
+    float least;    // of t, by min-p; -inf: none
+    float temperature, share, sharpening;
+    int64_t noisy;  // 0: there is no noise
+};
+
+// The `width` tokens of the largest z in each row, best first, the lower token first of equals, with their z or, where `shares` are asked for, the logarithms of the
+// shares that e^z has in the sum over all of the row. Where there are fewer than `width` tokens above -inf, values are -inf; where a t is not a number, so are all. A
+// first id of -1: rounding decides what top-p leaves of the row, and nothing is found.
 struct Ranking {
-    const float* logits;  // [rows, size], rows `stride` floats apart
-    int64_t stride, rows, size;
-    const float* const* noise;  // [rows] of [size], or null
-    float temperature, sharpening;
-    int64_t width;
-    int32_t* ids;  // [rows, width]
-    float* gains;  // [rows, width]
+    const RankedRow* rows;
+    int64_t count, size, width, shares;
+    int32_t* ids;   // [count, width]
+    float* values;  // [count, width]
 };
 
 struct Layer;
