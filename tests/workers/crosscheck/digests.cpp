@@ -17,6 +17,7 @@ int dt_isas();
 int dt_use_isa(int isa);
 void dt_linear(const Matrix*, const float*, int64_t, float*, int64_t, int64_t);
 void dt_layer(const Layer*, const Pass*);
+void dt_rank(const Ranking*);
 void dt_rotary_table(const float*, int64_t, float, int64_t, float*, float*);
 }
 
@@ -62,8 +63,9 @@ struct Packed {
             if (kind == FP16) bits[i] &= 0xbfff;
         }
         char* start = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-        const void* source = kind == FP16 || kind == BF16 ? static_cast<const void*>(bits.data()) : rows.data();
-        pack(kind, source, 0, n, n, k, start, scales.data());
+        const bool half = kind == FP16 || kind == BF16;
+        const void* source = half ? static_cast<const void*>(bits.data()) : rows.data();
+        pack(kind, half ? kind : FP32, source, 0, n, n, k, start, scales.data());
         matrix = {kind, n, k, 0, start, kind == INT8 ? scales.data() : nullptr, bias.data()};
     }
 };
@@ -120,7 +122,7 @@ void layer(int kind, int activation, float softcap, int window) {
     dt_rotary_table(frequencies.data(), head_dim / 2, 1.0f, capacity, cosines.data(), sines.data());
     Layer l{};
     l.hidden = hidden, l.heads = heads, l.kv_heads = kv_heads, l.head_dim = head_dim, l.intermediate = intermediate, l.rotary_dim = head_dim;
-    l.window = window, l.norm_kind = gated ? RMS : LAYER_NORM, l.activation = activation, l.epsilon = 1e-6f, l.scale = 0.25f, l.softcap = softcap;
+    l.window = window, l.norm_kind = gated ? RMS : LAYER_NORM, l.activation = {activation, 0.0f, 0.0f, 0}, l.epsilon = 1e-6f, l.scale = 0.25f, l.softcap = softcap;
     l.cosines = cosines.data(), l.sines = sines.data();
     l.attention_norm = l.mlp_norm = {weight.data(), nullptr};
     l.query_norm = l.key_norm = {head_weight.data(), nullptr};
@@ -134,7 +136,7 @@ void layer(int kind, int activation, float softcap, int window) {
     printf("layer kind %d activation %d softcap %g window %d, prompt: %016llx\n", kind, activation, softcap, window, static_cast<unsigned long long>(digest(rows)));
     const int32_t offsets[] = {0, 1, 3, 5, 8}, slots[] = {40, 40, 41, 40, 42, 40, 41, 43};
     const int64_t depths[] = {40, 41, 41, 42};
-    segment = {0, tree, prompt, prompt, capacity, 0, keys.data(), values.data(), offsets, slots};
+    segment = {0, tree, prompt, prompt, capacity, 0, keys.data(), values.data(), nullptr, nullptr, 0, 0, offsets, slots, nullptr};
     rows = numbers(static_cast<size_t>(tree) * hidden);
     pass = {rows.data(), depths, &segment, tree, 1};
     dt_layer(&l, &pass);
@@ -145,6 +147,23 @@ void layer(int kind, int activation, float softcap, int window) {
 }  // namespace
 
 // Without an argument: the numbers of the instruction sets that are here. With one: the digests by that instruction set.
+void ranking() {
+    constexpr int SIZE = 70001, WIDTH = 8;
+    const std::vector<float> logits = numbers(2 * SIZE, 12.0f);
+    for (int cut = 0; cut < 4; cut++)
+        for (int shares = 0; shares < 2; shares++) {
+            std::vector<RankedRow> rows;
+            for (uint64_t row = 0; row < 2; row++)
+                rows.push_back({&logits[row * SIZE], 77 + row, cut == 1 ? 300 : 0, cut == 2 ? 0.9 : 1.0, cut == 3 ? -5.0f : -__builtin_inff(), 0.8f, 0.9f, 1.1f, 1});
+            std::vector<float> values(2 * WIDTH), ids(2 * WIDTH);
+            std::vector<int32_t> found(2 * WIDTH);
+            const Ranking asked{rows.data(), 2, SIZE, WIDTH, shares, found.data(), values.data()};
+            dt_rank(&asked);
+            for (int i = 0; i < 2 * WIDTH; i++) ids[i] = static_cast<float>(found[i]);
+            printf("ranking %d %d: %016llx %016llx\n", cut, shares, (unsigned long long)digest(ids), (unsigned long long)digest(values));
+        }
+}
+
 int main(int count, char** arguments) {
     if (count < 2) {
         for (int isa = 0; isa < 8; isa++)
@@ -154,6 +173,7 @@ int main(int count, char** arguments) {
     if (dt_use_isa(atoi(arguments[1])) < 0) return 1;
     linears();
     codes();
+    ranking();
     for (int kind : {FP32, FP16, BF16, INT8}) {
         layer(kind, SILU_GATED, 0.0f, 0);
         layer(kind, GELU_TANH_GATED, 5.0f, 24);
