@@ -52,7 +52,9 @@ class TargetSession:
     ) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of the `tokens` that follow some rows of logits [M, V], if
         they were asked for."""
-        return () if self.logprobs is None else token_logprobs(logits[rows], tokens, self.logprobs)
+        if self.logprobs is None:
+            return ()
+        return token_logprobs([logits[row] for row in rows], tokens, self.logprobs)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append what has been committed."""

@@ -65,14 +65,15 @@ class LookingBack:
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """[N, V] float32 -> [N, V], of rows that follow `paths` behind the log; masked entries
         -inf."""
-        z = logits.clone()
+        # torch would divide a copy on the CPU among threads, which then keep cores busy for a while
+        on_cpu = logits.device.type == "cpu"
+        z = torch.from_numpy(logits.numpy().copy()) if on_cpu else logits.clone()
         if len(self._biased):
             z.index_add_(1, self._biased, self._biases.expand(len(z), -1))
         ahead = [(row, token) for row, path in enumerate(paths) for token in set(path)]
-        where = tuple(
-            torch.tensor(ahead, dtype=torch.long, device=z.device).reshape(-1, 2).unbind(1)
-        )
-        unpenalised = z[where]
+        if ahead:
+            where = tuple(torch.tensor(ahead, device=z.device).unbind(1))
+            unpenalised = z[where]
         if said := len(self._slots):
             z.index_copy_(
                 1,
