@@ -53,7 +53,6 @@ GROUPS = {
     "Measure": {
         "bench": "Measure methods side by side.",
         "profile": "See where the time of a run goes, and what would make it faster.",
-        "simulate": "Play recorded rounds on machines that are not at hand.",
         "replay": "Play a recorded session again, and compare.",
     },
     "Train": {
@@ -140,11 +139,11 @@ def group() -> None:
     them."""
 
 
-def run(arguments: Sequence[str], entry: click.Command = group) -> int:
-    """Run one command line, of `entry`; returns its exit code. What a user did wrong is one line on
-    stderr; that nobody reads our output, click hears."""
+def run(arguments: Sequence[str], entry: click.Command = group, program: str = "dovetail") -> int:
+    """Run one command line, of `entry`, and return its exit code. A user's mistake is one line on
+    stderr; click notices that nobody reads our output."""
     try:
-        return entry.main(list(arguments), prog_name="dovetail", standalone_mode=False) or 0
+        return entry.main(list(arguments), prog_name=program, standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2

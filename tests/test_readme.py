@@ -76,7 +76,7 @@ def options_of(command: click.Command) -> set[str]:
 @cache
 def programs_options() -> set[str]:
     """The options of the programs among the tests, as their sources name them."""
-    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*/*.py"))
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*/**/*.py"))
     return {option for source in sources for option in re.findall(r'"(--[a-z][\w-]*)', source)}
 
 

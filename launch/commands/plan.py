@@ -31,7 +31,7 @@ from dovetail.launch.processes import preflight
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.launch.simulation.machines import SIZES, read_machine
+from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine
 from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings, byte_count
@@ -72,7 +72,7 @@ WEIGHTS = {
 @click.option(
     "--machine",
     metavar="NAME|FILE",
-    help="Another machine: one of `simulate machines`, or a file like theirs (.toml).",
+    help=f"Another machine: {', '.join(machine_names())}, or a file like theirs (.toml).",
 )
 @click.option(
     "--target-size",
@@ -88,7 +88,8 @@ WEIGHTS = {
     "--rounds",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Recording of a draft, made by `simulate record`; can be repeated.",
+    help="Recording of a draft, made by `python tests/simulation record` in a checkout; can be "
+    "repeated.",
 )
 @json_instead_of("a table")
 @settings_flags("target", "memory", "draft.device", "draft.weights", "tree.width", stratified=False)

@@ -142,7 +142,7 @@ def arithmetic(weights: str) -> str:
 
 
 def described(machine: Described, weights: str, vram: int | None, ram: int | None) -> Hardware:
-    """A machine of `dovetail simulate machines`, for a target with these weights."""
+    """A described machine, for a target with these weights."""
     weights = arithmetic(weights)
     target, draft, memory = machine.target, machine.draft, machine.memory
     source = "its description"

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 
 from dovetail.launch.profiling.rounds import PARTS
@@ -13,7 +13,6 @@ from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.control.pricing import cut
 from dovetail.runtime.costs.passes import RowCosts
-from dovetail.runtime.costs.recorded import waited_for
 from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, RoundCosts
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
@@ -341,3 +340,11 @@ def at_positions(records: Sequence[RoundRecord]) -> list[float]:
         for depth in range(len(record.accepted)):
             counts[depth] += 1
     return [counts[depth] / len(drafted) for depth in range(len(counts))]
+
+
+def waited_for(record: RoundRecord) -> tuple[list[int], int]:
+    """Return the nanoseconds of each pass of the draft that the proposal waited for, which come
+    before those ahead of it, and of the drafting that was waited for in no pass."""
+    sums = [0, *accumulate(taken for _, taken in record.passes)]
+    waited = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
+    return [taken for _, taken in record.passes[:waited]], record.draft_ns - sums[waited]

@@ -1,11 +1,8 @@
-"""Descriptions of machines that are not at hand, and what a pass of a model of some size would take
-there.
+"""Descriptions of machines that are not at hand.
 
-A pass takes the longer of reading its bytes and computing its products (the roofline; Williams et
-al., 2009), and something for each layer. A description is a TOML file that says of every number
-where it is from: measured in a paper, or an estimate. Of a machine without a GPU it may have what a
-data sheet tells, memory channels and their rate, cores and instruction set, from which the rest is
-estimated.
+A description is a TOML file that gives the source of every number: measured in a paper, or an
+estimate. For a machine without a GPU it may have what a data sheet lists, memory channels and their
+rate, cores and instruction set, from which the rest is estimated.
 """
 
 import tomllib
@@ -16,13 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import MAX_GAMMA, Frozen
-from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.nodes import Nodes
-from dovetail.runtime.costs.rounds import Messages, PlacedCosts
+from dovetail.runtime.costs.rounds import Messages
 
 FOLDER = DEMO_FOLDER / "machines"
 Weights = Literal["fp32", "half", "int8"]
@@ -37,7 +32,6 @@ ROWS = (
     MAX_GAMMA + 1,
 )
 """At which passes are computed; between them they are interpolated."""
-CONTEXTS = (0, 512, 2048, 8192, 32768)
 GIGA, MICRO = 1e9, 1e-6
 
 
@@ -50,20 +44,6 @@ class Size:
     inner: int
     keys: int
     vocabulary: int
-
-    @property
-    def block(self) -> int:
-        """Weights of the linears of a layer."""
-        return 2 * self.hidden * (self.hidden + self.keys) + 3 * self.hidden * self.inner
-
-    @property
-    def head(self) -> int:
-        """Weights of the output head."""
-        return self.hidden * self.vocabulary
-
-    @property
-    def weights(self) -> int:
-        return self.layers * self.block + self.head
 
 
 SIZES = {
@@ -201,59 +181,6 @@ class Machine(Frozen):
     host: HostPart | None = None
     """None: the target runs on it, or nothing is known of it."""
 
-    def costs(self, size: Size, weights: Weights, blocks: int | None = None) -> PlacedCosts:
-        """Return what rounds cost with a target of that size, which is spread over all nodes;
-        `blocks`: of the head. `UserError` if the machine has no arithmetic for those weights."""
-        if weights not in self.target.peak_gflop_s:
-            raise UserError(
-                f"{self.title} says nothing of {weights} weights: choose "
-                f"{' or '.join(self.target.peak_gflop_s)}"
-            )
-        curves = [
-            ContextCurve(context=context, t_v=self._t_v(size, weights, context))
-            for context in CONTEXTS
-        ]
-        return PlacedCosts(PassCurves(curves), self._t_d(size, blocks), messages=self.link.messages)
-
-    def _t_v(self, size: Size, weights: Weights, context: int) -> RowsSeconds:
-        part, total = self.target, size.weights * WEIGHT_BYTES[weights]
-        near = part.resident_bandwidth_gb_s or part.bandwidth_gb_s
-        resident = min(total, part.resident_gb * GIGA)
-        cache = 2 * context * size.keys * size.layers * part.kv_bytes
-        reading = (total - resident) / (part.bandwidth_gb_s * GIGA) + (resident + cache) / (
-            near * GIGA
-        )
-        operations = 2 * size.weights + 4 * context * size.hidden * size.layers
-        least = LeastTime(reading, operations / (part.peak_gflop_s[weights] * GIGA))
-        alone = _curve(least, size.layers * part.layer_us)
-        if (nodes := part.spread) is None:
-            return alone
-        spread = (nodes.spread_s(seconds, size.layers) for seconds in alone.seconds)
-        return RowsSeconds.rising(alone.rows, spread)
-
-    def _t_d(self, size: Size, blocks: int | None) -> RowsSeconds:
-        part = self.draft
-        blocks = part.blocks if blocks is None else blocks
-        if part.copy_bits is not None:
-            weights, width, layers = size.weights, part.copy_bits / 8, size.layers
-        else:
-            weights, width, layers = (
-                blocks * size.block + 2 * size.hidden**2 + size.head,
-                part.bytes,
-                blocks,
-            )
-        least = LeastTime.of(
-            size=weights * width,
-            operations=2 * weights,
-            bandwidth_gb_s=part.bandwidth_gb_s,
-            gflop_s=part.peak_gflop_s,
-        )
-        return _curve(least, part.pass_us + layers * part.block_us)
-
-
-def _curve(least: LeastTime, beside_us: float) -> RowsSeconds:
-    return RowsSeconds.rising(ROWS, [least.at(rows) + beside_us * MICRO for rows in ROWS])
-
 
 def machine_names() -> list[str]:
     """Return the names of the machines that come with the program."""
@@ -280,9 +207,3 @@ def read_machine(name: str) -> Machine:
         raise UserError(
             f"the machine in {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from None
-
-
-def read_size(name: str) -> Size:
-    if name not in SIZES:
-        raise UserError(f"there is no target of size {name!r}: choose {', '.join(SIZES)}")
-    return SIZES[name]

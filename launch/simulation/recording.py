@@ -11,7 +11,6 @@ Letters: P positions, N nodes of one position. Position i has the prompt and the
 of the reply behind it; the last of these is the root. Knows numbers and files; no torch, no models.
 """
 
-import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,13 +23,11 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import refusal, writing
 from dovetail.protocol.settings import Frozen, Sampling
 from dovetail.protocol.tree import ROOT
 
 ABOUT = "recording.json"
 SUFFIX = ".npz"
-PLAIN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -160,55 +157,14 @@ class Library:
     recordings: tuple[Recording, ...] = field(repr=False)
 
 
-class Folder:
-    """The folder of a recording, being written."""
-
-    def __init__(self, path: Path, about: About) -> None:
-        """Makes it, or goes on with one of the same; `UserError` if another recording is there."""
-        self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            there = path / ABOUT
-            if not there.exists():
-                if any(path.iterdir()):
-                    raise UserError(
-                        f"{path} holds something other than a recording: name a new folder"
-                    )
-                there.write_text(about.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"a recording cannot be written to {path}: {refusal(error)}") from None
-        if (before := read_about(path)) != about:
-            changed = [
-                name for name in About.model_fields if getattr(before, name) != getattr(about, name)
-            ]
-            raise UserError(
-                f"{path} holds a recording with another {', '.join(changed)}: name a new "
-                "folder, or ask for the same"
-            )
-
-    def has(self, number: int, id: str) -> bool:
-        return self._file(number, id).exists()
-
-    def write(self, number: int, recording: Recording) -> None:
-        """Add a reply; the file is there whole or not at all."""
-        file = self._file(number, recording.id)
-        part = file.with_suffix(".part")
-        with writing(part, "a recording"), part.open("wb") as stream:
-            np.savez_compressed(stream, **_arrays(recording))
-        part.replace(file)
-
-    def _file(self, number: int, id: str) -> Path:
-        return self.path / f"{number:05d}-{PLAIN_NAME.sub('_', id)[:80]}{SUFFIX}"
-
-
 def read_about(path: Path) -> About:
     """Return what the recording in a folder is of; `UserError` if there is none."""
     try:
         return About.model_validate_json((path / ABOUT).read_bytes())
     except OSError:
         raise UserError(
-            f"{path} is not a recording: make one with `dovetail simulate record --prompts FILE "
-            f"--out {path}`"
+            f"{path} is not a recording: make one with `python tests/simulation record "
+            f"--prompts FILE --out {path}` in a checkout"
         ) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
@@ -224,24 +180,10 @@ def read_library(path: Path, limit: int | None = None) -> Library:
     files = sorted(path.glob(f"*{SUFFIX}"))[:limit]
     if not files:
         raise UserError(
-            f"the recording {path} has no reply yet: let `dovetail simulate record` finish one"
+            f"the recording {path} has no reply yet: let `python tests/simulation record` finish "
+            "one"
         )
     return Library(about, tuple(_read(file) for file in files))
-
-
-def _arrays(recording: Recording) -> dict[str, Any]:
-    """Return one array of all positions for each field, and where every position ends."""
-    trees = recording.positions
-    return {
-        "id": np.array(recording.id),
-        "prompt": np.array(recording.prompt, np.int32),
-        "reply": np.array(recording.tokens, np.int32),
-        "stops": np.cumsum([len(tree.tokens) for tree in trees], dtype=np.int64),
-        **{
-            name: np.concatenate([getattr(tree, name) for tree in trees] or [np.empty(0)])
-            for name in ("tokens", "parents", "gains", "expanded")
-        },
-    }
 
 
 def _read(file: Path) -> Recording:

@@ -1,5 +1,5 @@
 """The command `fleet`: one and two real replicas under Poisson arrivals at several loads, beside
-what `dovetail simulate fleet` expects of the same requests.
+what `python tests/simulation fleet` expects of the same requests.
 
 A replica is the embedded target alone on a core of its own; the client and the coordinator share
 these cores. Rounds cost in the simulation what they cost in the run, as their records say, since
@@ -23,13 +23,13 @@ from benchmarks.options import Command, Numbers, option, options, pin, report
 from benchmarks.targets import running
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
-from dovetail.launch.simulation.fleet.arrivals import Requests
-from dovetail.launch.simulation.fleet.layout import Kind, Plan
-from dovetail.launch.simulation.fleet.profile import Profile, of_rounds
-from dovetail.launch.simulation.fleet.results import play_load
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Finished, Recorded, Result, RoundRecord
 from dovetail.runtime.client import Client
+from simulation.fleet.arrivals import Requests
+from simulation.fleet.layout import Kind, Plan
+from simulation.fleet.profile import Profile, of_rounds
+from simulation.fleet.results import play_load
 
 TOLERANCE = 0.1
 FIGURES = ("tokens_per_s", "first_p50", "first_p90", "latency_p50", "latency_p90", "latency_p99")

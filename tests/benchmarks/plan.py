@@ -10,7 +10,7 @@ kept, so that a long run can be taken in pieces.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -33,13 +33,15 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.simulation.figures import Figures, figures
-from dovetail.launch.simulation.methods import Method
 from dovetail.launch.simulation.recording import Library, read_library
-from dovetail.launch.simulation.validation import decode
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.planner import Tree
+from simulation.methods import Method
+from simulation.validation import decode
 
+DOVETAIL = ("-P", "-m", "dovetail.launch.cli")
+SIMULATION = (str(Path(__file__).resolve().parent.parent / "simulation"),)
 DEVICE = "cpu"
 WITHIN = 0.1
 """Predicted over measured may be off by so much."""
@@ -134,6 +136,7 @@ def _row(
     library = _library(draft, folder, how)
     note(f"{name}: calibrating")
     _run(
+        DOVETAIL,
         "calibrate",
         f"--seconds={how['seconds']}",
         "--keep-anyway",
@@ -199,7 +202,7 @@ def _library(draft: str, folder: Path, how: Mapping[str, Any]) -> Library:
     if not rounds.exists():
         own = [flag for flag in _target(how) if draft == "substitute" or "inflate" not in flag]
         lengths = [f"--limit={how['limit']}", f"--max-tokens={how['max_tokens']}"]
-        _run("simulate", "record", *lengths, f"--out={rounds}", *_draft(draft), *own)
+        _run(SIMULATION, "record", *lengths, f"--out={rounds}", *_draft(draft), *own)
     return read_library(rounds)
 
 
@@ -211,15 +214,15 @@ def _draft(draft: str) -> list[str]:
     return [f"--draft={draft}", f"--draft.device={DEVICE}"]
 
 
-def _run(*arguments: str) -> None:
+def _run(program: Sequence[str], *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments],
+        [sys.executable, *program, *arguments],
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise UserError(f"dovetail {arguments[0]} failed: {done.stderr.strip()}")
+        raise UserError(f"{program[-1]} {arguments[0]} failed: {done.stderr.strip()}")
 
 
 def _predicted(subject: Subject, name: str, case: Case, library: Library) -> Alternative:

@@ -74,7 +74,7 @@ def test_the_list_of_commands_is_in_groups_and_whole(capsys: pytest.CaptureFixtu
     assert help_of(capsys, "--help-all") == shown
 
 
-@pytest.mark.parametrize("group", [("config",), ("config", "export"), ("simulate",), ("train",)])
+@pytest.mark.parametrize("group", [("config",), ("config", "export"), ("train",)])
 def test_the_list_of_a_group_is_not_cut_off(
     group: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

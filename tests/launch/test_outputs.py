@@ -13,11 +13,12 @@ from dovetail.launch.commands import profile, stratify
 from dovetail.launch.files.answers import open_answers
 from dovetail.launch.files.records import open_records
 from dovetail.launch.settings.thresholds import write_thresholds
-from dovetail.launch.simulation.recording import About, Folder
+from dovetail.launch.simulation.recording import About
 from dovetail.protocol.errors import OutputError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.telemetry.trace import write_trace
+from simulation.folder import Folder
 
 RECORD = RoundRecord(
     round=1, prefix=3, tokens=(), parents=(), scores=(), verified=0, accepted=(), bonus=5

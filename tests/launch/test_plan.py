@@ -424,24 +424,12 @@ def test_the_settings_of_the_winner_start_it(
 @needs_kernels
 @pytest.mark.slow
 def test_rounds_that_were_recorded_take_the_place_of_the_assumption(
-    run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path
+    plan: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     rounds = str(tmp_path / "rounds")
-    assert (
-        run(
-            "simulate",
-            "record",
-            "--limit",
-            "1",
-            "--max-tokens",
-            "24",
-            "--draft.device",
-            "cpu",
-            "--out",
-            rounds,
-        ).returncode
-        == 0
-    )
+    simulation = str(Path(__file__).parents[1] / "simulation")
+    options = ("--limit=1", "--max-tokens=24", "--draft.device=cpu", f"--out={rounds}")
+    subprocess.run([sys.executable, simulation, "record", *options], check=True, timeout=120)
     found = plan("--draft", "small", "--rounds", rounds)
     assert named(found, "Dovetail")["played"]
     assert named(found, "Dovetail")["acceptance"].startswith("recorded: 1 replies")

@@ -99,9 +99,6 @@ ALONE = ("--draft", "none")
         pytest.param(("calibrate", "--draft", "foo"), marks=pytest.mark.slow),
         pytest.param(("profile", "--draft", "foo", "--out", "OUT"), marks=pytest.mark.slow),
         pytest.param(
-            ("simulate", "record", "--draft", "foo", "--out", "OUT"), marks=pytest.mark.slow
-        ),
-        pytest.param(
             ("stratify", "--draft", "foo", "--prompts", "PROMPTS", "--out", "OUT.toml"),
             marks=pytest.mark.slow,
         ),

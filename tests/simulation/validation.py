@@ -9,11 +9,11 @@ from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.stack import layout_of, start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.simulation.methods import Method
 from dovetail.launch.simulation.recording import Library, Recording
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Failed, Finished, Recorded, Result, RoundRecord
 from dovetail.runtime.client import Client
+from simulation.methods import Method
 
 AHEAD = ("ahead", "draft.ahead")
 """The names that a method may write `draft.ahead` by."""

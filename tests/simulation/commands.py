@@ -1,5 +1,4 @@
-"""`dovetail simulate`: what rounds would take on machines, and with models of sizes, that are not
-at hand.
+"""The commands: what rounds would take on machines, and with models of sizes, that are not at hand.
 
 `record` decodes prompts once with a real pair and keeps what the draft says at every position;
 `run` plays that through the real coordinator and the real draft worker with the costs of a machine;
@@ -8,11 +7,15 @@ it did. What needs torch is imported when the work begins.
 """
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
-from dovetail.launch.console.help import HelpCommand, Rare
+from dovetail.launch.cli import run as run_command
+from dovetail.launch.console.help import NAMES_OF_HELP, HelpCommand, Rare
 from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of, json_option
 from dovetail.launch.console.terminal import counted, explained, print_table
@@ -21,12 +24,16 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
 from dovetail.launch.simulation.figures import figures
-from dovetail.launch.simulation.fleet.command import fleet
-from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine, read_size
-from dovetail.launch.simulation.methods import read_methods
-from dovetail.launch.simulation.record import record
+from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine
 from dovetail.launch.simulation.recording import read_library
-from dovetail.launch.simulation.runs import (
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import writing
+from simulation.fleet.command import fleet
+from simulation.measured import measured_costs
+from simulation.methods import read_methods
+from simulation.prices import placed_costs, read_size
+from simulation.record import record
+from simulation.runs import (
     COLUMNS,
     Row,
     beside_row,
@@ -39,10 +46,7 @@ from dovetail.launch.simulation.runs import (
     points_of,
     ratios_of,
 )
-from dovetail.launch.simulation.tables import chart_of, show_beside, show_ratios, show_rows
-from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import writing
-from dovetail.runtime.costs.recorded import measured_costs
+from simulation.tables import chart_of, show_beside, show_ratios, show_rows
 
 LEVEL_ROWS = 10
 """Rows of the draft's level whose price is shown."""
@@ -52,13 +56,22 @@ TOLD_ROWS, CONTEXT = (1, 16, 64), 512
 """Rows and context of the passes that `machines` shows."""
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": NAMES_OF_HELP})
 def command() -> None:
     """Play recorded rounds with the costs of machines and model sizes that are not at hand."""
 
 
 command.add_command(record)
 command.add_command(fleet)
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Run one command line; exit codes and errors are those of `dovetail`."""
+    return run_command(arguments, command, "python tests/simulation")
+
+
+def main() -> NoReturn:
+    sys.exit(execute(sys.argv[1:]))
 
 
 # -- playing ---------------------------------------------------------------------------------------
@@ -74,7 +87,7 @@ command.add_command(fleet)
     "--rounds",
     type=click.Path(path_type=Path),
     required=True,
-    help="The folder that `simulate record` made.",
+    help="The folder that `record` made.",
 )
 @click.option("--limit", type=COUNT, help="Replies played.  [default: all]")
 @click.option(
@@ -82,7 +95,7 @@ command.add_command(fleet)
     metavar="NAME|FILE",
     default=MACHINE,
     show_default=True,
-    help="A machine of `simulate machines`, or a file like theirs (.toml).",
+    help="A machine of `machines`, or a file like theirs (.toml).",
 )
 @click.option(
     "--target-size",
@@ -213,7 +226,7 @@ def run(
     "--rounds",
     type=click.Path(path_type=Path),
     required=True,
-    help="The folder that `simulate record` made, with the same pair.",
+    help="The folder that `record` made, with the same pair.",
 )
 @click.option("--limit", type=COUNT, help="Replies decoded.  [default: all]")
 @click.option(
@@ -247,7 +260,7 @@ def validate(
 
     The pair must be the recorded one; --inflate gives its target the cost of a larger one.
     """
-    from dovetail.launch.simulation.validation import decode_all
+    from simulation.validation import decode_all
 
     library = read_library(rounds, limit)
     chosen = read_methods(configuration, methods, library.about)
@@ -307,7 +320,7 @@ def machines(target_size: str, as_json: bool) -> None:
 
 def _machine_row(name: str, target_size: str) -> Row:
     machine = read_machine(name)
-    costs = machine.costs(read_size(target_size), machine.weights)
+    costs = placed_costs(machine, read_size(target_size), machine.weights)
     t_v = {str(rows): costs.verify_s(rows, CONTEXT) for rows in TOLD_ROWS}
     return {
         "machine": name,

@@ -3,10 +3,10 @@ sum what they took. Knows records, not who made them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from math import ceil
 from statistics import fmean
 
+from dovetail.launch.profiling.forecast import waited_for
 from dovetail.protocol.calibration import MAX_POINTS, ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
@@ -44,14 +44,6 @@ def measured_costs(rounds: Sequence[RoundRecord], told: str = "measured") -> Pla
         messages=Messages(transport_ns / hops / NS, 2 * coordinator_ns / hops / NS),
         origin=Origin(Source.MEASURED, told),
     )
-
-
-def waited_for(record: RoundRecord) -> tuple[list[int], int]:
-    """Return the nanoseconds of each pass of the draft that the proposal waited for, which come
-    before those ahead of it, and of the drafting that was waited for in no pass."""
-    sums = [0, *accumulate(taken for _, taken in record.passes)]
-    waited = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
-    return [taken for _, taken in record.passes[:waited]], record.draft_ns - sums[waited]
 
 
 def _by_rows(samples: Iterable[tuple[int, int]]) -> RowsSeconds:

@@ -4,22 +4,25 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dovetail.launch.simulation.figures import Figures
-from dovetail.launch.simulation.fleet.arrivals import Mix, Requests, draw_requests, read_trace
-from dovetail.launch.simulation.fleet.description import read_fleet
-from dovetail.launch.simulation.fleet.layout import Kind, Plan, Played, handled_s
-from dovetail.launch.simulation.fleet.play import Fleet
-from dovetail.launch.simulation.fleet.profile import Profile, of_costs, of_rounds
-from dovetail.launch.simulation.fleet.results import PERCENTS, capacity, line, play_load
-from dovetail.launch.simulation.machines import read_machine, read_size
+from dovetail.launch.simulation.machines import read_machine
 from dovetail.protocol.errors import UserError
+from simulation.commands import execute
+from simulation.fleet.arrivals import Mix, Requests, draw_requests, read_trace
+from simulation.fleet.description import read_fleet
+from simulation.fleet.layout import Kind, Plan, Played, handled_s
+from simulation.fleet.play import Fleet
+from simulation.fleet.profile import Profile, of_costs, of_rounds
+from simulation.fleet.results import PERCENTS, capacity, line, play_load
+from simulation.prices import placed_costs, read_size
 
-Run = Callable[..., Any]
+Run = Callable[..., CompletedProcess[str]]
 PLAN = Plan(4, 8, 1 << 16, 1 << 16, 0.0, 0.0, (10.0, 100.0))
 READS = tuple(0.001 * rows for rows in range(300))
 """Passes that take a millisecond a row."""
@@ -30,6 +33,18 @@ def profile(*rounds_s: float, passes_s: tuple[float, ...] = READS, host_s: float
     count, rounds_s = len(rounds_s) + 1, (0.0, *rounds_s)
     taus, rows = (1.0,) * count, (*range(count),)
     return Profile(rounds_s, taus, rows, rounds_s, passes_s, 0.0, host_s)
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `python tests/simulation` with some arguments, in this process."""
+
+    def invoke(*arguments: str) -> CompletedProcess[str]:
+        code = execute(arguments)
+        shown = capsys.readouterr()
+        return CompletedProcess(arguments, code, shown.out, shown.err)
+
+    return invoke
 
 
 FLAT = profile(*[0.01] * 8)
@@ -131,7 +146,7 @@ def test_joules_are_those_of_idle_servers_too() -> None:
 
 
 def test_a_profile_comes_from_the_cost_model_and_is_never_slower_for_a_draft() -> None:
-    costs = read_machine("dovetail-server").costs(read_size("7B"), "int8")
+    costs = placed_costs(read_machine("dovetail-server"), read_size("7B"), "int8")
     alone = of_costs(costs, 4, 0.0)
     assert alone.token_s(1) == pytest.approx(costs.verify_s(1) + costs.beside_s(drafted=False))
     assert list(alone.rounds_s) == sorted(alone.rounds_s)
@@ -194,12 +209,12 @@ def test_a_trace_is_played_as_it_is(invoke: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [{"at_s": n / 2, "prompt_tokens": 100, "reply_tokens": 50} for n in range(40)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = invoke("simulate", "fleet", "--servers", "20", "--trace", str(trace), "--json")
+    said = invoke("fleet", "--servers", "20", "--trace", str(trace), "--json")
     assert said.returncode == 0, said.stderr
     (row,) = json.loads(said.stdout)["rows"]
     assert row["requests_per_s"] == pytest.approx(40 / 19.5)
     for field in rows[0]:
-        assert field in invoke("simulate", "fleet", "--help").stdout
+        assert field in invoke("fleet", "--help").stdout
     trace.write_text('{"at_s": 0, "prompt_tokens": 100}\n')
     with pytest.raises(UserError, match="line 1: write a JSON object"):
         read_trace(trace)
@@ -215,12 +230,12 @@ def test_a_fleet_that_is_not_there_is_told_as_what_it_was_named_by() -> None:
 def test_one_seed_gives_one_result_and_a_large_fleet_is_a_small_one_many_times(
     invoke: Run, tmp_path: Path
 ) -> None:
-    shown = invoke("simulate", "fleet", "--servers", "2", "--seconds", "9", "--load", "0.5").stdout
+    shown = invoke("fleet", "--servers", "2", "--seconds", "9", "--load", "0.5").stdout
     assert shown.endswith("ms/token, latency: the median, and what 99 % stay within\n")
 
     def told(servers: str) -> dict[str, Any]:
         flags = ("--seconds", "30", "--load", "0.5", "--sample", "32", "--sigma", "0")
-        said = invoke("simulate", "fleet", "--servers", servers, *flags, "--json")
+        said = invoke("fleet", "--servers", servers, *flags, "--json")
         assert said.returncode == 0, said.stderr
         return dict(json.loads(said.stdout))
 
@@ -241,7 +256,7 @@ def test_figures_of_no_reply_are_none_and_no_number(invoke: Run, tmp_path: Path)
         raise AssertionError(f"{word} is no JSON")
 
     flags = ("--servers", "1", "--trace", str(trace), "--plot", str(plot))
-    said = invoke("simulate", "fleet", *flags, "--json")
+    said = invoke("fleet", *flags, "--json")
     assert said.returncode == 0, said.stderr
     (row,) = json.loads(said.stdout, parse_constant=no_number)["rows"]
     assert row["token_s"]["p50"] is None
@@ -253,11 +268,11 @@ def test_what_is_no_fleet_is_a_mistake(invoke: Run, tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     bad.write_text('[[kind]]\nname = "a"\n')
     for flags in (("--fleet", "nobody"), ("--fleet", str(bad)), ("--load", "fast")):
-        said = invoke("simulate", "fleet", *flags)
+        said = invoke("fleet", *flags)
         assert (said.returncode, "Traceback" in said.stderr) == (2, False), said.stderr
 
 
 @pytest.mark.parametrize("name", ["seconds", "prompt-tokens", "reply-tokens", "sigma"])
 def test_nan_is_no_number(name: str, invoke: Run) -> None:
-    result = invoke("simulate", "fleet", f"--{name}", "nan")
+    result = invoke("fleet", f"--{name}", "nan")
     assert (result.returncode, "is no number" in result.stderr) == (2, True), result.stderr

@@ -6,19 +6,19 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.simulation.figures import Figures
-from dovetail.launch.simulation.fleet.layout import Kind
-from dovetail.launch.simulation.fleet.profile import of_costs
-from dovetail.launch.simulation.machines import Weights, read_machine, read_size
-from dovetail.launch.simulation.methods import Method
+from dovetail.launch.simulation.machines import Weights, read_machine
 from dovetail.launch.simulation.recording import Library
-from dovetail.launch.simulation.runs import figures_of
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Frozen
+from simulation.fleet.layout import Kind
+from simulation.fleet.profile import of_costs
+from simulation.methods import Method
+from simulation.prices import placed_costs, read_size
+from simulation.runs import figures_of
 
-FOLDER = DEMO_FOLDER / "fleets"
+FOLDER = Path(__file__).parent
 Hours = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
 Watts = Annotated[float, Field(ge=0.0, le=1e6, strict=False)]
@@ -52,7 +52,7 @@ class Description(Frozen):
 
 
 def fleet_names() -> list[str]:
-    """Return the names of the fleets that come with the program."""
+    """Return the names of the fleets that come with the tool."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
@@ -111,7 +111,7 @@ def kinds_of(
         wanted = max(1, round(servers * part.share / shares))
         count = left if place == len(fleet.kind) - 1 else min(left, wanted)
         left -= count
-        costs = read_machine(part.machine).costs(read_size(part.target), part.weights)
+        costs = placed_costs(read_machine(part.machine), read_size(part.target), part.weights)
         drafted: Figures | None = None
         if library is not None and method is not None:
             drafted, _ = figures_of(library, costs, method, lambda _: None)

@@ -12,16 +12,6 @@ from statistics import fmean
 
 import numpy as np
 
-from dovetail.launch.simulation.fleet.arrivals import Requests
-from dovetail.launch.simulation.fleet.layout import (
-    Group,
-    Kind,
-    Plan,
-    Played,
-    Router,
-    handled_s,
-)
-from dovetail.launch.simulation.fleet.server import NEVER, Server, Session
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.router.choice import (
     USUAL_TOKENS,
@@ -31,6 +21,16 @@ from dovetail.runtime.router.choice import (
     agree_on_rates,
     choose,
 )
+from simulation.fleet.arrivals import Requests
+from simulation.fleet.layout import (
+    Group,
+    Kind,
+    Plan,
+    Played,
+    Router,
+    handled_s,
+)
+from simulation.fleet.server import NEVER, Server, Session
 
 NS = 1_000_000_000
 HOUR_S = 3600.0

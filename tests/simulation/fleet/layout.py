@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from dovetail.launch.simulation.fleet.profile import Profile
-from dovetail.launch.simulation.fleet.server import Server, Session
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.router.choice import Replica
+from simulation.fleet.profile import Profile
+from simulation.fleet.server import Server, Session
 
 
 @dataclass(frozen=True)

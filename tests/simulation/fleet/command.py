@@ -1,4 +1,4 @@
-"""The command `dovetail simulate fleet`: many servers of several kinds under a load."""
+"""The command `fleet`: many servers of several kinds under a load."""
 
 import json
 import math
@@ -17,20 +17,20 @@ from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.launch.simulation.fleet.arrivals import (
+from dovetail.launch.simulation.recording import read_library
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import writing
+from simulation.fleet.arrivals import (
     Mix,
     Requests,
     draw_requests,
     read_trace,
     token_lengths,
 )
-from dovetail.launch.simulation.fleet.description import fleet_names, kinds_of, read_fleet
-from dovetail.launch.simulation.fleet.layout import Kind, Plan
-from dovetail.launch.simulation.fleet.results import COLUMNS, PAIRS, capacity, line, play_load
-from dovetail.launch.simulation.methods import read_methods
-from dovetail.launch.simulation.recording import read_library
-from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import writing
+from simulation.fleet.description import fleet_names, kinds_of, read_fleet
+from simulation.fleet.layout import Kind, Plan
+from simulation.fleet.results import COLUMNS, PAIRS, capacity, line, play_load
+from simulation.methods import read_methods
 
 LOADS = "0.2,0.4,0.6,0.8,0.9,1.0"
 REQUEST_S, CHUNK_S = 1 / 4490, 1 / 56700
@@ -78,7 +78,7 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--rounds",
     type=click.Path(path_type=Path),
-    help="Servers draft, with what `simulate record` stored.  [default: targets alone]",
+    help="Servers draft, with what `record` stored.  [default: targets alone]",
 )
 @click.option(
     "--load",

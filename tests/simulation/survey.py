@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dovetail.launch.files.prompts import Prompt
-from dovetail.launch.simulation.recording import About, Folder, Position, Recording
+from dovetail.launch.simulation.recording import About, Position, Recording
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (
@@ -37,6 +37,7 @@ from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes, best
 from dovetail.workers.speculation.policy import root_pass
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.target import TargetWorker
+from simulation.folder import Folder
 
 WIDE = 20
 """The best so many nodes of every level are expanded, or as many as a node has children: twice what

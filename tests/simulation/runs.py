@@ -7,14 +7,16 @@ from typing import Any
 
 from dovetail.launch.bench.sweep import read_sweep
 from dovetail.launch.console.terminal import progress_bar
+from dovetail.launch.files.records import read_records
 from dovetail.launch.simulation.figures import Figures, figures
-from dovetail.launch.simulation.machines import read_machine, read_size
-from dovetail.launch.simulation.methods import Method, vary
+from dovetail.launch.simulation.machines import read_machine
 from dovetail.launch.simulation.recording import Library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs.recorded import measured_costs
 from dovetail.runtime.costs.rounds import Origin, PlacedCosts, Source
+from simulation.measured import measured_costs
+from simulation.methods import Method, vary
+from simulation.prices import placed_costs, read_size
 
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 """T_D over T_V."""
@@ -39,8 +41,6 @@ Row = dict[str, Any]
 
 def costs_of(path: Path) -> PlacedCosts:
     """Return the costs of measured rounds."""
-    from dovetail.launch.files.records import read_records
-
     return measured_costs(
         [record for reply in read_records(path) for record in reply.rounds],
         f"costs of the rounds in {path}",
@@ -50,7 +50,7 @@ def costs_of(path: Path) -> PlacedCosts:
 def machine_costs(machine: str, target_size: str, weights: Any, blocks: int | None) -> PlacedCosts:
     found = read_machine(machine)
     weights = weights or found.weights
-    costs = found.costs(read_size(target_size), weights, blocks)
+    costs = placed_costs(found, read_size(target_size), weights, blocks)
     title = f"{found.title}; target {target_size} in {weights}"
     return replace(costs, origin=Origin(Source.ESTIMATED, title))
 

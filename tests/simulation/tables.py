@@ -7,7 +7,7 @@ import click
 from dovetail.launch.bench.table import share
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.files.charts import Curve, draw
-from dovetail.launch.simulation.runs import COLUMNS, Row
+from simulation.runs import COLUMNS, Row
 
 NOTED_SHARE = 0.01
 """The share of expanded nodes that were not recorded above which a note says so."""

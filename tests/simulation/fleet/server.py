@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil
 
-from dovetail.launch.simulation.fleet.profile import CHUNK, Profile
 from dovetail.runtime.costs.reading import LAST, ReadingCosts, reading_order, shares
 from dovetail.runtime.engine.reading import AT_ONCE, LATENCY, LEAST_ROWS
+from simulation.fleet.profile import CHUNK, Profile
 
 NEVER = float("inf")
 EPSILON = 1e-6

@@ -1,7 +1,8 @@
-"""`dovetail simulate`: played rounds beside sums by hand, and beside real processes."""
+"""`python tests/simulation`: played rounds beside sums by hand, and beside real processes."""
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.launch.cli import run as run_command
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records
 from dovetail.launch.machine.binding import Place
@@ -19,34 +19,35 @@ from dovetail.launch.settings.configure import configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.simulation.clockwork import Clock
 from dovetail.launch.simulation.figures import figures
-from dovetail.launch.simulation.machines import machine_names, read_machine, read_size
-from dovetail.launch.simulation.methods import Method, read_method, vary
+from dovetail.launch.simulation.machines import machine_names, read_machine
 from dovetail.launch.simulation.play import Actor, Play, Stage, open_stage, play_all
 from dovetail.launch.simulation.recording import (
     ABOUT,
     About,
-    Folder,
     Library,
     Position,
     Recording,
     read_library,
 )
-from dovetail.launch.simulation.survey import Order, Recorder
-from dovetail.launch.simulation.validation import as_on, decode_all
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.runtime.costs.curves import PassCurves
-from dovetail.runtime.costs.recorded import measured_costs
 from dovetail.runtime.costs.rounds import Messages, PlacedCosts
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.target import TargetWorker
+from simulation.commands import execute
+from simulation.folder import Folder
+from simulation.measured import measured_costs
+from simulation.methods import Method, read_method, vary
+from simulation.prices import placed_costs, read_size
+from simulation.survey import Order, Recorder
+from simulation.validation import as_on, decode_all
 from support.cases import everyday
 
-RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 Children = Callable[[tuple[int, ...]], Sequence[tuple[int, float]]]
 
 CHAIN = TreeSettings(policy="static", insist=True, gamma=3, depth=3, width=1, sharpening=1.0)
@@ -301,7 +302,7 @@ def test_a_machine_takes_what_its_bandwidth_and_arithmetic_allow(tmp_path: Path)
         "[draft]\nbandwidth_gb_s = 200\npeak_gflop_s = 1e5\nblocks = 2\nblock_us = "
         "100\npass_us = 50\n[link]\nhop_us = 3\ncoordinator_us = 4\n"
     )
-    costs = read_machine(str(file)).costs(read_size("7B"), "fp32")
+    costs = placed_costs(read_machine(str(file)), read_size("7B"), "fp32")
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
     assert costs.verify_s(1, 0) == pytest.approx(4 * weights / 100e9 + 320e-6)
     assert costs.verify_s(64, 0) == pytest.approx(2 * 64 * weights / 1e12 + 320e-6)
@@ -312,7 +313,7 @@ def test_a_machine_takes_what_its_bandwidth_and_arithmetic_allow(tmp_path: Path)
     assert costs.t_d.at(10) == pytest.approx(2 * head / 200e9 + 250e-6)
     assert (costs.messages.hop_s, costs.messages.coordinator_s) == pytest.approx((3e-6, 4e-6))
     with pytest.raises(UserError, match="says nothing of int8 weights: choose fp32"):
-        read_machine(str(file)).costs(read_size("7B"), "int8")
+        placed_costs(read_machine(str(file)), read_size("7B"), "int8")
 
 
 def test_of_a_machine_without_a_gpu_the_data_sheet_is_enough(tmp_path: Path) -> None:
@@ -320,7 +321,7 @@ def test_of_a_machine_without_a_gpu_the_data_sheet_is_enough(tmp_path: Path) -> 
     file = tmp_path / "m.toml"
     sheet = "channels = 4\nmt_s = 2400\ncores = 14\nghz = 2.4\nisa = 'avx2'\n"
     file.write_text(f"title = 'm'\nweights = 'half'\n[processor]\n{sheet}")
-    costs = read_machine(str(file)).costs(read_size("7B"), "half")
+    costs = placed_costs(read_machine(str(file)), read_size("7B"), "half")
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
     layers = 32 * 30e-6
     assert costs.verify_s(1, 0) == pytest.approx(2 * weights / 61.44e9 + layers)
@@ -333,7 +334,9 @@ def test_of_a_machine_without_a_gpu_the_data_sheet_is_enough(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", machine_names())
 def test_a_machine_that_comes_along_is_slower_with_more_rows_and_larger_models(name: str) -> None:
     machine = read_machine(name)
-    small, large = (machine.costs(read_size(size), machine.weights) for size in ("7B", "70B"))
+    small, large = (
+        placed_costs(machine, read_size(size), machine.weights) for size in ("7B", "70B")
+    )
     assert 0.0 < small.verify_s(1, 0) <= small.verify_s(64, 0) <= small.verify_s(64, 4096)
     assert large.verify_s(1, 0) > small.verify_s(1, 0)
     assert small.t_d.at(10) < small.verify_s(1, 0)
@@ -344,10 +347,10 @@ def test_the_server_of_the_paper_is_as_fast_as_the_paper_says() -> None:
     tau 4.73; Vicuna 13B 2.50 times at tau 5.00. The first was fitted, the last was not."""
     machine = read_machine("dovetail-server")
     for size, tau, speedup in (("7B", 4.73, 2.25), ("13B", 5.00, 2.50)):
-        costs = machine.costs(read_size(size), "fp32")
+        costs = placed_costs(machine, read_size(size), "fp32")
         round_s = costs.verify_s(16, 0) + costs.t_d.at(1) + 7 * costs.t_d.at(10)
         assert tau * costs.verify_s(1, 0) / round_s == pytest.approx(speedup, rel=0.05)
-    assert 1 / machine.costs(read_size("7B"), "fp32").verify_s(1, 0) == pytest.approx(
+    assert 1 / placed_costs(machine, read_size("7B"), "fp32").verify_s(1, 0) == pytest.approx(
         2.14, rel=0.03
     )
 
@@ -487,7 +490,7 @@ def shelf(tmp_path: Path) -> Path:
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command line of ours."""
-    code = run_command(("simulate", *arguments))
+    code = execute(arguments)
     said = capsys.readouterr()
     return code, said.out, said.err
 
@@ -547,6 +550,24 @@ def test_rounds_that_generate_recorded_are_costs_to_play_with(
     )
 
 
+@pytest.mark.parametrize("group", [(), ("fleet",), ("record",), ("run",), ("validate",)])
+def test_help_names_the_program(capsys: pytest.CaptureFixture[str], group: tuple[str, ...]) -> None:
+    code, printed, _ = told(capsys, *group, "--help")
+    assert code == 0
+    assert printed.startswith(" ".join(("Usage: python tests/simulation", *group)))
+    assert "..." not in printed.partition("Commands:")[2]
+
+
+def test_a_name_of_no_draft_is_refused_before_models_are_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, printed, complained = told(capsys, "record", "--draft=foo", f"--out={tmp_path / 'r'}")
+    assert (code, printed) == (2, "")
+    assert "foo is no kind of draft" in complained
+    assert not (tmp_path / "r").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -570,8 +591,11 @@ def test_a_mistake_is_one_line(
     assert len(complained.splitlines()) == 1
 
 
-def test_the_machines_are_listed(run: RunCommand) -> None:
-    done = run("simulate", "machines", "--target-size=70B")
+def test_the_machines_are_listed_by_the_program() -> None:
+    program = [sys.executable, str(Path(__file__).parent / "simulation")]
+    done = subprocess.run(
+        [*program, "machines", "--target-size=70B"], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert all(name in done.stdout for name in machine_names())
 
@@ -585,7 +609,7 @@ def test_the_machines_are_listed_for_programs_too(capsys: pytest.CaptureFixture[
         machine_names(),
     )
     costs = {
-        name: (machine := read_machine(name)).costs(read_size("13B"), machine.weights)
+        name: placed_costs((machine := read_machine(name)), read_size("13B"), machine.weights)
         for name in machine_names()
     }
     assert all(
@@ -599,7 +623,7 @@ def test_a_round_on_the_die_of_the_paper_takes_as_many_passes_as_the_paper_says(
     """Jakiro, Table 1, Vicuna 7B on MT-bench at temperature 0: 2.99 times the target alone at tau
     4.96, EAGLE-2, with a level more, 2.75 times at 4.94."""
     machine = read_machine("jakiro-mi250")
-    costs = machine.costs(read_size("7B"), machine.weights)
+    costs = placed_costs(machine, read_size("7B"), machine.weights)
     for passes, tau, speedup in ((5, 4.96, 2.99), (6, 4.94, 2.75)):
         round_s = costs.verify_s(60, 512) + passes * costs.t_d.at(10)
         assert round_s / costs.verify_s(1, 512) == pytest.approx(tau / speedup, rel=0.05)

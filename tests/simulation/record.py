@@ -1,4 +1,4 @@
-"""The command `dovetail simulate record`: decode prompts once with a real pair, and keep what the
+"""The command `record`: decode prompts once with a real pair, and keep what the
 draft says at every position."""
 
 import os
@@ -17,9 +17,9 @@ from dovetail.launch.processes.preflight import check_draft, check_target
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.launch.settings.flags import DEMONSTRATED, settings_flags
-from dovetail.launch.simulation.recording import Folder
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, MAX_WIDTH
+from simulation.folder import Folder
 
 NODES, LEVELS, CHILDREN = 384, 12, 32
 """The size of the tree recorded at a position; as many children as a draft keeps of a node when it
@@ -117,9 +117,9 @@ def record(
     check_draft(settings)
     prompts = read_prompts(file or DEMO_FOLDER / "prompts.jsonl")[:limit]
     os.environ.update(thread_environment(threads))
-    from dovetail.launch.simulation.survey import Order, Recorder, processors
     from dovetail.workers.drafters.registry import open_draft_worker
     from dovetail.workers.serving.open_target import open_target_worker
+    from simulation.survey import Order, Recorder, processors
 
     with spinner() as say:
         say("loading the models")

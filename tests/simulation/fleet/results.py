@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.launch.simulation.fleet.arrivals import Requests
-from dovetail.launch.simulation.fleet.layout import Kind, Plan, Played
-from dovetail.launch.simulation.fleet.play import Fleet
+from simulation.fleet.arrivals import Requests
+from simulation.fleet.layout import Kind, Plan, Played
+from simulation.fleet.play import Fleet
 
 PERCENTS = (50, 90, 99)
 COLUMNS = {

@@ -1,0 +1,100 @@
+"""What a pass of a model of some size takes on a described machine.
+
+A pass takes the longer of reading its bytes and computing its products (the roofline; Williams et
+al., 2009), and something for each layer.
+"""
+
+from dovetail.launch.simulation.machines import (
+    GIGA,
+    MICRO,
+    ROWS,
+    SIZES,
+    DraftPart,
+    Machine,
+    Size,
+    TargetPart,
+    Weights,
+)
+from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime, RowsSeconds
+from dovetail.protocol.errors import UserError
+from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.rounds import PlacedCosts
+
+CONTEXTS = (0, 512, 2048, 8192, 32768)
+
+
+def read_size(name: str) -> Size:
+    if name not in SIZES:
+        raise UserError(f"there is no target of size {name!r}: choose {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+def placed_costs(
+    machine: Machine, size: Size, weights: Weights, blocks: int | None = None
+) -> PlacedCosts:
+    """Return what rounds cost with a target of that size, which is spread over all nodes;
+    `blocks`: of the head. `UserError` if the machine has no arithmetic for those weights."""
+    if weights not in machine.target.peak_gflop_s:
+        raise UserError(
+            f"{machine.title} says nothing of {weights} weights: choose "
+            f"{' or '.join(machine.target.peak_gflop_s)}"
+        )
+    curves = [
+        ContextCurve(context=context, t_v=_t_v(machine.target, size, weights, context))
+        for context in CONTEXTS
+    ]
+    t_d = _t_d(machine.draft, size, blocks)
+    return PlacedCosts(PassCurves(curves), t_d, messages=machine.link.messages)
+
+
+def _t_v(part: TargetPart, size: Size, weights: Weights, context: int) -> RowsSeconds:
+    count = size.layers * _block(size) + _head(size)
+    total = count * WEIGHT_BYTES[weights]
+    near = part.resident_bandwidth_gb_s or part.bandwidth_gb_s
+    resident = min(total, part.resident_gb * GIGA)
+    cache = 2 * context * size.keys * size.layers * part.kv_bytes
+    reading = (total - resident) / (part.bandwidth_gb_s * GIGA) + (resident + cache) / (near * GIGA)
+    operations = 2 * count + 4 * context * size.hidden * size.layers
+    least = LeastTime(reading, operations / (part.peak_gflop_s[weights] * GIGA))
+    alone = _curve(least, size.layers * part.layer_us)
+    if (nodes := part.spread) is None:
+        return alone
+    spread = (nodes.spread_s(seconds, size.layers) for seconds in alone.seconds)
+    return RowsSeconds.rising(alone.rows, spread)
+
+
+def _t_d(part: DraftPart, size: Size, blocks: int | None) -> RowsSeconds:
+    blocks = part.blocks if blocks is None else blocks
+    if part.copy_bits is not None:
+        weights, width, layers = (
+            size.layers * _block(size) + _head(size),
+            part.copy_bits / 8,
+            size.layers,
+        )
+    else:
+        weights, width, layers = (
+            blocks * _block(size) + 2 * size.hidden**2 + _head(size),
+            part.bytes,
+            blocks,
+        )
+    least = LeastTime.of(
+        size=weights * width,
+        operations=2 * weights,
+        bandwidth_gb_s=part.bandwidth_gb_s,
+        gflop_s=part.peak_gflop_s,
+    )
+    return _curve(least, part.pass_us + layers * part.block_us)
+
+
+def _block(size: Size) -> int:
+    """Return the weights of the linears of a layer."""
+    return 2 * size.hidden * (size.hidden + size.keys) + 3 * size.hidden * size.inner
+
+
+def _head(size: Size) -> int:
+    """Return the weights of the output head."""
+    return size.hidden * size.vocabulary
+
+
+def _curve(least: LeastTime, beside_us: float) -> RowsSeconds:
+    return RowsSeconds.rising(ROWS, [least.at(rows) + beside_us * MICRO for rows in ROWS])
