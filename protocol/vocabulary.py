@@ -33,9 +33,7 @@ class TokenTable:
     def read(cls, tokenizer: bytes) -> "TokenTable":
         """Return the table of a tokenizer.json; `CheckpointError` if it holds no vocabulary."""
         content = _parsed(tokenizer)
-        vocabulary, added = _vocabulary_of(content), content.get("added_tokens") or ()
-        special = [one["id"] for one in added if one.get("special")]
-        return cls.of(vocabulary, special, content.get("decoder"))
+        return cls.of(*_vocabulary_of(content), content.get("decoder"))
 
     @classmethod
     def of(
@@ -125,7 +123,7 @@ class TokenTable:
 def read_vocabulary(tokenizer: bytes) -> dict[int, str]:
     """Id -> token of a tokenizer.json (BPE, WordPiece, WordLevel or Unigram), added tokens
     included; `CheckpointError` if it is none."""
-    return _vocabulary_of(_parsed(tokenizer))
+    return _vocabulary_of(_parsed(tokenizer))[0]
 
 
 def _parsed(tokenizer: bytes) -> Mapping[str, Any]:
@@ -144,22 +142,29 @@ def _no_vocabulary(error: Exception) -> CheckpointError:
     )
 
 
-def _vocabulary_of(content: Mapping[str, Any]) -> dict[int, str]:
+def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int]]:
+    """Return the tokens by their ids, and the special ones' ids. As in the tokenizers library, an
+    added token has the id of the model's token of this spelling, or the next, whatever it says."""
     try:
         model = content["model"]["vocab"]
-        pairs = (
-            {index: token for token, index in model.items()}
-            if isinstance(model, dict)
-            else {i: piece[0] for i, piece in enumerate(model)}
+        named = (
+            model.items() if isinstance(model, dict) else ((p[0], i) for i, p in enumerate(model))
         )
-        pairs.update((added["id"], added["content"]) for added in content.get("added_tokens") or ())
+        pairs = {index: token for token, index in named}
+        ids = model if isinstance(model, dict) else {token: i for i, token in pairs.items()}
+        added, places = content.get("added_tokens") or (), dict[str, int]()
+        special = {one["content"] for one in added if one.get("special")}
+        for token in filter(None, (one["content"] for one in added)):
+            if (index := ids.get(token)) is None:
+                index = places.setdefault(token, len(ids) + len(places))
+            pairs[index] = token
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise _no_vocabulary(error) from None
     if not all(
         isinstance(i, int) and 0 <= i <= LARGEST_ID and isinstance(t, str) for i, t in pairs.items()
     ):
         raise CheckpointError("tokenizer.json maps tokens to something other than ids")
-    return pairs
+    return pairs, [index for index, token in pairs.items() if token in special]
 
 
 def vocabulary_digest(vocabulary: Mapping[int, str]) -> str:

@@ -24,9 +24,9 @@ def test_a_unigram_list_of_pieces_is_numbered_in_order() -> None:
 
 
 def test_added_tokens_belong_to_the_vocabulary() -> None:
-    assert read_vocabulary(tokenizer({"a": 0}, added_tokens=[{"id": 5, "content": "<|end|>"}])) == {
+    assert read_vocabulary(tokenizer({"a": 0}, added_tokens=[{"id": 1, "content": "<|end|>"}])) == {
         0: "a",
-        5: "<|end|>",
+        1: "<|end|>",
     }
 
 

@@ -4,6 +4,7 @@ characters. Invalid bytes are compared with a simple oracle."""
 
 import codecs
 import contextlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
+from dovetail.protocol.vocabulary import TokenTable
+from dovetail.runtime.text.tokenizer import Spelling
 from support.spelt import detokenizer_of
 
 PIECES = [
@@ -270,6 +273,26 @@ def test_a_run_of_bytes_that_turns_out_to_be_no_text_raises_nothing_and_the_stre
         PIECES.index("b"),
     ]
     assert [detokenizer.push(token) for token in tokens] == ["\n", "", "\ufffd a", " a", "b"]
+
+
+@given(
+    st.lists(st.sampled_from("abcdef"), min_size=1, unique=True),
+    st.integers(0, 4),
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["", *"abcxyz"]), st.booleans())),
+)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_added_tokens_have_the_ids_that_the_library_gives_them_whatever_the_file_says(
+    words: list[str], hole: int, added: list[tuple[int, str, bool]]
+) -> None:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    named = [{"id": i, "content": one, "special": special, **plain} for i, one, special in added]
+    vocabulary = {word: place + hole * (place > 1) for place, word in enumerate(words)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": words[0]}
+    content = json.dumps({"version": "1.0", "added_tokens": named, "model": model}).encode()
+    made, spelling = Tokenizer.from_buffer(content), Spelling(TokenTable.read(content))
+    for token in range(20):
+        assert spelling.table.spelling(token) == made.id_to_token(token)
+        assert spelling.detokenizer().push(token) == made.decode([token])
 
 
 def test_whatever_the_id_is_nothing_is_raised() -> None:
