@@ -148,6 +148,16 @@ def _marked(content: Content, first: int) -> tuple[Content, list[str]]:
     return [{**part, "text": mark(part["text"])} for part in content], marks
 
 
+def _tried(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+    """Render messages; empty if the template rejects their form or their roles."""
+    try:
+        return render(messages)
+    except MemoryError:
+        raise
+    except Exception:
+        return ""
+
+
 def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) -> list[bool]:
     """Return for each message whether the template renders all of its text, and not as the repr of
     a list of parts."""
@@ -157,7 +167,7 @@ def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) 
         count += len(marks)
         marked.append({**message, "content": content})
         every.append(marks)
-    text = render(marked).lower()
+    text = _tried(render, marked).lower()
     return [
         all(mark in text and f"'text': '{mark}'" not in text for mark in marks) for marks in every
     ]
@@ -167,9 +177,10 @@ def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> 
     """Return the messages with contents as the template expects them: as given if it renders all of
     them, else as strings or parts, which is found by rendering marks in place of texts.
 
-    Raises `_Limit` for a message that it renders in no form.
+    Raises `_Limit` for a message whose text changes nothing in any form; a turn that is not after
+    the last reply may be dropped.
     """
-    best: list[bool] = []
+    best, found = [False] * len(messages), messages
     for start in range(3):
         forms = [start] * len(messages)
         for _ in range(2):
@@ -177,26 +188,26 @@ def _formed(render: Callable[[list[Message]], str], messages: list[Message]) -> 
                 {**message, "content": _in_form(form, message["content"])}
                 for form, message in zip(forms, messages, strict=True)
             ]
-            try:
-                shown = _shown(render, tried)
-            except MemoryError:
-                raise
-            except Exception:  # it rejects this form or these roles
-                break
+            shown = _shown(render, tried)
+            if sum(shown) > sum(best):
+                best, found = shown, tried
             if all(shown):
-                return tried
-            best = max(best or shown, shown, key=sum)
+                return found
             forms = [
                 form if good else 2 if isinstance(one["content"], str) else 1
                 for form, good, one in zip(forms, shown, tried, strict=True)
             ]
-    if best:
-        lost = best.index(False)
-        raise _Limit(
-            f"drops message {lost + 1} (role {messages[lost]['role']!r:.40}): move its text into "
-            "another message"
-        )
-    return messages
+    text = render(found)
+    for place, good in enumerate(best):
+        role, content = messages[place]["role"], found[place]["content"]
+        later = [one["role"] for one in messages[place:-1]] if role != "system" else []
+        if good or "assistant" in later:
+            continue
+        changed = [*found[:place], {"role": role, "content": f"x{content}x"}, *found[place + 1 :]]
+        if _tried(render, changed) == text or not isinstance(content, str):
+            text = f"drops message {place + 1} (role {role!r:.40})"
+            raise _Limit(f"{text}: move its text into another message")
+    return found
 
 
 def render(template: str, most: int, values: Mapping[str, Any]) -> str:
@@ -204,9 +215,8 @@ def render(template: str, most: int, values: Mapping[str, Any]) -> str:
     compiled = _compiled(template)
     messages: list[Message] = values["messages"]
     if "developer" not in template:
-        messages = [
-            {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
-        ]
+        system = {"developer": "system"}
+        messages = [{**one, "role": system.get(one["role"], one["role"])} for one in messages]
 
     def attempt(tried: list[Message]) -> str:
         return _rendered(compiled, most, {**values, "messages": tried})

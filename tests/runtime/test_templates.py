@@ -160,6 +160,26 @@ def test_a_template_that_leaves_a_message_out_is_refused(
         renderer.render(template, {"messages": messages})
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1].content }}",
+        "{% for m in messages[-3:] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:10] | replace('1', 'one') }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | wordwrap(8) }}{% endfor %}",
+        "{% for m in messages if m.role != 'user' or m.content[0] == 'h' or raise_exception('') %}"
+        "{{ m.content.split('</think>')[-1] | trim | upper }}{% endfor %}",
+    ],
+)
+def test_a_template_may_rewrite_texts_and_leave_earlier_turns_out(
+    template: str, renderer: Renderer
+) -> None:
+    told = values(5)
+    (expected,), _ = render_jinja_template([told["messages"]], chat_template=template)
+    assert renderer.render(template, told) == expected
+
+
 def test_a_long_conversation_is_no_attack() -> None:
     long, renderer = values(400), Renderer(cpu_s=10.0)
     for message in long["messages"]:
