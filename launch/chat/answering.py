@@ -18,10 +18,11 @@ from dovetail.launch.chat.templates import Templated, templated
 from dovetail.launch.processes.connection import Connection
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Described, Emitted, Failed, Finished
-from dovetail.runtime.text.tokenizer import TextCodec, codec_of, why_no_chats
+from dovetail.runtime.text.tokenizer import NO_TEMPLATE, TextCodec, codec_of, why_no_chats
 
 CANCEL_GRACE_S = 2.0
 LOOK_EVERY_S = 0.05
+PLAIN = f"{NO_TEMPLATE}: prompts are continued as plain text"
 
 Show = Callable[[str, bool], None]
 """Hears each piece of a reply: the text, and whether it was drafted."""
@@ -55,8 +56,7 @@ class CoordinatorAnswerer:
 
     def no_chats(self) -> str:
         template = self._text_codec().facts.template
-        why, continued = why_no_chats(template), "; messages are continued as plain text"
-        return f"{why}{'' if template else continued}" if why else ""
+        return why_no_chats(template) if template else PLAIN
 
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """Stream a reply, as `Answerer` describes. The second Ctrl-C is a KeyboardInterrupt."""

@@ -17,13 +17,14 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import ValidationError
 
-from dovetail.launch.chat.answering import Show
+from dovetail.launch.chat.answering import PLAIN, Show
 from dovetail.launch.chat.conversation import Answer, Manner, Paint
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, RequestError, UserError, printable
 from dovetail.protocol.files import read_text
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import SamplingSettings
+from dovetail.runtime.text.tokenizer import NO_TEMPLATE
 
 CONNECT_S = 10.0
 SILENCE_S = 120.0
@@ -157,6 +158,8 @@ class WebAnswerer:
 
     def __init__(self, url: str, key: str) -> None:
         self._site = Site(url, key)
+        self.plain = False
+        """Whether it continues plain text, without a chat template."""
         models = self._site.get("/v1/models").get("data") or [{}]
         self._model = str(models[0].get("id", ""))
         held = models[0].get("sampling")
@@ -168,8 +171,10 @@ class WebAnswerer:
     def no_chats(self) -> str:
         asked = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
         with self._site.opened("POST", "/tokenize", asked) as response:
-            refused = response.status == 400
-            return str(_failure(400, _object(response.read()), sent_key=False)) if refused else ""
+            said = _object(response.read()) if response.status == 400 else {}
+        why = str(_failure(400, said)) if said else ""
+        self.plain = why.startswith(NO_TEMPLATE)
+        return PLAIN if self.plain else why
 
     def defaults(self, manner: Manner) -> str:
         """In words, which sampling of the server's own holds, as it says itself; empty: none that
@@ -185,9 +190,9 @@ class WebAnswerer:
     def answer(self, turns: Sequence[str], manner: Manner, show: Show) -> Answer:
         """Stream a reply, as `answering.Answerer` describes; interrupting it closes the
         connection."""
-        reply = _Reply(show)
+        reply, path = _Reply(show), "/v1/completions" if self.plain else "/v1/chat/completions"
         try:
-            with closing(self._stream("/v1/chat/completions", self._body(turns, manner))) as events:
+            with closing(self._stream(path, self._body(turns, manner))) as events:
                 for event in events:
                     reply.hear(event)
         except KeyboardInterrupt:
@@ -200,13 +205,14 @@ class WebAnswerer:
             for name, value in manner.sampling.model_dump(mode="json").items()
             if name not in (*SERVERS, "max_tokens") and manner.decides(name)
         }
-        length = {"max_completion_tokens": manner.max_tokens}
+        length = {"max_tokens" if self.plain else "max_completion_tokens": manner.max_tokens}
+        messages = [
+            {"role": ("user", "assistant")[place % 2], "content": turn}
+            for place, turn in enumerate(turns)
+        ]
         return {
             "model": self._model,
-            "messages": [
-                {"role": ("user", "assistant")[place % 2], "content": turn}
-                for place, turn in enumerate(turns)
-            ],
+            **({"prompt": "\n".join(turns)} if self.plain else {"messages": messages}),
             "stream": True,
             "stream_options": {"include_usage": True},
             **(length if manner.decides("max_tokens") else {}),
@@ -222,10 +228,10 @@ class WebAnswerer:
         with self._site.asked("POST", path, json.dumps(body).encode()) as response:
             while line := response.readline():
                 said = line.strip()
-                if said == b"data: [DONE]":
+                if said in (b"data: [DONE]", b"data:[DONE]"):
                     return
-                if said.startswith(b"data: "):
-                    event = _object(said.removeprefix(b"data: "))
+                if said.startswith(b"data:"):
+                    event = _object(said.removeprefix(b"data:"))
                     if "error" in event:
                         raise _failure(500, event)
                     yield event
@@ -254,7 +260,7 @@ class _Reply:
             self._tokens += told.get("tokens", ())
             self._paint.push(zip(told.get("texts", ()), told.get("drafted", ()), strict=False))
             self._reason = choice.get("finish_reason") or self._reason
-            text = (choice.get("delta") or {}).get("content") or ""
+            text = (choice.get("delta") or choice).get("content") or choice.get("text") or ""
             for piece in self._paint.take(text):
                 self._show(*piece)
             self.text += text

@@ -129,10 +129,10 @@ def command(
     text = read_prompt(prompt)
     wish = replace(wish, seed=random_seed() if seed is None else seed)
     if connect is not None and speaks_http(connect):
-        if raw or trace is not None or record is not None:
+        if trace is not None or record is not None:
             raise UserError(
-                "--raw, --trace and --record need the coordinator: connect to its address "
-                "(ipc:// or tcp://) instead of the server's URL"
+                "--trace and --record need the coordinator: connect to its address (ipc:// or "
+                "tcp://) instead of the server's URL"
             )
         decode_over_http(wish, connect, text, as_json=as_json)
         return

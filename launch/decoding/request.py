@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dovetail.launch.chat.answering import PLAIN
 from dovetail.launch.chat.templates import Templated, templated
 from dovetail.launch.console.network_notice import leaves_the_machine, of_request
 from dovetail.launch.console.terminal import note
@@ -17,7 +18,6 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT
-from dovetail.runtime.text.tokenizer import NO_TEMPLATE
 
 STOP_CHARACTERS = 1024
 """The longest stop that `messages.Submit` takes."""
@@ -46,7 +46,7 @@ class Wish:
     def to(self, connection: Connection, configuration: Configuration) -> "Wish":
         """Return this wish with the settings that hold for a target, and its chat template."""
         if not self.raw and not connection.client.describe().vocabulary.template:
-            note(f"{NO_TEMPLATE}: the prompt is continued as plain text")
+            note(PLAIN)
         template = templated(connection.client, self.values)
         return replace(self, configuration=configuration, template=template)
 

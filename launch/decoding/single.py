@@ -104,6 +104,9 @@ def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
     server = WebAnswerer(url, api_key(wish.configuration))
     if held := server.defaults(manner):
         note(held)
+    server.plain = wish.raw
+    if not wish.raw and (why_not := server.no_chats()) and server.plain:
+        note(why_not)
     shown: list[str] = []
 
     def show(piece: str, _drafted: bool) -> None:

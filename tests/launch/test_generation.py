@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.chat.answering import CoordinatorAnswerer
+from dovetail.launch.chat.answering import PLAIN, CoordinatorAnswerer
 from dovetail.launch.chat.templates import Templated, templated
 from dovetail.launch.decoding.by_target import connected_by_target
 from dovetail.launch.decoding.request import Wish
@@ -122,7 +122,5 @@ def test_without_a_chat_template_a_prompt_is_continued_and_that_is_reported(
             for raw in (False, True):
                 wish = Wish(configure(environment={}), raw=raw)
                 wish.to(connection, wish.configuration)
-                words = "the model has no chat template: the prompt is continued as plain text\n"
-                assert (words in capsys.readouterr().err) == (not raw)
-            words = "the model has no chat template; messages are continued as plain text"
-            assert CoordinatorAnswerer(connection).no_chats() == words
+                assert (f"{PLAIN}\n" in capsys.readouterr().err) == (not raw)
+            assert CoordinatorAnswerer(connection).no_chats() == PLAIN

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.launch.chat.answering import PLAIN
 from dovetail.launch.chat.conversation import Answer, Manner
 from dovetail.launch.chat.web import Site, WebAnswerer, api_key, check_flags
 from dovetail.launch.commands.chat import Chat
@@ -31,6 +32,18 @@ def ask(server: Script, key: str = "") -> tuple[Answer, list[tuple[str, bool]]]:
         ("Hello.", "Hi", "And?"), MANNER, lambda *piece: shown.append(piece)
     )
     return answer, shown
+
+
+def test_a_server_without_a_chat_template_continues_the_text_in_chat_and_in_generate() -> None:
+    refusal = b'{"error": {"message": "the model has no chat template: use /v1/completions"}}'
+    reply = b': reading\n\ndata:{"choices": [{"index": 0, "text": "one"}]}\n\n' + DONE
+    with scripted(400, refusal, (200, reply)) as server:
+        answerer = WebAnswerer(server.url, "")
+        assert answerer.no_chats() == PLAIN
+        assert answerer.answer(("Hello.", "Hi", "And?"), MANNER, lambda *_: None).text == "one"
+    path, _, body = server.asked[1]
+    assert (path, body["prompt"]) == ("/v1/completions", "Hello.\nHi\nAnd?")
+    assert not {"messages", "max_completion_tokens"}.intersection(body)
 
 
 def test_a_reply_is_shown_as_it_comes_with_its_colours_and_its_figures() -> None:
