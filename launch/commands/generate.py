@@ -162,7 +162,7 @@ def _tell_about(wish: Wish, connection: Connection, result: Result, last: int) -
     its last round brought."""
     for loss in connection.stack.losses() if connection.stack else []:
         note(f"the target continued alone: {loss}")
-    note(summary(result, connection.models()))
+    note(summary(result, connection.models(draft=wish.speculates)))
     if result.fingerprints:
         note(other_targets(result))
     if result.draft_failure is not None:

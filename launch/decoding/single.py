@@ -73,7 +73,8 @@ def decode_one(
         cancelled = [] if request is None else cancel(connection, [request])
         break_off(shown, None if cancelled else wish.seed)
         for finished in cancelled:
-            note(f"interrupted: {summary(finished.result, connection.models())}")
+            models = connection.models(draft=wish.speculates)
+            note(f"interrupted: {summary(finished.result, models)}")
             if as_json:
                 click.echo(json.dumps(finished.result.model_dump(), ensure_ascii=False))
         raise

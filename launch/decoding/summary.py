@@ -25,7 +25,8 @@ def tell_full_context(result: Result, most: int) -> None:
 def summary(result: Result, models: str) -> str:
     """One line on what a request cost, in the field's words."""
     parts = [
-        f"{counted(result.completion_tokens, 'token')} in {result.wall_s:.2f} s",
+        f"{counted(result.completion_tokens, 'token')} in {result.wall_s:.2f} s, the first after "
+        f"{result.time_to_first_token_s:.2f} s",
         f"{result.tokens_per_s:.1f} tokens/s{_predicted(result)}",
     ]
     if result.tau is not None:

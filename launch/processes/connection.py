@@ -48,9 +48,9 @@ class Connection:
     address: str = ""
     """The address at which it was reached; empty: where it says that it is."""
 
-    def models(self) -> str:
-        """Describe the models that decode."""
-        return models_of(self.state)
+    def models(self, *, draft: bool = True) -> str:
+        """Describe the models that decode; `draft`: whether the draft's is one."""
+        return models_of(self.state, draft=draft)
 
     def decode(
         self,
@@ -180,12 +180,13 @@ def _tell_of_recordings(supervisor: Supervisor, coordinator: Child) -> None:
     ear.close()
 
 
-def models_of(state: Reported) -> str:
-    """Describe the models of a coordinator: "target demo (fp32) · draft demo"."""
+def models_of(state: Reported, *, draft: bool = True) -> str:
+    """Describe the models of a coordinator: "target demo (fp32) · draft demo"; `draft`: the draft's
+    as well."""
     serving = [worker for worker in state.workers if not (worker.standby or worker.leaving)]
     workers = [
         (role, next((worker for worker in serving if role in worker.roles), None))
-        for role in ("target", "draft")
+        for role in (("target", "draft") if draft else ("target",))
     ]
     return " · ".join(describe(role, worker) for role, worker in workers if worker is not None)
 

@@ -300,6 +300,22 @@ def test_the_summary_tells_of_the_prefill_where_it_is_more_than_a_twentieth() ->
     assert "· draft 20 % verify 70 % ·" in summary(a_result(prefill_s=0.05), "")
 
 
+def test_the_summary_has_the_seconds_to_the_first_token_which_its_rate_leaves_out() -> None:
+    told = summary(a_result(completion_tokens=6, wall_s=2.0, time_to_first_token_s=1.0), "")
+    assert told.startswith("6 tokens in 2.00 s, the first after 1.00 s · ")
+
+
+def test_the_models_of_a_reply_without_speculation_are_the_target_alone() -> None:
+    report = representative()["reported"]
+    serving = [
+        worker.model_copy(update={"standby": False, "leaving": False, "roles": ("target", "draft")})
+        for worker in report.workers
+    ]
+    connection = Connection(cast(Any, None), report.model_copy(update={"workers": tuple(serving)}))
+    assert "· draft " in connection.models()
+    assert "draft" not in connection.models(draft=False)
+
+
 def test_the_summary_tells_of_waiting_where_it_is_more_than_a_twentieth() -> None:
     assert "· prefill 6 % draft 20 % verify 70 % waiting 9 % ·" in summary(
         a_result(queue_s=0.09), ""
