@@ -54,7 +54,7 @@ COLUMNS = {
 WEIGHTS = {
     "weights": "a type that the target can have here; the table below is of the first that fits",
     "GB": "of layers and head",
-    "tokens/s": "predicted, of the best placement and tree; -: it does not fit",
+    "tokens/s": "predicted, of the best placement and draft that are ready; -: it does not fit",
     "tree": "of that: gamma/depth/width and policy",
     "computes": "what is lost, as measured on the embedded target",
 }
@@ -287,7 +287,7 @@ def _show(
         if size is not None
     )
     click.echo(
-        f"{result['machine']}; target of {result['layers']} layers in {result['weights']}"
+        f"{result['machine']}; target of {result['layers']} layers, weights {result['weights']}"
         f"{_weights(result)}; "
         f"limits: {limits or 'none'}"
     )

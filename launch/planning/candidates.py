@@ -4,6 +4,7 @@ with its size, what it is started with and what it lacks.
 Reads config.json and, where there are weights, the names of a head's tensors; computes nothing.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -47,7 +48,7 @@ BUDGET_WIDTH = 32
 BEAM_WIDTH = 6
 BEAM_DEPTHS = (4, 8, 12, 16, 24, 32, 48)
 UNTRAINED = "has to be trained"
-TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target FOLDER"
+TRAIN = UNTRAINED + ": dovetail train {kind}{blocks} --target {target} --data CHATS --out HEAD"
 UNASKED = "is used only if given: --draft substitute"
 """A substitute is a second copy of the target, which `serve` does not choose either."""
 HQQ = "needs hqq: pip install 'dovetail[subspec]'"
@@ -173,7 +174,7 @@ class Reader:
                 f"{', '.join(HEAD_KINDS)}, small, {LOOKUP}, substitute or a folder"
             )
         if name == LOOKUP:
-            yield self._candidate(LOOKUP, f"{LOOKUP}, a look-up", NOTHING, {"kind": LOOKUP})
+            yield self._candidate(LOOKUP, f"look-up ({LOOKUP})", NOTHING, {"kind": LOOKUP})
             return
         if name == "substitute" and (parts := self._uncoded):
             raise UserError(
@@ -227,6 +228,7 @@ class Reader:
 
     def _to_be_trained(self, kind: str) -> Iterator[Candidate]:
         most = len(figures_of(kind).tokens)
+        target = shlex.quote(self._configuration.settings.target.model or "FOLDER")
         for blocks in range(1, most + 1):
             told = f" --blocks {blocks}" if most > 1 else ""
             name = (
@@ -240,7 +242,7 @@ class Reader:
                 head_size(Design(self._target.config), blocks),
                 {"kind": kind},
                 blocks,
-                TRAIN.format(kind=kind, blocks=told),
+                TRAIN.format(kind=kind, blocks=told, target=target),
             )
 
     def _folder(self, source: str, settings: dict[str, Any]) -> Candidate:

@@ -235,9 +235,10 @@ class Subject:
         }
 
     def brief(self, every: Sequence[Alternative]) -> dict[str, Any]:
-        """Return what stands beside other weights of the same target: the best of all
-        alternatives, none where nothing fits."""
-        best, activations = next(iter(every), None), self.configuration.settings.target.activations
+        """Return what stands beside other weights of the same target: the best alternative that
+        lacks nothing, if there is one; none where nothing fits."""
+        best = ready_of(every) or next(iter(every), None)
+        activations = self.configuration.settings.target.activations
         return {
             "weights": self.weights,
             "gb": self._read_bytes / 1e9,
@@ -324,8 +325,8 @@ def folder_of(source: str) -> Path:
     folder = Path(resolved(source)).expanduser()
     if not folder.is_dir() and (folder.exists() or is_path(source)):
         raise CheckpointError(
-            f"{source} is not a folder: name one that has a config.json, a GGUF file, or the id of "
-            "a hub (OWNER/NAME)"
+            f"{source} is not a folder: name one that has a config.json, a GGUF file, or a hub id "
+            "(OWNER/NAME)"
         )
     from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder  # half a second
 

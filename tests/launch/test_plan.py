@@ -240,6 +240,15 @@ def test_what_old_machines_publish_is_told_apart_and_all_of_it_was_predicted() -
     assert all(one["source"].startswith("https://") for one in known["reports"])
 
 
+def test_the_rate_of_a_type_of_weights_is_that_of_the_command_to_type(
+    plan: Callable[..., dict[str, Any]],
+) -> None:
+    found = plan("--machine", "dovetail-server", "--target-size", "7B", "--draft", "dovetail")
+    (compared,) = found["weights_compared"]
+    assert compared["tokens_per_s"] == found["at_once"]["tokens_per_s"]
+    assert compared["tokens_per_s"] < found["choice"]["tokens_per_s"]
+
+
 @needs_kernels
 def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
     plan: Callable[..., dict[str, Any]], tmp_path: Path
@@ -494,6 +503,8 @@ def test_the_first_line_is_a_command_that_lacks_nothing(invoke: Run) -> None:
     assert shlex.split(lines[0])[:2] == ["dovetail", "serve"]
     assert {"--target=FOLDER", "--draft=none"} <= {*shlex.split(lines[0])}
     assert "Dovetail, split target needs more: the draft has to be trained" in lines[-2]
+    trained = shlex.split(lines[-2].partition(": dovetail train ")[2])
+    assert {"--data", "--out"} <= {*trained}, "train asks for both"
     assert lines[-1].startswith("then: dovetail serve ")
     assert lines[-1].endswith("--draft.model=HEAD")
 
