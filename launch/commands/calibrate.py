@@ -179,7 +179,7 @@ def command(
                 f"Messages, coordinator and HTTP add {found['overhead_ms']:.2f} ms to a pass of a "
                 "served reply."
             )
-        if most is not None:
+        if most is not None and not (busy and profile is not None):
             click.echo(f"Other programs {most.words}.")
     if busy and most is not None and profile is not None:
         raise DovetailError(

@@ -384,7 +384,7 @@ def _command_for_another_machine(
     if not leaves_the_machine(address):
         raise UserError(
             f"no other machine reaches the coordinator at {address}: start it with "
-            "--coordinator.listen tcp://HOST:PORT and keys"
+            "--listen tcp://HOST:PORT --keys FOLDER (dovetail keygen --out FOLDER makes them)"
         )
     for anywhere in EVERYWHERE:
         address = address.replace(anywhere, f"//{socket.gethostname()}:")

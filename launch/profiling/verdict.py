@@ -192,12 +192,9 @@ def of_transport(split: Split | None, ahead_ms: float | None) -> Iterator[str]:
         if ahead_ms
         else ""
     )
-    whole = (
-        f"{split.parts_s['transport'] * 1e3:.2f} ms of a round its messages are on their way{ahead}"
-    )
     yield (
-        f"{whole}; whoever shares a core waits for it: a round trip between idle processes "
-        "takes a fraction of that."
+        f"messages take {split.parts_s['transport'] * 1e3:.2f} ms of a round{ahead}, with the wait "
+        "for a core; between idle processes a round trip takes a fraction of that."
     )
 
 

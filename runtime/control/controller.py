@@ -81,7 +81,8 @@ class Controller:
         self._settle()
         if pair is not None and self._own is not None and not self._own.drafting:
             self._say(
-                f"session {self._number} begins without a draft: {self._names}: {self._own.why_off}"
+                f"session {self._number} begins without a draft ({self._names}): "
+                f"{self._own.why_off}"
             )
 
     def leave(self) -> None:

@@ -210,7 +210,7 @@ class _Reader:
             return content
 
     def _number(self, kind: str) -> int:
-        (number,) = struct.unpack(kind, self._take(struct.calcsize(kind), "its head"))
+        (number,) = struct.unpack(kind, self._take(struct.calcsize(kind), "its header"))
         return int(number)
 
     def _take(self, size: int, what: str) -> bytes:
