@@ -228,7 +228,7 @@ class Reader:
 
     def _to_be_trained(self, kind: str) -> Iterator[Candidate]:
         most = len(figures_of(kind).tokens)
-        target = shlex.quote(self._configuration.settings.target.model or "FOLDER")
+        target = shlex.quote(spelled(self._configuration.settings.target.model) or "FOLDER")
         for blocks in range(1, most + 1):
             told = f" --blocks {blocks}" if most > 1 else ""
             name = (

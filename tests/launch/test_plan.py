@@ -249,6 +249,17 @@ def test_the_rate_of_a_type_of_weights_is_that_of_the_command_to_type(
     assert compared["tokens_per_s"] < found["choice"]["tokens_per_s"]
 
 
+def test_the_command_that_trains_a_head_names_the_gguf_file_that_was_named(
+    plan: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, file = DEMO_FOLDER / "target", tmp_path / "model.gguf"
+    write_gguf(folder, file, lambda *_: GGMLQuantizationType.Q8_0, **tokens_of(folder))
+    found = plan("--target", str(file), "--weights", "fp32", "--draft", "dovetail")
+    lacks = [one["lacks"] for one in found["alternatives"] if one["lacks"]]
+    assert lacks
+    assert all(f"--target {file} --data CHATS --out HEAD" in one for one in lacks)
+
+
 @needs_kernels
 def test_the_types_of_weights_that_a_gguf_file_can_have_are_compared(
     plan: Callable[..., dict[str, Any]], tmp_path: Path
