@@ -240,7 +240,8 @@ def test_an_idle_process_that_is_killed_or_stopped_is_replaced(number: int) -> N
     assert not Path(f"/proc/{second}").exists()
 
 
-def test_a_rendering_holds_up_no_other() -> None:
+def test_a_rendering_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.runtime.text.templates.WALL_S", 600.0)  # a busy machine is slow
     renderer, refused = Renderer(cpu_s=1.0), list[str]()
 
     def last() -> None:
