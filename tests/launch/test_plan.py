@@ -528,7 +528,8 @@ def test_no_word_of_a_table_is_cut_however_narrow_the_terminal_is(
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     command = [sys.executable, "-P", "-m", "dovetail.launch.cli", *asked]
-    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, env=environment):
+    own = {name: value for name, value in environment.items() if name != "COLUMNS"}
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, env=own):
         os.close(theirs)
         shown = b""
         with contextlib.suppress(OSError):  # EIO: the other end is closed
