@@ -37,12 +37,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Look:
-    """CPU seconds of some cores; of every process name, parent and CPU seconds."""
+    """CPU seconds of some cores; name, parent and CPU seconds of every process."""
 
     busy: float
     stolen: float
     every: float
     processes: Mapping[int, tuple[str, int, float]]
+    ended: Mapping[int, float]
+    """CPU seconds of the descendants of each process that have ended."""
 
     def lineage(self, pid: int) -> list[int]:
         """Return a process and its ancestors."""
@@ -64,8 +66,9 @@ def between(before: Look, now: Look, cores: Collection[int], ours: Ours) -> Load
     none = ("", 0, 0.0)
     taken = {p: one[2] - before.processes.get(p, none)[2] for p, one in now.processes.items()}
     own = {p for p in taken if any(ours(up, now.processes[up][0]) for up in now.lineage(p))}
+    ended = sum(now.ended.get(pid, 0.0) - before.ended.get(pid, 0.0) for pid in own)
     stolen, each = now.stolen - before.stolen, every / len(cores)
-    others = max(0.0, now.busy - before.busy - sum(taken[pid] for pid in own))
+    others = max(0.0, now.busy - before.busy - sum(taken[pid] for pid in own) - ended)
     most = sorted(taken.keys() - own, key=lambda pid: -taken[pid])[:MOST_NAMED]
     programs = [(now.processes[pid][0], pid, taken[pid] / each) for pid in most]
     named = [one for one in programs if one[2] >= LEAST_CORES]
@@ -91,9 +94,10 @@ class Others:
         stolen = sum(t.steal for t in every)
         busy = sum(t.user + t.nice + t.system + t.irq + t.softirq for t in every)
         whole = busy + stolen + sum(t.idle + t.iowait for t in every)
-        found = {}
+        found, ended = {}, {}
         for process in psutil.process_iter(["name", "ppid", "cpu_times"]):
             name, parent, times = (process.info[key] for key in ("name", "ppid", "cpu_times"))
             if times is not None:
                 found[process.pid] = (str(name), int(parent), times.user + times.system)
-        return Look(busy, stolen, whole, found)
+                ended[process.pid] = times.children_user + times.children_system
+        return Look(busy, stolen, whole, found, ended)
