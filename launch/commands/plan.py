@@ -277,7 +277,8 @@ def _show(
     click.echo(result["command"])
     if (ready := result["at_once"]) is not None:
         rate = figure(ready["tokens_per_s"])
-        click.echo(f"{rate} tokens/s are predicted ({ready['name']}: {ready['placement']})")
+        best = " at best, before a calibration" if result["uncalibrated"] else ""
+        click.echo(f"{rate} tokens/s are predicted{best} ({ready['name']}: {ready['placement']})")
     limits = ", ".join(
         f"{name} {size:.3g} GB"
         for name, size in (

@@ -222,6 +222,8 @@ class Subject:
             },
             "origins": self._origins(every),
             "measurable": self._measurable(),
+            "uncalibrated": self.here is not None
+            and any(one.source is Source.ESTIMATED for one in self.prices.origins.values()),
             "alternatives": rows,
             "choice": choice,
             "at_once": None if ready is None else rows[every.index(ready)],
