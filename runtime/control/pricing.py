@@ -42,6 +42,8 @@ NEW = 2
 """First rounds of a pair, which are not judged because the draft's caches are cold."""
 HASTE = 0.4
 """Share of the patience after which a new draft starts no further level, so that two fit."""
+LEAST_WAIT_S = 2e-3
+"""Timers and schedulers of a busy machine are no more precise than this."""
 USUAL = 2.0
 """Multiple of its usual time that a proposal may take while it can still pay."""
 STEPS = (4, 8, 16, 32)
@@ -155,17 +157,19 @@ class Pricing:
 
     def _wait_s(self, alone_s: float, pair: Pair, depth: int | None) -> float | None:
         """Return the seconds that a round may wait for a proposal: a round of the target alone, or
-        longer if drafting is known to pay. None if nothing is known yet. `depth`: levels of a
-        try."""
+        longer if drafting is known to pay, but at least `LEAST_WAIT_S`. None if nothing is known
+        yet. `depth`: levels of a try."""
         if alone_s <= 0.0:
             return None
         now = self._now
         if depth is not None:
             hoped = sum(SURE**level for level in range(1, depth + 1)) if self._level_s(pair) else 0
-            return alone_s * max(1.0, hoped)
+            return max(LEAST_WAIT_S, alone_s * max(1.0, hoped))
         known = pair if now.crowd is None else now.crowd
         gain = known.tokens.value - 1.0 if pair.rounds >= NEW else 0.0
-        return max(alone_s, min(gain * alone_s, USUAL * now.costs.order_s * now.load.draft))
+        return max(
+            LEAST_WAIT_S, alone_s, min(gain * alone_s, USUAL * now.costs.order_s * now.load.draft)
+        )
 
     def _level_s(self, pair: Pair) -> float:
         """Return the seconds of a level, which a draft always completes; 0 for a new pair."""

@@ -175,7 +175,9 @@ def test_a_language_model_that_reads_a_prompt_in_both_directions_is_not_taken_ou
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "model", "paligemma")
-    with pytest.raises(CheckpointError, match=r"paligemma is a language model \(gemma\) together"):
+    with pytest.raises(
+        CheckpointError, match=r"paligemma is a language model \(gemma\) with other parts"
+    ):
         logits_of(tmp_path / "model")
 
 

@@ -691,7 +691,7 @@ def test_a_head_for_a_target_that_is_more_than_a_language_model_says_so(
     )
     with pytest.raises(
         CheckpointError,
-        match=r"target/config\.json: model type paligemma is a language model \(gemma\) together "
+        match=r"target/config\.json: model type paligemma is a language model \(gemma\) "
         r"with other parts",
     ):
         open_head(str(write_head(tmp_path / "head", "eagle")), target=str(tmp_path / "target"))
