@@ -1,6 +1,7 @@
 """A coordinator over in-memory links with scripted workers and a client: one thread, one step after
 the other, no model and no clock to wait for."""
 
+import itertools
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker
 
 PROMPT = (5, 6, 7)
 DYNAMIC = TreeSettings(policy="dynamic", insist=True)
+STEP_NS = 1_000
+"""Time that passes whenever the coordinator reads its clock, which no busy machine stops."""
 
 
 class House:
@@ -38,9 +41,10 @@ class House:
         workers. `hub`: one that is there already."""
         self.hub: MemoryHub = hub or memory_links()
         self.later_ns = 0
+        clock = itertools.count(time.monotonic_ns(), STEP_NS)
         self.coordinator = Coordinator(
             self.hub,
-            clock_ns=lambda: time.monotonic_ns() + self.later_ns,
+            clock_ns=lambda: next(clock) + self.later_ns,
             settings=settings,
             recorder=recorder,
             journal=journal,
