@@ -92,11 +92,11 @@ class Service:
         self.exposition = Exposition()
         self.began = int(time.time())
         self.runs: set[Run] = set()
-        self._rendering = ThreadPoolExecutor(RENDERERS, "rendering")
-        self._renderings: defaultdict[str, asyncio.Semaphore] = defaultdict(
+        self._reading = ThreadPoolExecutor(RENDERERS, "reading")
+        self._readings: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, RENDERERS // 2)
         )
-        """Limits the renderings of each owner, so that none takes all threads."""
+        """Limits the prompts of each owner that are read, so that none takes all threads."""
 
     def end(self) -> None:
         """Tell those who still wait that the server ends."""
@@ -210,11 +210,13 @@ class Service:
     async def _read(
         self, read: Callable[[], R], body: ChatOrTextBody | TokenizeBody, owner: str
     ) -> R:
-        """Tokenize a prompt; chats in threads of their own, since rendering may be slow."""
-        if isinstance(body, CompletionBody) or not body.messages:
-            return await _here_or_elsewhere(read, _size(body))
-        async with self._renderings[owner]:
-            return await asyncio.get_running_loop().run_in_executor(self._rendering, read)
+        """Tokenize a prompt: a short text at once, a long one and a chat in a thread."""
+        if (isinstance(body, CompletionBody) or not body.messages) and (
+            _size(body) <= SMALL_CHARACTERS
+        ):
+            return read()
+        async with self._readings[owner]:
+            return await asyncio.get_running_loop().run_in_executor(self._reading, read)
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> dict[str, Any]:
         """Return the token ids of a text, or of a conversation."""

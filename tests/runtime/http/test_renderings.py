@@ -1,11 +1,14 @@
 """Chats through a real server whose target has a hostile template, none, or an unusable one: they
 are refused with a reason, and other requests are unaffected."""
 
+import asyncio
 import threading
 from typing import Any
 
 import pytest
 
+from dovetail.runtime.http.bodies import CompletionBody
+from dovetail.runtime.http.service import Service
 from support.scripted import ScriptedTarget, continuation
 from support.web import Api, api, backend
 
@@ -89,3 +92,22 @@ def test_parts_are_read_by_a_template_that_iterates_over_them() -> None:
             wrong = refusal(server, {"messages": [{"role": "user", "content": parts}]})
             assert "a part of type 'image_url' cannot be read" in wrong
             assert "\n" not in wrong
+
+
+def test_long_prompts_of_one_key_leave_a_thread_to_those_of_another() -> None:
+    service, gate = Service(None, None, None), threading.Event()  # type: ignore[arg-type]
+    body = CompletionBody(prompt="w" * 9000)
+
+    async def play() -> None:
+        flood = [
+            asyncio.create_task(service._read(lambda: gate.wait(120), body, "a")) for _ in range(40)
+        ]
+        try:
+            async with asyncio.timeout(60):
+                assert await service._read(lambda: "read", body, "b") == "read"
+            assert not any(one.done() for one in flood)
+        finally:
+            gate.set()
+            await asyncio.gather(*flood)
+
+    asyncio.run(play())
