@@ -124,7 +124,7 @@ class _Reader:
             facts[key] = self._value(self._number("<I"), key)
             own = slice(begin, self._place)
             if self._content[spans.setdefault(key, own)] != self._content[own]:
-                self._refuse(f"key {key[:100]} is there twice, with different values")
+                self._refuse_double(f"the key {key[:100]} twice, with different values")
         places = [self._tensor() for _ in range(tensors)]
         alignment = facts.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment % 8:
@@ -133,7 +133,7 @@ class _Reader:
         found: dict[str, Place] = {}
         for name, shape, kind, offset in places:
             if name in found:
-                self._refuse(f"tensor {name[:100]} is there twice")
+                self._refuse_double(f"the tensor {name[:100]} twice")
             if offset % alignment:
                 self._refuse(f"tensor {name[:100]} begins at {offset}, not at a whole {alignment}")
             found[name] = Place(name, shape, kind, begin + offset)
@@ -221,6 +221,9 @@ class _Reader:
 
     def _refuse(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self._file} is not a whole GGUF file: {why}; {AGAIN}")
+
+    def _refuse_double(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self._file} has {what}; take another file of this model")
 
     def _refuse_version(self, version: int) -> NoReturn:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
