@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from operator import le, lt
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
@@ -40,8 +41,7 @@ class TokenTable:
         cls, vocabulary: Mapping[int, str], special: Sequence[int] = (), decoder: Any = None
     ) -> "TokenTable":
         """Return the table of these tokens."""
-        ids, spelt = array("I", sorted(vocabulary)), bytearray()
-        ends = array("I")
+        ids, ends, spelt = array("I", sorted(vocabulary)), array("I"), bytearray()
         for index in ids:
             spelt += vocabulary[index].encode("utf-8", "surrogatepass")
             ends.append(len(spelt))
@@ -60,9 +60,16 @@ class TokenTable:
             ids.frombytes(content[start : start + 4 * tokens])
             ends.frombytes(content[start + 4 * tokens : start + 8 * tokens])
             rest = bytes(content[start + 8 * tokens :])
-            if len(rest) != spelt or len(ends) != tokens or not {"digest", "special"} <= {*about}:
+            if len(rest) != spelt or len(ends) != tokens:
                 raise ValueError("its size disagrees with its header")
-        except (struct.error, ValueError, TypeError, RecursionError) as error:
+            if not isinstance(about["digest"], str) or not {*about["special"]} <= {*ids}:
+                raise ValueError("it has no digest, or special tokens that are none of its own")
+            rest.decode("utf-8", "surrogatepass")
+            within = any(rest[end] & 0xC0 == 0x80 for end in ends if end < spelt)
+            ordered = all(map(lt, ids, ids[1:])) and all(map(le, ends, ends[1:]))
+            if within or not ordered or (ends[-1] if ends else 0) != spelt:
+                raise ValueError("its tokens are not in order")
+        except (struct.error, ValueError, TypeError, LookupError, RecursionError) as error:
             raise CheckpointError(f"the token table cannot be read: {error}") from None
         return cls(about, ids, ends, rest)
 

@@ -97,6 +97,10 @@ def read_language(hello: Hello) -> Language | None:
             if hello.table is None
             else TokenTable.unpacked(hello.table.data)
         )
+        if hello.table is not None and table.digest != hello.vocabulary.digest:
+            raise RequestError(
+                "protocol", "its token table is of another vocabulary than it reports"
+            )
         return Language(hello.vocabulary, table, Spelling(table), hello.tokenizer.data)
     except CheckpointError as error:
         raise RequestError("vocabulary", f"{hello.model or hello.name}: {error}") from None

@@ -1,6 +1,7 @@
 """Vocabularies as tokenizer.json files of the four kinds give them."""
 
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -115,3 +116,25 @@ def test_a_table_that_is_cut_short_is_refused() -> None:
     for end in range(len(whole)):
         with pytest.raises(CheckpointError):
             TokenTable.unpacked(whole[:end])
+
+
+@pytest.mark.parametrize(
+    ("about", "ids", "ends", "spelt"),
+    [
+        ({"digest": 1, "special": []}, [0, 1], [1, 2], b"ab"),
+        ({"digest": "d", "special": [7]}, [0, 1], [1, 2], b"ab"),
+        ({"digest": "d", "special": 7}, [0, 1], [1, 2], b"ab"),
+        ({"special": []}, [0, 1], [1, 2], b"ab"),
+        ({"digest": "d", "special": []}, [1, 0], [1, 2], b"ab"),
+        ({"digest": "d", "special": []}, [0, 1], [2, 1], b"ab"),
+        ({"digest": "d", "special": []}, [0, 1], [1, 9], b"ab"),
+        ({"digest": "d", "special": []}, [0, 1], [1, 2], b"\xff\xff"),
+        ({"digest": "d", "special": []}, [0, 1], [1, 2], "\u00e9".encode()),
+    ],
+)
+def test_a_table_whose_tokens_could_not_be_spelt_is_refused(
+    about: dict[str, Any], ids: list[int], ends: list[int], spelt: bytes
+) -> None:
+    packed = TokenTable(about, array("I", ids), array("I", ends), spelt).packed
+    with pytest.raises(CheckpointError, match="the token table cannot be read"):
+        TokenTable.unpacked(packed)

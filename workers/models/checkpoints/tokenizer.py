@@ -103,9 +103,10 @@ def keep(path: Path, content: bytes) -> None:
     of weight digests reports it."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            made.write_bytes(content)
+            made.replace(path)
         tidy(path.parent, MOST_KEPT)
 
 
