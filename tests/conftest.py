@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
+import importlib
 import os
 import shutil
 import sys
@@ -55,6 +56,8 @@ if (root := Path(__file__).resolve().parent.parent) and "dovetail" not in sys.mo
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(own / "import"), os.environ.get("PYTHONPATH")))
     )
+
+importlib.import_module("pretended").add()  # the device of tests, here and in child processes
 
 # The threads of two processes on the same cores spin for each other while they wait; libgomp reads
 # this when torch is imported, here and in child processes.

@@ -9,7 +9,7 @@ import pytest
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.workers.devices.pretended import POSSIBLE, PROFILES, capped, lacking
+from pretended.device import POSSIBLE, PROFILES, capped, lacking
 from support.losslessness import difference
 from support.stacks import PROMPTS, complete_all, running
 

@@ -17,6 +17,7 @@ from dovetail.launch.console.help import common
 from dovetail.launch.settings.configure import SETTINGS
 from dovetail.protocol.messages import VERSION
 from dovetail.runtime.http.fields import INSTEAD
+from dovetail.workers.devices import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -184,7 +185,8 @@ def test_options_in_sentences_are_there(page: Path) -> None:
 
 def test_settings_and_variables_are_there(page: Path) -> None:
     sections = {name.partition(".")[0] for name in SETTINGS}
-    variables = {setting.variable for setting in SETTINGS.values()} | {"DOVETAIL_API_KEY"}
+    variables = {setting.variable for setting in SETTINGS.values()}
+    variables |= {"DOVETAIL_API_KEY", registry.VARIABLE}
     text = page.read_text(encoding="utf-8")
     for code in inline(text):
         for name in re.findall(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)+)\b", code):

@@ -95,8 +95,8 @@ class TargetSettings(Frozen):
     )
     device: str = Field(
         "cpu",
-        description="cpu, cuda:N (NVIDIA's GPUs, and AMD's with torch for ROCm), xpu:N (Intel's), "
-        "mps (Apple's), or pretended: the CPU behind the rules of a GPU, for tests",
+        description="cpu, cuda:N (NVIDIA's GPUs, and AMD's with torch for ROCm), xpu:N (Intel's) "
+        "or mps (Apple's)",
     )
     numa: str | Annotated[int, Field(ge=0, le=1023)] = Field(
         "auto",
@@ -197,7 +197,7 @@ class DraftSettings(Frozen):
     device: str = Field(
         "auto",
         description="auto (the first GPU if the draft fits there, else the CPU), cpu, cuda:N, "
-        "xpu:N, mps or, for tests, pretended: the CPU behind the rules of a GPU",
+        "xpu:N or mps",
     )
     share: bool | Literal["auto"] = Field(
         "auto",

@@ -14,6 +14,8 @@ if __name__ == "__main__":
         importlib.import_module(
             "conftest"
         )  # gives a bare checkout its import name, here and in child processes
+    else:
+        importlib.import_module("pretended").add()
     try:
         commands = importlib.import_module("benchmarks.commands")
     except ModuleNotFoundError as error:

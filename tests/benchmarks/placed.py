@@ -33,11 +33,11 @@ from dovetail.protocol.settings import (
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.devices.pretended import MEMORY
 from dovetail.workers.models.backends.placement import CACHED_ROWS, Placement
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.serving.spread import spread_of
 from dovetail.workers.verifier import Verifier
+from pretended.device import MEMORY
 from support.opening import opening
 
 M_MMAP_THRESHOLD, LARGE = -3, 1 << 16

@@ -14,4 +14,6 @@ if __name__ == "__main__":
         importlib.import_module(
             "conftest"
         )  # gives a bare checkout its import name, here and in child processes
+    else:
+        importlib.import_module("pretended").add()
     importlib.import_module("gpu.commands").main()

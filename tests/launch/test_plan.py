@@ -28,9 +28,9 @@ from dovetail.protocol.profile import ProfileKey, machine_key, update_profile
 from dovetail.protocol.settings import DraftSettings, Settings
 from dovetail.runtime.costs.nodes import MEETING_S
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped
 from dovetail.workers.drafters.trial import fall_key, remember_fall
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
+from pretended.device import MEMORY, POSSIBLE, capped
 from support.cases import everyday
 from support.gguf_files import tokens_of, write_gguf
 from support.kernels import needs_kernels

@@ -126,6 +126,7 @@ def test_a_name_of_no_model_is_refused_before_torch_is_imported(
         "HF_HOME": str(tmp_path / "hub"),
         "XDG_RUNTIME_DIR": str(tmp_path),
         "PYTHONPATH": str(forbidden.parent),
+        "DOVETAIL_DEVICES": "",
     }
     command = [sys.executable, "-m", "dovetail.launch.cli", *(places.get(a, a) for a in arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

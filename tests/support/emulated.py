@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices import pretended
 from dovetail.workers.kernels.build import compiler
 from dovetail.workers.models.backends.device.choice import products_on
+from pretended import device as pretended
 
 if TYPE_CHECKING:
     import pytest

@@ -5,8 +5,8 @@ of a GPU, of small products; that of bf16 ends its process."""
 import os
 import sys
 
-from dovetail.workers.devices import pretended
 from dovetail.workers.models.backends.device import choice, trial
+from pretended import device as pretended
 from support.emulated import Emulated, emulated
 
 FATAL = "bf16"

@@ -32,7 +32,6 @@ from dovetail.protocol.settings import (
     TargetSettings,
     TreeSettings,
 )
-from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped, device, graphs
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.drafters.trial import try_out
 from dovetail.workers.loop import Worker
@@ -41,6 +40,8 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.target import Identity, TargetWorker
 from dovetail.workers.unified import open_unified
+from pretended import graphs
+from pretended.device import MEMORY, POSSIBLE, capped, device
 from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices.memory import captured_if_possible
-from dovetail.workers.devices.pretended import POSSIBLE, PretendedTransfer, capture, counted
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
+from pretended.device import POSSIBLE, PretendedTransfer, capture, counted
 from support.cases import everyday
 from support.emulated import given_to_pretended
 from support.kernels import needs_kernels

@@ -8,10 +8,10 @@ import torch
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.devices.opening import kind_of
-from dovetail.workers.devices.pretended import POSSIBLE, capable, device
 from dovetail.workers.heads.head import open_head
 from dovetail.workers.models.backends.device.choice import products_on
 from dovetail.workers.models.substitutes.coded import against_codes
+from pretended.device import POSSIBLE, capable, device
 from support.heads import write_head
 from support.kernels import needs_kernels
 from support.models import tiny_llama

@@ -18,12 +18,12 @@ from dovetail.protocol.settings import (
     TargetSettings,
     TreeSettings,
 )
-from dovetail.workers.devices import pretended
-from dovetail.workers.devices.pretended import POSSIBLE, PRETENDED, Counts, capture, counted, device
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.backends.device.choice import Products
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.unified import open_unified
+from pretended import device as pretended
+from pretended.device import POSSIBLE, PRETENDED, Counts, capture, counted, device
 from support.cases import everyday
 from support.emulated import given_to_pretended
 from support.heads import VARIANTS, write_head

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices import pretended
 from dovetail.workers.models.attention import by_torch
 from dovetail.workers.models.backends.device import attention
 from dovetail.workers.models.backends.device.attention import CONTEST, SOURCE, own_attention
 from dovetail.workers.models.backends.device.choice import Products
+from pretended import device as pretended
 from support.cases import everyday
 from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_a_compiler, needs_nvrtc
 from support.emulated import Emulated, emulated

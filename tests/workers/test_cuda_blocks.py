@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.devices.pretended import PretendedTransfer, device
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.kernels import Kind
 from dovetail.workers.kernels.blocks import Part
@@ -38,6 +37,7 @@ from dovetail.workers.models.checkpoints.gguf.view import view_of
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
+from pretended.device import PretendedTransfer, device
 from support.architectures import write_tiny
 from support.cases import everyday
 from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_a_compiler, needs_nvrtc

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.files import cache_folder
-from dovetail.workers.devices import pretended
 from dovetail.workers.devices.nvidia import compiled
 from dovetail.workers.devices.nvidia import driver as nvidia_driver
 from dovetail.workers.devices.nvidia.driver import DriverError, Functions, load_functions
@@ -29,6 +28,7 @@ from dovetail.workers.models.backends.device.own import (
 )
 from dovetail.workers.models.substitutes import coded
 from dovetail.workers.models.substitutes.quantised import CodedProduct
+from pretended import device as pretended
 from support.cases import everyday
 from support.cuda_compilers import ARCHITECTURES, NVRTC, needs_nvrtc
 from support.emulated import UNITS, Emulated, emulated, library_file

@@ -6,7 +6,7 @@ import torch
 from dovetail.protocol.errors import SettingsError
 from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.devices.registry import ENTRIES, Memory, memory_of
+from dovetail.workers.devices.registry import Memory, entries, memory_of
 
 
 def test_the_cpu_opens_with_the_threads_asked_for_and_says_so() -> None:
@@ -59,7 +59,7 @@ def test_the_table_says_where_weights_lie(name: str, memory: Memory | None) -> N
 
 
 def test_a_kind_of_the_table_has_its_names() -> None:
-    for entry in ENTRIES:
+    for entry in entries():
         assert entry.pattern.startswith(entry.load().type)
 
 

@@ -15,9 +15,9 @@ from dovetail.workers.devices.base import DeviceKind
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.devices.memory import limit_memory
 from dovetail.workers.devices.mps import MPS
-from dovetail.workers.devices.pretended import POSSIBLE, capture, device, lacking
 from dovetail.workers.devices.rocm import ROCM
 from dovetail.workers.devices.xpu import XPU
+from pretended.device import POSSIBLE, capture, device, lacking
 
 GIB = 1 << 30
 NAME = "pretended"

@@ -16,7 +16,6 @@ from dovetail.protocol.spans import Spans
 from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.devices.pretended import POSSIBLE
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.identity import Identity
@@ -26,6 +25,7 @@ from dovetail.workers.heads.head import open_head
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.speculation.proposal import Order, Shape
+from pretended.device import POSSIBLE
 from support.cases import everyday
 from support.drafts import POLICY_NAMES, PROMPTS, SHAPES, Scene, check, still, tree_of
 from support.emulated import given_to_pretended

@@ -17,10 +17,10 @@ from dovetail.protocol.settings import (
     TargetSettings,
     TreeSettings,
 )
-from dovetail.workers.devices.pretended import POSSIBLE, capture, device
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.unified import open_unified
+from pretended.device import POSSIBLE, capture, device
 from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels

@@ -15,7 +15,6 @@ from dovetail.protocol.settings import MemorySettings, SplitSettings, TargetSett
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.devices.pretended import POSSIBLE, PretendedTransfer
 from dovetail.workers.models.backends.placement import (
     Demand,
     Place,
@@ -35,6 +34,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.serving.spread import spread_of
+from pretended.device import POSSIBLE, PretendedTransfer
 from support.architectures import write_tiny
 from support.cases import everyday
 from support.kernels import needs_kernels

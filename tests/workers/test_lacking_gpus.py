@@ -13,12 +13,12 @@ from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.messages import Draft, Drafted, Feed, Open
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.workers.devices.opening import in_fp64, open_device
-from dovetail.workers.devices.pretended import POSSIBLE, PROFILES, device, lacking
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.sessions.wire import narrowed, to_array
+from pretended.device import POSSIBLE, PROFILES, device, lacking
 from support.cases import everyday
 from support.decoded import decode, far
 from support.heads import write_head

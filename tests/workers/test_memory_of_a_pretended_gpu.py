@@ -5,15 +5,8 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 
-from dovetail.workers.devices.pretended import (
-    MEMORY,
-    POSSIBLE,
-    PRETENDED,
-    capped,
-    capture,
-    device,
-    graphs,
-)
+from pretended import graphs
+from pretended.device import MEMORY, POSSIBLE, PRETENDED, capped, capture, device
 
 pytestmark = pytest.mark.skipif(
     not POSSIBLE, reason="this version of torch cannot be told of a device from Python"

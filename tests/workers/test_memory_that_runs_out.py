@@ -24,11 +24,12 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.workers.devices.memory import Held, captured_if_possible
-from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped, capture, device, graphs
 from dovetail.workers.drafters.passes import EMPTY, Reading, Rows, Steps, read_together
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.models.backends.device.arenas import Arenas
 from dovetail.workers.serving.open_target import open_target_worker
+from pretended import graphs
+from pretended.device import MEMORY, POSSIBLE, capped, capture, device
 from support.kernels import needs_kernels
 from support.models import tiny_llama
 from support.pairs import KEY

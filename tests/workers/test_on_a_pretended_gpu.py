@@ -12,13 +12,6 @@ from torch import Tensor
 from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
-from dovetail.workers.devices.pretended import (
-    POSSIBLE,
-    Elsewhere,
-    PretendedTransfer,
-    capture,
-    device,
-)
 from dovetail.workers.drafters.head_levels import Level, compute_level, open_levels
 from dovetail.workers.drafters.shared import Lent, SharedDrafter
 from dovetail.workers.heads.head import open_head
@@ -36,6 +29,7 @@ from dovetail.workers.models.substitutes.substitute import shared_cache
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.verifier import Verifier
+from pretended.device import POSSIBLE, Elsewhere, PretendedTransfer, capture, device
 from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels

@@ -7,15 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.pretended import (
-    POSSIBLE,
-    PRETENDED,
-    PretendedTransfer,
-    capture,
-    device,
-)
 from dovetail.workers.models.backends.device.fixed import Packed
 from dovetail.workers.models.backends.stages.streaming import Ring
+from pretended.device import POSSIBLE, PRETENDED, PretendedTransfer, capture, device
 
 pytestmark = pytest.mark.skipif(
     not POSSIBLE, reason="this version of torch cannot be told of a device from Python"

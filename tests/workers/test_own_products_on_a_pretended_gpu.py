@@ -12,13 +12,6 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
-from dovetail.workers.devices.pretended import (
-    POSSIBLE,
-    PRETENDED,
-    PretendedTransfer,
-    capture,
-    device,
-)
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.arithmetic.matrices import device_product
@@ -37,6 +30,7 @@ from dovetail.workers.models.substitutes.device_codes import load_device_substit
 from dovetail.workers.models.substitutes.substitute import load_substitute
 from dovetail.workers.sessions.wire import to_array
 from dovetail.workers.speculation.proposal import Shape
+from pretended.device import POSSIBLE, PRETENDED, PretendedTransfer, capture, device
 from support.cases import everyday
 from support.emulated import given_to_pretended
 from support.heads import write_head

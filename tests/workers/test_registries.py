@@ -1,7 +1,9 @@
 """The tables of head kinds, drafters, policies and devices: one entry each, and nothing beside."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -36,17 +38,50 @@ class Board(DeviceKind):
         return CPU.transfer(device)
 
 
-def test_a_device_is_an_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Board()
-    entry = registry.Entry(lambda: board, "board", "board", registry.Memory.OWN)
-    monkeypatch.setattr(registry, "ENTRIES", (entry, *registry.ENTRIES))
-    monkeypatch.setattr(opening, "KINDS", (board, *opening.KINDS))
+BOARD = Board()
+ENTRY = registry.Entry(lambda: BOARD, "board", "board", registry.Memory.OWN)
+
+
+@pytest.fixture
+def adding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Set the variable that adds devices for this process, and have it read again."""
+
+    def add(paths: str) -> None:
+        monkeypatch.setenv("DOVETAIL_DEVICES", paths)
+        registry.entries.cache_clear()
+
+    yield add
+    registry.entries.cache_clear()
+
+
+def test_a_device_is_added_by_its_import_path(
+    adding: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adding(f"{__name__}:ENTRY")
+    monkeypatch.setattr(opening, "KINDS", tuple(one.load() for one in registry.entries()))
     opened = opening.open_device("auto", torch.get_num_threads())
     assert (opened.name, opened.free_bytes()) == ("board", 7)
     with pytest.raises(SettingsError, match="write board, cuda:N"):
         opening.open_device("bord", torch.get_num_threads())
     found = configure(flags={"target.device": "board", "draft.device": "board"}, environment={})
     assert found.settings.draft.device == "board"
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("no.such:ENTRY", "cannot import 'no.such:ENTRY': No module named 'no'"),
+        ("json:ENTRY", "cannot import 'json:ENTRY': module 'json' has no attribute 'ENTRY'"),
+        ("json", "cannot import 'json': module 'json' has no attribute ''"),
+        ("json:loads", "'json:loads' is not an Entry"),
+    ],
+)
+def test_an_import_path_that_leads_to_no_device_is_refused(
+    path: str, why: str, adding: Callable[[str], None]
+) -> None:
+    adding(path)
+    with pytest.raises(SettingsError, match=re.escape(f"DOVETAIL_DEVICES: {why}")):
+        configure(flags={"draft.device": "cpu"}, environment={})
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)

@@ -11,7 +11,6 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.spans import Spans
 from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.passes import Rows
 from dovetail.workers.models.backends import fused, packing
@@ -20,6 +19,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.models.substitutes.device_codes import ResidentSubstitute
 from dovetail.workers.models.substitutes.substitute import load_substitute
+from pretended.device import MEMORY, POSSIBLE, capped
 from support.architectures import write_varied
 from support.cases import everyday
 from support.decoded import TOKENS, TREE, decode, far, level, read

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.devices.cpu import HostTransfer
-from dovetail.workers.devices.pretended import POSSIBLE, PretendedTransfer
 from dovetail.workers.kernels.states import ScanPlan, ScanRule, placed
 from dovetail.workers.models.backends.blocked_cache import states_of
 from dovetail.workers.models.backends.device.scan import DeviceScan, StatefulRows
@@ -28,6 +27,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.recurrent.sizes import count_layers
 from dovetail.workers.models.recurrent.states import CHAIN, RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Paths, Segment
+from pretended.device import POSSIBLE, PretendedTransfer
 from support.architectures import LATENT, VARIED, VOCABULARY, write_tiny
 from support.cases import everyday
 from support.kernels import needs_kernels

@@ -8,8 +8,8 @@ import torch
 
 from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import DraftSettings
-from dovetail.workers.devices.pretended import MEMORY, POSSIBLE, capped, device
 from dovetail.workers.drafters.registry import open_draft_worker
+from pretended.device import MEMORY, POSSIBLE, capped, device
 from support.cases import everyday
 from support.heads import write_head
 from support.kernels import needs_kernels

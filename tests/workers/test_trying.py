@@ -13,7 +13,6 @@ import torch
 
 from dovetail.workers.devices.base import Program
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.devices.pretended import POSSIBLE
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends.device.choice import (
     CONTESTS,
@@ -23,6 +22,7 @@ from dovetail.workers.models.backends.device.choice import (
 )
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.backends.device.trying import Trials
+from pretended.device import POSSIBLE
 from support.emulated import Emulated, emulated
 from support.kernels import needs_kernels
 

@@ -11,18 +11,11 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.profile import TypeTimes, load_profile, rewrite_profile
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.devices.pretended import (
-    MEMORY,
-    POSSIBLE,
-    capable,
-    capped,
-    device,
-    slow_fp16,
-)
 from dovetail.workers.drafters import weights
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.drafters.weights import chosen_type
 from dovetail.workers.models.backends.device.choice import products_on
+from pretended.device import MEMORY, POSSIBLE, capable, capped, device, slow_fp16
 from support.emulated import given_to_pretended
 from support.heads import write_head
 from support.kernels import needs_kernels

@@ -10,9 +10,9 @@ from dovetail.workers.devices import cpu
 from dovetail.workers.devices.accelerator import wrong_numbers
 from dovetail.workers.devices.base import Device, DeviceKind
 from dovetail.workers.devices.memory import HELD, captured_if_possible
-from dovetail.workers.devices.registry import ENTRIES, known
+from dovetail.workers.devices.registry import entries, known
 
-KINDS: tuple[DeviceKind, ...] = tuple(entry.load() for entry in ENTRIES)
+KINDS: tuple[DeviceKind, ...] = tuple(entry.load() for entry in entries())
 """All kinds, the one that a draft runs fastest on first."""
 
 

@@ -1,14 +1,20 @@
 """The table of devices: one entry a kind, found by the name that it has in the settings.
 
 What a command line has to know of a device stands here, since torch, which the kinds' own files
-need, takes seconds to import. Such a file is opened by `load`.
+need, takes seconds to import. Such a file is imported by `load`. Devices that are not part of
+dovetail are added by the environment variable `DOVETAIL_DEVICES`.
 """
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING
+
+from dovetail.protocol.errors import SettingsError
 
 if TYPE_CHECKING:
     from dovetail.workers.devices.base import DeviceKind
@@ -31,8 +37,7 @@ class Entry:
     pattern: str
     """A regular expression that matches the names of its devices in the settings."""
     said: str
-    """The names of its devices as an error message lists them; empty: another entry lists them, or
-    the device is for tests alone."""
+    """The names of its devices as an error message lists them; empty: it does not."""
     memory: Memory
 
 
@@ -66,26 +71,41 @@ def _cpu() -> "DeviceKind":
     return CPU
 
 
-def _pretended() -> "DeviceKind":
-    from dovetail.workers.devices.pretended import PRETENDED
-
-    return PRETENDED
-
-
 ENTRIES: Sequence[Entry] = (
     Entry(_cuda, r"cuda(:\d{1,3})?", "cuda:N (NVIDIA, AMD)", Memory.OWN),
     Entry(_rocm, r"cuda(:\d{1,3})?", "", Memory.OWN),
     Entry(_xpu, r"xpu(:\d{1,3})?", "xpu:N (Intel)", Memory.OWN),
     Entry(_mps, "mps", "mps (Apple)", Memory.SHARED),
     Entry(_cpu, "cpu", "cpu", Memory.HOST),
-    Entry(_pretended, "pretended", "", Memory.HOST),
 )
-"""All kinds of devices, the one that a draft runs fastest on first."""
+"""The kinds of devices of dovetail, the one that a draft runs fastest on first."""
+VARIABLE = "DOVETAIL_DEVICES"
+"""The environment variable that adds devices: import paths of their entries, such as
+`package.module:ENTRY`, separated by commas."""
+
+
+@cache
+def entries() -> Sequence[Entry]:
+    """Return all kinds of devices, those that `VARIABLE` adds first; `SettingsError` if a path of
+    it leads to no `Entry`."""
+    added = filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))
+    return (*map(_added, added), *ENTRIES)
+
+
+def _added(path: str) -> Entry:
+    module, _, name = path.partition(":")
+    try:
+        entry = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(f"{VARIABLE}: cannot import {path!r}: {error}") from error
+    if not isinstance(entry, Entry):
+        raise SettingsError(f"{VARIABLE}: {path!r} is not an Entry of {__name__}")
+    return entry
 
 
 def entry_of(name: str) -> Entry | None:
     """Return the entry of a device; None: no kind has such names."""
-    return next((entry for entry in ENTRIES if re.fullmatch(entry.pattern, name)), None)
+    return next((entry for entry in entries() if re.fullmatch(entry.pattern, name)), None)
 
 
 def memory_of(name: str) -> Memory | None:
@@ -96,5 +116,5 @@ def memory_of(name: str) -> Memory | None:
 
 def known(*others: str) -> str:
     """Return the names of devices, behind `others`, as an error message lists them."""
-    *names, last = (*others, *(entry.said for entry in ENTRIES if entry.said))
+    *names, last = (*others, *(entry.said for entry in entries() if entry.said))
     return f"{', '.join(names)} or {last}"

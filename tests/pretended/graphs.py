@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.pretended import counts
-from dovetail.workers.devices.pretended.memory import MEMORY
-from dovetail.workers.devices.pretended.recording import Recorded, recorded
-from dovetail.workers.devices.pretended.rules import NAME
-from dovetail.workers.devices.pretended.tensors import Elsewhere
-from dovetail.workers.devices.pretended.times import CLOCK
-from dovetail.workers.devices.pretended.values import values_in
+from pretended import counts
+from pretended.memory import MEMORY
+from pretended.recording import Recorded, recorded
+from pretended.rules import NAME
+from pretended.tensors import Elsewhere
+from pretended.times import CLOCK
+from pretended.values import values_in
 
 ResultT = TypeVar("ResultT")
 

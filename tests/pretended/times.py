@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.pretended.card import CARD
+from pretended.card import CARD
 
 VARIABLE = "DOVETAIL_PRETENDED_FP16_SHARE"
 """The environment variable of `fp16_share`: processes that a test starts have it too."""

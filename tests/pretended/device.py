@@ -26,20 +26,20 @@ from torch import Tensor
 from dovetail.workers.devices import cpu
 from dovetail.workers.devices.base import Device, DeviceKind, Transfer
 from dovetail.workers.devices.memory import HELD
-from dovetail.workers.devices.pretended import counts
-from dovetail.workers.devices.pretended.card import CARD, PROFILES, capable, lacking
-from dovetail.workers.devices.pretended.counts import Counts, counted
-from dovetail.workers.devices.pretended.graphs import capture
-from dovetail.workers.devices.pretended.memory import MEMORY, capped
-from dovetail.workers.devices.pretended.pinned import fetched, pin, sent
-from dovetail.workers.devices.pretended.recording import Recorded, recording
-from dovetail.workers.devices.pretended.registration import POSSIBLE, device
-from dovetail.workers.devices.pretended.rules import NAME
-from dovetail.workers.devices.pretended.streams import PretendedTransfer
-from dovetail.workers.devices.pretended.tensors import Elsewhere
-from dovetail.workers.devices.pretended.times import CLOCK, slow_fp16
-from dovetail.workers.devices.pretended.traffic import bytes_of
-from dovetail.workers.devices.pretended.uses import USES
+from pretended import counts
+from pretended.card import CARD, PROFILES, capable, lacking
+from pretended.counts import Counts, counted
+from pretended.graphs import capture
+from pretended.memory import MEMORY, capped
+from pretended.pinned import fetched, pin, sent
+from pretended.recording import Recorded, recording
+from pretended.registration import POSSIBLE, device
+from pretended.rules import NAME
+from pretended.streams import PretendedTransfer
+from pretended.tensors import Elsewhere
+from pretended.times import CLOCK, slow_fp16
+from pretended.traffic import bytes_of
+from pretended.uses import USES
 
 __all__ = [
     "CLOCK",

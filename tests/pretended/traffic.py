@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.pretended.values import values_in
+from pretended.values import values_in
 
 aten = torch.ops.aten
 UNWRITTEN = (

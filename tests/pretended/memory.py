@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.devices import cpu
-from dovetail.workers.devices.pretended.rules import NAME
+from pretended.rules import NAME
 
 VARIABLE = "DOVETAIL_PRETENDED_BYTES"
 """The environment variable of the cap in bytes: processes that a test starts have it too."""

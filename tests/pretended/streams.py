@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.pretended import counts
-from dovetail.workers.devices.pretended.pinned import SPOILT, pin
-from dovetail.workers.devices.pretended.registration import device
-from dovetail.workers.devices.pretended.tensors import Elsewhere
-from dovetail.workers.devices.pretended.uses import USES
+from pretended import counts
+from pretended.pinned import SPOILT, pin
+from pretended.registration import device
+from pretended.tensors import Elsewhere
+from pretended.uses import USES
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dovetail.workers.devices.pretended.values import values_in
+from pretended.values import values_in
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.devices.pretended.memory import MEMORY
-from dovetail.workers.devices.pretended.rules import NAME
-from dovetail.workers.devices.pretended.tensors import compute
+from pretended.memory import MEMORY
+from pretended.rules import NAME
+from pretended.tensors import compute
 
 aten = torch.ops.aten
 POSSIBLE = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.pretended.pinned import is_pinned
-from dovetail.workers.devices.pretended.rules import (
+from pretended.pinned import is_pinned
+from pretended.rules import (
     COPIES,
     READS_BY_INDEX,
     WRITES_BY_INDEX,
@@ -24,7 +24,7 @@ from dovetail.workers.devices.pretended.rules import (
     leaves,
     waits,
 )
-from dovetail.workers.devices.pretended.traffic import UNWRITTEN
+from pretended.traffic import UNWRITTEN
 
 aten = torch.ops.aten
 

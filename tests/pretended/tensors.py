@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.devices.pretended import counts, rules
-from dovetail.workers.devices.pretended.card import CARD
-from dovetail.workers.devices.pretended.int4 import lay_out, multiply
-from dovetail.workers.devices.pretended.memory import MEMORY
-from dovetail.workers.devices.pretended.recording import Recorded, recording
-from dovetail.workers.devices.pretended.rules import NAME
-from dovetail.workers.devices.pretended.times import CLOCK
-from dovetail.workers.devices.pretended.traffic import moved_by
-from dovetail.workers.devices.pretended.uses import USES
-from dovetail.workers.devices.pretended.values import changed, values_in
+from pretended import counts, rules
+from pretended.card import CARD
+from pretended.int4 import lay_out, multiply
+from pretended.memory import MEMORY
+from pretended.recording import Recorded, recording
+from pretended.rules import NAME
+from pretended.times import CLOCK
+from pretended.traffic import moved_by
+from pretended.uses import USES
+from pretended.values import changed, values_in
 
 aten = torch.ops.aten
 WHOLE = (aten.scaled_dot_product_attention,)
