@@ -8,7 +8,6 @@ that may put workers in place and let them go - whatever it says of itself. What
 there are several machines:
 
     the coordinator's machine   coordinator.key and the NAME.pub of every peer
-    that of its standby         the same files
     a worker's or a client's    its own NAME.key and coordinator.pub, nothing else
 
 A peer is revoked by the removal of its `.pub` file from the coordinator's machine, without a
@@ -36,8 +35,6 @@ from dovetail.protocol.messages import Role
 COORDINATOR = "coordinator"
 OPERATOR = "operator"
 """The mark of a key whose holder is a client that may change workers."""
-STANDBY = "standby"
-"""The role of whoever shows the coordinator's own key."""
 ROLES: tuple[str, ...] = (*get_args(Role), OPERATOR)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -162,11 +159,9 @@ def load_own_key(folder: Path, name: str) -> OwnKey:
 
 
 def own_key_for(folder: Path, role: str) -> OwnKey:
-    """The key pair with which this machine takes `role`: a standby that of the coordinator, others
-    the one named like it, else the only one that may; `KeysError` if there is none."""
+    """Return the key pair with which this machine takes `role`: the one named like it, else the
+    only one that may; `KeysError` if there is none."""
     check_folder(folder)
-    if role == STANDBY:
-        return load_own_key(folder, COORDINATOR)
     if (folder / f"{role}.key").exists():
         return load_own_key(folder, role)
     names = [path.stem for path in sorted(folder.glob("*.key")) if path.stem != COORDINATOR]

@@ -64,6 +64,12 @@ def test_streams_go_on_when_the_coordinator_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_streams_go_on_over_tcp_with_keys_when_the_coordinator_is_killed(tmp_path: Path) -> None:
+    with by_hand(tmp_path, workers=SLOWER, tcp=True) as service:
+        kill_and_compare(service, bodies(2, 150), kills=3, seed=1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_eight_streams_go_on_when_the_coordinator_is_killed_a_hundred_times_in_four_parts(
     tmp_path: Path, part: int, capsys: pytest.CaptureFixture[str]

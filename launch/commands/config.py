@@ -19,11 +19,6 @@ from dovetail.protocol.files import refusal
 GRAFANA = Path(__file__).parent.parent / "files" / "grafana.json"
 SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
 """The sections that `serve` has."""
-WITH_STANDBY = click.option(
-    "--standby",
-    is_flag=True,
-    help="Add a second coordinator, which takes over when the first is lost.",
-)
 
 
 @click.group()
@@ -69,25 +64,13 @@ def grafana() -> None:
     type=OUT_FOLDER,
     help="Write each unit into this folder, such as /etc/systemd/system.  [default: stdout]",
 )
-@click.option(
-    "--standby-of",
-    metavar="ADDRESS",
-    default="",
-    help="Print the standby of the coordinator at tcp://HOST:PORT, and nothing else.",
-)
-@click.option(
-    "--standby",
-    metavar="ADDRESS",
-    default="",
-    help="Have workers and the HTTP API go to the standby at tcp://HOST:PORT as well.",
-)
 @settings_flags(*SERVED, shown=SERVING, named=True)
-def systemd(configuration: Configuration, out: Path | None, standby_of: str, standby: str) -> None:
+def systemd(configuration: Configuration, out: Path | None) -> None:
     """Print hardened units for this machine: the coordinator, its workers and the HTTP API, each on
     its cores and within its memory, watched by their progress."""
     from dovetail.launch.files.deployment.systemd import systemd_units
 
-    units = systemd_units(configuration, standby_of, standby)
+    units = systemd_units(configuration)
     if out is not None:
         _write(out, units)
         return
@@ -96,37 +79,23 @@ def systemd(configuration: Configuration, out: Path | None, standby_of: str, sta
 
 
 @export.command("compose", cls=HelpCommand, short_help="Print a compose file for this machine.")
-@WITH_STANDBY
 @settings_flags(*SERVED, shown=SERVING, named=True)
-def compose(configuration: Configuration, standby: bool) -> None:
+def compose(configuration: Configuration) -> None:
     """Print a compose file for this machine: a container for each process, of which only the HTTP
     API has a network to the outside."""
     from dovetail.launch.files.deployment.compose import compose_file
 
-    _check_model(configuration)
-    click.echo(compose_file(configuration, standby=standby), nl=False)
+    click.echo(compose_file(configuration), nl=False)
 
 
 @export.command("kubernetes", cls=HelpCommand, short_help="Print a LeaderWorkerSet of two pods.")
-@WITH_STANDBY
 @settings_flags(*SERVED, shown=SERVING, named=True)
-def kubernetes(configuration: Configuration, standby: bool) -> None:
+def kubernetes(configuration: Configuration) -> None:
     """Print a LeaderWorkerSet: a pod with the coordinator, the HTTP API and the target, and one
-    with the draft; beside it, with --standby, a pod with a second coordinator and HTTP API. The
-    keys are Secrets, which a comment says how to make."""
+    with the draft. The keys are Secrets; a comment has the commands that make them."""
     from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
 
-    _check_model(configuration)
-    click.echo(kubernetes_manifest(configuration, standby=standby), nl=False)
-
-
-def _check_model(configuration: Configuration) -> None:
-    """`UserError` for an address behind --standby, which would be taken for a model."""
-    if (model := configuration.settings.target.model).startswith("tcp://"):
-        raise UserError(
-            f"{model} is an address and no model: --standby adds a container here, which has an "
-            "address by itself; leave it out"
-        )
+    click.echo(kubernetes_manifest(configuration), nl=False)
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

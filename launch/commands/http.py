@@ -33,9 +33,8 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import TARGET_FOLDER
 from dovetail.launch.settings.flags import LISTENING, REPLIES, settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
-from dovetail.protocol.errors import SettingsError, UserError
+from dovetail.protocol.errors import LinkClosed, SettingsError, UserError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.links.ways import Way, split_addresses
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
 from dovetail.runtime.http.dashboard import Shown
@@ -58,8 +57,7 @@ log = logging.getLogger("dovetail.http")
 @click.option(
     "--connect",
     metavar="ADDRESS",
-    help="The coordinator: ipc://PATH or tcp://HOST:PORT, and its standby behind a comma.  "
-    "[default: the only one of this user]",
+    help="The coordinator: ipc://PATH or tcp://HOST:PORT.  [default: the only one of this user]",
 )
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
@@ -105,14 +103,9 @@ def command(
         connections = Connections(
             receive_s=settings.http.receive_s, most=connections_of(configuration)
         )
-        way = Way(
-            connect,
-            lambda address, timeout_s: open_link(
-                address, keys=folder, role="client", timeout_s=timeout_s
-            ),
-        )
-        link = way.first()  # a wrong address or key is told at once
-        again = partial(way.again, MOST_RETRY_S)
+        reach = partial(open_link, connect, keys=folder, role="client")
+        link = reach()  # a wrong address or key is reported at once
+        again = partial(reach, timeout_s=MOST_RETRY_S)
 
         def ready() -> None:
             print(url_of(settings.http.host, listener), file=said, flush=True)
@@ -128,10 +121,10 @@ def command(
         async def run() -> None:
             gateway = Gateway(again, link)
             service = Service(gateway, _terms(settings, keys), connections)
-            connecting = asyncio.create_task(gateway.run(len(split_addresses(connect))))
+            connecting = asyncio.create_task(gateway.run())
             try:
-                if whys := await gateway.first():
-                    raise way.nobody(whys)
+                if why := await gateway.first():
+                    raise LinkClosed(why)
                 gc.freeze()
                 await serve(
                     open_app(service),

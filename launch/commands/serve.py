@@ -24,7 +24,7 @@ from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes import preflight
-from dovetail.launch.processes.addresses import check_coordinator, check_pair, check_port
+from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.child import name_process
 from dovetail.launch.processes.connection import ends_of, models_of, with_choices
 from dovetail.launch.processes.serving.local import Local
@@ -57,19 +57,12 @@ ANYWHERE = ("0.0.0.0", "[::]")
     show_default=True,
     help="Where the processes run: on this machine, or on the nodes of a Ray cluster (--ray.*).",
 )
-@click.option(
-    "--standby",
-    metavar="ADDRESS",
-    default="",
-    help="Go on with the coordinator at tcp://HOST:PORT, which is started there with --standby-of "
-    "this one, when it has taken over.",
-)
 @settings_flags(
     *("target", "draft", "tree", "sampling", "memory", "coordinator", "http", "ray"),
     shown=SERVING,
     named=True,
 )
-def command(configuration: Configuration, engine: str, as_json: bool, standby: str) -> None:
+def command(configuration: Configuration, engine: str, as_json: bool) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 
     MODEL is the target: a folder, a GGUF file or the id of a model on the hub; weights that fit and
@@ -86,10 +79,6 @@ def command(configuration: Configuration, engine: str, as_json: bool, standby: s
     log.setLevel(logging.INFO)
     _check_engine(engine, configuration)
     configuration, taken = with_generation_config(configuration)
-    if standby:
-        check_pair("--standby", standby, configuration.settings.coordinator)
-        if engine != "local":
-            raise UserError(f"--standby {standby} with --engine {engine}: leave one of them out")
     _check_addresses(configuration)
     configuration = with_choices(configuration)
     (check_stack if engine == "local" else check_models)(configuration)
@@ -99,7 +88,7 @@ def command(configuration: Configuration, engine: str, as_json: bool, standby: s
     name_process("serve")
     with ExitStack() as opened:
         try:
-            service = _open(engine, configuration, opened, standby)
+            service = _open(engine, configuration, opened)
         except SystemExit as told:
             if told.code != signal.SIGTERM:  # Ray's exit code where that ends it while it starts
                 raise
@@ -114,13 +103,11 @@ def command(configuration: Configuration, engine: str, as_json: bool, standby: s
             service.drain()
 
 
-def _open(
-    engine: str, configuration: Configuration, opened: ExitStack, standby: str
-) -> "Service | Replicas":
+def _open(engine: str, configuration: Configuration, opened: ExitStack) -> "Service | Replicas":
     """Return the service, on this machine or on the nodes of a cluster, where there may be several
     of them."""
     if engine == "local":
-        site = Local(opened.enter_context(Supervisor()), configuration, standby)
+        site = Local(opened.enter_context(Supervisor()), configuration)
         return opened.enter_context(Service(site, configuration))
     from dovetail.launch.processes.ray.placed import open_services  # an extra, seconds to import
 

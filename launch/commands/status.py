@@ -19,7 +19,6 @@ from dovetail.protocol.messages import (
     PairState,
     ProcessState,
     Reported,
-    StandbyState,
     WorkerState,
 )
 
@@ -61,11 +60,7 @@ def _show(state: Reported) -> None:
         f"{state.cancelled} cancelled, {state.totals.refused_requests} refused"
     )
     about = f"coordinator {state.address} (pid {state.pid}), up {state.uptime_s:.0f} s"
-    if state.term or state.standby is not None:
-        click.echo(f"{about}, leads in term {state.term}")
-        click.echo(f"standby     {_standby(state.standby)}")
-    else:
-        click.echo(about)
+    click.echo(about)
     click.echo(f"sessions    {counts}")
     click.echo(
         f"finished    {state.rounds} rounds, tau {format_cell(state.tau)}; messages dropped: "
@@ -113,16 +108,6 @@ def _show(state: Reported) -> None:
         click.echo("last decisions")
     for decision in state.decisions[-SHOWN_DECISIONS:]:
         click.echo(f"  {decision}")
-
-
-def _standby(standby: StandbyState | None) -> str:
-    """Return who takes over, and what of the journal is not there yet."""
-    if standby is None:
-        return "none follows: if this coordinator is lost nobody takes over"
-    return (
-        f"{standby.address} on {standby.host} copies the journal, {standby.behind_bytes} bytes and "
-        f"{standby.behind_s:.2f} s behind"
-    )
 
 
 def _journal(journal: JournalState) -> str:

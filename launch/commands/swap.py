@@ -42,7 +42,6 @@ from dovetail.launch.processes.worker_settings import (
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import BASIC, settings_flags
 from dovetail.protocol.errors import DovetailError, LinkError, UserError
-from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.messages import Reported, Role, WorkerState
 from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN
 from dovetail.workers.models.checkpoints.gguf.view import FILE
@@ -132,12 +131,11 @@ def command(
     parts: tuple[Role, ...] = ("target", "draft") if role == "unified" else (role,)
     with find_coordinator(configuration, connect, role="operator") as client:
         state = client.status()
-        several = connect is not None and len(split_addresses(connect)) > 1
-        given = connect is not None and (several or leaves_the_machine(connect))
+        given = connect is not None and leaves_the_machine(connect)
         way = connect if connect is not None and given else state.address
         old = {part: None if beside else leaver(state.workers, part, replaced) for part in parts}
         asked = {option for option in configuration.origins if configuration.given(option)}
-        addresses = {state.address, *split_addresses(way)}
+        addresses = {state.address, way}
         own = any(option.startswith((*ROLES, "memory.")) for option in asked)
         alike = old[parts[0]] is None and not (beside or elsewhere or name or own)
         if alike and (back := restarted(client, parts[0])) is not None:

@@ -59,7 +59,7 @@ RECONNECT_S = 300.0
 @click.option(
     "--connect",
     metavar="ADDRESS",
-    help="The coordinator: ipc://PATH or tcp://HOST:PORT, and its standby behind a comma; -: a "
+    help="The coordinator: ipc://PATH or tcp://HOST:PORT; -: a "
     "line of standard input.  "
     "[default: the only one of this user]",
 )

@@ -212,16 +212,25 @@ COMMANDS = {
 }
 """Commands of ollama and vLLM, and what to write here."""
 
+RESTART = (
+    "requests outlive the coordinator in its journal (coordinator.journal), and `dovetail serve`, "
+    "systemd or Kubernetes starts it again"
+)
+REMOVED = {"--standby": RESTART, "--standby-of": RESTART}
+"""Options of earlier releases, and what replaces them."""
+
 _BY_NAME = {name: foreign for foreign in FLAGS for name in foreign.names}
 
 
 def advice(arguments: Sequence[str], option: str) -> str | None:
     """Return what to write instead of the unknown `option` of this command line, if it is one of
-    another program; None if it is none.
+    another program or of an earlier release; None if it is neither.
 
     The parser names one letter of an option such as `-ngl`, so that it is looked for in
     `arguments`.
     """
+    if option in REMOVED:
+        return f"{option} has been removed: {REMOVED[option]}"
     for name in _candidates(arguments, option):
         if name in _BY_NAME:
             foreign = _BY_NAME[name]

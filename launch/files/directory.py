@@ -60,7 +60,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class WorkerNote:
-    """A worker on this machine that is or was registered (`address` includes a standby's)."""
+    """A worker on this machine that is or was registered."""
 
     address: str
     pid: int

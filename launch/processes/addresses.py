@@ -12,14 +12,8 @@ import psutil
 
 from dovetail.launch.files.directory import announcements
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.links.addresses import host_and_port
-from dovetail.protocol.settings import CoordinatorSettings
 
 LAST_PORT = 65535
-ANY = ("0", "*")
-"""Ports that stand for one that is free."""
-ANYWHERE = ("0.0.0.0", "[::]", "*")
-"""Hosts that stand for all addresses of a machine."""
 SERVE = "dovetail:serve"
 """The process name of `dovetail serve`."""
 
@@ -52,57 +46,6 @@ def check_coordinator(listen: str, *, remedy: str) -> None:
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     if listen.startswith("tcp://") and port.isdigit() and int(port) <= LAST_PORT:
         check_port(host.strip("[]").replace("*", "0.0.0.0"), int(port), remedy=f"stop it, {remedy}")
-
-
-def check_pair(flag: str, address: str, settings: CoordinatorSettings) -> None:
-    """`UserError` for a coordinator that could not be one of a pair with the one at an address,
-    which a flag has named. A port that is chosen at the start is one that nobody could know."""
-    for name, one in ((flag, address), ("--listen", settings.listen)):
-        if not one.startswith("tcp://"):
-            raise UserError(
-                f"{name} {one}: a coordinator and its standby are on machines of their own; write "
-                f"{name} tcp://HOST:PORT"
-            )
-        try:
-            host, port = host_and_port(one)
-        except UserError:
-            raise UserError(f"{name} {one!r} is not one tcp://HOST:PORT: name both") from None
-        if name == flag and (host in ANYWHERE or port in ANY):
-            raise UserError(
-                f"{flag} {address}: others have to find it there, so name its machine and its port"
-            )
-    if is_here(address, settings.listen):
-        raise UserError(
-            f"{flag} {address} with --listen {settings.listen}: that is one address, and each of a "
-            "pair has its own"
-        )
-    if settings.journal == "off":
-        raise UserError(
-            f"{flag} {address} with coordinator.journal = 'off': a standby copies the journal; "
-            "leave that setting out"
-        )
-
-
-def is_here(address: str, own: str) -> bool:
-    """Return whether a tcp address is our own, perhaps by another name of this machine."""
-    (host, _, port), (own_host, _, own_port) = (one[6:].rpartition(":") for one in (address, own))
-    names = {"127.0.0.1", "localhost", "[::1]", *ANYWHERE, socket.gethostname()}
-    same = host == own_host or {host, own_host} <= names
-    return port == own_port and port not in ANY and same
-
-
-def same_place(one: str, other: str) -> bool:
-    """Return whether two tcp addresses lead to one place, perhaps by two names of its machine."""
-    (host, port), (other_host, other_port) = (host_and_port(address) for address in (one, other))
-    return port == other_port and (host == other_host or bool(_found(host) & _found(other_host)))
-
-
-def _found(host: str) -> set[str]:
-    """Return the numbers of a host; none if it is not known here."""
-    try:
-        return {str(at[4][0]) for at in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:
-        return set()
 
 
 def _holder(port: int) -> str:

@@ -19,7 +19,6 @@ from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError, printable
 from dovetail.protocol.links import open_link
-from dovetail.protocol.links.ways import Way
 from dovetail.protocol.messages import (
     Failed,
     Finished,
@@ -293,22 +292,14 @@ def only_coordinator(
     return found.address, configuration.over("the coordinator's", {"coordinator.keys": keys})
 
 
-def open_client(addresses: str, keys: str, role: Literal["client", "operator"]) -> Client:
-    """Return a client of the coordinator that leads, among those at one or several addresses;
-    `LinkClosed` if none does."""
-    folder = Path(keys) if keys else None
-
-    def connect(address: str, timeout_s: float) -> Client:
-        link = open_link(address, keys=folder, role=role, timeout_s=timeout_s)
-        try:
-            return Client(link)
-        except (LinkClosed, RequestError) as error:
-            link.close()
-            if isinstance(error, RequestError) and error.code == "standby":
-                raise LinkClosed(str(error)) from None
-            raise
-
-    return Way(addresses, connect).first()
+def open_client(address: str, keys: str, role: Literal["client", "operator"]) -> Client:
+    """Return a client of the coordinator at an address; `LinkClosed` if none answers there."""
+    link = open_link(address, keys=Path(keys) if keys else None, role=role)
+    try:
+        return Client(link)
+    except (LinkClosed, RequestError):
+        link.close()
+        raise
 
 
 def names_models(configuration: Configuration) -> str:

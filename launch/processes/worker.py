@@ -34,7 +34,6 @@ from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
-from dovetail.protocol.links.ways import Way
 from dovetail.protocol.messages import Drain
 from dovetail.protocol.settings import TargetSettings
 
@@ -112,7 +111,7 @@ class WorkerProcess:
     configuration: Configuration
     role: Role
     connect: str
-    """Address of the coordinator; with a standby, of both."""
+    """Address of the coordinator."""
     reconnect_s: float
     """Time for which a lost coordinator is looked for."""
     name: str
@@ -139,8 +138,8 @@ class WorkerProcess:
         keys = self.configuration.settings.coordinator.keys
         folder = Path(keys) if keys else None
         began = time.monotonic()
-        ways = {part: self._way(part, folder) for part in parts}
-        links = {part: way.first() for part, way in ways.items()}
+        reach = partial(open_link, self.connect, keys=folder)
+        links = {part: reach(role=part) for part in parts}
         answer_s = min(CONNECT_TIMEOUT_S, max(ANSWER_S, ANSWER_FACTOR * (time.monotonic() - began)))
         over, others = threading.Event(), dict[Part, SecondRole]()
         try:
@@ -160,7 +159,7 @@ class WorkerProcess:
                     links[part],
                     workers[part],
                     part,
-                    partial(ways[part].again, answer_s),
+                    partial(reach, role=part, timeout_s=answer_s),
                     load_s,
                 )
                 for part in parts
@@ -185,15 +184,6 @@ class WorkerProcess:
             for part, link in links.items():
                 if part not in others or not others[part].is_alive():
                     link.close()  # else it is its thread's, and ends with the process
-
-    def _way(self, part: Part, keys: Path | None) -> Way[Link]:
-        """Return the way of a part to its coordinator."""
-        return Way(
-            self.connect,
-            lambda address, timeout_s: open_link(
-                address, keys=keys, role=part, timeout_s=timeout_s
-            ),
-        )
 
     def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
         """Open the worker of each part, while the coordinator hears how far its model is."""

@@ -13,7 +13,6 @@ from typing import Any
 from dovetail.launch.files.directory import WorkerNote, worker_notes
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration, parse_setting
-from dovetail.protocol.links.ways import split_addresses
 from dovetail.protocol.messages import WorkerState
 from dovetail.workers.models.checkpoints.gguf.view import resolved
 
@@ -60,11 +59,7 @@ def before_of(worker: WorkerState) -> WorkerNote | None:
 def last_before(addresses: Collection[str], role: str) -> WorkerNote | None:
     """Return the note of the last worker of a role on this machine that was registered with a
     coordinator of these addresses; None if there was none."""
-    found = [
-        note
-        for note in worker_notes()
-        if role in note.roles and not {*split_addresses(note.address)}.isdisjoint(addresses)
-    ]
+    found = [note for note in worker_notes() if role in note.roles and note.address in addresses]
     return found[-1] if found else None
 
 

@@ -15,8 +15,6 @@ from zmq.utils import z85
 from dovetail.protocol.errors import KeysError
 from dovetail.protocol.keys import (
     COORDINATOR,
-    STANDBY,
-    OwnKey,
     PeerKey,
     check_folder,
     read_public,
@@ -35,18 +33,15 @@ _log = logging.getLogger(__name__)
 
 
 class AllowedPeers:
-    """The peers whose keys the coordinator accepts, as the `.pub` files of a folder name them now,
-    and its standby, which has its own key.
+    """The peers whose keys the coordinator accepts, as the `.pub` files of a folder name them now.
 
     A file that appears, changes or goes while this is in use counts at once: a key that was read is
     believed only while its file is the very same (device, inode and time of change).
     """
 
-    def __init__(self, folder: Path, own: OwnKey | None = None) -> None:
-        """`own`: the coordinator's; None: there is no standby."""
+    def __init__(self, folder: Path) -> None:
         check_folder(folder)
         self._folder = folder
-        self._own = None if own is None else PeerKey(COORDINATOR, (STANDBY,), own.public)
         self._former: dict[str, str] = {}
         """Public keys that were allowed since this began, and their names."""
         self._known: dict[str, tuple[PeerKey, Path, tuple[int, ...] | None]] = {}
@@ -55,8 +50,6 @@ class AllowedPeers:
 
     def find(self, public: str) -> PeerKey | None:
         """The peer with this public key (Z85); None if there is none, or none any more."""
-        if self._own is not None and public == self._own.public:
-            return self._own
         entry = self._known.get(public)
         if entry is None or _identity(entry[1]) != entry[2]:
             self._reload()

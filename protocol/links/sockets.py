@@ -73,7 +73,7 @@ class ZmqHub:
 
     def _demand_keys(self, folder: Path) -> None:
         own = keyring.load_own_key(folder, keyring.COORDINATOR)
-        self._peers = AllowedPeers(folder, own)
+        self._peers = AllowedPeers(folder)
         self._judge = start_judge(self._context, self._peers)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

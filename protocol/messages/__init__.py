@@ -18,7 +18,6 @@ from dovetail.protocol.messages.parts import *
 from dovetail.protocol.messages.reading import *
 from dovetail.protocol.messages.registration import *
 from dovetail.protocol.messages.rounds import *
-from dovetail.protocol.messages.standby import *
 from dovetail.protocol.messages.status import *
 from dovetail.protocol.messages.worker import *
 
@@ -55,20 +54,7 @@ Event = (
     | Failed
 )
 
-Request = (
-    Hello
-    | Submit
-    | Recall
-    | Cancel
-    | Status
-    | Describe
-    | Look
-    | Swap
-    | Dismiss
-    | Follow
-    | Confirmed
-    | Stop
-)
+Request = Hello | Submit | Recall | Cancel | Status | Describe | Look | Swap | Dismiss | Stop
 
 Reply = (
     Welcome
@@ -83,6 +69,5 @@ Reply = (
     | Progressed
     | Swapped
     | Dismissed
-    | Copied
     | Failed
 )

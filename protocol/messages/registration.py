@@ -198,8 +198,6 @@ class Hello(Message):
     """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
     held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
     """Sessions of a coordinator that has gone, for one that knows them from its journal."""
-    term: Count = 0
-    """The highest term of a coordinator that has welcomed this process."""
 
 
 class LoadingState(Frozen):
@@ -260,9 +258,6 @@ class Welcome(Message):
     journal: bool = False
     """True if requests outlive this coordinator: a client that still waits for one when it is lost
     sends the Submit again to the next."""
-    term: Count = 0
-    """The term of the coordinator: how often a standby has taken over. Who was welcomed in a higher
-    one does not listen to this coordinator."""
 
 
 class Failed(Message):
@@ -291,6 +286,5 @@ class Failed(Message):
         "internal",
         "protocol",
         "swap",
-        "standby",
     ]
     text: Annotated[str, Field(max_length=4096)]

@@ -311,18 +311,6 @@ class JournalState(Frozen):
     """Why nothing is written any more; empty: it is."""
 
 
-class StandbyState(Frozen):
-    """The standby of a coordinator."""
-
-    address: Name
-    """The address at which it listens."""
-    host: Name
-    behind_bytes: Count
-    """Bytes of the journal that it was sent and has not confirmed."""
-    behind_s: float
-    """Seconds since the oldest message that it has not confirmed."""
-
-
 class Reported(Message):
     """The coordinator's state: the fields of `dovetail status --json`."""
 
@@ -359,7 +347,3 @@ class Reported(Message):
     """Roles that nobody plays since an operator drained their last worker."""
     journal: JournalState | None = None
     """None: requests end with this coordinator."""
-    term: Count = 0
-    """The term in which it leads: how often a standby has taken over."""
-    standby: StandbyState | None = None
-    """None: nobody copies the journal."""

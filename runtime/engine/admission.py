@@ -7,11 +7,9 @@ from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import DecodeError, RequestError, StaleError
 from dovetail.protocol.messages import (
     MAX_STRIKES,
-    Confirmed,
     Engage,
     Event,
     Failed,
-    Follow,
     Hello,
     Welcome,
 )
@@ -22,7 +20,6 @@ from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.journal.claims import Claims
-from dovetail.runtime.standby.lead import Lead
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -36,7 +33,7 @@ class Admission:
     def __init__(self, shared: Shared, post: Outgoing, claims: Claims) -> None:
         self._hub, self._post, self._service = shared.hub, post, shared.service
         self._registry, self._dropped = shared.registry, shared.dropped
-        self._claims, self._journal, self._lead = claims, shared.journal, Lead(shared, post)
+        self._claims, self._journal = claims, shared.journal
         self._strikes: dict[bytes, int] = {}
 
     def strike(self, peer: bytes, error: DecodeError) -> Effects[None]:
@@ -84,9 +81,6 @@ class Admission:
         if self._strikes.get(peer, 0) >= MAX_STRIKES:
             self._dropped.refused += 1
             return
-        if isinstance(message, Follow | Confirmed):
-            yield from self._lead.hear(peer, message)
-            return
         if not isinstance(message, Hello):
             self._fail(
                 peer,
@@ -94,25 +88,14 @@ class Admission:
                 "this peer is not registered here: send Hello first, or reconnect",
             )
             raise StaleError("an unregistered peer sent a session command")
-        if not self._lead.holds(peer, message):
-            yield from self._admit(peer, message, now_ns)
-
-    def tick(self, now_ns: int) -> Effects[None]:
-        """See whether this coordinator may command, and let in who has waited for that."""
-        for peer, hello in (yield from self._lead.tick()):
-            yield from self._admit(peer, hello, now_ns)
-
-    def _admit(self, peer: bytes, message: Hello, now_ns: int) -> Effects[None]:
         try:
-            self._lead.check_term(message)
             admitted = self._registry.admit(peer, message, self._hub.user(peer), now_ns)
         except RequestError as error:
             self.refuse(peer, error)
             return
         keeps = self._claims.keep(admitted) if isinstance(admitted, Worker) else ()
         journal = self._journal is not None and not self._journal.failed
-        service = self._service
-        welcome = Welcome(epoch=service.epoch, term=service.term, keeps=keeps, journal=journal)
+        welcome = Welcome(epoch=self._service.epoch, keeps=keeps, journal=journal)
         reached = self._post.reaches(peer, welcome)
         if isinstance(admitted, Worker):
             yield from self._let_in(admitted)

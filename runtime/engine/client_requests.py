@@ -13,12 +13,10 @@ from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.keys import OPERATOR, PeerKey
 from dovetail.protocol.messages import (
     Cancel,
-    Confirmed,
     Describe,
     Described,
     Dismiss,
     Failed,
-    Follow,
     Hello,
     Look,
     Observe,
@@ -108,8 +106,6 @@ class ClientRequests:
                 yield Tell(client, refusal(self._service.epoch, RequestError("role", text)))
             case Hello():
                 raise StaleError("a client sent Hello twice")
-            case Follow() | Confirmed():
-                raise StaleError("a client is no standby")
 
     def _look(self, client: ClientPeer, request: Look) -> Effects[None]:
         """Answer a Look: over ipc, and to an operator, with the tokens of all requests, else with

@@ -102,8 +102,7 @@ class Coordinator:
         self.epoch = secrets.randbits(62)
         if journal is not None:
             journal.begin(self.epoch)
-        term = journal.term if journal is not None else 0
-        self.service = Service(self.epoch, term, supervised_ns=clock_ns())
+        self.service = Service(self.epoch, supervised_ns=clock_ns())
         self.registry = Registry(self.epoch)
         self._ticked_ns = clock_ns()
         self._running: dict[int, RunningRequest] = {}
@@ -301,7 +300,6 @@ class Coordinator:
         """Do what is due: probes to workers that have answered the last one, drafts that are too
         late, sessions that have waited, replies that clients have not taken."""
         self._peers.handle(self._admission.let_revoked_go)
-        self._peers.handle(self._admission.tick, self.now_ns())
         aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
         for worker in list(self.registry.workers.values()):

@@ -1,8 +1,8 @@
 """The coordinator's life: one asyncio loop around its hub, from the first message to the last.
 
 Sends nothing itself; after everything that may have sent, `_arrived` reads the hub until it is
-empty, since its descriptor fires on edges only. Told to end it lets its sessions end and sends the
-workers home; with a standby that takes over it leaves both to that.
+empty, since its descriptor fires on edges only. When it is to end, it lets its sessions end and
+sends the workers home.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -23,8 +23,6 @@ from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.session.request import Request
-from dovetail.runtime.standby.lead import successor
-from dovetail.runtime.standby.succession import Copying
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -45,31 +43,20 @@ async def coordinate(
     ready: Callable[[], None] | None = None,
     progress: Callable[[], None] | None = None,
     supervised: int | None = None,
-    greetings: Sequence[tuple[bytes, list[bytes]]] = (),
-    alone: str = "",
 ) -> None:
     """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but
     what it opened. `recorder`: notes its sessions; `journal`: keeps its requests; `progress` hears
-    of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read;
-    `greetings`: what was received on the hub before; `alone`: why no standby may follow. `Deposed`
-    if another coordinator has taken over."""
+    of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read."""
     life = _Life(hub, settings, recorder, journal)
-    life.coordinator.service.alone = alone
     with life.listening(supervised):
         gc.freeze()
         if ready is not None:
             ready()
         try:
-            for peer, frames in greetings:
-                life.coordinator.hear(peer, frames)
             await life.serve(progress)
-            if (standby := life.successor) is None:
-                await life.finish()
-            else:
-                await life.hand_over(standby)
+            await life.finish()
         finally:
-            if life.successor is None and not life.coordinator.service.deposed:
-                life.coordinator.end()
+            life.coordinator.end()
 
 
 class _Life:
@@ -120,7 +107,7 @@ class _Life:
 
     def _arrived(self) -> None:
         self.coordinator.pump()
-        if self.coordinator.ending or self.coordinator.service.deposed:
+        if self.coordinator.ending:
             self._ended.set()
 
     def _left(self) -> None:
@@ -158,16 +145,13 @@ class _Life:
     # -- from the first turn to the last -----------------------------------------------------------
 
     async def serve(self, progress: Callable[[], None] | None) -> None:
-        """Do what is due again and again until the service ends; `Deposed` if another
-        coordinator has taken over."""
+        """Do what is due again and again until the service ends."""
         while not self._ended.is_set():
             self.coordinator.tick()
             self._left()
             if progress is not None:
                 progress()
             await _wait(self._ended, PROBE_EVERY_S)
-        if self.coordinator.service.deposed:
-            raise self.coordinator.service.deposed
 
     async def finish(self) -> None:
         """Let the running sessions end; after a signal they have `STOP_GRACE_S` for it. Then wait
@@ -184,25 +168,6 @@ class _Life:
         while coordinator.registry.workers and left_s > 0:
             await self._drain()
             left_s -= DRAIN_EVERY_S
-
-    @property
-    def successor(self) -> Copying | None:
-        """Return the standby that goes on with the sessions and the workers; None: nobody does."""
-        return successor(self.coordinator.service, self.coordinator.registry)
-
-    async def hand_over(self, standby: Copying) -> None:
-        """Leave as one that is lost, once the standby has all of the journal."""
-        log.info("told to end: the standby %s takes over, with sessions and workers", standby)
-        left_s = FAREWELL_S
-        while standby.behind and left_s > 0:
-            await self._drain()
-            left_s -= DRAIN_EVERY_S
-        if standby.behind:
-            log.warning(
-                "the standby has not confirmed the end of the journal within %g s: what it lacks "
-                "is decoded again for clients that ask again",
-                FAREWELL_S,
-            )
 
     async def _drain(self) -> None:
         self.coordinator.look_around()

@@ -104,9 +104,6 @@ class Status:
             why = f"it has stopped: {self._journal.failed}, and start the coordinator again; "
             why += f"its folder is {self._journal.state().folder}"
             ours.append(Fault(part="journal", why=why[:MAX_WORDS], since_s=self._journal.stopped_s))
-        if (lost_ns := self._service.standby_lost_ns) is not None:
-            why, since_s = "it has disconnected", (now_ns - lost_ns) / 1e9
-            ours.append(Fault(part="standby", why=why, since_s=since_s))
         known = {fault.part for fault in told}
         return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
 
@@ -172,8 +169,6 @@ class Status:
             totals=self._totals(),
             drained=drained,
             journal=self._journal.state() if self._journal is not None else None,
-            term=self._service.term,
-            standby=standby.state(now_ns) if (standby := self._service.standby) else None,
         )
 
     def _processes(self) -> tuple[ProcessState, ...]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Role, Supervised
-from dovetail.runtime.standby.succession import Copying, Deposed
 
 
 @dataclass
@@ -13,16 +12,6 @@ class Service:
     """The standing that holds for all sessions of one coordinator."""
 
     epoch: int
-    term: int = 0
-    """The number of times that a standby has taken over, this one included."""
-    deposed: Deposed | None = None
-    """Why this coordinator steps down for another; None: it does not."""
-    standby: Copying | None = None
-    """The standby that is here."""
-    alone: str = ""
-    """Why no standby may follow; empty: one may."""
-    standby_lost_ns: int | None = None
-    """When the standby was lost; None: it is there, or none was."""
     ending: bool = False
     """True if nothing begins any more."""
     given_up: str = ""

@@ -81,13 +81,11 @@ class Gateway:
         self._connect, self._first = connect, first
         self._link: Link | None = None
         self._epoch = secrets.randbits(62)
-        self._there, self._term = False, 0  # the highest that we were welcomed in
+        self._there = False
         self._why = "the coordinator has not answered yet"
         self._changed = asyncio.Event()
         """The coordinator has said Welcome, or has gone."""
         self._tried = asyncio.Event()
-        self._whys: list[str] = []
-        """Why the first searches found nobody that leads."""
         self._number = 0
         self._asked: dict[int, Asked] = {}
         self.journal, self._lost_s = False, 0.0
@@ -102,19 +100,15 @@ class Gateway:
         """When it was last known to be there, on the loop's clock."""
         self._describing = asyncio.Lock()
 
-    async def run(self, tries: int = 1) -> None:
-        """Keep the link: connect, and when the coordinator has gone connect anew, until cancelled.
-        After so many tries, one for each address, there is no first coordinator."""
+    async def run(self) -> None:
+        """Keep the link: connect, and connect again when the coordinator has gone, until
+        cancelled."""
         wait_s = RETRY_S
         try:
             while True:
                 began_s = time.monotonic()
                 there = await self._open()
-                tries -= 1
-                if not self._tried.is_set() and not there:
-                    self._whys.append(self._why)
-                if there or tries <= 0:
-                    self._tried.set()
+                self._tried.set()
                 if there:
                     wait_s = RETRY_S
                     await self._until_lost()
@@ -125,11 +119,11 @@ class Gateway:
         finally:
             self._close()
 
-    async def first(self) -> list[str]:
-        """Wait until the first coordinator has welcomed us; return why none has, for each that was
-        tried, or nothing if one has."""
+    async def first(self) -> str:
+        """Wait for the end of the first attempt to register; return why it failed, empty if it has
+        not."""
         await self._tried.wait()
-        return [] if self._there else self._whys
+        return self.missing
 
     @property
     def missing(self) -> str:
@@ -253,7 +247,6 @@ class Gateway:
         self._send(
             Hello(
                 epoch=self._epoch,
-                term=self._term,
                 roles=("client",),
                 name=name,
                 host=socket.gethostname()[:512],
@@ -375,10 +368,7 @@ class Gateway:
         """Go on with the requests that another coordinator had."""
         if self._there:  # it only asks whether we are still here
             return
-        if welcome.term < self._term:
-            self._lose(f"the coordinator of term {welcome.term} was taken over from")
-            return
-        self._there, self.journal, self._term = True, welcome.journal, welcome.term
+        self._there, self.journal = True, welcome.journal
         self._changed.set()
         for asked in self._asked.values():
             self._send(asked.again)

@@ -125,12 +125,6 @@ class Entry:
             yield _record("left", self.ticket, self.left_s)
 
 
-def reigned(term: int, followed: str, *, copied: bool) -> bytes:
-    """Return the record of the term that a journal is of; `copied`: it is a standby's copy, and who
-    goes on with it does so in the next term; `followed`: the address of whom it was copied of."""
-    return _record("term", term, copied, followed)
-
-
 def coordinated(epoch: int, sessions: int) -> bytes:
     """Return the record of a coordinator that has begun, with its epoch; `sessions`: the highest
     number that a session has had."""
@@ -181,11 +175,6 @@ class Entries:
     epochs: set[int] = field(default_factory=set)
     sessions: int = 0
     """The highest number that a session has had."""
-    term: int = 0
-    copied: bool = False
-    """True if this is the copy of a journal, and the term that of the coordinator that keeps it."""
-    followed: str = ""
-    """The address of the coordinator whose journal was copied last; empty: none was."""
     _doubted: set[str] = field(default_factory=set)
     """The tickets of entries that lack records: what follows is not of them before they are begun
     anew."""
@@ -247,7 +236,6 @@ class Entries:
 
     def known(self) -> Iterator[bytes]:
         """Yield records that say what is known of coordinators."""
-        yield reigned(self.term, self.followed, copied=self.copied)
         for epoch in self.epochs:
             yield coordinated(epoch, self.sessions)
 
@@ -261,10 +249,7 @@ class Entries:
                 self.epochs.add(int(epoch))
                 self.sessions = max(self.sessions, int(sessions))
                 return ""
-            if kind == "term":
-                term, copied, *followed = what  # older ones do not say whose copy it is
-                self.term, self.copied = int(term), bool(copied)
-                self.followed = "".join(followed)
+            if kind == "term":  # of an older release, whose coordinators had a standby
                 return ""
             if kind == "begun":
                 entry = _begun(*what)

@@ -21,7 +21,7 @@ from dovetail.protocol.files import refusal
 from dovetail.protocol.messages import NOTHING_TOLD, Finished, JournalState, Submit
 from dovetail.runtime.costs.averages import Average
 from dovetail.runtime.journal.entries import EndedReply, Entries, Entry
-from dovetail.runtime.journal.segments import Gap, Segments, packed, unpacked
+from dovetail.runtime.journal.segments import Gap, Segments, packed
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
@@ -77,17 +77,13 @@ class Journal:
             self._read(number)
             self._forget(now_s())
         self._nothing_runs()
-        self.copy_to: Callable[[bytes], None] | None = None
-        """Hears of packed records as they are written; None: nobody copies them."""
         self.found = len(self._entries.of)
         """Requests that an earlier coordinator has not ended."""
         self._begun_s = self._forgot_s = now_s()
 
     def begin(self, epoch: int) -> None:
-        """Write from now on, for the coordinator of this epoch; behind a copy, in the next term."""
-        entries = self._entries
-        entries.epochs.add(epoch)
-        entries.term, entries.copied = entries.term + entries.copied, False
+        """Write from now on, for the coordinator of this epoch."""
+        self._entries.epochs.add(epoch)
         self._nothing_runs()
         self._closed_s |= dict.fromkeys(self._segments.all[-1:], self._now_s())
         self._attempt(self._begin_segment)
@@ -224,51 +220,6 @@ class Journal:
         if not self.failed:
             self._unwritten.append(packed(record))
 
-    # -- copies ------------------------------------------------------------------------------------
-
-    @property
-    def term(self) -> int:
-        """Return how often a standby has taken over; in a copy, before this one does."""
-        return self._entries.term
-
-    @property
-    def led(self) -> bool:
-        """Return whether whoever wrote this had taken over, and led when it ended."""
-        return self._entries.term > 0 and not self._entries.copied
-
-    @property
-    def followed(self) -> str:
-        """Return the address of the coordinator whose journal was copied here last; empty: none
-        was."""
-        return self._entries.followed
-
-    def whole(self) -> bytes:
-        """Return packed records of all that has been noted, none of which `copy_to` hears again."""
-        self.write()
-        return self._as_records(ended=True)
-
-    def copy_anew(self, records: bytes, address: str) -> None:
-        """Be the copy of a journal that says this, and nothing else; `address`: whose it is.
-        `DecodeError` if it is none; then this is what it was."""
-        entries = Entries()
-        for record in unpacked(records):
-            entries.apply(record)
-        self._entries, self._unwritten = entries, []
-        entries.copied, entries.followed = True, address
-        before = self._segments.all
-        self._attempt(lambda: self._segments.begin(self._as_records(ended=True)))
-        for number in before if not self.failed else ():
-            self._attempt(partial(self._segments.remove, number))
-        self._dirty = True
-
-    def copy(self, records: bytes) -> None:
-        """Take in what has been added to the journal that this is a copy of; `DecodeError` if it
-        cannot be read."""
-        for record in unpacked(records):
-            self._entries.apply(record)
-            self._note(record)
-        self.write()
-
     # -- the disk ----------------------------------------------------------------------------------
 
     def write(self) -> None:
@@ -277,8 +228,6 @@ class Journal:
             return
         noted, self._unwritten = b"".join(self._unwritten), []
         began_ns = time.perf_counter_ns()
-        if self.copy_to is not None:
-            self.copy_to(noted)
         self._attempt(lambda: self._segments.append(noted))
         self._write_us.add((time.perf_counter_ns() - began_ns) / 1e3)
         self._dirty = True
@@ -314,17 +263,11 @@ class Journal:
 
     def _begin_segment(self) -> None:
         """Begin a segment with all that is not in the ones before, once these are removed."""
-        records = self._as_records(ended=False)
+        entries = self._entries
+        running = (entry.snapshot() for entry in entries.of.values())
+        records = b"".join(map(packed, chain(entries.known(), *running)))
         self._segments.begin(records)
         self._begun_bytes, self._dirty = len(records), True
-
-    def _as_records(self, *, ended: bool) -> bytes:
-        """Return packed records of all that is known; `ended`: of replies that have ended, too."""
-        entries = self._entries
-        records = [entries.known(), *(entry.snapshot() for entry in entries.of.values())]
-        if ended:
-            records += [one.records for one in entries.ended.values()]
-        return b"".join(map(packed, chain(*records)))
 
     @property
     def size(self) -> int:

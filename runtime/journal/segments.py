@@ -52,14 +52,6 @@ def packed(record: bytes) -> bytes:
     return HEAD.pack(len(record), zlib.crc32(record)) + record
 
 
-def unpacked(content: bytes) -> Iterator[bytes]:
-    """Yield records up to the first that is not whole."""
-    place = 0
-    while (record := _at(content, place)) is not None:
-        yield record
-        place += HEAD.size + len(record)
-
-
 def _of_others(folder: Path) -> str | None:
     """Return the name of a file that is no journal's, in a folder that has no segment: its rights
     are somebody else's to say."""

@@ -1,28 +1,22 @@
 """Coordinators in virtual time, each on a machine with a disk: what is on that outlives the
-coordinator, which may die at any write, before it, in the midst of it, or behind it. One leads; one
-on another machine may be its standby."""
+coordinator, which may die at any write, before it, in the midst of it, or behind it."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 from zlib import crc32
 
-from dovetail.protocol.codec import encode
-from dovetail.protocol.messages import Follow
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.coordinator import Coordinator
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.journal.segments import HEAD
-from dovetail.runtime.standby.follower import Arrived, Follower
-from dovetail.runtime.standby.watching import CALL_EVERY_S, LOOK_EVERY_S
 from explore import invariants
 from explore.clock import MS, S, Time
-from explore.processes import Process
 from explore.sabotage import Loud
-from explore.wires import Crash, FaultyHub, StandbyLink
+from explore.wires import Crash, FaultyHub
 
 READ_NS = MS
 """A prompt is read elsewhere for so long."""
@@ -109,39 +103,27 @@ class Surroundings(Protocol):
 
     time: Time
     loud: Loud
-    processes: list[Process]
-    machines: "list[Machine]"
 
-    def died(self, machine: "Machine", *, deposed: bool = False) -> None: ...
+    def died(self) -> None: ...
 
     def note(self, what: object) -> None: ...
 
 
 class Machine:
-    """A machine with a coordinator, which leads or is a standby, or has died; and what has been
-    seen of it."""
+    """A machine with a coordinator, and what has been seen of it."""
 
     role = "coordinator"
 
-    def __init__(self, world: Surroundings, number: int, *, journal: bool) -> None:
-        self._world, self.time, self.words = world, world.time, f"coordinator {number}"
-        self._always_stands_by = number > 1
+    def __init__(self, world: Surroundings, *, journal: bool) -> None:
+        self._world, self.time = world, world.time
         self.hub = FaultyHub(self.time)
         self.hub.closed = True
         self.disk: Disk | None = None
         """The disk under its journal; None: it keeps none."""
         self.coordinator: Coordinator | None = None
-        """The one that leads here, or was the last to; None: none has."""
-        self.follower: Follower | None = None
-        """The standby that is here, or was the last; None: there was none, or it has taken over."""
-        self.link: StandbyLink | None = None
-        """The last link of its standby to the coordinator that this follows."""
-        self.apart: dict[object, int] = {}
-        """Who does not reach this machine until when."""
+        """The one that runs here; None: none has been started."""
         self.bare_since_ns: int | None = self.time.now_ns
         """Since when the coordinator has no target; None: it has one."""
-        self.taken_over_ns: int | None = None
-        """When it took over; None: it was started to lead."""
         self.losses = 0
         """Targets that its coordinators have lost."""
         self._journal = journal
@@ -150,30 +132,6 @@ class Machine:
         """By session: the tokens that it had when it was last looked at."""
         self.begun: list[weakref.ref[RunningRequest]] = []
         """The requests that have run."""
-
-    @property
-    def leads(self) -> bool:
-        return not self.hub.closed and self.follower is None
-
-    @property
-    def follows(self) -> bool:
-        return not self.hub.closed and self.follower is not None
-
-    @property
-    def term(self) -> int:
-        return -1 if self.coordinator is None else self.coordinator.service.term
-
-    def reached_by(self, one: object) -> FaultyHub | None:
-        """Return the hub here, if it is there for one who tries to reach it."""
-        apart = self.time.now_ns < self.apart.get(one, 0)
-        return None if self.hub.closed or apart else self.hub
-
-    def part(self, one: object, *, up: bool, down: bool, for_ns: int) -> None:
-        """Have the way from one, a process or another machine, to this machine be silent: `up` to
-        here, `down` from here. Nobody can connect over it."""
-        self.apart[one] = max(self.apart.get(one, 0), self.time.now_ns + for_ns)
-        if (wire := self.hub.wire_of(one)) is not None:
-            wire.silence(up=up, down=down, heal_ns=for_ns)
 
     # -- what it does ------------------------------------------------------------------------------
 
@@ -185,59 +143,10 @@ class Machine:
         self.disk = Disk(hub, self.disk)
         return Journal(self.disk, now_s=lambda: self.time.now_ns / S)  # type: ignore[arg-type]
 
-    def start(self, other: "Machine | None" = None, *, deposed: bool = False) -> None:
-        """Have a coordinator here; `other`: the machine of the second of a pair, `deposed`: that
-        one leads, as was heard by the one here."""
+    def start(self) -> None:
+        """Start a coordinator over the same disk."""
         journal = self._boot()
-        self.follower = self.taken_over_ns = None
-        if other is None or journal is None:
-            self._lead(journal)
-        elif deposed or self._always_stands_by:
-            self._stand_by(other, journal, leads_on=journal.led and not deposed)
-        elif journal.followed:
-            self._stand_by(other, journal, leads_on=True)
-        else:
-            self._lead(journal)
-
-    def _stand_by(self, other: "Machine", journal: Journal, *, leads_on: bool) -> None:
-        hub = self.hub
-        self.follower = follower = Follower(
-            hub,  # type: ignore[arg-type]
-            journal,
-            other.words,
-            leads_on=leads_on,
-            now_s=self.time.now_ns / S,
-        )
-
-        def link() -> StandbyLink | None:
-            if (there := other.reached_by(self)) is None:
-                return None
-            self.link = StandbyLink(there, self)
-            return self.link
-
-        def look() -> None:
-            arrived = follower.step(self.time.now_ns / S, link)  # type: ignore[arg-type]
-            if arrived is not None:
-                self._take_over(follower, journal, arrived)
-            elif not hub.closed:
-                self.time.later(round(LOOK_EVERY_S * S), lambda: self.within(hub, look), hub)
-
-        self.within(hub, look)
-
-    def _take_over(self, follower: Follower, journal: Journal, arrived: Sequence[Arrived]) -> None:
-        invariants.no_quorum_hears_another(
-            follower.watch.voters, self, self._world.machines, self._world.processes
-        )
-        if self.link is not None:
-            invariants.a_copy_has_all_that_was_confirmed(self.link.confirmed, journal)
-        follower.close()
-        self._world.note(f"{self.words} takes over")
-        self.follower, self.taken_over_ns = None, self.time.now_ns
-        self._lead(journal, arrived)
-        self._call()
-
-    def _lead(self, journal: Journal | None, arrived: Sequence[Arrived] = ()) -> None:
-        hub, self.bare_since_ns, self.link = self.hub, self.time.now_ns, None
+        hub, self.bare_since_ns = self.hub, self.time.now_ns
         self._committed, self.begun, self._targets = {}, [], set()
         self.coordinator = coordinator = open_coordinator(hub, self.time, self.called, journal)
 
@@ -246,8 +155,6 @@ class Machine:
 
         hub.pump = do(coordinator.pump)
         hub.look_around = do(lambda: (coordinator.look_around(), coordinator.pump()))
-        for peer, frames in arrived:
-            do(lambda peer=peer, frames=frames: coordinator.hear(peer, frames))()
 
         def tick() -> None:
             if not hub.closed:
@@ -257,30 +164,8 @@ class Machine:
 
         tick()
 
-    def _call(self) -> None:
-        """Tell the coordinator on the other machine that this one leads, now and then."""
-        hub, coordinator = self.hub, self.coordinator
-        assert coordinator is not None
-        told = Follow(
-            epoch=0, host=self.words, pid=1, term=coordinator.service.term, address=self.words
-        )
-
-        def call() -> None:
-            if hub.closed:
-                return
-            for other in self._world.machines:
-                if other is not self and (there := other.reached_by(self)) is not None:
-                    link = StandbyLink(there, self, calls=True)
-                    link.offer(encode(told))
-                    self.time.later(round(CALL_EVERY_S * S), link.close, self)
-            self.time.later(round(CALL_EVERY_S * S), call, hub)
-
-        self.time.later(round(CALL_EVERY_S * S), call, hub)
-
     def die(self) -> None:
         """End the process of this machine."""
-        if self.link is not None:
-            self.link.wire.died()
         self.hub.close()
 
     # -- what comes of it --------------------------------------------------------------------------
@@ -292,17 +177,12 @@ class Machine:
         try:
             action()
         except Crash:
-            self._world.died(self)
+            self._world.died()
             return
         if hub.found is not None:
             raise hub.found
-        if self.leads:
-            assert self.coordinator is not None
-            if self.coordinator.service.deposed:
-                self._world.note(f"{self.words} steps down")
-                self._world.died(self, deposed=True)
-            else:
-                self.look()
+        if not self.hub.closed:
+            self.look()
 
     def called(self, hub: FaultyHub, action: Callable[[], object]) -> None:
         """Have the loop of this hub's coordinator call something that was planned. What it raises
@@ -336,11 +216,6 @@ class Machine:
             self.bare_since_ns = None
         elif self.bare_since_ns is None:
             self.bare_since_ns = self.time.now_ns
-        for other in self._world.machines:
-            if other.taken_over_ns is not None and other.leads and other.term > self.term:
-                invariants.who_was_taken_over_from_falls_silent(
-                    self, self._world.processes, self.time.now_ns - other.taken_over_ns
-                )
 
     # -- what is asked of it -----------------------------------------------------------------------
 

@@ -2,13 +2,12 @@
 whatever order.
 
 Of each four, three are drawn at random: some requests, some faults, some deviations from first in,
-first out, in a fleet drawn with them; one of each eight has a standby. The fourth is the next of a
-systematic enumeration: in each of `FLEETS`, each of `FAULTS` behind each of the first `POSITIONS`
-events, and behind it no deviation, or one, or two. What is bounded: two deviations at most, each
-within `WITHIN` events behind the fault or the deviation before it, each of which lets one of the
-next `PLACES` things that are due within `clock.WINDOW_NS` come first. All without a deviation are
-played first, then all with one, then those with two; the seed says where in each of these rings it
-begins.
+first out, in a fleet drawn with them. The fourth is the next of a systematic enumeration: in each
+of `FLEETS`, each of `FAULTS` behind each of the first `POSITIONS` events, and behind it no
+deviation, or one, or two. What is bounded: two deviations at most, each within `WITHIN` events
+behind the fault or the deviation before it, each of which lets one of the next `PLACES` things that
+are due within `clock.WINDOW_NS` come first. All without a deviation are played first, then all with
+one, then those with two; the seed says where in each of these rings it begins.
 """
 
 import random
@@ -16,23 +15,19 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from explore.sabotage import HANDLED, SABOTAGED
-from explore.schedules import KEPT, KINDS, OF_PAIRS, Fault, Kind, Schedule, Step, Swerve, Wish
+from explore.schedules import KEPT, KINDS, Fault, Kind, Schedule, Step, Swerve, Wish
 
 # -- at random -------------------------------------------------------------------------------------
 
 LOSSES: tuple[Kind, ...] = ("kill", "stop", "stick", "cut", "silence", "silence up", "silence down")
 """Drawn twice as often."""
-ALONE: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in OF_PAIRS)
-"""Faults where there is no standby."""
-OFTEN = (*ALONE, *LOSSES, "handler", "crash")
+OFTEN = (*KINDS, *LOSSES, "handler", "crash")
 COMING: tuple[Kind, ...] = ("kill", "kill", "join", "drain", "swap", "cut", "stop")
 """Targets come and go."""
 PAUSES = (0, 0, 1, 2, 3, 5, 8, 12, 18, 25, 40)
 """Between two steps: other events."""
 FOR_MS = (1, 40, 300, 1400, 1600, 4000, 9000)
 """Durations of a fault in milliseconds, on both sides of what heartbeats bear."""
-FOR_LONG_MS = (40, 300, 700, 1600, 2400, 4000, 9000)
-"""Durations for which a coordinator is gone, or apart from others, in milliseconds."""
 FORMS: dict[Kind, int] = {"fault": 2 * len(SABOTAGED), "handler": 2 * len(HANDLED), "crash": 64}
 """The number of forms of each fault that does not last."""
 PROMPTS = ((5, 6, 7), (5, 6, 7), (9,), tuple(range(3, 25)), tuple(range(3, 40)))
@@ -44,8 +39,6 @@ def draw(seed: int, number: int) -> Schedule:
     if number % 4 == 3:
         return enumerated(seed, number // 4)
     chance = random.Random(f"{seed} {number}")
-    if number % 8 == 5:
-        return _pair(chance)
     return _crowd(chance) if number % 32 == 0 else _mixed(chance)
 
 
@@ -83,31 +76,6 @@ def _machines(chance: random.Random) -> dict[str, Any]:
         "sessions": pick((64, 64, 64, 1, 2)),
         "kept": pick((KEPT, KEPT, KEPT, 0, 60)),
     }
-
-
-def _pair(chance: random.Random) -> Schedule:
-    """Return a schedule of requests to a coordinator that has a standby, in which they, and the
-    ways between them and others, fail."""
-    pick = chance.choice
-    steps: list[tuple[int, Step]] = [(0, _wish(chance))]
-    for _ in range(pick((1, 2, 2, 3, 4, 6))):
-        kind = chance.random()
-        step: Step = (
-            Fault(pick(OF_PAIRS), chance.randrange(8), pick(FOR_LONG_MS))
-            if kind < 0.45
-            else _fault(chance, pick((*ALONE, *LOSSES, "crash", "crash")))
-            if kind < 0.65
-            else _wish(chance)
-            if kind < 0.9
-            else Swerve(pick((1, 1, 2, 3)))
-        )
-        steps.append((pick((*PAUSES, 60, 90)), step))
-    return Schedule(
-        **_machines(chance),
-        shares=pick((False, True)),
-        standby=True,
-        steps=tuple(steps),
-    )
 
 
 def _wish(chance: random.Random) -> Wish:
@@ -151,7 +119,7 @@ def _crowd(chance: random.Random) -> Schedule:
         step: Step = (
             Fault(pick(COMING), pick((0, 2, 4, 1)), pick((40, 300, 1400)))
             if kind < 0.5
-            else _fault(chance, pick(ALONE))
+            else _fault(chance, pick(KINDS))
             if kind < 0.8
             else long()
         )
@@ -183,7 +151,6 @@ FLEETS = (
         steps=((0, Wish()), (3, Wish(LONG_PROMPT, 9))),
     ),
     Schedule(targets=1, drafts=1, sessions=1, part=3, steps=((0, Wish((9,), 9)), (2, Wish()))),
-    Schedule(targets=2, standby=True, steps=((0, Wish()), (3, Wish(LONG_PROMPT, 9)))),
 )
 POSITIONS, WITHIN, PLACES = 40, 8, 2
 
@@ -202,22 +169,12 @@ def _faults() -> tuple[Fault, ...]:
     found += [Fault("crash", 3, form) for form in range(24)]  # at every record, whole or torn
     found += [Fault("fault", 0, form) for form in range(len(SABOTAGED))]
     found += [Fault("handler", 0, form) for form in range(len(HANDLED))]
-    found += [Fault(kind, 0, ms) for kind in ("lead", "standby") for ms in (300, 4000)]
-    found += [Fault("standby", 1, form) for form in range(24)]
-    found += [Fault("apart", who, 4000) for who in range(4)]
-    found += [Fault("alone", who, ms) for who in range(6) for ms in (1600, 9000)]
-    found += [Fault("far", who, 4000) for who in range(8)]
     return tuple(found)
 
 
 FAULTS = _faults()
 assert {fault.kind for fault in FAULTS} == {*get_args(Kind)}
-CASES = tuple(
-    (fleet, fault)
-    for fleet in FLEETS
-    for fault in FAULTS
-    if fleet.standby or fault.kind not in OF_PAIRS
-)
+CASES = tuple((fleet, fault) for fleet in FLEETS for fault in FAULTS)
 BARE = len(CASES) * POSITIONS
 """Schedules without a deviation; with each there are `ONE` times as many."""
 ONE = WITHIN * PLACES

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dovetail.runtime.fleet.scheduler import Owed
-from explore.clock import MS, S
+from explore.clock import MS
 from explore.coordinators import Machine
 from explore.processes import Process
 from explore.sabotage import sabotage_handler, sabotage_session
@@ -13,9 +13,6 @@ from explore.wires import Fuse
 
 if TYPE_CHECKING:
     from explore.world import World
-
-GONE_NS = 4 * S
-"""Long enough for a standby to take over."""
 
 
 def happen(world: "World", fault: Fault) -> bool:
@@ -31,8 +28,6 @@ def happen(world: "World", fault: Fault) -> bool:
             return _fail_in_a_room(world, fault)
         case "leave":
             world.leave()
-        case "deaf" if not world.reader.there:
-            return False  # a connection takes its first message whoever reads it
         case "deaf":
             world.reader.hub.deaf[world.reader.peer] = world.time.now_ns + for_ns
             world.reader.deaf = True
@@ -40,15 +35,12 @@ def happen(world: "World", fault: Fault) -> bool:
                 told.late |= told.open
         case "sever":
             world.hub.sever()
-        case "lead" | "standby" | "apart" | "alone" | "far":
-            return _part(world, fault, for_ns)
         case "crash" if world.lead.disk is not None and fault.who == 3:
             _light(world.lead, fault.for_ms)
-            world.away_ns = GONE_NS
         case "crash" if fault.who < 2:
             world.hub.fuse = Fuse(fault.for_ms % 100, leaves=bool(fault.who))
         case "crash":
-            world.crash()
+            world.died()
         case "join":
             world.add(("target", "draft")[fault.who % 2])
         case "swap":
@@ -70,45 +62,6 @@ def _light(machine: Machine, form: int) -> None:
     assert machine.disk is not None
     machine.disk.fuse, torn = divmod(form, 4)
     machine.disk.torn = (0, 5, 30, -1)[torn]
-
-
-def _part(world: "World", fault: Fault, for_ns: int) -> bool:
-    """Have something happen to a pair of coordinators, or to what is between them and others."""
-    lead, standby = world.lead, world.other(world.lead)
-    if standby is None or not lead.leads:
-        return False
-    who, forms = fault.who, fault.for_ms
-    up, down = ((True, True), (True, False), (False, True))[who % 3]
-    silent = {"up": up, "down": down, "for_ns": for_ns}
-    match fault.kind:
-        case "lead":
-            world.crash(for_ns)
-        case "standby" if not standby.follows:
-            return False
-        case "standby" if who % 2:
-            _light(standby, forms % 64)
-        case "standby":
-            world.away_ns = for_ns
-            world.died(standby)
-        case "apart" if who % 4 == 3:
-            if standby.link is not None and (wire := standby.link.wire).up.open:
-                for way in (wire.up, wire.down):
-                    way.delay_ns, way.jitter_ns = forms * MS // 20, forms * MS // 20
-        case "apart":
-            lead.part(standby, **silent)
-            standby.part(lead, **silent)
-        case "alone":
-            one, other = (lead, standby) if who < 3 else (standby, lead)
-            one.part(other, **silent)
-            other.part(one, up=down, down=up, for_ns=for_ns)
-            for process in world.processes:
-                one.part(process, **silent)
-            one.part(world.reader, **silent)
-            if world.reader.hub is one.hub:
-                world.reader.lose(one.hub, noticed=False)
-        case _:
-            (lead, standby)[who // 4 % 2].part(_process(world, fault), **silent)
-    return True
 
 
 def _process(world: "World", fault: Fault) -> Process:

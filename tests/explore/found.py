@@ -171,34 +171,6 @@ FOUND = {
             (5, Fault("drain", who=3)),
         )
     ),
-    "the coordinator fails at what its standby says": Schedule(
-        drafts=0, standby=True, steps=((0, Fault("handler", for_ms=ADMITTED)),)
-    ),
-    "a standby that has taken over dies, and the coordinator that was is back first": Schedule(
-        drafts=0,
-        standby=True,
-        steps=((0, Fault("lead", for_ms=4000)), (40, Fault("lead", for_ms=9000))),
-    ),
-    "a client cancels a reply of which it has more than its new coordinator": Schedule(
-        reads=True,
-        standby=True,
-        steps=(
-            (0, Wish(tokens=2)),
-            (10, Fault("lead", for_ms=4000)),
-            (32, Fault("cancel", for_ms=0)),
-        ),
-    ),
-    "a standby that knew of a request, and of none of its tokens, takes over": Schedule(
-        drafts=0,
-        sessions=1,
-        standby=True,
-        steps=(
-            (0, Wish(tokens=1)),
-            (0, Wish(tokens=2)),
-            (6, Fault("alone", who=3, for_ms=2400)),
-            (10, Fault("lead", for_ms=9000)),
-        ),
-    ),
     "the coordinator fails at an answer to whether a worker is there": Schedule(
         drafts=0, steps=((0, Fault("handler", for_ms=ANSWERED)), (13, Wish(tokens=1)))
     ),
@@ -222,16 +194,6 @@ FOUND = {
             (18, Wish(tokens=2)),
             (0, Wish(tokens=22)),
             (2, Fault("drop")),
-        ),
-    ),
-    "a target comes in the moment in which a reply has waited for one long enough": Schedule(
-        drafts=0,
-        standby=True,
-        steps=(
-            (0, Wish(tokens=1)),
-            (0, Fault("alone", who=3, for_ms=4000)),
-            (0, Fault("stick", for_ms=0)),
-            (34, Fault("lead", for_ms=1)),
         ),
     ),
     "the coordinator fails at cancelling a request that is being read": Schedule(
@@ -269,16 +231,6 @@ FOUND = {
             (0, Fault("handler", for_ms=len(HANDLED) + TOLD)),
             (0, Fault("handler", for_ms=OPENED)),
             (0, Fault("deaf", for_ms=40)),
-        ),
-    ),
-    "a client leaves a standby that takes over later, and comes back to it": Schedule(
-        drafts=0,
-        standby=True,
-        steps=(
-            (0, Wish(prompt=(5, 6, 7), tokens=1)),
-            (0, Fault("apart", for_ms=4000)),
-            (0, Fault("lead", for_ms=0)),
-            (11, Fault("alone", who=3, for_ms=0)),
         ),
     ),
     "the coordinator fails at a draft's answer, and at telling the client so while text waits": (

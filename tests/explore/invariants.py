@@ -4,7 +4,7 @@ Knows no faults and no scheduler: what it looks at is handed in.
 """
 
 import gc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,20 +13,14 @@ from dovetail.runtime.engine.coordinator import Coordinator
 from dovetail.runtime.engine.running import MOST_LOSSES, RunningRequest
 from dovetail.runtime.engine.shared import WaitingRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.session.session import Session
-from explore.clock import S, Time
+from explore.clock import Time
 from explore.processes import Process
 from explore.told import Told
 from explore.wires import FaultyHub
-from support.lives import every
 
 if TYPE_CHECKING:
     from explore.coordinators import Machine
-
-SILENT_NS = 4 * S
-"""Within so long a coordinator that was taken over from has found out that it may command nobody:
-its workers' heartbeats, its standby's, and its own clock."""
 
 
 class Broken(AssertionError):
@@ -133,64 +127,6 @@ def an_error_has_a_reason(
             )
 
 
-def a_worker_obeys_no_lower_term(process: Process, term: int) -> None:
-    """A worker that a coordinator has welcomed heeds neither welcome nor command of one in a lower
-    term."""
-    if term < process.obeyed:
-        _broken(
-            a_worker_obeys_no_lower_term,
-            f"{process.about['name']} obeys term {term} behind term {process.obeyed}",
-        )
-
-
-def no_quorum_hears_another(
-    voters: Collection[str],
-    taker: "Machine",
-    machines: Sequence["Machine"],
-    processes: Sequence[Process],
-) -> None:
-    """While a standby takes over, no more than half of the workers that decide serve another
-    coordinator."""
-    theirs = [one.hub for one in machines if one is not taker and one.leads]
-    heard = sum(
-        process.registered and process.wire is not None and process.wire.hub in theirs
-        for process in processes
-        if process.voter in voters
-    )
-    if voters and 2 * heard >= len(voters):
-        _broken(
-            no_quorum_hears_another,
-            f"{taker.words} takes over, and {heard} of {len(voters)} voters serve another one",
-        )
-
-
-def who_was_taken_over_from_falls_silent(
-    machine: "Machine", processes: Sequence[Process], since_ns: int
-) -> None:
-    """Some time behind a take-over a coordinator that had the standby commands nobody, unless half
-    of the workers that decide have come to it; one that was started again behind the take-over
-    knows of none, until it hears of it."""
-    coordinator = machine.coordinator
-    assert coordinator is not None
-    tenure = coordinator._admission._lead._tenure
-    here = {one.voter for one in processes if one.wire is not None and one.wire.hub is machine.hub}
-    few = any(2 * len(voters & here) < len(voters) for voters in tenure._lists.values())
-    if since_ns > SILENT_NS and few and (workers := coordinator.registry.workers):
-        _broken(
-            who_was_taken_over_from_falls_silent,
-            f"{since_ns / S:g} s behind the take-over it commands {len(workers)} workers",
-        )
-
-
-def a_copy_has_all_that_was_confirmed(confirmed: Mapping[str, int], journal: Journal) -> None:
-    """The journal that a standby takes over with has all that it has confirmed. `confirmed`: the
-    tokens by ticket."""
-    has = {ticket: len(entry.tokens) for ticket, entry in every(journal._entries).items()}
-    lacks = {ticket: one for ticket, one in confirmed.items() if has.get(ticket, -1) < one}
-    if lacks:
-        _broken(a_copy_has_all_that_was_confirmed, f"confirmed were {lacks}, and there is {has}")
-
-
 def no_fault_is_told(said: Sequence[str]) -> None:
     """The coordinator's log has no error but those that were planted."""
     if said:
@@ -199,7 +135,6 @@ def no_fault_is_told(said: Sequence[str]) -> None:
 
 def nothing_leaks(
     lead: "Machine",
-    machines: Sequence["Machine"],
     processes: Sequence[Process],
     *,
     in_memory: bool = True,
@@ -209,17 +144,16 @@ def nothing_leaks(
     `in_memory`: objects that were made for requests are there, and somebody may refer to them."""
     coordinator = lead.coordinator
     assert coordinator is not None
-    if found := [*held(lead, machines, processes), *_kept_otherwise(coordinator, processes)]:
+    if found := [*held(lead, processes), *_kept_otherwise(coordinator, processes)]:
         _broken(nothing_leaks, f"something is left of requests that have ended: {found}")
-    if in_memory and (objects := _left_in_memory(coordinator, machines)):
+    if in_memory and (objects := _left_in_memory(coordinator, lead)):
         _broken(nothing_leaks, f"something is left in memory of what has gone: {objects}")
 
 
-def held(lead: "Machine", machines: Sequence["Machine"], processes: Sequence[Process]) -> list[str]:
+def held(lead: "Machine", processes: Sequence[Process]) -> list[str]:
     """Return in words what coordinators and workers hold of requests."""
     coordinator = lead.coordinator
     assert coordinator is not None
-    standbys = [one.follower for one in machines if one.follower is not None]
     workers, clients = coordinator.registry.workers.values(), coordinator.registry.clients.values()
     shared = coordinator._shared
     counts: dict[str, int] = {
@@ -242,16 +176,7 @@ def held(lead: "Machine", machines: Sequence["Machine"], processes: Sequence[Pro
         "notes": len(shared.notes),
         "changes of workers": coordinator._changes.under_way + coordinator._rebalancing.under_way,
         "timers": lead.hub.timers,
-        "who wait at the standby": sum(len(one._waiting) for one in standbys),
-        "connections beside those of the workers and the standby": sum(
-            len(one.hub._wires) for one in machines
-        )
-        - len(processes)
-        - len(standbys),
-        "records that the standby lacks": sum(
-            every(one._journal._entries) != every(coordinator._journal._entries)  # type: ignore[union-attr]
-            for one in standbys
-        ),
+        "connections of nobody": len(lead.hub._wires) - len(processes),
         "sessions that workers hold": sum(
             len(process.worker.logs) + len(process.worker.begun)
             for process in processes
@@ -285,11 +210,11 @@ STRANGERS = Time, FaultyHub, Process, ModuleType, type
 """Types that are not the coordinator's own."""
 
 
-def _left_in_memory(coordinator: Coordinator, machines: Sequence["Machine"]) -> list[str]:
+def _left_in_memory(coordinator: Coordinator, lead: "Machine") -> list[str]:
     """Return what the coordinator still refers to of requests, and of peers that have gone."""
     here = {id(worker) for worker in coordinator.registry.workers.values()}
     here |= {id(client) for client in coordinator.registry.clients.values()}
-    seen = {id(coordinator), *map(id, machines)}
+    seen = {id(coordinator), id(lead)}
     left, found = list[object]([coordinator]), list[str]()
     while left:
         for one in _referents(left.pop()):

@@ -12,20 +12,14 @@ from dovetail.runtime.engine.client_requests import ClientRequests
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.fleet.outbox import Outbox
 from dovetail.runtime.fleet.scheduler import Owed, Turns
-from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.opening import OpeningSession
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
-from dovetail.runtime.standby.succession import Tenure, Watch
-from dovetail.workers.serving.registration import Standing
-from support.lives import every
 
 MOST = 6000
 """Each planted bug is found within so many schedules."""
-ALL, PAIRS = range(MOST), range(5, MOST, 8)
-"""The numbers of schedules, and of those at random that have a standby."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +30,6 @@ class Mutant:
     owner: type
     name: str
     wrong: Callable[[Any], Any] = field(repr=False)
-    numbers: range = ALL
-    """The numbers of the schedules that find it."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -138,36 +130,6 @@ def _one_more_session(right: Any) -> Any:
     return forget_draft
 
 
-def _term_forgotten(right: Any) -> Any:
-    def welcomed(self: Standing, welcome: Any) -> None:
-        right(self, welcome)
-        self.term = 0
-
-    return welcomed
-
-
-def _one_voter_is_enough(right: Any) -> Any:
-    def due(self: Watch, waiting: Any, now_s: float) -> bool:
-        voters, self.voters = self.voters, frozenset(self.voters & {*waiting})
-        found = bool(self.voters) and right(self, waiting, now_s)
-        self.voters = voters
-        return bool(found)
-
-    return due
-
-
-def _never(_right: Any) -> Any:
-    return lambda *_: False
-
-
-def _confirmed_unread(right: Any) -> Any:
-    def copy(self: Journal, records: bytes) -> None:
-        if len(every(self._entries)) < 2:
-            right(self, records)
-
-    return copy
-
-
 MUTANTS = (
     Mutant("an answer of another round counts as the one owed", Turns, "answered", _any_round),
     Mutant("orders to a draft stay when their session is over", Turns, "forget", _order_stays),
@@ -188,14 +150,4 @@ MUTANTS = (
     ),
     Mutant("the token of a lost round is committed twice", Session, "opened", _twice),
     Mutant("sessions of a client that has left go on", Peers, "client_lost", _nothing),
-    Mutant("a worker forgets the term", Standing, "welcomed", _term_forgotten, PAIRS),
-    Mutant(
-        "a standby takes over while a quorum hears its lead",
-        Watch,
-        "due",
-        _one_voter_is_enough,
-        PAIRS,
-    ),
-    Mutant("a coordinator without standby and workers goes on", Tenure, "lapsed", _never, PAIRS),
-    Mutant("a standby confirms what it does not copy", Journal, "copy", _confirmed_unread, PAIRS),
 )

@@ -11,7 +11,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 from dovetail.protocol.codec import COMMAND, encode
-from dovetail.protocol.errors import LinkClosed
 from dovetail.protocol.messages import (
     Command,
     Draft,
@@ -65,9 +64,8 @@ class Process:
     load_ns: int = LOAD_NS
     restart_ns: int = 2 * S
     """Whoever looks after it starts it again so long after it has ended."""
-    hub: Callable[["Process"], FaultyHub | None] = lambda _: None
-    """Returns the hub at the address that is tried next, if somebody listens there."""
-    obeys: Callable[["Process", int], None] = lambda _, __: None
+    hub: Callable[[], FaultyHub | None] = lambda: None
+    """Returns the hub of the coordinator, if it listens."""
     """Hears of each welcome and command that it heeds, with the epoch of who sent it."""
 
     wire: Wire | None = None
@@ -90,8 +88,6 @@ class Process:
     """Until then nobody who calls from there is heard."""
 
     standing: Standing = field(default_factory=lambda: Standing("", standby=False, load_s=0.0))
-    obeyed: int = 0
-    """The highest term of who has been obeyed in this life."""
     _life: int = 0
     _epochs: int = 0
     _inbox: deque[Command] = field(default_factory=deque)
@@ -102,11 +98,6 @@ class Process:
     @property
     def words(self) -> str:
         return f"a {self.role}'s work"
-
-    @property
-    def voter(self) -> str:
-        """Return how it is called where it is decided who leads."""
-        return f"{self.about['host']}/{self._life}/{self.about['name']}"
 
     @property
     def registered(self) -> bool:
@@ -126,7 +117,7 @@ class Process:
         if self._life:  # whoever starts it again wants it to serve
             self.about["standby"] = False
         self._life += 1
-        self.standing, self.obeyed = Standing("", standby=False, load_s=0.0), 0
+        self.standing = Standing("", standby=False, load_s=0.0)
         self._in_life(self.load_ns, self._connect)
 
     def kill(self) -> None:
@@ -201,7 +192,7 @@ class Process:
     # -- connecting --------------------------------------------------------------------------------
 
     def _connect(self, pause_ns: int = FIRST_PAUSE_NS) -> None:
-        hub = self.hub(self)
+        hub = self.hub()
         if hub is None or self.time.now_ns < self.silent_until_ns:
             self._in_life(pause_ns, lambda: self._connect(min(LONGEST_PAUSE_NS, 2 * pause_ns)))
             return
@@ -209,7 +200,7 @@ class Process:
         self.worker, self.wire = self.make(self._epochs), hub.connect(self)
         self._set_delay(self.wire)
         introduction = introduce(self.role, **self.about).model_copy(
-            update={"epoch": self.worker.epoch, "pid": self._life, "term": self.standing.term}
+            update={"epoch": self.worker.epoch, "pid": self._life}
         )
         self.worker.limits = introduction.limits
         self._send(introduction)
@@ -275,13 +266,8 @@ class Process:
     def _welcomed(self, welcome: Welcome) -> None:
         assert self.worker is not None
         assert self.wire is not None
-        try:
-            self.standing.welcomed(welcome)
-        except LinkClosed:
-            self.wire.process_closes()
-        else:
-            self.obeys(self, welcome.epoch)
-            self.worker.handle(welcome)
+        self.standing.welcomed(welcome)
+        self.worker.handle(welcome)
 
     def _begin(self, command: Command) -> None:
         assert self.worker is not None
@@ -290,7 +276,6 @@ class Process:
         ):
             self.drops -= 1
             return
-        self.obeys(self, command.epoch)
         worker, cost_ns = self.worker, self.costs.of(command)
         refused = self.refuses and isinstance(command, Open | Feed | Draft | Drafts)
         events = self._refusal(command) if refused else worker.handle(command)

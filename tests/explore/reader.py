@@ -22,13 +22,11 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import Sampling, TreeSettings
 from explore import invariants
-from explore.clock import MS, Time
+from explore.clock import Time
 from explore.schedules import Reply, Wish
 from explore.told import Told
-from explore.wires import HEARTBEAT_NS, HOP_NS, NOTICE_NS, FaultyHub
+from explore.wires import FaultyHub
 
-SEEK_NS = 100 * MS
-"""Between two attempts to find who leads."""
 CHANGES = 1_000_000
 """The numbers of requests for a change of workers begin here."""
 
@@ -42,8 +40,6 @@ class Surroundings(Protocol):
 
     @property
     def hub(self) -> FaultyHub: ...
-
-    def reach(self, one: object) -> FaultyHub | None: ...
 
     def committed(self, client: bytes, request: int) -> int | None: ...
 
@@ -64,16 +60,10 @@ class Reader:
         expect: Callable[[Wish], Reply] | None,
         *,
         tickets: bool = False,
-        seeks: bool = False,
     ) -> None:
         """`expect`: what a reply is to be; None: who asks is about to find out. `tickets`: it comes
-        back for its replies when its coordinator was lost. `seeks`: it does not know where the
-        coordinator is, and is told when it has lost it."""
-        self._tickets, self._seeks = tickets, seeks
-        self.there = not seeks
-        """True if a coordinator has welcomed it."""
-        self._term = 0
-        """The highest that it was welcomed in."""
+        back for its replies when its coordinator was lost."""
+        self._tickets = tickets
         self.told: dict[int, Told] = {}
         self.refused = False
         """True if the coordinator failed at its Hello."""
@@ -84,10 +74,7 @@ class Reader:
         self._hello = Hello(
             epoch=self._epoch, roles=("client",), name="client", host="here", pid=number
         )
-        if seeks:
-            self._seek()
-        else:
-            self._join(self.hub)
+        self._join(self.hub)
 
     def _join(self, hub: FaultyHub) -> None:
         self.hub = hub
@@ -97,57 +84,14 @@ class Reader:
     def come_back(self) -> None:
         """Go on with another coordinator, which is asked for what has not ended and is still
         wanted."""
-        self._join(self._world.hub)
-        self._ask_again()
-
-    def _ask_again(self) -> None:
-        hub = self.hub
+        hub = self._world.hub
+        self._join(hub)
         for request, told in self.told.items():
             if told.cancelled:
                 told.void = True
-            elif told.open and self.there and hub is self.hub and not hub.closed:
+            elif told.open and hub is self.hub and not hub.closed:
                 told.again = told.again or told.asked
                 self._ask(request, told, again=told.again)
-
-    # -- who leads ---------------------------------------------------------------------------------
-
-    def lose(self, hub: FaultyHub, *, noticed: bool = True) -> None:
-        """The connection to this hub is gone, which is noticed soon, or only by the silence."""
-        after_ns = NOTICE_NS if noticed else HEARTBEAT_NS
-
-        def lost() -> None:
-            if self._seeks and self.hub is hub:
-                self.there = False
-                hub.leave(self.peer)
-                self.hub = FaultyHub(self._world.time)
-                self._world.time.later(SEEK_NS, self._seek, self)
-
-        self._world.time.later(after_ns, lost, self)
-
-    def _seek(self) -> None:
-        """Try the next address."""
-        if not self._seeks:
-            return
-        hub = self._world.reach(self)
-        if hub is None:
-            self._world.time.later(SEEK_NS, self._seek, self)
-        else:
-            self._join(hub)
-
-    def _welcomed(self, welcome: Welcome) -> None:
-        if not self._seeks or self.there:
-            return
-        if welcome.term < self._term:
-            self.lose(self.hub)
-            return
-        hub, self._term = self.hub, welcome.term
-
-        def welcomed() -> None:
-            if self.hub is hub and not self.there:  # it may have been welcomed twice
-                self.there = True
-                self._ask_again()
-
-        self._world.time.later(HOP_NS, welcomed, self)
 
     # -- what it asks ------------------------------------------------------------------------------
 
@@ -156,8 +100,7 @@ class Reader:
         expected = None if self._expect is None else self._expect(wish)
         self.told[request] = told = Told(wish, expected, losses=self._world.losses)
         told.late = self.deaf
-        if self.there:
-            self._ask(request, told)
+        self._ask(request, told)
         return told
 
     def _ask(self, request: int, told: Told, *, again: bool = False) -> None:
@@ -217,7 +160,6 @@ class Reader:
         """From now on nobody listens."""
         for told in self.told.values():
             told.void = True
-        self._seeks = False
         self.hub.leave(self.peer)
 
     def _say(self, message: Message) -> None:
@@ -253,12 +195,8 @@ class Reader:
                 self._hear_failed(reply)
             case _:
                 assert isinstance(reply, Welcome), reply
-                self._welcomed(reply)
 
     def _hear_failed(self, reply: Failed) -> None:
-        if reply.session is None and self._seeks:
-            self.lose(self.hub)
-            return
         if reply.session is None:
             assert self._world.sabotages, reply.text
             self.refused = True

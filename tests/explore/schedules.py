@@ -32,21 +32,13 @@ Kind = Literal[
     "leave",
     "deaf",
     "crash",
-    "lead",
-    "standby",
-    "apart",
-    "alone",
-    "far",
 ]
 """Faults: of a process (kill, stop, stick, forget), of its connection (cut, silence, slow; sever:
 of all at once), of what is said over it (twice, asked twice, late, babble), of its answers (refuse,
 drop), of the coordinator's code (`fault`: about one session; `handler`: in one of its rooms), of
 the coordinator itself (crash), of a client (cancel, leave, deaf); and workers that come and go
-(join, swap, drain). Where there is a standby: the machine of the lead or of the standby is gone
-(lead, standby); the two do not hear each other (apart); one of them hears nobody (alone), or is not
-reached by one worker (far)."""
+(join, swap, drain)."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
-OF_PAIRS: tuple[Kind, ...] = ("lead", "standby", "apart", "alone", "far")
 KEPT = 1 << 16
 """Tokens of ended sessions that a worker keeps, if nothing else is said: all of them."""
 
@@ -111,8 +103,6 @@ class Schedule:
     """True if sessions begin with rows of others that stay."""
     journal: bool = False
     """True if requests outlive their coordinator: another one goes on with them."""
-    standby: bool = False
-    """True if there is a second coordinator, which copies the journal of the first."""
     steps: tuple[tuple[int, Step], ...] = ()
 
 

@@ -9,26 +9,16 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from dovetail.protocol.codec import INBOUND, REPLY
-from dovetail.protocol.errors import LinkClosed, PeerBusy, PeerGone
-from dovetail.protocol.keys import STANDBY, PeerKey
-from dovetail.protocol.messages import Confirmed, Copied
-from dovetail.runtime.journal.entries import Entries
-from dovetail.runtime.journal.segments import unpacked
+from dovetail.protocol.errors import PeerBusy, PeerGone
 from explore.clock import MS, Time
-from support.lives import every
-
-if TYPE_CHECKING:
-    from explore.coordinators import Machine
 
 HEARTBEAT_NS = 1500 * MS
 """After so long without a sign of life an end of a connection takes the other for gone."""
 NOTICE_NS = 1 * MS
 """Until the hub learns that a process died whose machine is there."""
 HOP_NS = 50_000
-OWN_KEY = PeerKey("coordinator", (STANDBY,), "k")
 
 
 class End(Protocol):
@@ -191,13 +181,6 @@ class FaultyHub:
         self._wires[peer] = wire = Wire(self._time, self, peer, process)
         return wire
 
-    def wire_of(self, one: object) -> Wire | None:
-        """Return the connection of a process, or of another machine's standby."""
-        for wire in self._wires.values():
-            if wire.process is one or getattr(wire.process, "machine", None) is one:
-                return wire
-        return None
-
     def join(self, peer: bytes, hear: Callable[[list[bytes]], object]) -> None:
         """A client, who hears at once: this is a new connection."""
         self.deaf.pop(peer, None)
@@ -272,9 +255,8 @@ class FaultyHub:
         gone, self._gone = self._gone, 0
         return gone
 
-    def user(self, peer: bytes) -> PeerKey | None:
-        wire = self._wires.get(peer)
-        return OWN_KEY if wire is not None and wire.process.role == STANDBY else None
+    def user(self, _peer: bytes) -> None:
+        return None
 
     def refused(self) -> int:
         return 0
@@ -292,48 +274,3 @@ class FaultyHub:
             wire.up.open = False
             if not wire.down.silent:
                 wire.process_closes()
-
-
-class StandbyLink:
-    """The `Link` of a machine's standby to a coordinator, and what it has confirmed there."""
-
-    role = STANDBY
-
-    def __init__(self, hub: FaultyHub, machine: "Machine", *, calls: bool = False) -> None:
-        """`calls`: it is closed as soon as there is an answer."""
-        self.machine, self._calls = machine, calls
-        self.confirmed: dict[str, int] = {} if machine.link is None else machine.link.confirmed
-        """By ticket: the tokens that are in the copy by what the standby said last."""
-        self.wire = hub.connect(self)
-        self._inbox: deque[list[bytes]] = deque()
-        self._gone, self._copied = False, Entries()
-
-    def take(self, frames: list[bytes]) -> None:
-        self._inbox.append(frames)
-        if self._calls:
-            self.close()
-
-    def disconnected(self, wire: Wire) -> None:
-        self._gone = True
-
-    def offer(self, frames: Sequence[bytes]) -> None:
-        if self._gone:
-            raise LinkClosed("the coordinator has gone")
-        if isinstance(INBOUND.decode([*frames]), Confirmed):
-            self.confirmed = {one.ticket: len(one.tokens) for one in every(self._copied).values()}
-        self.wire.up.send(frames)
-
-    def receive(self, _timeout_s: float) -> list[bytes] | None:
-        if self._inbox:
-            frames = self._inbox.popleft()
-            message = REPLY.decode(frames)
-            if isinstance(message, Copied) and message.records is not None:
-                for record in unpacked(message.records.data):
-                    self._copied.apply(record)
-            return frames
-        if self._gone:
-            raise LinkClosed("the coordinator has gone")
-        return None
-
-    def close(self) -> None:
-        self.wire.process_closes()

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from dovetail.protocol.messages import Failed
 from dovetail.runtime.engine.coordinator import Coordinator
-from dovetail.runtime.standby.succession import Watch, voter_of
 from explore import invariants
 from explore.clock import S, Time
 from explore.coordinators import RECOVERY_S, STUCK_S, TICK_NS, Machine
@@ -58,27 +57,14 @@ class World:
         self.sabotages = 0
         """Faults of the coordinator's rooms that have happened."""
         self.past, self.processes = list[Reader](), list[Process]()
-        self.away_ns = AWAY_NS
-        """The next coordinator that dies is started again so long after that."""
-        self._tried: dict[object, int] = {}
-        journal = schedule.journal or schedule.standby
-        self.machines = [
-            Machine(self, number, journal=journal) for number in range(1, 2 + schedule.standby)
-        ]
-        for machine in self.machines:
-            machine.start(self.other(machine))
+        self.lead = Machine(self, journal=schedule.journal)
+        self.lead.start()
         self.reader = self._new_reader()
         for role, count in (("target", schedule.targets), ("draft", schedule.drafts)):
             for _ in range(count):
                 self.add(role)
 
     # -- who is there ------------------------------------------------------------------------------
-
-    @property
-    def lead(self) -> Machine:
-        """The machine whose coordinator leads; if none does, the last that did."""
-        leading = [one for one in self.machines if one.leads]
-        return max(leading or self.machines, key=lambda one: one.term)
 
     @property
     def hub(self) -> FaultyHub:
@@ -90,68 +76,26 @@ class World:
         assert coordinator is not None
         return coordinator
 
-    def other(self, machine: Machine) -> Machine | None:
-        """Return the other machine of a pair."""
-        return next((one for one in self.machines if one is not machine), None)
-
-    def reach(self, one: object) -> FaultyHub | None:
-        """Return the hub at the next address that somebody knows; None: nobody answers there."""
-        self._tried[one] = tried = self._tried.get(one, -1) + 1
-        return self.machines[tried % len(self.machines)].reached_by(one)
-
-    def obeyed(self, process: Process, epoch: int) -> None:
-        """A worker heeds the coordinator of this epoch."""
-        for machine in self.machines:
-            if machine.coordinator is not None and machine.coordinator.epoch == epoch:
-                invariants.a_worker_obeys_no_lower_term(process, machine.term)
-                process.obeyed = machine.term
-
-    def died(self, machine: Machine, *, deposed: bool = False) -> None:
-        """The process of a coordinator has died: it is started again, in its place at once if it is
-        the only one, over the same journal if there is one; then its client comes back."""
-        if len(self.machines) > 1:
-            self._bring_back(machine, AWAY_NS if deposed else self.away_ns, deposed=deposed)
-            self.away_ns = AWAY_NS
-            return
+    def died(self) -> None:
+        """The process of the coordinator has died: it is started again in its place at once, over
+        the same journal if there is one; then its client comes back."""
         coming = self.reader if self._schedule.journal else None
         if coming is not None and any(told.open for told in self.reader.told.values()):
             self.seen["taken over", "requests"] += 1
         if coming is None:
             self.reader.leave()
             self.past.append(self.reader)
-        bare_since_ns = machine.bare_since_ns or self.time.now_ns
-        machine.die()
-        machine.start()
-        machine.bare_since_ns = bare_since_ns
+        bare_since_ns = self.lead.bare_since_ns or self.time.now_ns
+        self.lead.die()
+        self.lead.start()
+        self.lead.bare_since_ns = bare_since_ns
         self.reader = coming or self._new_reader()
         if coming is not None:
             coming.come_back()
 
-    def _bring_back(self, machine: Machine, after_ns: int, *, deposed: bool) -> None:
-        """Have the process of one of two coordinators end, and another one start after so long."""
-        if machine.follower is None and any(told.open for told in self.reader.told.values()):
-            self.seen["taken over", "requests"] += 1
-        machine.die()
-        self.reader.lose(machine.hub)
-        self.over_ns = max(self.over_ns, self.time.now_ns + after_ns)
-        hub = machine.hub
-
-        def start() -> None:
-            if machine.hub is hub:
-                machine.start(self.other(machine), deposed=deposed)
-
-        self.time.later(after_ns, start, machine)
-
-    def crash(self, away_ns: int = 0) -> None:
-        """The process of the coordinator that leads dies."""
-        self.away_ns = away_ns
-        self.died(self.lead)
-
     def _new_reader(self) -> Reader:
         self._clients += 1
-        pair = self._schedule.standby
-        tickets = self._schedule.journal or pair
-        reader = Reader(self, self._clients, self._expect, tickets=tickets, seeks=pair)
+        reader = Reader(self, self._clients, self._expect, tickets=self._schedule.journal)
         return self._new_reader() if reader.refused else reader
 
     def leave(self) -> None:
@@ -167,11 +111,7 @@ class World:
     @property
     def losses(self) -> int:
         """Return how many targets were lost so far."""
-        return sum(machine.losses for machine in self.machines)
-
-    def _asked(self) -> Machine | None:
-        """Return the machine whose coordinator the client asks; None: it looks for one."""
-        return next((one for one in self.machines if one.hub is self.reader.hub), None)
+        return self.lead.losses
 
     def add(self, role: str, *, standby: bool = False, load_ns: int = LOAD_NS) -> Process:
         """A worker joins."""
@@ -208,8 +148,7 @@ class World:
             about=about,
             stuck_ns=round(STUCK_S * S),
             load_ns=load_ns,
-            hub=self.reach,
-            obeys=self.obeyed,
+            hub=lambda: None if self.hub.closed else self.hub,
         )
         self.processes.append(process)
         process.start()
@@ -277,23 +216,22 @@ class World:
     def _end(self) -> None:
         """Let the last request's traces go, and see that nothing is left."""
         end_ns = self.time.now_ns + READY_NS
-        while invariants.held(self.lead, self.machines, self.processes):
+        while invariants.held(self.lead, self.processes):
             if self.time.now_ns >= end_ns:
                 break
             self.time.step()
-        left = any(made() is not None for machine in self.machines for made in machine.begun)
-        invariants.nothing_leaks(self.lead, self.machines, self.processes, in_memory=left)
+        left = any(made() is not None for made in self.lead.begun)
+        invariants.nothing_leaks(self.lead, self.processes, in_memory=left)
         invariants.no_fault_is_told(self.loud.said)
         for reader in (*self.past, self.reader):
             invariants.every_request_ends(reader.told)
 
     def _call_off(self) -> None:
         """Call off what was planned for the next command, or message, and never came to it."""
-        for machine in self.machines:
-            machine.hub.fuse = None
-            machine.hub.deaf.clear()
-            if machine.disk is not None:
-                machine.disk.fuse = None
+        self.hub.fuse = None
+        self.hub.deaf.clear()
+        if self.lead.disk is not None:
+            self.lead.disk.fuse = None
         for process in self.processes:
             process.sticks = process.sticks and process.busy
             process.refuses, process.again, process.asked_again, process.drops = False, 0, 0, 0
@@ -304,8 +242,6 @@ class World:
     def ready(self) -> bool:
         """Return whether everybody is there, no change of workers tries what it brings, and nothing
         is said to fail but what will show."""
-        if not self.lead.leads or not self.reader.there or not self._followed():
-            return False
         if self.coordinator._changes.under_way or not all(
             process.registered and not process.sticks for process in self.processes
         ):
@@ -313,18 +249,6 @@ class World:
         if len(self.coordinator.registry.workers) != len(self.processes):
             return False
         return {*self.coordinator.report().reasons} <= self._failing()
-
-    def _followed(self) -> bool:
-        """Return whether the standby, if there is to be one, goes by the workers that are here."""
-        other, workers = self.other(self.lead), self.coordinator.registry.workers.values()
-        if other is None:
-            return True
-        voters = {voter_of(worker.hello) for worker in workers}
-        return (
-            other.follower is not None
-            and other.follows
-            and other.follower.watch == Watch(frozenset(voters))
-        )
 
     def _owed(self) -> bool:
         """Return whether an answer is still waited for, such as one to a command that was dropped:
@@ -342,7 +266,7 @@ class World:
 
     def committed(self, client: bytes, request: int) -> int | None:
         """Return how many tokens of a request are committed; None: it is over."""
-        return None if (asked := self._asked()) is None else asked.committed(client, request)
+        return self.lead.committed(client, request)
 
     def note(self, what: object) -> None:
         """Remember what happened."""
@@ -352,17 +276,15 @@ class World:
 
     def check_failed(self, told: Told, reply: Failed) -> None:
         """See that a request may fail so."""
-        asked = self._asked()
-        assert asked is not None
-        asked.look()
-        since_ns = asked.bare_since_ns
+        self.lead.look()
+        since_ns = self.lead.bare_since_ns
         bare_ns = None if since_ns is None else self.time.now_ns - since_ns
         invariants.an_error_has_a_reason(
             told,
             reply,
             bare_s=None if bare_ns is None else bare_ns / S,
             patience_s=RECOVERY_S - TICK_NS / S,
-            has_place=asked.has_place(),
+            has_place=self.lead.has_place(),
             losses=self.losses - told.losses,
         )
 

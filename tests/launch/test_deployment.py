@@ -207,36 +207,6 @@ def check_units(units: dict[str, str], folder: Path) -> None:
         assert (verified.returncode, verified.stderr) == (0, "")
 
 
-def test_the_unit_of_a_standby_is_that_of_a_coordinator_alone(
-    keys: Path, tmp_path: Path, invoke: Run
-) -> None:
-    there = {"coordinator__listen": "tcp://0.0.0.0:5555", "coordinator__keys": str(keys)}
-    units = systemd_units(settings(**there), "tcp://192.0.2.1:5555")
-    assert sorted(units) == ["dovetail-coordinator.service", "dovetail.target"]
-    unit = units["dovetail-coordinator.service"]
-    assert "--standby-of=tcp://192.0.2.1:5555" in unit
-    assert f"coordinator.key:{keys}/coordinator.key" in values(unit, "LoadCredential")
-    check_units(units, tmp_path)
-    near = invoke("config", "export", "systemd", "--standby-of", "tcp://192.0.2.1:5555")
-    assert (near.returncode, "write --listen tcp://HOST:PORT" in near.stderr) == (2, True)
-
-
-def test_units_of_a_pair_go_to_both_addresses_and_may(keys: Path, tmp_path: Path) -> None:
-    there = {"coordinator__listen": "tcp://0.0.0.0:5555", "coordinator__keys": str(keys)}
-    for host, allowed in (("192.0.2.2", ["localhost 192.0.2.2"]), ("second.example", [])):
-        units = systemd_units(settings(**there), standby=f"tcp://{host}:5555")
-        check_units(units, tmp_path)
-        for name, unit in services(units).items():
-            both = f"--connect=tcp://127.0.0.1:5555,tcp://{host}:5555 " in unit
-            assert both == (name != "dovetail-coordinator.service")
-            if both:
-                assert values(unit, "IPAddressAllow") == allowed
-    with pytest.raises(UserError, match=r"--listen ipc: .* write --listen tcp://HOST:PORT"):
-        systemd_units(settings(), standby="tcp://192.0.2.2:5555")
-    with pytest.raises(UserError, match=r"journal = 'off': a standby copies"):
-        systemd_units(settings(**there, coordinator__journal="off"), "tcp://192.0.2.2:5555")
-
-
 def test_words_of_a_command_mean_themselves() -> None:
     assert _quoted('--target.model=/a b/100%/$HOME"\\') == (
         '"--target.model=/a b/100%%/$$HOME\\"\\\\"'
@@ -252,41 +222,12 @@ def test_a_path_means_itself_in_a_list_of_paths() -> None:
         _bound(Path("/home/a\nUser=root"))
 
 
-@pytest.mark.parametrize(
-    ("address", "why"),
-    [
-        ("tcp://second", "HOST:PORT"),
-        ("tcp://second:99999", "HOST:PORT"),
-        ("tcp://second:1,tcp://third:1", "HOST:PORT"),
-        ("tcp://second:1\nUser=root:1", "HOST:PORT"),
-        ("tcp://a machine:1", "HOST:PORT"),
-        ("tcp://second:0", "name its machine and its port"),
-        ("tcp://*:5556", "name its machine and its port"),
-        ("tcp://127.0.0.1:5555", "is one address"),
-    ],
-)
-@pytest.mark.parametrize("flag", ["--standby", "--standby-of"])
-def test_a_standby_that_nobody_could_find_is_a_mistake(
-    flag: str, address: str, why: str, keys: Path
-) -> None:
-    there = {"coordinator__listen": "tcp://0.0.0.0:5555", "coordinator__keys": str(keys)}
-    with pytest.raises(UserError, match=f"^{flag} .*{why}"):
-        systemd_units(settings(**there), **{flag[2:].replace("-", "_"): address})
-    with pytest.raises(UserError, match="leave one of them out"):
-        systemd_units(settings(**there), "tcp://192.0.2.1:1", "tcp://192.0.2.2:1")
-
-
 @pytest.mark.parametrize("what", ["systemd", "compose", "kubernetes"])
 def test_what_a_service_could_not_use_is_a_mistake(invoke: Run, what: str) -> None:
     wrong = [("http.port", "0"), ("coordinator.journal", "/else"), ("coordinator.record", "/else")]
     for name, value in (*wrong, *[("coordinator.listen", "ipc:///else")] * (what != "kubernetes")):
         said = invoke("config", "export", what, f"--{name}", value)
         assert (said.returncode, f"{name} = " in said.stderr) == (2, True), said.stderr
-    if what != "systemd":
-        off = invoke("config", "export", what, "--standby", "--coordinator.journal=off")
-        assert (off.returncode, "a standby copies the journal" in off.stderr) == (2, True)
-        placed = invoke("config", "export", what, "--standby", "tcp://192.0.2.2:5555")
-        assert (placed.returncode, "is an address and no model" in placed.stderr) == (2, True)
     model = invoke("config", "export", what, "--target", "nobody/has-this", "--draft", "none")
     assert (model.returncode, "hf download nobody/has-this" in model.stderr) == (2, True)
     assert "Traceback" not in said.stderr + model.stderr
@@ -351,10 +292,8 @@ def test_a_compose_file_is_of_the_specifications_shape(model: Path) -> None:
 
 def test_the_commands_of_a_comment_take_any_path() -> None:
     """A folder whose name has two words is one word of a command that is copied from the file."""
-    there = {"http__api_key_file": "/some keys", "coordinator__keys": "/some folder"}
-    text = compose_file(settings(**there), standby=True)
+    text = compose_file(settings(http__api_key_file="/some keys"))
     assert "sudo chown 10001 '/some keys'" in text
-    assert "sudo chown -R 10001 '/some folder'" in text
 
 
 @pytest.mark.parametrize("listen", ["tcp://*:5555", "ipc:///some/hub"])

@@ -142,6 +142,24 @@ def test_every_foreign_option_is_answered_on_every_command_without_it(
             assert foreign.here in capsys.readouterr().err, (command, name)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("serve", "--standby", "tcp://b:1"), ("coordinator", "--standby-of=tcp://a:1")],
+)
+def test_an_option_that_has_been_removed_is_answered_with_what_replaces_it(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    assert cli.run(command) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{command[1].partition('=')[0]} has been removed: requests outlive" in said
+
+
+def test_two_addresses_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(("status", "--connect=tcp://a:1,tcp://b:1")) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "'tcp://a:1,tcp://b:1' is not a tcp address: write tcp://HOST:PORT" in said
+
+
 def test_an_option_that_nobody_has_is_answered_as_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,12 +3,10 @@
 import contextlib
 import os
 import re
-import select
 import shlex
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from dovetail.launch.cli import run
-from dovetail.launch.commands import http as command
 from dovetail.launch.commands.http import shown, url_of
 from dovetail.launch.settings.http_keys import LOOK_EVERY_S, KeyFile, is_here_only, read_keys
-from dovetail.protocol.codec import encode
-from dovetail.protocol.errors import LinkClosed, SettingsError
-from dovetail.protocol.links import Link
-from dovetail.protocol.messages import Failed
+from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.settings import HttpSettings
-from support.memory_links import memory_links
 from support.web import backend
 
 
@@ -59,32 +52,6 @@ def test_without_an_address_the_only_coordinator_is_looked_for(
     assert "start one with `dovetail coordinator`, or name one with --connect" in (
         capsys.readouterr().err
     )
-
-
-def test_where_nobody_leads_both_addresses_are_named_with_what_they_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    standby = memory_links()
-
-    def answer() -> None:
-        select.select([standby.fileno()], [], [], 60)
-        peer, _ = standby.receive() or (b"", [])
-        text = "tcp://b:1 is the standby of tcp://a:1"
-        standby.send(peer, encode(Failed(epoch=1, code="standby", text=text)))
-
-    def reach(address: str, **_: object) -> Link:
-        if address == "tcp://a:1":
-            raise LinkClosed(f"no coordinator answers at {address}")
-        return standby.connect()
-
-    monkeypatch.setattr(command, "open_link", reach)
-    answering = threading.Thread(target=answer)
-    answering.start()
-    assert run(["http", "--connect=tcp://a:1,tcp://b:1", "--http.port=0"]) == 1
-    answering.join()
-    said = capsys.readouterr().err
-    assert "no coordinator leads at tcp://a:1 or tcp://b:1: " in said
-    assert "tcp://b:1 is the standby of tcp://a:1; no coordinator answers at tcp://a:1" in said
 
 
 def test_keys_are_read_one_a_line(tmp_path: Path) -> None:

@@ -1,18 +1,11 @@
 """Asking a coordinator who is there, without waiting for it; played by hand over a link in
 memory."""
 
-import itertools
-from types import SimpleNamespace
-
-import pytest
-
-from dovetail.launch.processes.serving import service as services
 from dovetail.launch.processes.serving.inquiry import RETRY_S, Inquiry
 from dovetail.protocol.codec import REQUEST, encode
 from dovetail.protocol.errors import LinkClosed
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import Hello, Message, Reported, Status, Welcome
-from support.deployed import settings
 from support.memory_links import MemoryHub, memory_links
 
 EVERY_S = 1.0
@@ -116,36 +109,3 @@ def test_it_comes_back_to_a_coordinator_that_goes_and_comes() -> None:
     place.answers(report(1.0))
     assert inquiry.news(15.1, EVERY_S) == report(1.0)
     inquiry.close()
-
-
-def test_a_standby_with_the_process_id_of_our_coordinator_is_not_taken_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two machines number their processes each by itself."""
-    places = {"tcp://own:1": Place(), "tcp://other:1": Place()}
-    monkeypatch.setattr(services, "open_link", lambda address, **_: places[address].connect())
-    site = SimpleNamespace(workers={}, keys=None, standby="tcp://other:1", owns=lambda _: None)
-    service = services.Service(site, settings())  # type: ignore[arg-type]
-    ours = SimpleNamespace(pid=report(0.0).pid, heard=lambda: "tcp://own:1", forget=lambda: None)
-    service._running["coordinator"] = ours  # type: ignore[assignment]
-    assert service._says_ready("coordinator", ours)  # type: ignore[arg-type]
-    inquiry, times = service._inquiry, itertools.count(1.0)
-    assert inquiry is not None
-
-    def follows(address: str, epoch: int) -> bool:
-        """Have whoever is at an address be asked, and report; return whether ours follows it."""
-        told = [Welcome(epoch=epoch), report(0.0).model_copy(update={"epoch": epoch})]
-        for answer in told:
-            while not places[address].arrived():
-                service._ask(inquiry, next(times))
-            places[address].answers(answer)
-        service._ask(inquiry, next(times))
-        inquiry.close()
-        places[address].arrived()
-        return service._watch.follows
-
-    assert not follows("tcp://own:1", 1)
-    assert follows("tcp://other:1", 2)
-    assert not follows("tcp://own:1", 3)
-    assert not follows("tcp://other:1", 3), "it is ours by another name"
-    service.__exit__()

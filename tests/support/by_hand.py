@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from dovetail.protocol.keys import generate_keys
 from support.stacks import PROMPTS
 
 PATIENCE_S = 180.0
@@ -107,21 +108,20 @@ class ByHand:
     settings: tuple[str, ...]
     processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     url: str = ""
-    machines: dict[str, list[str]] = field(default_factory=dict)
-    """The words before the command of each process that is to run on another machine."""
+    address: str = ""
+    keys: tuple[str, ...] = ()
 
-    @property
-    def address(self) -> str:
-        return f"ipc://{self.folder}/hub/coordinator"
+    def __post_init__(self) -> None:
+        self.address = self.address or f"ipc://{self.folder}/hub/coordinator"
 
     @property
     def meeting(self) -> list[str]:
         """The flags of those who connect."""
-        return [f"--connect={self.address}"]
+        return [f"--connect={self.address}", *self.keys]
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         program = [sys.executable, "-P", "-m", "dovetail.launch.cli"]
-        command = [*self.machines.get(name, ()), *program, *arguments]
+        command = [*program, *arguments]
         with (self.folder / f"{name}.log").open("a") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self.processes[name] = process
@@ -134,10 +134,11 @@ class ByHand:
             "coordinator",
             f"--coordinator.listen={self.address}",
             f"--coordinator.journal={self.folder}/journal",
+            *self.keys,
             *self.settings,
         )
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("ipc://")
+        assert process.stdout.readline().strip() == self.address
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """End a process with a signal, and wait until it has ended."""
@@ -177,10 +178,15 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def by_hand(folder: Path, *settings: str, workers: tuple[str, ...] = ()) -> Iterator[ByHand]:
+def by_hand(
+    folder: Path, *settings: str, workers: tuple[str, ...] = (), tcp: bool = False
+) -> Iterator[ByHand]:
     """A coordinator with a journal, a target, a draft and the HTTP API. `settings`: of the
-    coordinator; `workers`: flags of both workers."""
+    coordinator; `workers`: flags of both workers; `tcp`: the links are tcp, with keys."""
     service = ByHand(folder, settings)
+    if tcp:
+        generate_keys(folder / "keys")
+        service.address, service.keys = f"tcp://127.0.0.1:{free_port()}", (f"--keys={folder}/keys",)
     with ended(service):
         service.coordinate()
         service.work(workers)
@@ -201,82 +207,10 @@ def ended(service: ByHand) -> Iterator[None]:
             _end(process)
 
 
-@dataclass
-class Doubled(ByHand):
-    """A service of two coordinators over tcp, one of which is the other's standby."""
-
-    addresses: dict[str, str] = field(default_factory=dict)
-    """The addresses of the coordinators, the one that leads first."""
-    _flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def meeting(self) -> list[str]:
-        return [f"--connect={','.join(self.addresses.values())}", f"--keys={self.folder}/keys"]
-
-    def lead(self, name: str) -> None:
-        """Start one of the coordinators, and wait until it listens."""
-        self._coordinate(name)
-
-    def stand_by(self, name: str, other: str) -> None:
-        """Start one of the coordinators as the standby of the other, and wait until it has a copy
-        of the journal."""
-        self._copies(name, f"--standby-of={self.addresses[other]}")
-
-    def again(self, name: str) -> None:
-        """Start one of the coordinators with the words that it was started with the last time, and
-        wait until it has a copy of the journal of the other, which leads."""
-        self._copies(name, *self._flags[name])
-
-    def _copies(self, name: str, *flags: str) -> None:
-        before = self.said(name)
-        self._coordinate(name, *flags)
-        self.until(lambda: "is copied" in self.said(name)[len(before) :], f"{name} copies nothing")
-
-    def _coordinate(self, name: str, *flags: str) -> None:
-        self._flags[name] = flags
-        process = self.start(
-            name,
-            "coordinator",
-            f"--coordinator.listen={self.addresses[name]}",
-            f"--coordinator.journal={self.folder}/journal-{name}",
-            f"--keys={self.folder}/keys",
-            *flags,
-            *self.settings,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("tcp://"), self.said(name)
-
-    def said(self, name: str) -> str:
-        """Return what a process has written to stderr."""
-        return (self.folder / f"{name}.log").read_text() if name in self.processes else ""
-
-    def until(self, true: Callable[[], bool], what: str) -> None:
-        """Wait until something is true."""
-        end_s = time.monotonic() + PATIENCE_S
-        while not true():
-            assert time.monotonic() < end_s, what
-            time.sleep(0.02)
-
-
-def elsewhere(host: str) -> list[str]:
-    """Return the words before a command that have it run on a machine of another name."""
-    named = f'hostname {host} && exec "$@"'
-    return ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", named, "sh"]
-
-
 def free_port() -> int:
     """Return a port of loopback at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
-
-
-def why_not() -> str:
-    """Why no process can be given a machine's name of its own here; empty: nothing is in the
-    way."""
-    tried = subprocess.run(
-        [*elsewhere("other"), "true"], capture_output=True, text=True, check=False
-    )
-    return tried.stderr.strip() if tried.returncode else ""
 
 
 def together(

@@ -157,13 +157,12 @@ def _introductions(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
             load_s=12.5,
             served=77,
             held=(m.HeldSession(session=3, rows=17),),
-            term=2,
         ),
         "hello-client": m.Hello(
             epoch=5, roles=("client",), name="client", host="localhost", pid=4243
         ),
         "loading": m.Loading(epoch=0, state=_loading(m)),
-        "welcome": m.Welcome(epoch=1, keeps=(3,), journal=True, term=2),
+        "welcome": m.Welcome(epoch=1, keeps=(3,), journal=True),
         "failed": m.Failed(
             epoch=1, session=3, round=2, code="prefix", text="the log has 17 tokens, not 18"
         ),
@@ -368,8 +367,6 @@ def _requests(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "look": m.Look(epoch=5, request=9, after=4096, spans=True),
         "swap": m.Swap(epoch=5, request=9, newcomer=78, old=77),
         "dismiss": m.Dismiss(epoch=5, request=9, worker=77, last=True),
-        "follow": m.Follow(epoch=9, host="standby", pid=4244, term=1, address="tcp://0.0.0.0:5555"),
-        "confirmed": m.Confirmed(epoch=9, number=3),
         "stop": m.Stop(epoch=5),
     }
 
@@ -407,13 +404,6 @@ def _replies(m: Any, facts: SimpleNamespace) -> dict[str, Any]:
         "progressed": m.Progressed(epoch=1, request=9, text="draft-2 is tried"),
         "swapped": m.Swapped(epoch=1, request=9, moved=7, stayed=1, longest_pause_s=0.0625),
         "dismissed": m.Dismissed(epoch=1, request=9, moved=7, stayed=1, longest_pause_s=0.0625),
-        "copied": m.Copied(
-            epoch=1,
-            number=3,
-            records=facts.array(dtype="uint8", shape=(9,), data=bytes(range(9))),
-            whole=False,
-            voters=("host/4242/target-1",),
-        ),
         "reported": _reported(m, facts),
     }
 
@@ -601,10 +591,6 @@ def _reported(m: Any, facts: SimpleNamespace) -> Any:
             write_us=11.5,
             sync_ms=1.5,
             failed="no space left on device",
-        ),
-        term=2,
-        standby=m.StandbyState(
-            address="tcp://192.0.2.2:5555", host="second", behind_bytes=512, behind_s=0.25
         ),
     )
 

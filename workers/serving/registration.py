@@ -31,8 +31,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 half a minute or longer (coordinator.recovery_s)."""
 
 
-LATER = ("capacity", "standby")
-"""Refusals of one who may be let in later, or by another coordinator."""
+LATER = ("capacity",)
+"""Refusals of a worker that may be let in later."""
 
 
 class Worker(Protocol):
@@ -99,9 +99,6 @@ class Standing:
     served: int | None = None
     """The epoch of the coordinator that has gone, of whose sessions something is `kept`."""
     kept: KeptSessions[Any] | None = None
-    term: int = 0
-    """The highest term of a coordinator that has welcomed the worker; one of a lower term does not
-    command it."""
 
     def gets_on(self) -> None:
         """Tell that the worker does what it is there for."""
@@ -111,7 +108,7 @@ class Standing:
     def introduce(self, worker: Worker, epoch: int) -> Hello:
         own = {name: getattr(self, name) for name in ("binding", "standby", "load_s")}
         held = self.kept.held if self.kept is not None else ()
-        own |= {"held": held, "served": self.served if held else None, "term": self.term}
+        own |= {"held": held, "served": self.served if held else None}
         return worker.hello(epoch).model_copy(update=own)
 
     def suspend(self, worker: Worker, served: int) -> None:
@@ -119,14 +116,8 @@ class Standing:
         self.served, self.kept = served, worker.suspend()
 
     def welcomed(self, welcomed: Welcome) -> None:
-        """Tell that the worker is registered, and free what is held of all sessions but of those
-        that the coordinator can go on from. `LinkClosed` if that one has been taken over from."""
-        if welcomed.term < self.term:
-            raise LinkClosed(
-                f"a coordinator of term {welcomed.term} was found, and this worker has served one "
-                f"of term {self.term}: it takes no commands from it"
-            )
-        self.term = welcomed.term
+        """Notify the listener that the worker is registered, and free the sessions that the
+        coordinator cannot go on from."""
         if self.kept is not None:
             self.kept.only(welcomed.keeps)
             self.kept = None

@@ -2,8 +2,8 @@
 coordinator and the HTTP API, and a worker pod beside it.
 
 The leader has the target too where there is a draft, which then may have a node with a GPU of its
-own. A standby is a StatefulSet with a second coordinator and a second HTTP API. Nothing here is
-about the machine on which the manifest is written but the sizes of models and the number of cores.
+own. Nothing here is about the machine on which the manifest is written but the sizes of models
+and the number of cores.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,8 @@ from dovetail.launch.files.deployment.containers import (
 from dovetail.launch.files.deployment.parts import (
     Destination,
     Part,
-    check_copied,
     parts_of,
     settled,
-    standby_of,
     whole_model,
 )
 from dovetail.launch.processes.supervise import GRACE_S
@@ -40,9 +38,6 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 
 NAME = "dovetail"
-LEAD, STANDBY = f"{NAME}-0", f"{NAME}-standby-0"
-"""The pods of the coordinator and of its standby, each with a Service of that name: it says of
-itself that it is there."""
 NAMED, SERVES = {"app.kubernetes.io/name": NAME}, {"http": "served"}
 """The labels of all pods, and of those that have the HTTP API."""
 LISTEN = f"tcp://0.0.0.0:{PORT}"
@@ -64,31 +59,25 @@ has probes.
 Whole cores at equal requests and limits are exclusive under the node's static CPU manager, and
 topologyManagerPolicy single-numa-node puts them beside their memory.
 memory: weights while they load, and keys and values of 8 long conversations, estimated."""
-PAIR = """
-The standby takes over when the coordinator is lost and more than half of the workers in other pods
-than the coordinator's come to it; what was in the lost pod is made anew by its controller."""
 
 
-def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) -> str:
-    """Return the manifest for these settings, with a `standby` if there is to be one. `UserError`
-    for a model that is not here, by whose size the memory is asked for, for a coordinator that is
-    to listen elsewhere, and for a standby without a journal; `SettingsError` and `KeysError` for
-    keys that are here and would be refused."""
+def kubernetes_manifest(configuration: Configuration) -> str:
+    """Return the manifest for these settings. `UserError` for a model that is not here, whose size
+    determines the memory, and for a coordinator that is to listen elsewhere; `SettingsError` and
+    `KeysError` for keys that are here and would be refused."""
     listen = configuration.settings.coordinator.listen
     if listen not in ("ipc", LISTEN):
         raise UserError(
             f"coordinator.listen = {listen!r}, and in its pod the coordinator listens at {LISTEN}, "
             "where the containers find it: leave it out"
         )
-    check_copied(configuration, standby=standby)
     folder = Path(configuration.settings.coordinator.keys or "keys").expanduser()
     asked = configuration.settings.http.api_key_file
     api_keys = Path(asked).expanduser() if asked else folder / "api-keys"
     check_api_keys(api_keys)
     configuration = listening(settled(configuration), f"{RUN}/http/api-keys")
-    lead = f"tcp://{LEAD if standby else LEADER}:{PORT}"
     there = Destination(
-        address=f"{lead},tcp://{STANDBY}:{PORT}" if standby else lead,
+        address=f"tcp://{LEADER}:{PORT}",
         listen=LISTEN,
         keys=lambda name: f"{RUN}/{name}",
         model=in_container,
@@ -122,44 +111,13 @@ def kubernetes_manifest(configuration: Configuration, *, standby: bool = False) 
         "selector": {**NAMED, **SERVES},
         "ports": [{"name": "http", "port": served, "targetPort": "http"}],
     }
-    services = [_service(f"{NAME}-http", api)]
-    if standby:
-        second = _standby([standby_of(parts[0], lead), parts[1]], served)
-        services += [_found(LEAD, "leader"), _found(STANDBY, "standby"), second]
-    return documents(
-        _comment(parts, models, folder, api_keys) + (PAIR if standby else ""), content, *services
-    )
-
-
-def _service(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
-
-
-def _found(name: str, role: str) -> dict[str, Any]:
-    """Return the Service by which a coordinator is found: before its pod is ready, since that waits
-    for workers."""
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {**NAMED, "role": role},
-        "ports": [{"name": "coordinator", "port": PORT, "targetPort": "coordinator"}],
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": f"{NAME}-http"},
+        "spec": api,
     }
-    return _service(name, spec)
-
-
-def _standby(parts: Sequence[Part], served: int) -> dict[str, Any]:
-    """Return the set of the one pod of the standby, whose name stays."""
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": {"name": STANDBY.removesuffix("-0")},
-        "spec": {
-            "replicas": 1,
-            "serviceName": STANDBY,
-            "selector": {"matchLabels": {**NAMED, "role": "standby"}},
-            "template": _pod(parts, "standby", served),
-        },
-    }
+    return documents(_comment(parts, models, folder, api_keys), content, service)
 
 
 def _comment(parts: Sequence[Part], models: Sequence[Path], folder: Path, api_keys: Path) -> str:
@@ -209,7 +167,7 @@ def _pod(parts: Sequence[Part], role: str, served: int) -> dict[str, Any]:
             "fsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "affinity": _apart() if role == "standby" else _near(),
+        "affinity": _near(),
         "initContainers": [_own_keys(parts)],
         "containers": [_container(part, served) for part in parts],
         "volumes": [
@@ -241,24 +199,12 @@ def _pod(parts: Sequence[Part], role: str, served: int) -> dict[str, Any]:
 
 def _near() -> dict[str, Any]:
     """Return the wish for a node near the rest of the group: a round trip is part of a round."""
-    return {"podAffinity": _preferred({f"{SET}/name": NAME})}
-
-
-def _apart() -> dict[str, Any]:
-    """Return the wish for another node than that of the coordinator."""
-    return {"podAntiAffinity": _preferred({**NAMED, "role": "leader"})}
-
-
-def _preferred(labels: dict[str, str]) -> dict[str, Any]:
     term = {
-        "labelSelector": {"matchLabels": labels},
+        "labelSelector": {"matchLabels": {f"{SET}/name": NAME}},
         "topologyKey": "kubernetes.io/hostname",
     }
-    return {
-        "preferredDuringSchedulingIgnoredDuringExecution": [
-            {"weight": 100, "podAffinityTerm": term}
-        ]
-    }
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
 def _own_keys(parts: Sequence[Part]) -> dict[str, Any]:

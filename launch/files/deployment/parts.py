@@ -6,7 +6,7 @@ Decides nothing of its own: commands, cores and memory are those of `serve` with
 
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.launch.machine.binding import Place
@@ -84,15 +84,6 @@ def settled(configuration: Configuration) -> Configuration:
     return with_choices(with_generation_config(configuration)[0])
 
 
-def check_copied(configuration: Configuration, *, standby: bool) -> None:
-    """`UserError` for a coordinator whose `standby` would have no journal to copy."""
-    if standby and configuration.settings.coordinator.journal == "off":
-        raise UserError(
-            "--standby with coordinator.journal = 'off': a standby copies the journal; leave that "
-            "setting out"
-        )
-
-
 def keeping(configuration: Configuration, origin: str, folder: str) -> Configuration:
     """Return settings whose coordinator keeps its journal and its recordings, if it has them, in a
     folder that it can write there; `origin` says who has chosen that. `UserError` for another
@@ -148,11 +139,6 @@ def parts_of(configuration: Configuration, there: Destination) -> list[Part]:
             )
         )
     return parts
-
-
-def standby_of(coordinator: Part, address: str) -> Part:
-    """Return the standby of a coordinator at an address, which has the same settings."""
-    return replace(coordinator, arguments=(*coordinator.arguments, f"--standby-of={address}"))
 
 
 def key_files(folder: Path, name: str) -> list[Path]:

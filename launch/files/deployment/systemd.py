@@ -11,7 +11,6 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from shlex import quote
 
@@ -25,9 +24,7 @@ from dovetail.launch.files.deployment.parts import (
     settled,
     whole_model,
 )
-from dovetail.launch.files.deployment.parts import standby_of as as_standby
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.processes.addresses import check_pair
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
@@ -111,21 +108,9 @@ DeviceAllow=/dev/kfd rw
 SupplementaryGroups=video render"""
 
 
-def systemd_units(
-    configuration: Configuration, standby_of: str = "", standby: str = ""
-) -> dict[str, str]:
-    """Return file name -> text of the units for these settings on this machine, whose coordinator
-    has its `standby` at an address; with `standby_of`, the address of a coordinator, that of its
-    standby alone. `UserError` for a model that is not here, or a standby that nobody could reach,
-    `SettingsError` and `KeysError` for keys that are missing."""
-    if standby_of and standby:
-        raise UserError(
-            f"--standby-of {standby_of} with --standby {standby}: the units are of one of the two; "
-            "leave one of them out"
-        )
-    for flag, address in (("--standby-of", standby_of), ("--standby", standby)):
-        if address:
-            check_pair(flag, address, configuration.settings.coordinator)
+def systemd_units(configuration: Configuration) -> dict[str, str]:
+    """Return file name -> text of the units for these settings on this machine. `UserError` for a
+    model that is not here, `SettingsError` and `KeysError` for keys that are missing."""
     configuration = settled(configuration)
     settings = configuration.settings
     read_keys(settings.http)
@@ -136,7 +121,7 @@ def systemd_units(
             f"coordinator.listen = {listen!r}, and the units speak over {SOCKET}, or over tcp: "
             "leave it out, or write --listen tcp://HOST:PORT"
         )
-    if not standby_of and settings.http.port < (least := _least_port()):
+    if settings.http.port < (least := _least_port()):
         raise UserError(
             f"http.port = {settings.http.port}: the units run without privileges, and this "
             f"machine gives ports below {least} to root alone: name a higher one, or lower "
@@ -150,18 +135,15 @@ def systemd_units(
     for anywhere in ("//0.0.0.0:", "//[::]:", "//*:"):
         listen = listen.replace(anywhere, "//127.0.0.1:")
     there = Destination(
-        address=",".join(filter(None, (listen if tcp else SOCKET, standby))),
+        address=listen if tcp else SOCKET,
         listen=settings.coordinator.listen if tcp else SOCKET,
         keys=lambda name: f"/run/{_unit(name)}/keys",
         model=str,
     )
     parts = parts_of(configuration, there)
-    if standby_of:
-        hub = next(part for part in parts if part.name == "coordinator")
-        parts = [as_standby(hub, standby_of)]
     for model in sorted({model for part in parts for model in part.models}):
         _check_readable(model)
-    files = {f"{_unit(part.name)}.service": _service(part, settings, standby) for part in parts}
+    files = {f"{_unit(part.name)}.service": _service(part, settings) for part in parts}
     wants = " ".join(files)
     return {
         GROUP: f"# to start: systemctl daemon-reload; systemctl enable --now {GROUP}\n"
@@ -214,7 +196,7 @@ def _least_port() -> int:
         return 1024
 
 
-def _service(part: Part, settings: Settings, standby: str) -> str:
+def _service(part: Part, settings: Settings) -> str:
     """Return one unit."""
     coordinator = part.name == "coordinator"
     after = [] if coordinator else [f"{_unit('coordinator')}.service"]
@@ -242,7 +224,7 @@ def _service(part: Part, settings: Settings, standby: str) -> str:
         *COMMON.splitlines(),
         *((AWAY if part.is_worker else "").splitlines()),
         *_folders(part),
-        *_network(part, settings, standby),
+        *_network(part, settings),
         *_resources(part),
         *(GPU if part.gpu else "PrivateDevices=yes").splitlines(),
         *((TORCH if part.is_worker else PLAIN).splitlines()),
@@ -280,7 +262,7 @@ def _folders(part: Part) -> Iterator[str]:
     yield from (f"BindReadOnlyPaths={_bound(path)}" for path in bound)
 
 
-def _network(part: Part, settings: Settings, standby: str) -> Iterator[str]:
+def _network(part: Part, settings: Settings) -> Iterator[str]:
     """Yield what a unit may speak with."""
     tcp = settings.coordinator.listen.startswith("tcp://")
     if part.name != "http" and not tcp:
@@ -288,21 +270,9 @@ def _network(part: Part, settings: Settings, standby: str) -> Iterator[str]:
         return
     yield "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6"
     if part.is_worker or (part.name == "http" and local_host(settings.http.host)):
-        host = standby.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        if host and not _is_number(host):
-            yield "# no IPAddressDeny: the standby has a name, which may stand for any address"
-        else:
-            yield from ("IPAddressDeny=any", " ".join(("IPAddressAllow=localhost", host)).strip())
+        yield from ("IPAddressDeny=any", "IPAddressAllow=localhost")
     else:
         yield "# no IPAddressDeny: it listens for other machines"
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _keys(part: Part, settings: Settings) -> Iterator[str]:

@@ -74,7 +74,6 @@ class RaySite:
         self._own_keys: Path | None = None
         """The keys that were made for this run."""
         self.keys: Path | None = None
-        self.standby = ""
         self._near = True
         """True if the coordinator and the HTTP API are on this machine."""
         self._mind_s = 0.0

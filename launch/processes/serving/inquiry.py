@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import DecodeError, LinkClosed, LinkError
 from dovetail.protocol.links import Link
-from dovetail.protocol.messages import Failed, Hello, Message, Reported, Status, Welcome
+from dovetail.protocol.messages import Hello, Message, Reported, Status, Welcome
 
 RETRY_S = 0.2
 """Between two attempts to connect."""
@@ -77,8 +77,6 @@ class Inquiry:
                 raise LinkClosed(
                     f"the coordinator's answer cannot be understood: {error}"
                 ) from None
-            if isinstance(reply, Failed) and reply.code == "standby":
-                raise LinkClosed(reply.text)  # whoever leads may be reached by the next link
             self._registered |= isinstance(reply, Welcome)
             if isinstance(reply, Reported):
                 self._asked, found = False, reply

@@ -84,10 +84,7 @@ class LocalPart:
 class Local:
     """This machine; use it within the block of its supervisor."""
 
-    def __init__(
-        self, supervisor: Supervisor, configuration: Configuration, standby: str = ""
-    ) -> None:
-        self.standby = standby
+    def __init__(self, supervisor: Supervisor, configuration: Configuration) -> None:
         self._supervisor, self._configuration = supervisor, configuration
         self._settings = configuration.settings
         self._layout = layout_of(configuration.settings)
@@ -112,7 +109,7 @@ class Local:
         if name in self.workers:
             self._early, self._begun_early = {**self._early, **self._begun_early()}, dict
         if (child := self._early.pop(name, None)) is not None:
-            self._supervisor.tell(child, self._both(address))
+            self._supervisor.tell(child, address)
         else:
             hub, reads = name == COORDINATOR, name in (COORDINATOR, HTTP)
             arguments = self._arguments(name, address, url)
@@ -162,20 +159,14 @@ class Local:
                 "--supervised",
                 *self._listening(address),
                 *coordinator_arguments(configuration),
-                *([f"--standby={self.standby}"] if self.standby else []),
                 f"--cores={format_numbers(self._layout.coordinator.cores)}",
                 *keys,
             ]
         if name == HTTP:
-            arguments = http_arguments(configuration, self._both(address), url)
-            return [*arguments, "--supervised", *keys]
+            return [*http_arguments(configuration, address, url), "--supervised", *keys]
         role = self.workers[name]
         settings = with_room_for_draft(configuration) if role == "target" else configuration
-        return [*worker_arguments(settings, role, self._both(address), self._layout), *keys]
-
-    def _both(self, address: str) -> str:
-        """Return the addresses at which the coordinator may be that leads."""
-        return f"{address},{self.standby}" if self.standby and address != TOLD else address
+        return [*worker_arguments(settings, role, address, self._layout), *keys]
 
     def _listening(self, address: str) -> list[str]:
         """Return where the coordinator listens: as the settings say, and once it is known where

@@ -27,8 +27,7 @@ from dovetail.launch.processes.stack import LOADING_POLL_S, POLL_S
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError
-from dovetail.protocol.links import Link, open_link
-from dovetail.protocol.links.ways import Way
+from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Fault, Reported, Role, Supervised
 
 log = logging.getLogger("dovetail.serve")
@@ -74,10 +73,6 @@ class Service:
         self._begun: set[str] = set()
         """The parts that have been started at one time."""
         self.address = self.url = ""
-        self._asked_at = ""
-        """The address at which a coordinator was asked last."""
-        self._own_epoch = -1
-        """The epoch of our coordinator, as it said last."""
         self._look_s = 0.0
         """When the CPU times of the processes are read next."""
         self._intervals = Intervals(self._log)
@@ -303,8 +298,9 @@ class Service:
                 self._site.owns(place)
             self.address = place
             if self._inquiry is None:
-                way = Way(",".join(filter(None, (place, self._site.standby))), self._reach)
-                self._inquiry = Inquiry(partial(way.again, CONNECT_S))
+                keys = self._site.keys
+                reach = partial(open_link, place, keys=keys, role="client", timeout_s=CONNECT_S)
+                self._inquiry = Inquiry(reach)
         elif place != self.url:  # a restarted one keeps its URL
             self.url = place
             self._announcement.enter_context(
@@ -312,17 +308,11 @@ class Service:
             )
         return True
 
-    def _reach(self, address: str, timeout_s: float) -> Link:
-        """Return a link to the coordinator at an address, ours or its standby."""
-        self._asked_at = address
-        return open_link(address, keys=self._site.keys, role="client", timeout_s=timeout_s)
-
     def _ask(self, inquiry: Inquiry, now_s: float) -> None:
         """Hear from the coordinator which of the workers it knows."""
         state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
         if state is not None:
             self.state = state
-            self._notice_lead(state)
             if self._watch.serving or not sys.stderr.isatty():
                 self._intervals.tell(state.loading)
             ours = {
@@ -350,17 +340,6 @@ class Service:
             drained = [name for name in self._workers if self._played(name) in state.drained]
             known = registered(ours, state.workers)
             self._perform(self._watch.answered(known, now_s, filled, given, drained))
-
-    def _notice_lead(self, state: Reported) -> None:
-        """Note whether our coordinator leads, or its standby has taken over: what answers at its
-        own address is ours, and what answers at the other one is if it is of the same epoch."""
-        if self._asked_at == self.address:
-            self._own_epoch = state.epoch
-        follows = state.epoch != self._own_epoch
-        if follows != self._watch.follows:
-            where = f"at {self._site.standby} has taken over" if follows else "here leads again"
-            self._log(f"the coordinator {where}, in term {state.term}")
-        self._watch.follows = follows
 
     def _played(self, name: str) -> Role:
         """Return the role that a worker plays, the first one of one that plays both."""

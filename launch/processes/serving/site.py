@@ -68,10 +68,6 @@ class Site(Protocol):
         """Return the folder of the keys of a client; None: the coordinator is not reached by
         tcp."""
 
-    @property
-    def standby(self) -> str:
-        """Return the address of the standby of the coordinator; empty: it has none."""
-
     def begin(self) -> None:
         """Begin to start what takes the longest, ahead of its turn."""
 

@@ -152,9 +152,6 @@ class Watch:
         self.serving = False
         """True if everything has been ready at one time, but for what was lost and is not
         needed."""
-        self.follows = False
-        """True if another coordinator leads and the root is its standby, so that its silence is
-        not the root's."""
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -386,8 +383,6 @@ class Watch:
             idle_s = now_s - state.worked_s
             begun = state.running and state.ready_s is None and not state.stuck
             return begun and idle_s >= BUSY * self._stuck_s
-        if state is root and self.follows:
-            return False
         if state is root or state.part.beats:
             return now_s - max(state.heard_s, state.worked_s) >= self._stuck_s
         if root.heard_s is None or root.ready_s is None:

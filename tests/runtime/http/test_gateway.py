@@ -207,26 +207,3 @@ def test_a_search_that_waited_for_a_coordinator_is_followed_by_the_next_at_once(
 
     asyncio.run(run())
     assert min(gaps_s) < pause_s, "a search ends, and the next one waits as long again"
-
-
-def test_a_coordinator_of_a_lower_term_than_the_last_is_not_listened_to() -> None:
-    async def run() -> None:
-        coordinator = Coordinator()
-        gateway = Gateway(coordinator.hub.connect)
-        with keeping(gateway):
-            assert isinstance(await coordinator.hear(), Hello)
-            coordinator.say(Welcome(epoch=9, term=2))
-            await until(lambda: not gateway.missing)
-            coordinator.say(Failed(epoch=9, code="session", text="come again"))
-            again = await coordinator.hear()
-            assert isinstance(again, Hello)
-            assert again.term == 2
-            coordinator.say(Welcome(epoch=8, term=1))
-            await until(lambda: "taken over from" in gateway.missing)
-            async with asyncio.timeout(60):
-                assert isinstance(await coordinator.hear(), Hello)
-                coordinator.say(Welcome(epoch=7, term=2))
-                await until(lambda: not gateway.missing)
-        coordinator.hub.close()
-
-    asyncio.run(run())

@@ -1,2 +1,0 @@
-"""A standby: another coordinator, which copies the journal of the first, and takes over when that
-has gone."""
