@@ -321,7 +321,7 @@ def _measure_both(
         by_kernels = found["backends"]["backend"] == "kernels"
         if isa is None and by_kernels and may_be_sharded(target, read_topology()):
             other = other_layout(target, read_topology(), place).target
-            both = [found, _measure(supervisor, "target", other, ours, step)]
+            both = [{**found}, _measure(supervisor, "target", other, ours, step)]
             spread = both if other.shards else both[::-1]
         if not _has_draft(configuration):
             return found, None, spread
