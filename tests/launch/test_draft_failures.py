@@ -177,7 +177,6 @@ def test_a_server_says_it_to_who_asks_about_the_draft_and_in_no_openai_body(
         api(address, "--policy=dynamic", "--tree.insist=true") as server,
     ):
         body = {
-            "model": "target",
             "messages": [{"role": "user", "content": "Why is the sky blue?"}],
             "max_tokens": 16,
         }
