@@ -39,7 +39,6 @@ from dovetail.workers.progress import hearing_loads
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
 from support.architectures import VOCABULARY, write_tiny
-from support.cases import everyday
 from support.models import reference_logits, reference_tokens
 from support.opening import opening
 
@@ -206,15 +205,10 @@ def decode(model: LanguageModel, prompt: list[int], count: int, sampling: Sampli
     return log[len(prompt) :]
 
 
-@pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 1.0))
-@pytest.mark.parametrize(
-    "kind", everyday(FAMILIES, "mixtral", "qwen2_moe", "granitemoe", "glm4_moe", "afmoe")
-)
-def test_tokens_are_those_that_transformers_chooses(
-    kind: str, temperature: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "granitemoe", "glm4_moe", "afmoe"])
+def test_tokens_are_those_that_transformers_chooses(kind: str, tmp_path: Path) -> None:
     write_tiny(kind, tmp_path / "m")
-    model, prompt, sampling = load(tmp_path / "m"), tokens(12), Sampling(temperature=temperature)
+    model, prompt, sampling = load(tmp_path / "m"), tokens(12), Sampling(temperature=1.0)
     expected = reference_tokens(tmp_path / "m", prompt, 12, key=KEY, sampling=sampling)
     assert decode(model, prompt, 12, sampling) == expected
 

@@ -98,12 +98,9 @@ def test_wherever_the_experts_are_the_bytes_are_the_same(kind: str, tmp_path: Pa
 
 
 @pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device")
-@pytest.mark.parametrize("name", ["streamed", pytest.param("split mixer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", everyday(KINDS, "gpt_oss"))
-def test_torch_computes_the_function_of_the_kernels_experts(
-    kind: str, name: str, tmp_path: Path
-) -> None:
-    check_torch(kind, name, tmp_path)
+def test_torch_computes_the_function_of_the_kernels_experts(kind: str, tmp_path: Path) -> None:
+    check_torch(kind, "streamed", tmp_path)
 
 
 @pytest.mark.skipif(not POSSIBLE, reason="this version of torch cannot be told of a device")

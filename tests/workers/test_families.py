@@ -20,7 +20,6 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Paths, Segment
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.verifier import Verifier
-from support.cases import everyday
 from support.models import (
     CONTEXT,
     FAMILIES,
@@ -47,7 +46,7 @@ fp32 ones, relative to their norm."""
 RARE = ("library half", "kernels half of bf16")
 """Ways of which others here have the back end, and others the weights."""
 DRAWN = ("llama", "gemma2")
-"""Families that are computed every day in all ways but the rare ones."""
+"""Families that are computed in all ways."""
 ON_KERNELS = [way for way, (backend, *_) in WAYS.items() if backend == "kernels"]
 KEY = bytes(range(16))
 LONG = 640
@@ -57,22 +56,23 @@ a long one token by token."""
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")
 COMMON = ("library fp32", "kernels half")
-"""Ways in which every family is computed every day."""
+"""Ways in which every family is computed."""
 
 
 def pairs(ways: Sequence[str]) -> list[Any]:
-    """Every family in each of some ways; those of the everyday run without the mark."""
+    """Every family in the common ways, and some in each; the rare ways are slow."""
     return [
         pytest.param(
             family,
             way,
             marks=[
                 *([needs_kernels] if way in ON_KERNELS else []),
-                *([] if way in COMMON or (family in DRAWN and way not in RARE) else [SLOW]),
+                *([SLOW] if way in RARE else []),
             ],
         )
         for family in FAMILIES
         for way in ways
+        if way in COMMON or family in DRAWN
     ]
 
 
@@ -182,11 +182,10 @@ def guess(trees: random.Random, hints: list[int]) -> TokenTree:
 
 
 @pytest.mark.parametrize(("family", "way"), ALL_PAIRS)
-@pytest.mark.parametrize("temperature", everyday([0.0, 1.0], 1.0))
 def test_any_tree_gives_the_tokens_that_one_at_a_time_gives_and_transformers_too(
-    model: LanguageModel, way: str, temperature: float
+    model: LanguageModel, way: str
 ) -> None:
-    sampling = Sampling(temperature=temperature)
+    sampling = Sampling(temperature=1.0)
     alone = decode(model, sampling, 24, None, [])
     for seed in range(3):
         assert decode(model, sampling, 24, random.Random(seed), alone) == alone
@@ -251,8 +250,14 @@ def chunks_of(size: int, total: int) -> list[int]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("length", everyday(LENGTHS, "short"))
-@pytest.mark.parametrize(("family", "way"), PAIRS_ON_KERNELS)
+@pytest.mark.parametrize(
+    ("family", "way", "length"),
+    [
+        *(pytest.param(*pair.values, "short", marks=pair.marks) for pair in PAIRS_ON_KERNELS),
+        pytest.param("llama", "kernels int8", "long", marks=SLOW),
+        pytest.param("gemma2", "kernels half", "long", marks=SLOW),
+    ],
+)
 def test_a_token_has_the_same_bytes_alone_and_in_any_chunk_on_every_instruction_set(
     family: str, way: str, length: str, models: Models, every_isa: list[kernels.Isa]
 ) -> None:

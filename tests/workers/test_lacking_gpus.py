@@ -3,7 +3,6 @@ pretended one without fp64, graphs, pinned memory, a stream of copies or int4 gi
 the same tokens and the same function."""
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,10 @@ def proposed(kind: str, folder: Path) -> dict[str, Sequence[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "maker"), everyday([*product(KINDS, MAKERS)], ("jakiro", "intel"))
+    ("kind", "maker"),
+    everyday(
+        [(kind, MAKERS[i % len(MAKERS)]) for i, kind in enumerate(KINDS)], ("jakiro", "apple")
+    ),
 )
 def test_drafts_of_each_kind_propose_the_same_tokens(kind: str, maker: str, tmp_path: Path) -> None:
     expected = proposed(kind, tmp_path)
@@ -88,9 +90,20 @@ def test_drafts_of_each_kind_propose_the_same_tokens(kind: str, maker: str, tmp_
         assert proposed(kind, tmp_path) == expected
 
 
-@pytest.mark.parametrize("places", everyday(["streamed", "mixed", "resident"], "mixed"))
-@pytest.mark.parametrize("weights", everyday(["half", "fp32"], "half"))
-@pytest.mark.parametrize("maker", everyday(MAKERS, "apple"))
+@pytest.mark.parametrize(
+    ("maker", "weights", "places"),
+    everyday(
+        [
+            ("apple", "half", "mixed"),
+            ("apple", "fp32", "resident"),
+            ("intel", "half", "resident"),
+            ("intel", "fp32", "streamed"),
+            ("amd", "half", "streamed"),
+            ("amd", "fp32", "mixed"),
+        ],
+        ("apple", "half", "mixed"),
+    ),
+)
 def test_a_target_there_is_the_same_function(
     maker: str, weights: str, places: str, tmp_path: Path
 ) -> None:

@@ -18,7 +18,6 @@ from dovetail.workers.models.backends.linear import (
     reason_against,
 )
 from dovetail.workers.models.backends.selection import ROW_CLASSES, Selection, profile_key, select
-from support.cases import everyday
 
 USABLE = [
     pytest.param(c, id=c.name)
@@ -29,24 +28,18 @@ USABLE = [
 EVERY_ROW = 1 << 20
 
 
-@pytest.mark.parametrize("rows", everyday([1, 2, 3, 4, 5, 16, 17, 64], 1, 5, 64))
-@pytest.mark.parametrize("bias", everyday([False, True], True))
-@pytest.mark.parametrize(("outputs", "inputs"), everyday([(64, 96), (33, 17), (1, 5)], (33, 17)))
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("candidate", USABLE)
-def test_any_number_of_rows_gives_the_same_as_torch(
-    candidate: Candidate, rows: int, bias: bool, outputs: int, inputs: int
-) -> None:
-    torch.manual_seed(0)
-    weight, offset, x = (
-        torch.randn(outputs, inputs),
-        torch.randn(outputs) if bias else None,
-        torch.randn(rows, inputs),
-    )
-    packed = PackedLinear(weight, offset, [(EVERY_ROW, candidate)])
-    expected = linear(x, weight.to(candidate.stored).float(), offset)
-    assert float((packed(x) - expected).abs().max()) <= 2 * candidate.tolerance * float(
-        expected.abs().max()
-    )
+def test_any_number_of_rows_gives_the_same_as_torch(candidate: Candidate, bias: bool) -> None:
+    for outputs, inputs in ((64, 96), (33, 17), (1, 5)):
+        for rows in (1, 2, 3, 4, 5, 16, 17, 64):
+            torch.manual_seed(0)
+            weight, offset = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
+            x = torch.randn(rows, inputs)
+            expected = linear(x, weight.to(candidate.stored).float(), offset)
+            most = 2 * candidate.tolerance * float(expected.abs().max())
+            found = PackedLinear(weight, offset, [(EVERY_ROW, candidate)])(x)
+            assert float((found - expected).abs().max()) <= most, (outputs, inputs, rows)
 
 
 def test_leading_dimensions_are_kept() -> None:

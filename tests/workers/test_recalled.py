@@ -23,11 +23,7 @@ from support.models import tiny_llama
 
 ONE_HALF = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
 GRANITE = {"num_local_experts": 0, "embedding_multiplier": 12, "logits_scaling": 6.0}
-SPARSE = (
-    *("qwen3_moe", "qwen3_5_moe_text", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "nemotron_h"),
-    *("granitemoehybrid", "ernie4_5_moe", "gpt_oss", "mixtral", "llama4_text"),
-    *("hunyuan_v1_moe", "minimax_m2", "deepseek_v2", "axk1", "olmoe", "granitemoe"),
-)
+SPARSE = ("qwen3_moe", "gpt_oss", "llama4_text", "lfm2_moe", "nemotron_h", "granitemoe")
 """Model types with experts."""
 LOADED = """
 import sys

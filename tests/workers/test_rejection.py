@@ -157,14 +157,10 @@ KINDS = ("random", "sparse", "one-hot", "even", "odd")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("p", "q"),
-    everyday(
-        itertools.product(KINDS, repeat=2), *zip(KINDS, (*[*KINDS][2:], *[*KINDS][:2]), strict=True)
-    ),
-)
-def test_by_enumeration_two_tokens_have_the_law_of_the_target(shape: str, p: str, q: str) -> None:
-    for size, seed in ((3, 1), (3, 2), (4, 3)):
+@pytest.mark.parametrize("p", KINDS)
+def test_by_enumeration_two_tokens_have_the_law_of_the_target(shape: str, p: str) -> None:
+    tables = itertools.cycle(((3, 1), (3, 2), (4, 3)))
+    for q, (size, seed) in zip(KINDS, tables, strict=False):
         target, draft = table(seed, size, p), table(seed + 100, size, q)
         distribution = completed(emitted(target, draft, SHAPES[shape], size), target, size, 2)
         for tokens in itertools.product(range(size), repeat=2):
@@ -263,17 +259,16 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("samples", [500, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("shape", "p"),
+    ("shape", "p", "samples"),
     [
         *(
             # hardly anything is drawn of the last two
-            pytest.param("uneven", p, marks=pytest.mark.slow)
+            pytest.param("uneven", p, 1500, marks=pytest.mark.slow)
             for p in ("hot", "cold", "plain", "nearly greedy", "one token")
         ),
-        pytest.param("a chain", "cold", marks=pytest.mark.slow),
-        ("siblings", "hot"),
+        pytest.param("a chain", "cold", 1500, marks=pytest.mark.slow),
+        ("siblings", "hot", 500),
     ],
 )
 def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(
@@ -317,7 +312,7 @@ def test_over_many_keys_the_tokens_of_real_rounds_have_the_law_of_the_target(
     )
 
 
-@pytest.mark.parametrize("width", everyday([1, 3, 5], 3))
+@pytest.mark.parametrize("width", everyday([3, 5], 3))
 def test_children_are_drawn_without_replacement_in_the_order_of_drawing(width: int) -> None:
     logits = torch.tensor([[1.0, 0.0, 2.0, -torch.inf, -1.0]])
     distribution = logits[0].double().softmax(0).numpy()
