@@ -299,6 +299,13 @@ def test_every_type_of_weights_is_lossless_on_every_back_end(
             assert wrong is None, wrong
 
 
+def test_a_draft_that_looks_up_serves_without_torch() -> None:
+    with running({"draft.kind": "ngram"}) as client:
+        assert complete(client, PROMPTS[0]).result.token_ids
+        (draft,) = [w.pid for w in client.status().workers if w.roles == ("draft",)]
+        assert "libtorch" not in Path(f"/proc/{draft}/maps").read_text()
+
+
 @pytest.mark.slow
 def test_a_draft_that_looks_up_what_was_said_changes_nothing(client: Client) -> None:
     with running({"draft.kind": "ngram"}) as looking_up:

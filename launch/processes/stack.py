@@ -129,24 +129,28 @@ def begin_workers(
     """Begin to start workers, by name, that are told on stdin where the coordinator is: their
     imports take the longest. Returns a function that waits until they are there. Two that have
     models are forked from one process that imports for both; so is a single one if that process was
-    started ahead. On a machine with several memory nodes a note says whether the target is spread
-    over them, and why."""
+    started ahead. A look-up draft is started by itself: it needs none of these imports. On a
+    machine with several memory nodes a note says whether the target is spread over them, and
+    why."""
     if words := choice_of(settings.target, shares=settings.draft.share is True).words:
         note(words)
+    alone = dict(commands)
+    start: Callable[[], dict[str, Child]] = dict
     if ahead.begun() or (processes_of(settings) == ROLES and settings.draft.kind != "ngram"):
-        nursery = supervisor.start_nursery()
-        start = partial(supervisor.start_forked, nursery, commands)
-    else:
-        children = {
-            name: supervisor.start(name, arguments, asks=True)
+        alone = {
+            name: arguments
             for name, arguments in commands.items()
+            if settings.draft.kind == "ngram" and "--role=draft" in arguments
         }
-        start = partial(dict, children)
+        forked = {name: commands[name] for name in commands if name not in alone}
+        start = partial(supervisor.start_forked, supervisor.start_nursery(), forked)
+    children = {name: supervisor.start(name, alone[name], asks=True) for name in alone}
 
     def started() -> dict[str, Child]:
         if (folder := text_here(with_target(settings.target).model)) is not None:
             check_text(folder)
-        return start()
+        found = {**children, **start()}
+        return {name: found[name] for name in commands}
 
     return started
 

@@ -187,7 +187,8 @@ class WorkerProcess:
 
     def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
         """Open the worker of each part, while the coordinator hears how far its model is."""
-        import_module(LEAN)  # torch comes in here, after binding
+        if self.role != "draft" or self.configuration.settings.draft.kind != "ngram":
+            import_module(LEAN)  # torch comes in here, after binding
         from dovetail.workers.progress import hearing_loads
         from dovetail.workers.serving.loading import Telling
 

@@ -41,6 +41,25 @@ with Supervisor() as supervisor:
     other = supervisor.start_nursery(nursery.MODULES)
     print(other[0].process.pid in mine)
 """
+LOOKS_UP = """
+import sys
+from pathlib import Path
+from dovetail.launch.processes import ahead, nursery
+from dovetail.launch.processes.stack import begin_workers
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.configure import configure
+sys.argv[0] = "dovetail"
+nursery.MODULES = ("torch",)
+ahead.begin_for([])
+settings = configure(flags={"draft.kind": "ngram"}, environment={}).settings
+commands = {
+    f"{role} worker": ["worker", f"--role={role}", "--draft.kind=ngram", "--connect=-"]
+    for role in ("target", "draft")
+}
+with Supervisor() as supervisor:
+    for name, child in begin_workers(supervisor, settings, commands)().items():
+        print(name, "libtorch" in Path(f"/proc/{child.process.pid}/maps").read_text())
+"""
 LEFT = """
 import sys
 import psutil
@@ -100,6 +119,11 @@ def test_a_coordinator_that_runs_is_used_instead(tmp_path: Path) -> None:
     running += "".join(f"    {line}\n" for line in BEGUN.strip().splitlines())
     running = running.replace("    import sys", "with announced('ipc:///x'):\n    import sys")
     assert python(running, "generate", "hello", XDG_RUNTIME_DIR=str(tmp_path)) == ["False"]
+
+
+def test_a_draft_that_looks_up_is_not_forked_from_it(tmp_path: Path) -> None:
+    lines = python(LOOKS_UP, XDG_RUNTIME_DIR=str(tmp_path))
+    assert lines == ["target worker True", "draft worker False"]
 
 
 def test_a_supervisor_takes_it_over_once(tmp_path: Path) -> None:
