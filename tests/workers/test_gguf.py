@@ -384,6 +384,31 @@ def test_a_family_is_computed_from_blocks_as_from_their_numbers(tmp_path: Path, 
 
 
 @needs_kernels
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("weights", ["file", "int4", "fp32", "half"])
+def test_a_table_that_is_the_head_takes_no_memory_beside_it(
+    tmp_path: Path, kind: str, weights: str
+) -> None:
+    dtype = torch.bfloat16 if weights == "half" else torch.float32
+    fields = FIELDS[kind] | {"tie_word_embeddings": True}
+    write_tiny(kind, tmp_path / "model", dtype=dtype, **fields)
+    twin = tmp_path / "model"
+    if weights == "file":
+        twin = write_gguf(tmp_path / "model", tmp_path / "m.gguf", lambda *_: Type.Q8_0)
+    model = load(tmp_path / "m.gguf" if weights == "file" else twin, weights)
+    table = model.back_end._model.get_input_embeddings()
+    assert table.weight.untyped_storage().nbytes() < 64
+    ids = torch.tensor([[0, 40, 3], [3, 47, 17]])
+    expected = load(twin).back_end._model.get_input_embeddings()(ids)
+    if weights == "int4":
+        assert float((table(ids) - expected).norm() / expected.norm()) < 0.05
+    else:
+        assert torch.equal(table(ids), expected)
+    with pytest.raises(IndexError):
+        table(torch.tensor([table.weight.shape[0]]))
+
+
+@needs_kernels
 @pytest.mark.usefixtures("kernels_as_before")
 def test_a_row_through_experts_of_blocks_has_the_same_bytes_in_any_company(tmp_path: Path) -> None:
     """Gates of plain numbers stand above blocks in one matrix."""

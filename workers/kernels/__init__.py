@@ -261,9 +261,19 @@ class PackedMatrix:
 
     def row(self, index: int) -> Array:
         """Return a row [k] in float32 as it is multiplied with, a numpy array."""
-        found = _numpy_empty(1, self.k)[0]
-        library().dt_unpack_row(self._reference, index, _start(found))
-        return found
+        found = _numpy_empty(1, self.k)
+        self.unpack([index], found)
+        return found[0]
+
+    def unpack(self, indices: Sequence[int], out: Array) -> None:
+        """Unpack rows as they are multiplied with into float32 out [count, k]; IndexError for a row
+        that the matrix has not."""
+        start = address_of(out, (len(indices), self.k), ("float32",))
+        if indices and not 0 <= min(indices) <= max(indices) < self.n:
+            raise IndexError(f"rows {min(indices)} to {max(indices)} of a matrix of {self.n}")
+        unpack = library().dt_unpack_row
+        for place, index in enumerate(indices):
+            unpack(self._reference, index, start + 4 * self.k * place)
 
     def at(self, memory: Any, address: int) -> Self:
         """Return the matrix with its `nbytes` at another address, which `memory` keeps; whoever

@@ -11,6 +11,7 @@ from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import NormKind
 from dovetail.workers.models.backends.layer_parts import described_norm
 from dovetail.workers.models.backends.packing import (
+    EXACT_KINDS,
     KernelNorm,
     compare_product,
     pack,
@@ -18,18 +19,44 @@ from dovetail.workers.models.backends.packing import (
     sampled_rows,
 )
 from dovetail.workers.models.checkpoints.configured import base_model
-from dovetail.workers.models.checkpoints.gguf.rows import weight_of
-from dovetail.workers.models.checkpoints.tables import WidenedEmbedding, is_table, scale_of
+from dovetail.workers.models.checkpoints.gguf.rows import rows_of, weight_of
+from dovetail.workers.models.checkpoints.tables import (
+    BlockEmbedding,
+    PackedEmbedding,
+    WidenedEmbedding,
+    is_table,
+    scale_of,
+)
 from dovetail.workers.models.families.description import Family, Norms, TokenInputs
+from dovetail.workers.models.parity.following import UnsupportedError
 
 PROVED_ROWS = 8
 """Rows by which the packed projection is compared with the checkpoint's."""
 
 
+def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
+    """Have a model look its tokens up in its packed head, where this holds the numbers of the
+    embedding; `UnsupportedError` where rows of it differ from those of the embedding."""
+    table = model.get_input_embeddings()
+    if isinstance(table, BlockEmbedding):
+        same = table.rows is rows_of(head)
+    else:
+        same = is_table(table) and table.weight is head.weight
+        same &= matrix.kind in (Kind.FP32, EXACT_KINDS.get(table.weight.dtype))
+    if not same:
+        return
+    own, ids = PackedEmbedding(matrix, scale_of(table)), sampled_rows(matrix.n)
+    if not torch.equal(own(ids), table(ids).float()):
+        raise UnsupportedError("rows of its packed head differ from those of its embedding")
+    model.set_submodule(next(path for path, part in model.named_modules() if part is table), own)
+
+
 def widen_embeddings(model: Any) -> None:
     """Replace the embeddings of a model, in place, so that all of them give float32; one of an
-    unknown kind is widened as a whole."""
+    unknown kind is widened as a whole, and blocks are held in memory."""
     for name, module in list(model.named_modules()):
+        if isinstance(module, BlockEmbedding):
+            module.hold()
         if not isinstance(module, nn.Embedding) or module.weight.dtype == torch.float32:
             continue
         if is_table(module):

@@ -26,7 +26,7 @@ from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, No
 from dovetail.workers.kernels.states import StateShape, placed
 from dovetail.workers.models.attention import NOTHING, Noted
 from dovetail.workers.models.backends.blocked_cache import cache_of, cache_rows
-from dovetail.workers.models.backends.embedding import inputs_of, widen_embeddings
+from dovetail.workers.models.backends.embedding import inputs_of, share_table, widen_embeddings
 from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.layer_parts import (
     AROUND,
@@ -193,6 +193,8 @@ class Kernels:
         matrix = pack(self._kind, [head])
         self._prove_end(KernelNorm(kind, numbers, epsilon), head, matrix)
         self._head = self._final_linear(matrix)
+        if isinstance(self._head, KernelLinear):
+            share_table(model, head, matrix)
         model.set_output_embeddings(self._head)
         for name in ROTARY_NAMES if self._tables.given else ():
             if hasattr(base, name):

@@ -82,8 +82,8 @@ class Skeleton:
     """The experts of a parameter that holds those of a layer, to be read one by one; None: they are
     read together."""
     tied: Mapping[str, str] | None = None
-    """Tensor -> another that may stand for it in the checkpoint, where tensors are read from
-    pieces; None: they are not."""
+    """Tensor -> another that stands for it in the checkpoint, where tensors are read from pieces;
+    None: they are not."""
     rows: Callable[[str, nn.Module], Rows | Pile | None] | None = None
     """The blocks of the weight of a module, by its name, None where it is none of blocks; None:
     there are no blocks."""
@@ -103,8 +103,10 @@ class Skeleton:
         begin with `prefix`; those of `but` are left for later. `one_by_one`: where that can be,
         experts get none, and whoever packs them reads each by itself (`leave_unread`)."""
         later = set() if but is None else set(but.modules())
+        blocks: dict[str, Rows | Pile] = {}
+        tensors: dict[str, nn.Parameter] = {}
         for path, part in list(module.named_modules()):
-            if part in later or (types.blocks and self._fill_blocks(module, prefix, path)):
+            if part in later or (types.blocks and self._fill_blocks(module, prefix, path, blocks)):
                 continue
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter.is_meta and not (name == "weight" and rows_of(part) is not None):
@@ -112,22 +114,34 @@ class Skeleton:
                     if one_by_one and STACK.match(full) and self.experts is not None:
                         leave_unread(part, name, self.experts(full), blocks=types.blocks)
                         continue
-                    part.register_parameter(
-                        name, nn.Parameter(self._tensor(full, part, types), requires_grad=False)
-                    )
+                    own = self._own(full) if types.linear == types.table else full
+                    if own not in tensors:  # a tied head and its table are one tensor
+                        tensors[own] = nn.Parameter(self._tensor(full, part, types), False)
+                    part.register_parameter(name, tensors[own])
             for name, _ in part.named_buffers(recurse=False):
                 full = ".".join(filter(None, (prefix, path, name)))
                 if full in self.buffers:
                     part.register_buffer(name, self.read(full).float())
 
-    def _fill_blocks(self, module: nn.Module, prefix: str, path: str) -> bool:
+    def _own(self, name: str) -> str:
+        """Return a name that tied parameters have in common, and no others."""
+        return ((self.stored or {}) if self.tied is None else self.tied).get(name, name)
+
+    def _fill_blocks(
+        self, module: nn.Module, prefix: str, path: str, found: dict[str, Rows | Pile]
+    ) -> bool:
         """Give a part of a module its weight as blocks, if it has one of these; a table becomes
-        another part. True if nothing else of it is left to be filled."""
+        another part. `found`: the rows of other parts, which a tied part shares. True if nothing
+        else of it is left to be filled."""
         full = ".".join(filter(None, (prefix, path, "weight")))
         part: Any = module.get_submodule(path)
         able = ((table := is_table(part)) or type(part) is nn.Linear) and rows_of(part) is None
-        if self.rows is None or not able or (rows := self.rows(full, part)) is None:
+        if self.rows is None or not able:
             return False
+        rows = found.get(self._own(full)) or self.rows(full, part)
+        if rows is None:
+            return False
+        found[self._own(full)] = rows
         if table and isinstance(rows, Rows):
             module.set_submodule(path, BlockEmbedding(rows, scale_of(part)))
             return True
@@ -241,7 +255,7 @@ def _pieced(
         {name: of[0] for name, of in found.items()} if whole else None,
         experts=pieces.unread if one_by_one else None,
         rows=lambda name, _: checkpoint.rows(*found[name], transposed=False),
-        tied=tied,
+        tied={name: other for name, other in tied.items() if name not in shapes},
     )
 
 

@@ -1,12 +1,14 @@
-"""Embeddings that stay as their checkpoint has them and are widened as they are looked up: in 16
-bits or in blocks they take that much less memory, and give the same numbers."""
+"""Embeddings that stay as their checkpoint has them, or lie in a packed head that has the same
+numbers, and are widened as they are looked up: they take that much less memory."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from dovetail.workers.kernels import PackedMatrix
 from dovetail.workers.kernels.blocks import unpack
 from dovetail.workers.models.checkpoints.gguf.rows import Rows
 
@@ -27,18 +29,43 @@ class WidenedEmbedding(nn.Module):
 
 class BlockEmbedding(nn.Module):
     """ids [...] -> float32 [..., hidden], times `scale` if there is one; the blocks of a row are
-    unpacked as it is looked up."""
+    unpacked as it is looked up, and read from their file before that until `hold`."""
 
     def __init__(self, rows: Rows, scale: float | None) -> None:
         super().__init__()
-        self._kind, self._inputs, self.scale = rows.kind, rows.inputs, scale
-        self.weight = nn.Parameter(rows.content, requires_grad=False)
+        self.rows, self.scale = rows, scale
+        self.weight = _shape_alone(rows.count, rows.inputs)
+
+    def hold(self) -> None:
+        """Read all rows into memory."""
+        self.rows = replace(self.rows, source=self.rows.content)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = torch.empty(ids.numel(), self._inputs)
-        unpack(self._kind, self.weight[ids.flatten()], found)
+        found = torch.empty(ids.numel(), self.rows.inputs)
+        unpack(self.rows.kind, self.rows.taken(ids.flatten()).content, found)
         found = found.view(*ids.shape, -1)
         return found if self.scale is None else found * self.scale
+
+
+class PackedEmbedding(nn.Module):
+    """ids [...] -> float32 [..., hidden], times `scale` if there is one: rows of a packed matrix,
+    which is the head, too."""
+
+    def __init__(self, matrix: PackedMatrix, scale: float | None) -> None:
+        super().__init__()
+        self._matrix, self.scale = matrix, scale
+        self.weight = _shape_alone(matrix.n, matrix.k)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = torch.empty(ids.numel(), self._matrix.k)
+        self._matrix.unpack(ids.flatten().tolist(), found)
+        found = found.view(*ids.shape, -1)
+        return found if self.scale is None else found * self.scale
+
+
+def _shape_alone(count: int, width: int) -> nn.Parameter:
+    """Return a weight [count, width] on the CPU whose numbers mean nothing and take no memory."""
+    return nn.Parameter(torch.zeros(1).expand(count, width), requires_grad=False)
 
 
 def scale_of(module: Any) -> float | None:
