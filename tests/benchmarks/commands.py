@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "build-llama": (
         "building.build_llama",
-        "Build llama-server, llama-bench and llama-quantize from llama-cpp-python's sources.",
+        "Build llama-server, llama-bench and llama-quantize with kernels for every CPU.",
     ),
     "bytes": (
         "sameness.bytes_command",

@@ -14,6 +14,7 @@ from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_place
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
+from dovetail.workers import kernels
 from dovetail.workers.kernels import PackedMatrix
 from dovetail.workers.kernels.layer_plan import LANES
 from dovetail.workers.kernels.shards import Shard
@@ -90,13 +91,17 @@ def prepare(
 
         return timed(work)
 
+    def use(isa: str) -> Mapping[str, Any]:
+        kernels.use_isa(kernels.Isa[isa])
+        return {}
+
     hello = {
         "engine": f"dovetail {weights}",
         "backend": model.backend,
         "kernels": model.kernels,
         "choice": model.choice,
     }
-    return hello, {"linears": linears, "verify": verify, "prefill": prefill}
+    return hello, {"linears": linears, "verify": verify, "prefill": prefill, "use": use}
 
 
 def fill(model: LanguageModel, cache: Any, context: int) -> None:

@@ -3,22 +3,34 @@
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 
+from benchmarks.building import BEST, program
 from benchmarks.child import Side
 from benchmarks.context import written_file
 from benchmarks.large import write_expert_blocks
 from benchmarks.measure import estimate, ratio
 from benchmarks.models import model_folder
-from benchmarks.options import BEHIND, Command, Numbers, option, options, pin, report
+from benchmarks.options import BEHIND, ISAS, Command, Numbers, option, options, pin, report
 from benchmarks.verification import Turn
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.protocol.errors import UserError
 
+CPUS = {
+    "PLAIN": "x64",
+    "SSE41": "sse42",
+    "AVX": "ivybridge",
+    "AVX2": "haswell",
+    "AVX512": "skylakex",
+    "VNNI": "icelake",
+    "NEON": "armv8.0_1",
+}
+"""Instruction set -> the CPU with no more whose kernels of llama.cpp are compared with ours."""
 OWN = ("Q8_0", "Q4_0")
 """Types that are written here; llama-quantize makes others of an F16 file."""
 MIXTURE, MIX, LAYERS = "mixture", "Q4_K_M", 3
@@ -29,12 +41,26 @@ REPETITIONS = 3
 
 @click.command(cls=Command)
 @click.option(
-    "--llama-bench",
-    type=click.Path(exists=True, path_type=Path),
+    "--llama",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
     required=True,
-    help="llama-bench, with llama-quantize beside it, as `build-llama` builds them.",
+    help="The folder that `build-llama` built into.",
 )
-@click.option("--type", "kind", default="Q4_0", show_default=True, help="Such as Q8_0 or Q4_K_M.")
+@click.option(
+    "--isa",
+    "isas",
+    multiple=True,
+    type=click.Choice([name for name in ISAS if name in CPUS]),
+    help="Instruction set, of ours and of llama-bench; can be repeated.  [default: the best here]",
+)
+@click.option(
+    "--type",
+    "kinds",
+    multiple=True,
+    default=("Q4_0",),
+    show_default=True,
+    help="Such as Q8_0 or Q4_K_M; can be repeated.",
+)
 @click.option("--rows", type=Numbers(), default="1,2,4,8,16", help="Rows behind 512 cached tokens.")
 @click.option("--prefill", type=Numbers(), default="512", help='Lengths of prompts; "" for none.')
 @option(
@@ -45,8 +71,9 @@ REPETITIONS = 3
 )
 @options("layers", "pairs", "threads", "models", "json")
 def passes(
-    llama_bench: Path,
-    kind: str,
+    llama: Path,
+    isas: tuple[str, ...],
+    kinds: tuple[str, ...],
     rows: tuple[int, ...],
     prefill: tuple[int, ...],
     pairs: int,
@@ -59,43 +86,64 @@ def passes(
 
     llama-bench is asked with and without flash attention, repacks weights where it can, and gives
     the logits of the last row, ours those of all rows of a tree. The faster of its two counts.
+    All files and instruction sets take their turns in every round.
     """
     if not rows and not prefill:
         raise UserError("--rows and --prefill are both empty: name a number for one of them")
     pin(threads)
-    with _file(kind, llama_bench, **model) as file:
-        arguments = ("--weights", "file", "--backend", "kernels", "--cache", "half")
-        more = ("--context", str(BEHIND), "--threads", str(threads))
-        ours, theirs = [], []
-        with Side("ours", (str(file), *arguments, *more), threads=threads) as side:
-            turns = [
-                *(Turn(side, "verify", count, "wall") for count in rows),
-                *(Turn(side, "prefill", count, "wall") for count in prefill),
-            ]
-            with progress_bar(pairs, "rounds") as step:
-                for _ in range(pairs):
-                    turns[0]()  # what has slept wakes up, as llama-bench does before it counts
-                    ours.append([_median(turn) for turn in turns])
-                    theirs.append(_llama(llama_bench, file, rows, prefill, threads))
-                    step("")
-    told = [
-        {
-            "pass": turn.do,
-            "rows": turn.rows,
-            "ours_ms": 1e3 * estimate([taken[place] for taken in ours]).median,
-            "theirs_ms": 1e3 * estimate([taken[place] for taken in theirs]).median,
-            "ratio": ratio(
-                [taken[place] for taken in ours], [taken[place] for taken in theirs]
-            ).as_json(),
+    cpus = {isa: CPUS[isa] for isa in isas} or {"": BEST}
+    benches = {isa: program(llama, "llama-bench", cpu) for isa, cpu in cpus.items()}
+    more = ("--context", str(BEHIND), "--threads", str(threads))
+    arguments = ("--weights", "file", "--backend", "kernels", "--cache", "half", *more)
+    passes = [*(("verify", count) for count in rows), *(("prefill", count) for count in prefill)]
+    with ExitStack() as opened:
+        files = [opened.enter_context(_file(kind, llama, **model)) for kind in kinds]
+        sides = [
+            opened.enter_context(Side("ours", (str(file), *arguments), threads=threads))
+            for file in files
+        ]
+        taken: dict[tuple[str, str], list[tuple[list[float], list[float]]]] = {
+            (file.name, isa): [] for isa in benches for file in files
         }
-        for place, turn in enumerate(turns)
+        with progress_bar(pairs * len(taken), "turns") as step:
+            for _, (isa, bench), (file, side) in product(
+                range(pairs), benches.items(), zip(files, sides, strict=True)
+            ):
+                if isa:
+                    side.ask("use", isa=isa)
+                turns = [Turn(side, do, count, "wall") for do, count in passes]
+                turns[0]()  # what has slept wakes up, as llama-bench does before it counts
+                ours = [_median(turn) for turn in turns]
+                theirs = _llama(bench, file, rows, prefill, threads)
+                taken[file.name, isa].append((ours, theirs))
+                step("")
+    told = [
+        {"model": file, "isa": isa or "best", "passes": _passes(passes, rounds)}
+        for (file, isa), rounds in taken.items()
     ]
-    result = {"model": file.name, "threads": threads, "passes": told}
+    result = {"threads": threads, "pairs": pairs, "measured": told}
     report(result, as_json, lambda: _show(result))
 
 
+def _passes(
+    passes: Sequence[tuple[str, int]], rounds: Sequence[tuple[list[float], list[float]]]
+) -> list[dict[str, Any]]:
+    """Return the figures of each pass, of the seconds that both sides took in each round."""
+    sides = [[*zip(*side, strict=True)] for side in zip(*rounds, strict=True)]
+    return [
+        {
+            "pass": do,
+            "rows": count,
+            "ours_ms": 1e3 * estimate(ours).median,
+            "theirs_ms": 1e3 * estimate(theirs).median,
+            "ratio": ratio(ours, theirs).as_json(),
+        }
+        for (do, count), ours, theirs in zip(passes, *sides, strict=True)
+    ]
+
+
 @contextmanager
-def _file(kind: str, llama_bench: Path, **model: Any) -> Iterator[Path]:
+def _file(kind: str, llama: Path, **model: Any) -> Iterator[Path]:
     if model["shape"] == MIXTURE:
         if kind != MIX:
             raise UserError(f"--type {kind}: --shape {MIXTURE} has its weights as {MIX}")
@@ -108,7 +156,7 @@ def _file(kind: str, llama_bench: Path, **model: Any) -> Iterator[Path]:
             yield file
             return
         other = file.with_name(file.name.replace("-F16.", f"-{kind}."))
-        command = [str(llama_bench.with_name("llama-quantize")), str(file), str(other), kind]
+        command = [str(program(llama, "llama-quantize")), str(file), str(other), kind]
         if (
             not other.exists()
             and subprocess.run(command, capture_output=True, check=False).returncode
@@ -131,7 +179,7 @@ def _llama(
         if not counts:
             continue
         command = [str(program), "-m", str(file), "-n", "0", "-d", str(depth), "-fa", "0,1"]
-        command += ["-r", str(REPETITIONS), "-t", str(threads), "-o", "json"]
+        command += ["--no-warmup", "-r", str(REPETITIONS), "-t", str(threads), "-o", "json"]
         command += ["-p", ",".join(map(str, counts))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -143,14 +191,20 @@ def _llama(
 
 
 def _show(result: dict[str, Any]) -> None:
-    click.echo(f"{result['model']}, {result['threads']} thread(s); milliseconds, ours over theirs")
+    click.echo(
+        f"ours over llama-bench's ({result['pairs']} turns), and milliseconds of both; "
+        f"{result['threads']} thread(s)"
+    )
     cells = [
         (
-            f"{row['pass']} {row['rows']}",
-            row["ours_ms"],
-            row["theirs_ms"],
-            f"{row['ratio']['median']:.2f} ({row['ratio']['low']:.2f}-{row['ratio']['high']:.2f})",
+            one["isa"],
+            one["model"],
+            *(
+                f"{row['ratio']['median']:.2f} ({row['ours_ms']:.1f} / {row['theirs_ms']:.1f})"
+                for row in one["passes"]
+            ),
         )
-        for row in result["passes"]
+        for one in result["measured"]
     ]
-    print_table(("pass", "ours", "llama-bench", "ratio"), cells)
+    headings = [f"{row['pass']} {row['rows']}" for row in result["measured"][0]["passes"]]
+    print_table(("set", "file", *headings), cells)
