@@ -294,6 +294,8 @@ def _show(
     )
     if len(result["weights_compared"]) > 1:
         print_table(tuple(WEIGHTS), [_brief(one) for one in result["weights_compared"]])
+    if words := result["kernels"]:
+        click.echo(f"{'warning: ' if ':' in words else ''}kernels {words}")
     if result["device_says"]:
         click.echo(result["device_says"])
     if result["no_chats"]:

@@ -26,7 +26,13 @@ from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.processes import preflight
 from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.child import name_process
-from dovetail.launch.processes.connection import ends_of, models_of, with_choices
+from dovetail.launch.processes.connection import (
+    ends_of,
+    kernels_of,
+    models_of,
+    slow_kernels,
+    with_choices,
+)
 from dovetail.launch.processes.serving.local import Local
 from dovetail.launch.processes.serving.service import Service
 from dovetail.launch.processes.stack import check_models, check_stack
@@ -155,7 +161,8 @@ def _introduce(
         )
         return
     click.echo(service.url)
-    assert service.state is not None
+    state = service.state
+    assert state is not None
     file = configuration.settings.http.api_key_file
     key = (
         f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(Path(file).expanduser()))})"'
@@ -166,8 +173,10 @@ def _introduce(
         {"prompt": "Hello."} if no_chats else {"messages": [{"role": "user", "content": "Hello."}]}
     )
     path = "completions" if no_chats else "chat/completions"
-    for said in filter(None, (models_of(service.state), ends_of(service.state))):
+    for said in filter(None, (models_of(state), kernels_of(state), ends_of(state))):
         note(f"  {said}")
+    for warning in slow_kernels(state):
+        note(f"  warning: {warning}")
     for fault in service.faults(time.monotonic()):
         note(f"  degraded: {fault.words}")
     url = next(

@@ -10,7 +10,7 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import counted, format_cell, in_print, print_table
 from dovetail.launch.files.directory import announcements
-from dovetail.launch.processes.connection import find_coordinator, shorten_model
+from dovetail.launch.processes.connection import find_coordinator, shorten_model, slow_kernels
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import RowsSeconds
@@ -79,6 +79,8 @@ def _show(state: Reported) -> None:
     label = "note" if not state.degraded else "degraded" if served else "not ready"
     for reason in state.reasons:
         click.echo(f"{label:<12}{reason}")
+    for warning in slow_kernels(state):
+        click.echo(f"warning     {warning}")
     if queue := state.totals.queue_words:
         click.echo(f"note        {queue}")
     if state.workers:
@@ -87,7 +89,7 @@ def _show(state: Reported) -> None:
             [_row(worker) for worker in state.workers],
         )
         print_table(
-            ("worker", "host", "device", "trip us", "clock us", "bytes/round"),
+            ("worker", "host", "device", "kernels", "trip us", "clock us", "bytes/round"),
             [_link(worker) for worker in state.workers],
         )
     if state.processes:
@@ -192,6 +194,7 @@ def _link(worker: WorkerState) -> tuple[object, ...]:
         worker.name,
         worker.host,
         f"{worker.device}, {counted(worker.threads, 'thread')}",
+        worker.kernels.partition(":")[0] or None,
         _whole(worker.round_trip_us),
         _clock(worker),
         _whole(worker.bytes_per_round),

@@ -38,6 +38,7 @@ from dovetail.protocol.experts import DENSE
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin, Source
 from dovetail.runtime.planner import Draft, Option, Planner
+from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
 GPU = "cuda:0"
@@ -209,6 +210,7 @@ class Subject:
         return {
             "machine": self.hardware.title,
             "device": self.device,
+            "kernels": "" if self.here is None else kernels.in_words(),
             "device_says": self._device_says(),
             "left_out": list(self.left_out),
             "falls": dict(self.falls),

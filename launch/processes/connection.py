@@ -190,6 +190,23 @@ def models_of(state: Reported, *, draft: bool = True) -> str:
     return " · ".join(describe(role, worker) for role, worker in workers if worker is not None)
 
 
+def kernels_of(state: Reported) -> str:
+    """Describe the kernels of a coordinator's workers: "kernels AVX-512 (target), AVX2 (draft)";
+    empty if none reports any."""
+    by_title: dict[str, list[str]] = {}
+    for worker in state.workers:
+        if worker.kernels:
+            by_title.setdefault(worker.kernels.partition(":")[0], []).append(worker.name)
+    titles = [f"{title} ({', '.join(names)})" for title, names in by_title.items()]
+    return f"kernels {', '.join(titles)}" if titles else ""
+
+
+def slow_kernels(state: Reported) -> list[str]:
+    """Warn of the workers whose kernels are slow or missing, with the reason; a sentence each."""
+    slow = (worker for worker in state.workers if ":" in worker.kernels)
+    return [printable(f"kernels of {worker.name}: {worker.kernels}") for worker in slow]
+
+
 def ends_of(state: Reported) -> str:
     """Describe what ends the replies of a coordinator's target; empty if there is none."""
     targets = (worker for worker in state.workers if "target" in worker.roles)

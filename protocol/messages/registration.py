@@ -157,6 +157,8 @@ class Hello(Message):
     binding: Name = ""
     """To which cores and memory nodes the process is bound, and why to no more: begins with full,
     cores or none."""
+    kernels: Name = ""
+    """The instruction set of its kernels; behind a colon the reason where they are slow."""
     fingerprint: Fingerprint | None = None
     limits: Limits | None = None
     vocabulary: VocabularyFacts | None = None

@@ -99,6 +99,7 @@ class WorkerState(Frozen):
     device: Name
     threads: Count
     binding: Name = ""
+    kernels: Name = ""
     placement: Name = ""
     """The devices of the layers of a target that is spread over several, in words."""
     fingerprint: Name

@@ -214,6 +214,7 @@ class Worker:
             device=hello.device,
             threads=hello.threads,
             binding=hello.binding,
+            kernels=hello.kernels,
             fingerprint=str(hello.fingerprint or ""),
             host=hello.host,
             pid=hello.pid,

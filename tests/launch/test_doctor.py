@@ -46,7 +46,7 @@ def test_every_finding_has_a_remedy() -> None:
         profile_problem="cannot be written",
     )
     found = [c for c in examine(sick) if not c.ok]
-    assert len(found) == 12
+    assert len(found) == 11
     assert all(c.advice for c in found)
 
 
@@ -121,6 +121,13 @@ def test_missing_kernels_say_what_is_lost_and_how_to_get_them() -> None:
     assert check(
         "kernels", inventory=inventory(kernels_missing="not built"), compiler="/usr/bin/g++"
     ).advice.startswith("build them")
+
+
+def test_the_instruction_set_of_the_kernels_is_named_and_plain_ones_are_to_change() -> None:
+    found = check("kernels")
+    assert (found.ok, found.found) == (True, "AVX2; this machine can use plain, avx2")
+    slow = check("kernels", inventory=inventory(kernels="plain C++: no SSE4.1", isas=["plain"]))
+    assert (slow.ok, "no SSE4.1" in slow.found, "-cpu host" in slow.advice) == (False, True, True)
 
 
 def test_kernels_that_compute_wrong_are_told() -> None:

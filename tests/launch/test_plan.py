@@ -27,6 +27,7 @@ from dovetail.protocol.calibration import Calibration, MachineLimits, RowsSecond
 from dovetail.protocol.profile import ProfileKey, machine_key, update_profile
 from dovetail.protocol.settings import DraftSettings, Settings
 from dovetail.runtime.costs.nodes import MEETING_S
+from dovetail.workers import kernels
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.trial import fall_key, remember_fall
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
@@ -169,6 +170,7 @@ def test_without_a_gpu_everything_is_on_the_cpu(plan: Callable[..., dict[str, An
     shared = layout_of(Settings()).shared
     place = "in turns with the target" if shared else "on a core of its own"
     assert found["device_says"].endswith(f"everything is on the CPU, and a draft {place}")
+    assert found["kernels"] == kernels.in_words()
     assert {one["name"] for one in found["alternatives"]} == {"target alone", "Dovetail"}
     assert {one["vram_gb"] for one in found["alternatives"]} == {0.0}
     assert all("estimated" in origin or "assumed" in origin for origin in found["origins"].values())

@@ -17,12 +17,13 @@ INVENTORY: dict[str, Any] = {
     "products": [],
     "cpu_capability": "AVX512",
     "kernels_missing": "",
+    "kernels": "AVX2",
     "isas": ["plain", "avx2"],
     "kernels_failures": [],
 }
 HEALTHY = Facts(
     machine="x86_64",
-    flags=frozenset({"avx2", "fma", "f16c", "avx512f"}),
+    flags=frozenset({"sse4_1", "avx2", "fma", "f16c", "avx512f"}),
     topology=Topology((Node(0, ((0,), (1,), (2,), (3,)), 16 * GIB),)),
     online_cores=4,
     memory_refusal="",

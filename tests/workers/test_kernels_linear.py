@@ -1,7 +1,11 @@
 """The packed linears: the bytes that one chain of fma per output gives, for every number of rows,
 instruction set, thread count and way of packing."""
 
+import platform
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import HUGE_PAGE, Isa, Kind, PackedMatrix, build
 from support.kernels import every_isa, needs_kernels, use
 
+QEMU = shutil.which("qemu-x86_64")
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(1, 1), (16, 4), (17, 5), (48, 128), (49, 131), (100, 70), (160, 257)]
 """n, k: one of each, whole vectors and panels, and what is left over of both."""
@@ -254,6 +259,23 @@ def test_an_instruction_set_that_the_machine_lacks_is_refused() -> None:
     with pytest.raises(UserError, match=f"no {missing.name} kernels; it has PLAIN"):
         kernels.use_isa(missing)
     assert kernels.isa() == before
+
+
+@needs_kernels
+@every_isa
+def test_each_instruction_set_has_a_name_in_words(isa: Isa) -> None:
+    use(isa)
+    assert kernels.in_words() == kernels.TITLES[isa]
+
+
+@needs_kernels
+@pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64 (Debian: qemu-user)")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor is one of x86-64")
+def test_plain_kernels_on_a_processor_without_others_come_with_the_reason() -> None:
+    code = "from dovetail.workers import kernels; print(kernels.in_words())"
+    command = [str(QEMU), "-cpu", "Conroe", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"plain C++: {kernels.WHY_PLAIN['x86_64']}\n"
 
 
 def test_the_library_is_there_wherever_a_compiler_is() -> None:

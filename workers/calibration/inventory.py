@@ -53,6 +53,7 @@ def take_inventory() -> dict[str, Any]:
         "products": [products_of(torch.device(name)) for name in CUDA.found()],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernels_missing": kernels.why_not() or "",
+        "kernels": kernels.in_words(),
         "isas": [isa.name.lower() for isa in kernels.isas()] if kernels.available() else [],
         "kernels_failures": list(kernel_failures()) if kernels.available() else [],
     }

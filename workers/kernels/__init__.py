@@ -8,6 +8,7 @@ it.
 """
 
 import mmap
+import platform
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -71,6 +72,19 @@ class Isa(IntEnum):
     NEON = 4
 
 
+TITLES = {
+    Isa.PLAIN: "plain C++",
+    Isa.AVX2: "AVX2",
+    Isa.AVX512: "AVX-512",
+    Isa.VNNI: "AVX-512 VNNI",
+    Isa.NEON: "NEON",
+}
+"""Instruction set -> its name in words."""
+WHY_PLAIN = {
+    "x86_64": "this processor has no SSE4.1, and they are many times slower",
+    **dict.fromkeys(("i686", "armv7l"), "this is a 32-bit system, and they are many times slower"),
+}
+"""Why there are no others, on machines of a kind that has some."""
 STORED = {
     "float32": Kind.FP32,
     "float16": Kind.FP16,
@@ -178,6 +192,15 @@ def isas() -> tuple[Isa, ...]:
 def isa() -> Isa:
     """The instruction set in use; the best there is unless `use_isa` chose another."""
     return Isa(library().dt_isa())
+
+
+def in_words() -> str:
+    """Return the name of the instruction set in use; where the kernels are missing, or plain on a
+    processor whose kind has others, a colon and the reason behind it."""
+    if missing := why_not():
+        return f"none: {missing}"
+    why = WHY_PLAIN.get(platform.machine()) if isas() == (Isa.PLAIN,) else None
+    return f"{TITLES[isa()]}: {why}" if why else TITLES[isa()]
 
 
 def use_isa(wanted: Isa) -> None:

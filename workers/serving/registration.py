@@ -22,6 +22,7 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.spans import Spans
+from dovetail.workers import kernels
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 
 EPOCH_BITS = 62
@@ -107,6 +108,7 @@ class Standing:
 
     def introduce(self, worker: Worker, epoch: int) -> Hello:
         own = {name: getattr(self, name) for name in ("binding", "standby", "load_s")}
+        own["kernels"] = kernels.in_words()[:512]  # a Name
         held = self.kept.held if self.kept is not None else ()
         own |= {"held": held, "served": self.served if held else None}
         return worker.hello(epoch).model_copy(update=own)
