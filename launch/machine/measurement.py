@@ -26,17 +26,20 @@ from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.settings import DraftSettings, TargetSettings
 
 Role = Literal["target", "draft"]
+TORCH_VARIABLES = (
+    "ONEDNN_MAX_CPU_ISA",
+    "FBGEMM_ENABLE_INSTRUCTIONS",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
 TORCH_CAPS = {
-    "avx2": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
-    },
-    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX512"},
-    "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "FBGEMM_ENABLE_INSTRUCTIONS": "AVX512_VNNI"},
+    "sse41": ("SSE41", "AVX2", "default", "SSE4_2"),
+    "avx": ("AVX", "AVX2", "default", "AVX"),
+    "avx2": ("AVX2", "AVX2", "avx2", "AVX2"),
+    "avx512": ("AVX512_CORE", "AVX512"),
+    "vnni": ("AVX512_CORE_VNNI", "AVX512_VNNI"),
 }
-"""Variables that hold torch's libraries to an instruction set; read when they are loaded."""
+"""What holds torch's libraries to an instruction set, or to the oldest that they know."""
 
 
 def beside_cpu(configuration: Configuration) -> str:
@@ -75,7 +78,8 @@ def measure(
     bind(place)
     target, draft = configuration.settings.target, configuration.settings.draft
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
-    os.environ.update({**thread_environment(threads), **TORCH_CAPS.get(isa, {})})
+    os.environ.update(thread_environment(threads))
+    os.environ.update(zip(TORCH_VARIABLES, TORCH_CAPS.get(isa, ()), strict=False))
     from dovetail.workers.devices.memory import is_out_of_memory
     from dovetail.workers.devices.opening import open_device
     from dovetail.workers.kernels.shards import Shard

@@ -109,12 +109,31 @@ def test_a_row_has_the_same_bytes_in_any_company_thread_and_instruction_set(kind
 
 
 @every_format
+def test_the_smallest_and_largest_rows_and_sums_half_way_between_two_floats_have_the_same_bytes(
+    kind: Type,
+) -> None:
+    x, matrix = rows_of(7), packed([kind])
+    x[2] = (x[2] * 30).round().clamp(-127, 127)
+    x[2, ::WIDTH] = 127.0  # scales are powers of two, and so sums end early
+    for row, size in enumerate((1e-25, 1e-29, 1e20, 1e33), 3):
+        x[row] *= size
+    kernels.use_isa(Isa.PLAIN)
+    expected = matrix.linear(x)
+    for isa in kernels.isas():
+        kernels.use_isa(isa)
+        for first, end in ((0, 7), (2, 3), (3, 5), (5, 6)):
+            assert torch.equal(matrix.linear(x[first:end]), expected[first:end]), isa.name
+
+
+@every_format
 def test_with_rows_as_they_are_bytes_are_those_of_the_same_weights_in_fp32(kind: Type) -> None:
     twin = PackedMatrix(Kind.FP32, N, K)
     twin.pack(blocks_of(kind)[1])
     matrix, x = packed([kind], Kind.EXACT_BLOCKS), rows_of(MOST)
-    for isa, count in ((kernels.isas()[-1], MOST), (kernels.isas()[-1], 1), (Isa.PLAIN, 3)):
+    for isa in kernels.isas():
+        count = 3 if isa is Isa.PLAIN else MOST
         kernels.use_isa(isa)
+        assert torch.equal(matrix.linear(x[:1]), twin.linear(x[:1]))
         assert torch.equal(matrix.linear(x[:count]), twin.linear(x[:count]))
 
 

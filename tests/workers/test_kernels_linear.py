@@ -113,6 +113,22 @@ def test_the_bytes_are_those_of_one_ordered_sum_per_output(kind: Kind, isa: Isa)
 
 
 @needs_kernels
+@every_isa
+def test_products_are_rounded_once_where_a_double_is_half_way_between_two_floats(isa: Isa) -> None:
+    """Sums just above and below the middle, by less than a double has room for; sums that lie in
+    it; and the same among the numbers below the normal ones."""
+    use(isa)
+    near = 1 + np.arange(40, dtype=np.float32) * np.float32(2.0**-23)
+    weight = np.stack([near, np.float32(2.0**-12) * near], axis=1)
+    steps = np.float32(2.0**-23) * np.arange(-7, 8, dtype=np.float32)
+    x = np.stack([np.ones(15, np.float32), np.float32(2.0**-12) * (1 + steps)], axis=1)
+    for scale in (1.0, -1.0, 2.0**-127, 2.0**-137):
+        rows = torch.from_numpy(x * np.float32(scale))
+        own = torch.from_numpy(weight)
+        assert same_bytes(packed(Kind.FP32, own).linear(rows), oracle(Kind.FP32, rows, own, None))
+
+
+@needs_kernels
 @every_kind
 def test_a_large_matrix_is_near_float64(kind: Kind) -> None:
     weight, x = draw(1000, 3001), draw(3, 3001, seed=1)

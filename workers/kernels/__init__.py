@@ -66,10 +66,12 @@ class Isa(IntEnum):
     """The instruction sets that there are kernels for."""
 
     PLAIN = 0
-    AVX2 = 1
-    AVX512 = 2
-    VNNI = 3
-    NEON = 4
+    SSE41 = 1
+    AVX = 2
+    AVX2 = 3
+    AVX512 = 4
+    VNNI = 5
+    NEON = 6
 
 
 TITLES = {

@@ -16,6 +16,8 @@ const Kernels* table_of(int isa) {
     switch (isa) {
         case PLAIN: return &plain_kernels;
 #if defined(__x86_64__)
+        case SSE41: return __builtin_cpu_supports("sse4.1") && __builtin_cpu_supports("ssse3") ? &sse41_kernels : nullptr;
+        case AVX: return __builtin_cpu_supports("avx") ? &avx_kernels : nullptr;
         case AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? &avx2_kernels : nullptr;
         case AVX512:
             return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -31,7 +33,7 @@ const Kernels* table_of(int isa) {
 }
 
 const Kernels* best() {
-    for (const int isa : {NEON, VNNI, AVX512, AVX2})
+    for (const int isa : {NEON, VNNI, AVX512, AVX2, AVX, SSE41})
         if (const Kernels* table = table_of(isa)) return table;
     return &plain_kernels;
 }
@@ -47,9 +49,9 @@ std::vector<Buffer> buffers;
 const Kernels& active() { return *in_use; }
 
 #if defined(__x86_64__)
-const bool prefetches_to_l2 = __builtin_cpu_is("intel");
+const bool prefetches_to_l2 = __builtin_cpu_is("intel"), has_f16c = __builtin_cpu_supports("f16c");
 #else
-const bool prefetches_to_l2 = false;
+const bool prefetches_to_l2 = false, has_f16c = false;
 #endif
 
 Turn::Turn() { turn.lock(); }

@@ -1,6 +1,6 @@
 // The exact sums of the products of codes with rows of x in int8 (blocks.h), on every instruction set but the plain one, and the numbers of sixteen outputs.
 //
-// AVX2 and AVX-512 without VNNI add pairs of products up in 16 bits, as many steps as the largest code of a format leaves room for.
+// All of x86 without VNNI add pairs of products up in 16 bits, as many steps as the largest code of a format leaves room for.
 #include "blocks.h"
 
 namespace DT_NS {
@@ -40,6 +40,16 @@ template <int J>
 static inline I16 signed_input_of(Codes w) {
     return {_mm256_srai_epi32(_mm256_slli_epi32(w.a, 24 - 8 * J), 24), _mm256_srai_epi32(_mm256_slli_epi32(w.b, 24 - 8 * J), 24)};
 }
+#elif defined(DT_SSE)
+#define DT_EACH(TYPE, EXPRESSION) TYPE r; _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) r.v[i] = (EXPRESSION); return r
+static DT_INLINE I16 bytes_of(const char* p) { DT_EACH(I16, _mm_cvtepu8_epi32(_mm_cvtsi32_si128(((const int32_t*)p)[i]))); }
+static DT_INLINE I16 signed_bytes_of(const char* p) { DT_EACH(I16, _mm_cvtepi8_epi32(_mm_cvtsi32_si128(((const int32_t*)p)[i]))); }
+static DT_INLINE I16 times_power(I16 a, int by) { DT_EACH(I16, _mm_slli_epi32(a.v[i], by)); }
+static DT_INLINE Codes look_up(Codes w, const int8_t* numbers) { DT_EACH(Codes, _mm_shuffle_epi8(_mm_load_si128((const __m128i*)numbers), w.v[i])); }
+template <int J>
+static DT_INLINE I16 input_of(Codes w) { DT_EACH(I16, _mm_and_si128(_mm_srli_epi32(w.v[i], 8 * J), _mm_set1_epi32(255))); }
+template <int J>
+static DT_INLINE I16 signed_input_of(Codes w) { DT_EACH(I16, _mm_srai_epi32(_mm_slli_epi32(w.v[i], 24 - 8 * J), 24)); }
 #elif defined(DT_NEON)
 static inline I16 bytes_of(const char* p) {
     const uint8x16_t bytes = vld1q_u8((const uint8_t*)p);
@@ -133,6 +143,20 @@ static inline I16 added(Pairs p) {
     return {_mm256_madd_epi16(p.a, ones), _mm256_madd_epi16(p.b, ones)};
 }
 static DT_INLINE void hold(Pairs& p) { asm("" : "+x"(p.a), "+x"(p.b)); }
+#define DT_PAIRS 1
+#elif defined(DT_SSE)
+struct Pairs { __m128i v[4]; };
+struct Signed { Codes size, w; };
+struct Four { __m128i v; };
+static DT_INLINE Four four(const char* x) { return {_mm_set1_epi32(*(const int32_t*)x)}; }
+static DT_INLINE Codes sizes(Codes w) { DT_EACH(Codes, _mm_abs_epi8(w.v[i])); }
+static DT_INLINE Signed as_signed(Codes w) { return {sizes(w), w}; }
+static DT_INLINE Pairs products(Codes w, Four x) { DT_EACH(Pairs, _mm_maddubs_epi16(w.v[i], x.v)); }
+static DT_INLINE Pairs products(Signed w, Four x) { DT_EACH(Pairs, _mm_maddubs_epi16(w.size.v[i], _mm_sign_epi8(x.v, w.w.v[i]))); }
+static DT_INLINE Pairs add(Pairs p, Pairs q) { DT_EACH(Pairs, _mm_add_epi16(p.v[i], q.v[i])); }
+static DT_INLINE I16 added(Pairs p) { DT_EACH(I16, _mm_madd_epi16(p.v[i], _mm_set1_epi16(1))); }
+static DT_INLINE void hold(Pairs&) {}
+#undef DT_EACH
 #define DT_PAIRS 1
 #else
 #define DT_PAIRS 0

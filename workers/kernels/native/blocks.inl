@@ -9,7 +9,7 @@
 // So a row has the same bytes whatever its neighbours, the threads and the instruction set are.
 #include "blocks.h"
 
-#if defined(DT_AVX512) || defined(DT_AVX2) || defined(DT_NEON)
+#if defined(DT_AVX512) || defined(DT_AVX2) || defined(DT_NEON) || defined(DT_SSE)
 #define DT_LANES 1
 #include "block_sums.inl"
 #else

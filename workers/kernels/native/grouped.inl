@@ -47,6 +47,22 @@ static inline I16 add_codes(I16 sum, Codes w, const char* x) {
     const __m256i values = _mm256_set1_epi32(*(const int32_t*)x);
     return {_mm256_add_epi32(sum.a, quads(w.a, values)), _mm256_add_epi32(sum.b, quads(w.b, values))};
 }
+#elif defined(DT_SSE)
+struct Codes { __m128i v[4]; };
+#define DT_EACH(EXPRESSION) Codes r; _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) r.v[i] = (EXPRESSION); return r
+static DT_INLINE Codes load_codes(const char* p) { DT_EACH(_mm_loadu_si128((const __m128i*)p + i)); }
+template <int BY>
+static DT_INLINE Codes down(Codes a) { DT_EACH(_mm_srli_epi16(a.v[i], BY)); }
+template <int BY>
+static DT_INLINE Codes up(Codes a) { DT_EACH(_mm_slli_epi16(a.v[i], BY)); }
+static DT_INLINE Codes only(Codes a, int mask) { DT_EACH(_mm_and_si128(a.v[i], _mm_set1_epi8((char)mask))); }
+static DT_INLINE Codes either(Codes a, Codes b) { DT_EACH(_mm_or_si128(a.v[i], b.v[i])); }
+#undef DT_EACH
+static DT_INLINE I16 add_codes(I16 sum, Codes w, const char* x) {
+    const __m128i values = _mm_set1_epi32(*(const int32_t*)x);
+    for (int i = 0; i < 4; i++) sum.v[i] = _mm_add_epi32(sum.v[i], _mm_madd_epi16(_mm_maddubs_epi16(w.v[i], values), _mm_set1_epi16(1)));
+    return sum;
+}
 #elif defined(DT_NEON)
 struct Codes { uint8x16_t v[4]; };
 #define DT_EACH(EXPRESSION) Codes r; for (int i = 0; i < 4; i++) r.v[i] = (EXPRESSION); return r
@@ -210,7 +226,7 @@ static void group_tile(const GroupRun& run) {
 
 #if defined(DT_AVX512)
 constexpr int GROUP_ROWS = 8;
-#elif defined(DT_AVX2) || defined(DT_NEON)
+#elif defined(DT_AVX2) || defined(DT_NEON) || defined(DT_SSE)
 constexpr int GROUP_ROWS = 4;
 #else
 constexpr int GROUP_ROWS = 1;  // without registers to keep more in; the code of several would take a minute to compile

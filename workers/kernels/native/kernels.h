@@ -5,7 +5,7 @@
 
 namespace dovetail {
 
-enum Isa : int { PLAIN = 0, AVX2 = 1, AVX512 = 2, VNNI = 3, NEON = 4 };
+enum Isa : int { PLAIN = 0, SSE41 = 1, AVX = 2, AVX2 = 3, AVX512 = 4, VNNI = 5, NEON = 6 };
 enum Kind : int { FP32 = 0, FP16 = 1, BF16 = 2, INT8 = 3, CODES8 = 4, CODES4 = 5, CODES3 = 6, CODES2 = 7, BLOCKS = 8, EXACT_BLOCKS = 9 };
 
 // A packed matrix [n out, k in]. The layout is the same for every instruction set.
@@ -68,7 +68,7 @@ struct Kernels {
 
 extern const Kernels plain_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels, avx512_kernels, vnni_kernels;
+extern const Kernels sse41_kernels, avx_kernels, avx2_kernels, avx512_kernels, vnni_kernels;
 #elif defined(__aarch64__)
 extern const Kernels neon_kernels;
 #endif
@@ -79,6 +79,9 @@ const Kernels& active();
 // keep the loads of the tiles waiting (Emerald Rapids, fp32 from memory, two builds called in turns in one process: 16 rows take 0.90, 8 rows 0.94, one row 0.93
 // of the time).
 extern const bool prefetches_to_l2;
+
+// Whether the kernels for AVX find instructions for halves, which came one generation later.
+extern const bool has_f16c;
 
 // Held during a call from outside: threads, scratch and the choice of the instruction set belong to one caller at a time.
 struct Turn {

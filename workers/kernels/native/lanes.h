@@ -1,4 +1,4 @@
-// Sixteen float lanes on whatever the machine has: one AVX-512 register, two AVX2 ones, four NEON ones, or an array.
+// Sixteen float lanes on whatever the machine has: one AVX-512 register, two AVX2 ones, four of 128 bits (NEON, AVX, SSE4.1), or an array.
 //
 // Every operation here is correctly rounded by IEEE 754 (add, mul, fma, div, sqrt, conversions) or works on bits, so a lane holds the same bytes on every
 // instruction set. Nothing that is approximate (rcp, rsqrt, a library's exp) may come in, and nothing is reassociated: the compiler gets
@@ -63,16 +63,6 @@ static inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 static inline F16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 static inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 static inline void store(float* p, F16 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
-static inline F16 load_first(const float* p, int n) {
-    alignas(64) float t[LANES] = {};
-    for (int i = 0; i < n; i++) t[i] = p[i];
-    return load(t);
-}
-static inline void store_first(float* p, F16 x, int n) {
-    alignas(64) float t[LANES];
-    store(t, x);
-    for (int i = 0; i < n; i++) p[i] = t[i];
-}
 static inline F16 load_half(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
@@ -120,16 +110,6 @@ static inline F16 zero() { DT_EACH(F16, vdupq_n_f32(0.0f)); }
 static inline F16 set1(float a) { DT_EACH(F16, vdupq_n_f32(a)); }
 static inline F16 load(const float* p) { DT_EACH(F16, vld1q_f32(p + 4 * i)); }
 static inline void store(float* p, F16 a) { for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]); }
-static inline F16 load_first(const float* p, int n) {
-    alignas(64) float t[LANES] = {};
-    for (int i = 0; i < n; i++) t[i] = p[i];
-    return load(t);
-}
-static inline void store_first(float* p, F16 a, int n) {
-    alignas(64) float t[LANES];
-    store(t, a);
-    for (int i = 0; i < n; i++) p[i] = t[i];
-}
 static inline F16 load_half(const uint16_t* p) { DT_EACH(F16, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
 static inline F16 load_bf16(const uint16_t* p) { DT_EACH(F16, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); }
 static inline F16 add(F16 a, F16 b) { DT_EACH(F16, vaddq_f32(a.v[i], b.v[i])); }
@@ -158,6 +138,119 @@ static inline bool any_less(F16 a, F16 b) {
 }
 #undef DT_EACH
 
+#elif defined(DT_SSE)  // SSE4.1, or AVX where DT_AVX is defined, too: neither has fused products
+
+struct F16 { __m128 v[4]; };
+struct I16 { __m128i v[4]; };
+
+#define DT_EACH(TYPE, EXPRESSION) TYPE r; _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) r.v[i] = (EXPRESSION); return r
+static DT_INLINE F16 zero() { DT_EACH(F16, _mm_setzero_ps()); }
+static DT_INLINE F16 set1(float a) { DT_EACH(F16, _mm_set1_ps(a)); }
+static DT_INLINE F16 load(const float* p) { DT_EACH(F16, _mm_loadu_ps(p + 4 * i)); }
+static DT_INLINE void store(float* p, F16 a) { for (int i = 0; i < 4; i++) _mm_storeu_ps(p + 4 * i, a.v[i]); }
+// Without F16C by integers: a multiplication by a power of two would be slow where the half is subnormal, as scales of weights are.
+static DT_INLINE __m128 half4(const uint16_t* p) {
+#if defined(DT_AVX)
+    if (dovetail::has_f16c) {
+        __m128 wide;
+        asm("vcvtph2ps %1, %0" : "=x"(wide) : "m"(*(const uint64_t*)p));
+        return wide;
+    }
+#endif
+    const __m128i h = _mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), size = _mm_and_si128(h, _mm_set1_epi32(0x7fff));
+    const __m128i small = _mm_cmplt_epi32(size, _mm_set1_epi32(0x400)), special = _mm_cmpgt_epi32(size, _mm_set1_epi32(0x7bff));
+    const __m128i bias = _mm_set1_epi32(112 << 23);  // once, twice for what is not finite
+    const __m128i bits = _mm_add_epi32(_mm_add_epi32(_mm_slli_epi32(size, 13), bias), _mm_and_si128(special, bias));
+    const __m128 wide = _mm_castsi128_ps(_mm_sub_epi32(bits, _mm_slli_epi32(small, 23)));  // a subnormal half, and 2^-14
+    return _mm_or_ps(_mm_sub_ps(wide, _mm_and_ps(_mm_castsi128_ps(small), _mm_set1_ps(0x1p-14f))), _mm_castsi128_ps(_mm_slli_epi32(_mm_xor_si128(h, size), 16)));
+}
+static DT_INLINE F16 load_half(const uint16_t* p) { DT_EACH(F16, half4(p + 4 * i)); }
+static DT_INLINE F16 load_bf16(const uint16_t* p) { DT_EACH(F16, _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)(p + 4 * i))), 16))); }
+static DT_INLINE F16 add(F16 a, F16 b) { DT_EACH(F16, _mm_add_ps(a.v[i], b.v[i])); }
+static DT_INLINE F16 sub(F16 a, F16 b) { DT_EACH(F16, _mm_sub_ps(a.v[i], b.v[i])); }
+static DT_INLINE F16 mul(F16 a, F16 b) { DT_EACH(F16, _mm_mul_ps(a.v[i], b.v[i])); }
+static DT_INLINE F16 div(F16 a, F16 b) { DT_EACH(F16, _mm_div_ps(a.v[i], b.v[i])); }
+static DT_INLINE F16 max(F16 a, F16 b) { DT_EACH(F16, _mm_max_ps(a.v[i], b.v[i])); }
+static DT_INLINE F16 min(F16 a, F16 b) { DT_EACH(F16, _mm_min_ps(a.v[i], b.v[i])); }
+static DT_INLINE F16 abs(F16 a) { DT_EACH(F16, _mm_and_ps(a.v[i], _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff)))); }
+static DT_INLINE F16 rint(F16 a) { DT_EACH(F16, _mm_round_ps(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+static DT_INLINE I16 to_int(F16 a) { DT_EACH(I16, _mm_cvtps_epi32(a.v[i])); }
+static DT_INLINE F16 to_float(I16 a) { DT_EACH(F16, _mm_cvtepi32_ps(a.v[i])); }
+static DT_INLINE I16 iset1(int32_t a) { DT_EACH(I16, _mm_set1_epi32(a)); }
+static DT_INLINE I16 load_int(const void* p) { DT_EACH(I16, _mm_loadu_si128((const __m128i*)p + i)); }
+static DT_INLINE void store_int(void* p, I16 a) { for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i*)p + i, a.v[i]); }
+static DT_INLINE I16 iadd(I16 a, I16 b) { DT_EACH(I16, _mm_add_epi32(a.v[i], b.v[i])); }
+static DT_INLINE I16 shift_left_23(I16 a) { DT_EACH(I16, _mm_slli_epi32(a.v[i], 23)); }
+static DT_INLINE F16 as_float(I16 a) { DT_EACH(F16, _mm_castsi128_ps(a.v[i])); }
+static DT_INLINE F16 where_less(F16 a, F16 b, F16 yes, F16 no) { DT_EACH(F16, _mm_blendv_ps(no.v[i], yes.v[i], _mm_cmplt_ps(a.v[i], b.v[i]))); }
+static DT_INLINE bool any_less(F16 a, F16 b) {
+    __m128 less = _mm_setzero_ps();
+    for (int i = 0; i < 4; i++) less = _mm_or_ps(less, _mm_cmplt_ps(a.v[i], b.v[i]));
+    return _mm_movemask_ps(less) != 0;
+}
+static DT_INLINE I16 pinned(I16 a) { return a; }
+#undef DT_EACH
+
+// a b + c rounded once. The product of two floats is exact as a double, and the sum, rounded to a double and then to a float, is right but for two cases, which
+// are found by their bits and computed by the error of the sum: the double lies half way between two floats, or the float is below the normal ones.
+static __attribute__((noinline)) __m128 fused_exactly(__m128 a, __m128 b, __m128 c) {
+    alignas(16) float x[4], y[4], z[4];
+    _mm_store_ps(x, a), _mm_store_ps(y, b), _mm_store_ps(z, c);
+    for (int i = 0; i < 4; i++) {
+        const double product = (double)x[i] * (double)y[i], sum = product + (double)z[i], from = sum - product;
+        const double error = (product - (sum - from)) + ((double)z[i] - from);
+        int64_t bits;
+        memcpy(&bits, &sum, 8);
+        if ((error > 0 || error < 0) && (bits & 1) == 0) bits += (error > 0) == (sum > 0) ? 1 : -1;  // a sum that is not exact ends in an odd bit: no longer half way
+        double odd;
+        memcpy(&odd, &bits, 8);
+        z[i] = (float)odd;
+    }
+    return _mm_load_ps(z);
+}
+
+#if defined(DT_AVX)
+using Doubles = __m256d;  // of four lanes
+static DT_INLINE Doubles doubles(__m128 a) { return _mm256_cvtps_pd(a); }
+static DT_INLINE Doubles plus(Doubles a, Doubles b) { return _mm256_add_pd(a, b); }
+static DT_INLINE Doubles times(Doubles a, Doubles b) { return _mm256_mul_pd(a, b); }
+static DT_INLINE __m128 floats(Doubles a) { return _mm256_cvtpd_ps(a); }
+// All bits where one of eight doubles lies half way between two floats: 1 and 28 zeros below a float's bits. With all above them set, no number is subnormal.
+static DT_INLINE __m256 half_way(Doubles a, Doubles b) {
+    const __m256 low = _mm256_shuffle_ps(_mm256_castpd_ps(a), _mm256_castpd_ps(b), 0x88);
+    return _mm256_cmp_ps(_mm256_or_ps(low, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xe0000000))), _mm256_castsi256_ps(_mm256_set1_epi32((int)0xf0000000)), _CMP_EQ_OQ);
+}
+static DT_INLINE bool any_half_way(const Doubles (&a)[4]) { return _mm256_movemask_ps(_mm256_or_ps(half_way(a[0], a[1]), half_way(a[2], a[3]))) != 0; }
+#else
+struct Doubles { __m128d a, b; };
+static DT_INLINE Doubles doubles(__m128 a) { return {_mm_cvtps_pd(a), _mm_cvtps_pd(_mm_movehl_ps(a, a))}; }
+static DT_INLINE Doubles plus(Doubles a, Doubles b) { return {_mm_add_pd(a.a, b.a), _mm_add_pd(a.b, b.b)}; }
+static DT_INLINE Doubles times(Doubles a, Doubles b) { return {_mm_mul_pd(a.a, b.a), _mm_mul_pd(a.b, b.b)}; }
+static DT_INLINE __m128 floats(Doubles a) { return _mm_movelh_ps(_mm_cvtpd_ps(a.a), _mm_cvtpd_ps(a.b)); }
+static DT_INLINE __m128i half_way(Doubles a) {
+    const __m128i low = _mm_castps_si128(_mm_shuffle_ps(_mm_castpd_ps(a.a), _mm_castpd_ps(a.b), 0x88));
+    return _mm_cmpeq_epi32(_mm_or_si128(low, _mm_set1_epi32((int)0xe0000000)), _mm_set1_epi32((int)0xf0000000));
+}
+static DT_INLINE bool any_half_way(const Doubles (&a)[4]) {
+    return _mm_movemask_epi8(_mm_or_si128(_mm_or_si128(half_way(a[0]), half_way(a[1])), _mm_or_si128(half_way(a[2]), half_way(a[3])))) != 0;
+}
+#endif
+
+static DT_INLINE F16 fma(F16 a, F16 b, F16 c) {
+    F16 r;
+    Doubles sums[4];
+    __m128 least = _mm_set1_ps(1.0f);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        sums[i] = plus(times(doubles(a.v[i]), doubles(b.v[i])), doubles(c.v[i]));
+        r.v[i] = floats(sums[i]);
+        least = _mm_min_ps(least, _mm_and_ps(r.v[i], _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff))));
+    }
+    if (__builtin_expect(any_half_way(sums) || _mm_movemask_ps(_mm_cmple_ps(least, _mm_set1_ps(0x1p-126f))) != 0, 0))
+        for (int i = 0; i < 4; i++) r.v[i] = fused_exactly(a.v[i], b.v[i], c.v[i]);
+    return r;
+}
+
 #else  // plain C++: right everywhere, fast nowhere
 
 struct F16 { float v[LANES]; };
@@ -177,8 +270,6 @@ static inline F16 zero() { DT_EACH(F16, 0.0f); }
 static inline F16 set1(float a) { DT_EACH(F16, a); }
 static inline F16 load(const float* p) { DT_EACH(F16, p[i]); }
 static inline void store(float* p, F16 a) { for (int i = 0; i < LANES; i++) p[i] = a.v[i]; }
-static inline F16 load_first(const float* p, int n) { DT_EACH(F16, i < n ? p[i] : 0.0f); }
-static inline void store_first(float* p, F16 a, int n) { for (int i = 0; i < n; i++) p[i] = a.v[i]; }
 static inline F16 load_half(const uint16_t* p) { DT_EACH(F16, half_to_float(p[i])); }
 static inline F16 load_bf16(const uint16_t* p) { DT_EACH(F16, bits_to_float((uint32_t)p[i] << 16)); }
 static inline F16 add(F16 a, F16 b) { DT_EACH(F16, a.v[i] + b.v[i]); }
@@ -206,6 +297,19 @@ static inline bool any_less(F16 a, F16 b) {
 }
 #undef DT_EACH
 
+#endif
+
+#if !defined(DT_AVX512)
+static inline F16 load_first(const float* p, int n) {
+    alignas(64) float t[LANES] = {};
+    for (int i = 0; i < n; i++) t[i] = p[i];
+    return load(t);
+}
+static inline void store_first(float* p, F16 a, int n) {
+    alignas(64) float t[LANES];
+    store(t, a);
+    for (int i = 0; i < n; i++) p[i] = t[i];
+}
 #endif
 
 // One number of a cache.
@@ -244,6 +348,18 @@ template <class K>
 static inline void turn(const K* from, int64_t stride, float* to) {
     turn_eight(from, stride, to);
     turn_eight(from + 8 * stride, stride, to + 8);
+}
+#elif defined(DT_SSE)
+constexpr int TURNED = 4;
+static DT_INLINE __m128 four(const float* p) { return _mm_loadu_ps(p); }
+static DT_INLINE __m128 four(const uint16_t* p) { return half4(p); }
+template <class K>
+static inline void turn(const K* from, int64_t stride, float* to) {
+    for (const float* end = to + LANES; to < end; from += 4 * stride, to += 4) {
+        __m128 a = four(from), b = four(from + stride), c = four(from + 2 * stride), d = four(from + 3 * stride);
+        _MM_TRANSPOSE4_PS(a, b, c, d);
+        _mm_storeu_ps(to, a), _mm_storeu_ps(to + LANES, b), _mm_storeu_ps(to + 2 * LANES, c), _mm_storeu_ps(to + 3 * LANES, d);
+    }
 }
 #else
 constexpr int TURNED = LANES;

@@ -34,6 +34,8 @@ struct Step {  // fp32, fp16, bf16
     static constexpr int ROWS = 8, WIDE_ROWS = 8;
 #elif defined(DT_AVX2) || defined(DT_NEON)
     static constexpr int ROWS = 6, WIDE_ROWS = 2;
+#elif defined(DT_SSE)
+    static constexpr int ROWS = 2, WIDE_ROWS = 1;
 #else
     static constexpr int ROWS = 4, WIDE_ROWS = 4;
 #endif
@@ -84,6 +86,21 @@ struct Step<dovetail::INT8> {
         return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1));
     }
     static Sum add_product(X x, Weights w, Sum sum) { return pinned({_mm256_add_epi32(sum.a, products(x, w.a)), _mm256_add_epi32(sum.b, products(x, w.b))}); }
+#elif defined(DT_SSE)
+    static constexpr int ROWS = 2, WIDE_ROWS = 1, OFFSET = 0;
+    struct Weights { __m128i v[4]; };
+    using X = __m128i;
+    static DT_INLINE Weights weights(const char* p) {
+        Weights w;
+        for (int i = 0; i < 4; i++) w.v[i] = _mm_loadu_si128((const __m128i*)p + i);
+        return w;
+    }
+    static DT_INLINE X broadcast(const char* p) { return _mm_set1_epi32(*(const int32_t*)p); }
+    static DT_INLINE Sum add_product(X x, Weights w, Sum sum) {
+        for (int i = 0; i < 4; i++)
+            sum.v[i] = _mm_add_epi32(sum.v[i], _mm_madd_epi16(_mm_maddubs_epi16(_mm_abs_epi8(w.v[i]), _mm_sign_epi8(x, w.v[i])), _mm_set1_epi16(1)));
+        return sum;
+    }
 #elif defined(DT_NEON)
     static constexpr int ROWS = 4, WIDE_ROWS = 1, OFFSET = 0;
     struct Weights { int8x16_t v[4]; };
@@ -333,7 +350,7 @@ static void columns(const Pass& pass, int64_t first_panel, int64_t end_panel) {
 constexpr int64_t SERIAL_VALUES = 32768;
 
 // Where L1 has 32 KB, bytes are multiplied so fast that the block that is fetched meanwhile has to have its place in it, too.
-#if defined(DT_AVX2)
+#if defined(DT_AVX2) || defined(DT_SSE)
 constexpr int64_t BYTES_BLOCK = 64;
 #else
 constexpr int64_t BYTES_BLOCK = BLOCK;
