@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from support.by_hand import CHATS, SLOWER, ByHand, Stream, bodies, by_hand, together
+from support.patience import PATIENCE_S
 
 
 def kill_and_compare(service: ByHand, asked: list[dict[str, Any]], kills: int, seed: int) -> str:
@@ -96,7 +97,7 @@ def test_a_swap_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Pa
             time.sleep(0.01)
         service.kill("coordinator")
         service.coordinate()
-        said = swap.communicate(timeout=60.0)[1]
+        said = swap.communicate(timeout=PATIENCE_S)[1]
         assert (swap.returncode, "swap, and draft-2 is stopped: swap again" in said) == (1, True)
         assert not newcomer[0].is_running()
         assert outcomes(streams, threads) == whole
@@ -118,7 +119,7 @@ def test_a_drain_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: P
         assert drain.stderr.readline() == "sessions that end on target: 2\n"
         service.kill("coordinator")
         service.coordinate()
-        said = drain.communicate(timeout=60.0)[1]
+        said = drain.communicate(timeout=PATIENCE_S)[1]
         assert (drain.returncode, "still shows target, drain it again" in said) == (1, True)
         assert outcomes(streams, threads) == whole
         service.until_ready()
@@ -153,11 +154,11 @@ def test_a_client_that_was_cut_off_goes_on_by_event_id_or_by_the_id_of_the_respo
             )
             assert rest.name == cut.name
             again = httpx.get(
-                f"{service.url}{CHATS}/{cut.name}", timeout=60.0, trust_env=False
+                f"{service.url}{CHATS}/{cut.name}", timeout=PATIENCE_S, trust_env=False
             ).json()
             assert again["choices"][0]["message"]["content"] == whole.text
             assert again["id"] == cut.name
             assert again["metrics"]["seed"] == body["seed"]
-        unknown = httpx.get(f"{service.url}{CHATS}/chatcmpl-0", timeout=60.0, trust_env=False)
+        unknown = httpx.get(f"{service.url}{CHATS}/chatcmpl-0", timeout=PATIENCE_S, trust_env=False)
         assert unknown.status_code == 404
         assert unknown.json()["error"]["code"] == "reply_not_found"

@@ -12,7 +12,8 @@ from dovetail.protocol.messages import Emitted, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.losslessness import difference
-from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, submit
+from support.patience import PATIENCE_S
+from support.stacks import PROMPTS, complete_all, growing, started, submit
 
 HEAD = {"draft.kind": "dovetail", "draft.device": "cpu", "target.inflate": "64MiB"}
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
@@ -42,7 +43,7 @@ def interrupted(
         False,
     )
     while len(ends) < len(drafted):
-        reply = client.receive(SILENCE_S)
+        reply = client.receive(PATIENCE_S)
         assert isinstance(reply, Emitted | Finished), reply
         if isinstance(reply, Finished):
             ends[reply.request] = reply
@@ -98,7 +99,7 @@ def test_a_draft_that_falls_silent_is_done_without_until_it_speaks_again() -> No
         alone, draft = complete_all(client, ask(client, tree=None)), stack.workers[1].process
         check_end_alone(interrupted(client, lambda: draft.send_signal(signal.SIGSTOP)), alone)
         draft.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + SILENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         drafted = False
         while not drafted:
             assert time.monotonic() < deadline, "it answers again, and nobody asks it"
@@ -131,7 +132,7 @@ def test_drafting_goes_on_in_replies_that_run_when_another_draft_worker_is_there
         )
         lost_at: list[int] = []
         while len(ends) < len(drafted):
-            reply = client.receive(SILENCE_S)
+            reply = client.receive(PATIENCE_S)
             assert isinstance(reply, Emitted | Finished), reply
             if isinstance(reply, Finished):
                 ends[reply.request] = reply

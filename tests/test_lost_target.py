@@ -13,7 +13,8 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, submit, wait_for
+from support.patience import PATIENCE_S
+from support.stacks import PROMPTS, complete_all, growing, submit, wait_for
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 TOKENS = 56
@@ -64,7 +65,7 @@ def listen(client: Client, heard: dict[int, Heard], timeout_s: float) -> bool:
 
 def until_all_have_begun(client: Client, heard: dict[int, Heard]) -> None:
     while not all(len(one.tokens) > 10 for one in heard.values()):
-        assert listen(client, heard, SILENCE_S)
+        assert listen(client, heard, PATIENCE_S)
     assert not any(one.end for one in heard.values())
 
 
@@ -125,7 +126,7 @@ MOMENTS: Sequence[Moment] = (at_once, while_it_owes_a_verdict, while_it_reads_th
 def check_goes_on(client: Client, heard: dict[int, Heard], whole: Sequence[Finished]) -> int:
     """Check that the replies are what they are when no target dies; return how often they moved."""
     while not all(one.end for one in heard.values()):
-        assert listen(client, heard, SILENCE_S), "nothing more was said"
+        assert listen(client, heard, PATIENCE_S), "nothing more was said"
     moves = 0
     for one, reference in zip(heard.values(), whole, strict=True):
         assert one.end is not None

@@ -153,7 +153,6 @@ def test_a_target_is_swapped_for_one_that_is_placed_otherwise(client: Client) ->
             [sys.executable, "-P", "-m", "dovetail.launch.cli", *command],
             capture_output=True,
             text=True,
-            timeout=60,
             check=False,
         )
         assert done.returncode == 0, done.stderr

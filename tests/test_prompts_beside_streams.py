@@ -13,7 +13,8 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.cases import everyday
 from support.kernels import needs_kernels
-from support.stacks import SILENCE_S, running
+from support.patience import PATIENCE_S
+from support.stacks import running
 
 pytestmark = needs_kernels
 
@@ -47,7 +48,7 @@ def replies(client: Client, temperature: float, *, cancel: bool) -> list[Finishe
     others: list[int] = []
     ends: dict[int, Finished] = {}
     while not others or not {stream, *others} <= ends.keys():
-        reply = client.receive(SILENCE_S)
+        reply = client.receive(PATIENCE_S)
         assert reply is not None
         assert not isinstance(reply, Failed), reply
         if isinstance(reply, Emitted) and not others:

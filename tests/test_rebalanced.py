@@ -12,7 +12,8 @@ from dovetail.launch.processes.stack import POLL_S
 from dovetail.launch.processes.supervise import Child
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, submit, wait_for
+from support.patience import PATIENCE_S
+from support.stacks import PROMPTS, complete_all, growing, submit, wait_for
 
 STREAMS, TOKENS = 8, 160
 CORES = sorted(os.sched_getaffinity(0))
@@ -47,7 +48,7 @@ def held(client: Client, target: Child) -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SILENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(POLL_S)

@@ -12,7 +12,8 @@ from dovetail.runtime.client import Client
 from support.architectures import VARIED, VOCABULARY, write_tiny
 from support.heads import write_head
 from support.kernels import needs_kernels
-from support.stacks import SILENCE_S, complete_all, growing
+from support.patience import PATIENCE_S
+from support.stacks import complete_all, growing
 
 pytestmark = [needs_kernels, pytest.mark.slow]
 
@@ -76,7 +77,7 @@ def test_a_lost_worker_and_speculation_change_no_token(
         ends: dict[int, Finished] = {}
         killed = False
         while len(ends) < len(asked):
-            reply = client.receive(SILENCE_S)
+            reply = client.receive(PATIENCE_S)
             assert reply is not None, "nothing was heard"
             assert not isinstance(reply, Failed), reply
             if isinstance(reply, Emitted):

@@ -20,6 +20,7 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from support.cases import everyday
 from support.losslessness import difference
+from support.patience import PATIENCE_S
 from support.stacks import running
 
 PROMPTS = [
@@ -146,7 +147,7 @@ def test_interleaved_requests_of_both_rules_go_each_its_own_way(client: Client) 
     ]
     finished: dict[int, Finished] = {}
     while len(finished) < len(requests):
-        if isinstance(reply := client.receive(60), Finished):
+        if isinstance(reply := client.receive(PATIENCE_S), Finished):
             finished[reply.request] = reply
     rejected, coupled, rejected_too, coupled_too = (finished[request] for request in requests)
     assert rejected.result.token_ids == rejected_too.result.token_ids

@@ -10,7 +10,8 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.text.tokenizer import TextCodec
 from support.cases import everyday
-from support.stacks import PROMPTS, SILENCE_S, running
+from support.patience import PATIENCE_S
+from support.stacks import PROMPTS, running
 
 TOKENS = 40
 HEAD = {"draft.device": "cpu", "draft.kind": "dovetail"}
@@ -85,7 +86,7 @@ def test_requests_at_once_that_begin_alike_read_that_once_and_are_answered_as_al
             client.cancel(gone)
             ends: dict[int, Finished] = {}
             while not ends.keys() >= {*requests}:
-                reply = client.receive(SILENCE_S)
+                reply = client.receive(PATIENCE_S)
                 assert reply is not None
                 assert not isinstance(reply, Failed) or reply.session == gone, reply
                 if isinstance(reply, Finished):

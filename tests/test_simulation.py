@@ -594,7 +594,7 @@ def test_a_mistake_is_one_line(
 def test_the_machines_are_listed_by_the_program() -> None:
     program = [sys.executable, str(Path(__file__).parent / "simulation")]
     done = subprocess.run(
-        [*program, "machines", "--target-size=70B"], capture_output=True, text=True, timeout=60
+        [*program, "machines", "--target-size=70B"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert all(name in done.stdout for name in machine_names())

@@ -21,7 +21,8 @@ from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.losslessness import difference
-from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, submit, wait_for
+from support.patience import PATIENCE_S
+from support.stacks import PROMPTS, complete_all, growing, started, submit, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,6 @@ UNIFIED = {
 }
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=8, depth=4, width=3)
 TOKENS = 120
-GONE_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +60,7 @@ def interrupted(
     both, or in one."""
     drafted, ends, done = dict.fromkeys(ask(client), False), dict[int, Finished](), False
     while len(ends) < len(drafted):
-        reply = client.receive(SILENCE_S)
+        reply = client.receive(PATIENCE_S)
         assert isinstance(reply, Emitted | Finished), (
             reply.text if isinstance(reply, Failed) else reply
         )
@@ -93,7 +93,6 @@ def dovetail(*arguments: str) -> "subprocess.CompletedProcess[str]":
         [sys.executable, "-P", "-m", "dovetail.launch.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
 
@@ -153,7 +152,7 @@ def _unheard(client: Client, strike: Callable[[], object]) -> list[Finished]:
     requests = ask(client)
     begun = set[int]()
     while len(begun) < len(requests):
-        reply = client.receive(SILENCE_S)
+        reply = client.receive(PATIENCE_S)
         assert isinstance(reply, Emitted), reply
         begun.add(reply.request)
     strike()
@@ -202,7 +201,7 @@ def test_a_process_with_both_roles_is_swapped_for_a_plain_pair_and_back() -> Non
         try:
             check(interrupted(client, to_a_pair), alone)
             assert names(client) == ["draft", "target"]
-            assert stack.workers[0].process.wait(GONE_S) is not None
+            assert stack.workers[0].process.wait(PATIENCE_S) is not None
             check_drafts(client, alone)
             back = interrupted(
                 client,
@@ -233,7 +232,7 @@ def test_a_process_with_both_roles_is_drained_role_by_role() -> None:
         wait_for(client, another("target"))
         drained = dovetail("drain", "unified-target", f"--connect={stack.address}")
         assert drained.returncode == 0, drained.stderr
-        assert stack.workers[0].process.wait(GONE_S) is not None
+        assert stack.workers[0].process.wait(PATIENCE_S) is not None
         assert names(client) == ["target"]
         check(complete_all(client, ask(client)), alone)
 
@@ -260,7 +259,7 @@ def test_over_tcp_it_has_the_keys_of_both_roles(tmp_path: Path) -> None:
             alone = complete_all(client, ask(client, None))
             check_drafts(client, alone)
         child.process.terminate()
-        child.process.wait(GONE_S)
+        child.process.wait(PATIENCE_S)
         assert not any("Traceback" in line for line in child.last_words()), child.last_words()
         (own / "draft.key").unlink()
         without = dovetail(

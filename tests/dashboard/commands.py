@@ -27,7 +27,8 @@ from dovetail.launch.console.screen import Standing, page
 from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.processes.stack import Stack
 from dovetail.runtime.http.dashboard import EVERY_S, STATE_PATH
-from support.browser import PATIENCE_S, Browser, chromium, find_chromium
+from support.browser import Browser, chromium, find_chromium
+from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, started
 from support.web import Api, api
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import httpx
 
+from support.patience import PATIENCE_S
 from support.stacks import PROMPTS
 
-PATIENCE_S = 60.0
 TOKENS = 300
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.browser import Browser, Page
+from support.patience import PATIENCE_S
 from support.scripted import ScriptedDraft, ScriptedTarget
 from support.web import Api, api, backend
 
@@ -354,7 +355,7 @@ def test_without_workers_and_without_a_draft_it_says_so(page: Page) -> None:
 def test_without_scripts_it_says_what_to_do(page: Page, server: Api) -> None:
     page.call("Emulation.setScriptExecutionDisabled", value=True)
     page.call("Page.navigate", url=server.url)
-    deadline, found = time.monotonic() + 60.0, 0
+    deadline, found = time.monotonic() + PATIENCE_S, 0
     while not found:
         assert time.monotonic() < deadline, "where scripts run it is no element but text"
         with contextlib.suppress(

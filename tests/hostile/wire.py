@@ -28,9 +28,9 @@ from dovetail.runtime.client import Client
 from hostile import messages
 from hostile.found import Found
 from hostile.messages import Knowledge, hostile
+from support.patience import PATIENCE_S
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation
 
-PATIENCE_S = 60.0
 MOST_FRAMES = 200_000
 TOKENS = 40
 MAY_GROW_MIB = 4 * (MAX_MESSAGE_BYTES >> 20)

@@ -48,13 +48,13 @@ from hostile.found import Found
 from hostile.messages import Knowledge, decodable, hostile
 from support.memory_links import MemoryLink, memory_links
 from support.models import VOCABULARY
+from support.patience import PATIENCE_S
 
 EPOCH = 4242
 AT_A_TIME = 10
 """Messages between two looks whether the worker is still there: it hangs up after eight that are
 none."""
 CONVERSE_EVERY = 100
-PATIENCE_S = 60.0
 PROMPT = (0, 3, 17, 9)
 HEALTHY = 1 << 40
 """The number of the session that is looked at; no hostile message speaks of it."""

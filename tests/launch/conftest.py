@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch import cli
+from support.patience import PATIENCE_S
 
 # under nohup, or in the background of a script, these are ignored, and every process started here
 # would inherit that
@@ -21,7 +22,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
-TIMEOUT_S = 120.0
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -56,7 +56,7 @@ def run(environment: dict[str, str]) -> Run:
             [*command_prefix, *COMMAND, *arguments],
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=PATIENCE_S,
             **options,
         )
 

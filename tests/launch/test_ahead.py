@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from support.cases import everyday
+from support.patience import PATIENCE_S
 
-GONE_S = 60.0
 BEGUN = """
 import sys
 import click
@@ -139,7 +139,7 @@ def test_it_ends_with_a_command_that_did_not_want_it(tmp_path: Path) -> None:
     processes = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
     assert pids
     assert counts == "True"
-    assert not psutil.wait_procs(processes, timeout=GONE_S)[1]
+    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
 
 
 def test_a_command_that_ends_waits_until_it_has_ended(tmp_path: Path) -> None:

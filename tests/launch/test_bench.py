@@ -131,9 +131,7 @@ def report_of(folder: Path, methods: Sequence[str]) -> Mapping[str, Any]:
         *options,
         "--json",
     ]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (folder / "out.json").read_text().splitlines()[-1] == done.stdout.strip()
     told: Mapping[str, Any] = json.loads(done.stdout)
@@ -176,9 +174,7 @@ def test_two_files_that_are_one_are_refused_before_anything_is_written(tmp_path:
         f"--out={out}",
         f"--csv={tmp_path}/../{tmp_path.name}/out.json",
     ]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n"), out.read_text()) == (2, 1, "kept")
     assert "name the same file" in done.stderr
 

@@ -21,6 +21,7 @@ from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, Result
+from support.patience import PATIENCE_S
 
 Start = Callable[..., "subprocess.Popen[str]"]
 RunCommand = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -301,7 +302,7 @@ def test_ctrl_c_keeps_the_replies_and_the_same_command_goes_on(
         assert first.poll() is None
         os.sched_yield()
     first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=60)
+    _, said = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 130
     assert f" saved in {out}: the same command continues from there" in said
     before = out.read_bytes()

@@ -23,6 +23,7 @@ from dovetail.launch.bench.load.table import show
 from dovetail.launch.chat.web import Site
 from dovetail.launch.cli import run as command_line
 from dovetail.protocol.errors import UserError
+from support.patience import PATIENCE_S
 from support.site import DONE, chunk, event, scripted
 from support.web import api, backend
 
@@ -110,7 +111,7 @@ def test_so_many_requests_are_under_way_at_once_and_each_is_asked_once() -> None
 
     def wait_for_others(number: int) -> Reply:
         asked.append(number)
-        together.wait(60)
+        together.wait(PATIENCE_S)
         assert together.n_waiting < 3
         return reply(number, [1.0], 1)
 
@@ -249,7 +250,7 @@ def test_an_interrupted_run_tells_what_there_is_and_leaves_nothing_behind() -> N
     ) as process:
         server = _answering(process)
         process.send_signal(signal.SIGINT)
-        out, said = process.communicate(timeout=60)
+        out, said = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, "tokens/s" in out, "interrupted" in said) == (130, True, True)
     assert not server.is_running()
 

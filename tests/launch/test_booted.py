@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.files.deployment.systemd import SOCKET, program
+from support.patience import PATIENCE_S
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SYSTEMD = Path("/lib/systemd/systemd")
 BOOT = Path(__file__).parents[1] / "support" / "boot.sh"
 TOOLS = ("unshare", "nsenter", "setpriv", "systemctl")
-STUCK_S, WATCHDOG_S, PATIENCE_S = 2, 6, 120.0
+STUCK_S, WATCHDOG_S = 2, 6
 RESTART_S = 5
 UNITS = ("coordinator", "http", "worker-target", "worker-draft")
 
@@ -129,7 +130,7 @@ def test_units_serve_and_are_watched(
         request = urllib.request.Request(
             f"{url}/v1/completions", asked, {"Content-Type": "application/json"}
         )
-        with DIRECT.open(request, timeout=60) as answer:
+        with DIRECT.open(request, timeout=PATIENCE_S) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 16
         time.sleep(2 * WATCHDOG_S)  # whoever is not fed is ended meanwhile
         for unit in UNITS:

@@ -27,6 +27,7 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.golden import representative
+from support.patience import PATIENCE_S
 from support.scripted import continuation
 from support.stacks import complete_all
 from support.web import CHAT, backend
@@ -40,7 +41,6 @@ MODES = re.compile(r"\x1b\[\?2004[hl]\r?")
 """Codes that readline sends to the terminal."""
 SPECULATED = ("--policy", "dynamic", "--tree.insist", "true")
 """The embedded target is so cheap that no tree pays."""
-TALK_S = 60.0
 
 
 def texts(
@@ -320,7 +320,7 @@ class Terminal:
 
     def wait_for(self, pattern: str) -> str:
         """Return what came up to this pattern since the last call."""
-        end_s = time.monotonic() + TALK_S
+        end_s = time.monotonic() + PATIENCE_S
         while (found := re.compile(pattern).search(self.seen, self._read)) is None:
             ready, _, _ = select.select([self._screen], [], [], max(0.0, end_s - time.monotonic()))
             assert ready, f"{pattern!r} did not come: {self.seen!r}"

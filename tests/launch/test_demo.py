@@ -102,7 +102,7 @@ def test_recipe_writes_the_same_text_for_the_same_seed(tmp_path: Path) -> None:
             "--out",
             out,
         ]
-        subprocess.run(script, check=True, timeout=60)
+        subprocess.run(script, check=True)
         written.append(out.read_text(encoding="utf-8"))
     assert written[0] == written[1]
     documents = [json.loads(line) for line in written[0].splitlines()]

@@ -36,8 +36,9 @@ from dovetail.protocol.messages import MAX_TEXT, Limits, Result, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.golden import representative
+from support.patience import PATIENCE_S
 from support.scripted import ScriptedTarget
-from support.web import PATIENCE_S, Backend, backend
+from support.web import Backend, backend
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.deployed import instructions
+from support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "launch" / "files" / "deployment" / "Dockerfile"
@@ -78,15 +79,15 @@ def test_the_steps_of_the_image_build_what_decodes_and_says_that_it_is_ready(
         try:
             assert serving.stdout is not None
             assert serving.stdout.readline() == f"http://127.0.0.1:{port}\n"
-            subprocess.run(health, env=environment, check=True, timeout=60)
+            subprocess.run(health, env=environment, check=True)
             body = json.dumps({"prompt": "Once upon a time", "max_tokens": 8}).encode()
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/v1/completions",
                 body,
                 {"Content-Type": "application/json"},
             )
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 assert json.load(answer)["usage"]["completion_tokens"] == 8
         finally:
             serving.terminate()
-        assert serving.wait(30) == 0
+        assert serving.wait(PATIENCE_S) == 0

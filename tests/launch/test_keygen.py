@@ -13,6 +13,7 @@ import pytest
 from dovetail.protocol import keys
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
+from support.patience import PATIENCE_S
 from support.wires import until
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -116,7 +117,7 @@ def test_a_worker_whose_key_is_revoked_is_told_and_ends_with_the_reason(
     with Client(open_link(address, keys=folder, role="client")) as client:
         until(lambda: bool(client.status().workers), worker.poll)
     assert invoke("keygen", "--out", str(folder), "--revoke", "draft").returncode == 0
-    assert worker.wait(60.0) == 1
+    assert worker.wait(PATIENCE_S) == 1
     assert worker.stderr is not None
     said = worker.stderr.read()
     assert (

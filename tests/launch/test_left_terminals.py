@@ -19,6 +19,7 @@ import pytest
 
 from dovetail.launch.processes.stack import Stack
 from support.cases import everyday
+from support.patience import PATIENCE_S
 
 DOVETAIL = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 BROKEN = (
@@ -52,7 +53,6 @@ cli.main()
 )
 """Its signals arrive on a thread of their own, so that they interrupt nothing the main thread waits
 for."""
-PATIENCE_S = 60.0
 SHOWN = {"top": b"just now", "chat": b"you> "}
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"

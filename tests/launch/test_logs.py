@@ -15,6 +15,7 @@ import pytest
 from dovetail.launch.console.logs import OneLine, cut
 from dovetail.protocol.codec import encode
 from dovetail.protocol.links import open_link
+from support.patience import PATIENCE_S
 from support.scripted import hello
 
 NAME = "gpu\n2026-01-01 00:00:00,000 INFO forged\r\x1b[2J\x1b]0;owned\x07\u202egnorw"
@@ -100,7 +101,7 @@ def test_a_name_forges_no_line_in_the_log_and_clears_no_screen(start: Start, run
                 hello("draft", epoch=7, name=NAME, host=NAME, model=NAME, device=NAME, binding=NAME)
             )
         )
-        assert link.receive(60.0) is not None
+        assert link.receive(PATIENCE_S) is not None
         shown = run("status", "--connect", address)
     process.terminate()
     _, log = process.communicate()

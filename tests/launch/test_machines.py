@@ -15,6 +15,7 @@ from dovetail.launch.machine.topology import format_numbers, read_topology
 from dovetail.launch.processes.stack import Stack, layout_of
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
+from support.patience import PATIENCE_S
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -64,8 +65,8 @@ def test_three_machines_give_what_one_gives(
     assert far["token_ids"] == near["token_ids"]
     assert far["drafted_tokens"] > 0
     coordinator.terminate()
-    assert coordinator.wait(30) == 0
-    assert [worker.wait(30) for worker in workers] == [0, 0]
+    assert coordinator.wait(PATIENCE_S) == 0
+    assert [worker.wait(PATIENCE_S) for worker in workers] == [0, 0]
 
 
 @pytest.mark.slow

@@ -17,10 +17,10 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_hub
 from dovetail.protocol.messages import Event, Hello, Opened, Probe, Probed, Welcome
 from support import stuck
+from support.patience import PATIENCE_S
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Listen = Callable[[str], "Manager"]
-PATIENCE_S = 60.0
 SILENCE_S = 1.0
 """A process that gets on would have said so five times meanwhile."""
 WATCHDOG_S = 0.8

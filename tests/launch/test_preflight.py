@@ -129,7 +129,7 @@ def test_a_name_of_no_model_is_refused_before_torch_is_imported(
         "DOVETAIL_DEVICES": "",
     }
     command = [sys.executable, "-m", "dovetail.launch.cli", *(places.get(a, a) for a in arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     named = next(word for word in ("foo/bar@baz", "foo") if word in arguments)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2

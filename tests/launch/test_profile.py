@@ -16,6 +16,7 @@ from dovetail.launch.profiling import pictures, report
 from dovetail.launch.profiling.evidence import Evidence
 from dovetail.launch.profiling.findings import find
 from support.browser import chromium, find_chromium
+from support.patience import PATIENCE_S
 from support.profiled import made_up_run
 
 Run = Callable[..., CompletedProcess[str]]
@@ -101,7 +102,7 @@ def test_a_server_is_watched_while_somebody_asks_it(
     found = json.loads(watched.stdout)
     assert found["rounds"] > 1
     assert found["devices"]["target"]["busy"] > 0.0
-    assert asking.wait(60) == 0
+    assert asking.wait(PATIENCE_S) == 0
     with_prompt = run(
         "profile",
         "--connect",

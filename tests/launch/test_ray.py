@@ -19,15 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from support.served import (
-    GONE_S,
-    QUESTION,
-    ask,
-    assert_nothing_is_left,
-    ready,
-    streamed,
-    told,
-)
+from support.patience import PATIENCE_S
+from support.served import QUESTION, ask, assert_nothing_is_left, ready, streamed, told
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs the extra ray: pip install -e '.[ray]'", allow_module_level=True)
@@ -76,7 +69,7 @@ def test_a_killed_node_is_replaced_and_its_streams_go_on_with_the_same_bytes(
     url = ready(local)["url"]
     whole = {seed: streamed(url, seed=seed) for seed in (3, 4, 5)}
     local.terminate()
-    local.communicate(timeout=GONE_S)
+    local.communicate(timeout=PATIENCE_S)
     nodes = [node(0, front=1), node(1, t=1), node(1, t=1), node(1, d=1), node(1, d=1)]
     with cluster(*nodes) as made:
         process = start(
@@ -102,7 +95,7 @@ def test_a_killed_node_is_replaced_and_its_streams_go_on_with_the_same_bytes(
                 assert dict(zip(whole, said, strict=True)) == whole
             told(process, f"the {part} is ready again")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(GONE_S) == 0, process.communicate()
+        assert process.wait(PATIENCE_S) == 0, process.communicate()
         assert not [child for child in psutil.process_iter() if child.pid in found["pids"].values()]
 
 
@@ -130,10 +123,10 @@ def test_on_one_machine_everything_meets_over_ipc_and_leaves_nothing_behind(
     told(process, "the target worker is ready again")
     assert ask(found["url"], body=QUESTION)[0] == 200
     process.send_signal(signal.SIGTERM)
-    assert process.wait(GONE_S) == 0, process.communicate()
+    assert process.wait(PATIENCE_S) == 0, process.communicate()
     _, alive = psutil.wait_procs(
         [psutil.Process(pid) for pid in found["pids"].values() if psutil.pid_exists(pid)],
-        timeout=GONE_S,
+        timeout=PATIENCE_S,
     )
     assert not alive
 
@@ -144,7 +137,7 @@ def test_without_the_only_node_of_its_own_cluster_it_ends_with_one_sentence(
     process = start("serve", "--engine=ray", "--http.port=0", "--json")
     found = ready(process)
     os.kill(raylet_of(found["pids"]["target worker"]), signal.SIGKILL)
-    _, said = process.communicate(timeout=GONE_S)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, said
     (told_last,) = [line for line in said.splitlines() if line.startswith("dovetail: ")]
     assert "its only node (raylet) has ended, and with it the coordinator, the http" in told_last
@@ -163,7 +156,7 @@ def test_no_key_stays_of_a_lost_node_or_of_a_service_that_is_killed(
         assert seat is not None
         os.kill(raylet_of(found["pids"]["target worker"]), signal.SIGKILL)
         told(process, "the target worker is ready again")
-        psutil.wait_procs([seat], GONE_S)
+        psutil.wait_procs([seat], PATIENCE_S)
         assert not seat.is_running()
         process.kill()
         assert await_none(lambda: [*temporary.glob("dovetail-keys-*")]) == []
@@ -177,7 +170,7 @@ def test_sigterm_while_a_cluster_starts_is_no_failure(start: Start, begun: str) 
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=GONE_S) == ("", "")
+    assert process.communicate(timeout=PATIENCE_S) == ("", "")
     assert process.returncode == 0
 
 
@@ -212,7 +205,7 @@ def test_replicas_stand_behind_one_router_and_a_lost_one_comes_back(start: Start
     told(process, "replica 1: the target worker is ready again")
     assert streamed(found["url"], seed=3) == whole[3]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(GONE_S) == 0, process.communicate()
+    assert process.wait(PATIENCE_S) == 0, process.communicate()
 
 
 def test_a_cluster_that_nobody_has_is_told_in_one_line(run: Run) -> None:
@@ -253,12 +246,12 @@ def test_the_coordinator_is_on_another_machine_only_with_an_api_key(
         done = run("generate", "--max-tokens=8", "Hello.")
         assert done.returncode == 0, done.stderr
         process.send_signal(signal.SIGTERM)
-        assert process.wait(GONE_S) == 0, process.communicate()
+        assert process.wait(PATIENCE_S) == 0, process.communicate()
 
 
 def await_none(look: Callable[[], list[Path]]) -> list[Path]:
     """Wait until nothing is seen, and return what still is after a while."""
-    end_s = time.monotonic() + GONE_S
+    end_s = time.monotonic() + PATIENCE_S
     while (left := look()) and time.monotonic() < end_s:
         time.sleep(0.2)
     return left

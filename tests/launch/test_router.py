@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.commands.router import Listed
-from support.served import GONE_S, QUESTION, ask, ready, streamed, told
+from support.patience import PATIENCE_S
+from support.served import QUESTION, ask, ready, streamed, told
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -70,16 +71,16 @@ def test_two_services_answer_as_one_and_one_of_them_may_go(start: Start, tmp_pat
     told(process, f"the replica {urls[0]} gets requests")
 
     services[1].send_signal(signal.SIGTERM)
-    assert services[1].wait(GONE_S) == 0
+    assert services[1].wait(PATIENCE_S) == 0
     for _ in range(4):
         assert ask(router, body=QUESTION)[0] == 200
     services[0].send_signal(signal.SIGTERM)
-    assert services[0].wait(GONE_S) == 0
+    assert services[0].wait(PATIENCE_S) == 0
     status, answer = ask(router, body=QUESTION)
     assert status == 503
     assert "replica" in answer["error"]["message"]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(GONE_S) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_list_of_services_that_was_spoilt_is_said_once(

@@ -40,7 +40,8 @@ from dovetail.runtime.costs.nodes import MEETING_S
 from dovetail.workers.calibration.devices import keys_of
 from support.by_hand import Stream, bodies
 from support.kernels import needs_kernels
-from support.served import GONE_S, ask, assert_nothing_is_left, ready
+from support.patience import PATIENCE_S
+from support.served import ask, assert_nothing_is_left, ready
 from support.sysfs import ONE_NODE, TWO_SOCKETS, WITH_CXL, FakeNode, write_machine
 
 TARGET = TargetSettings(model="OWNER/NAME")
@@ -286,7 +287,7 @@ def test_a_service_over_memory_nodes_writes_what_it_would_undivided_whatever_hap
     asked = mixed(undivided["url"])
     whole = [Stream(body).read(undivided["url"]) for body in asked]
     alone.terminate()
-    assert alone.wait(GONE_S) == 0
+    assert alone.wait(PATIENCE_S) == 0
     assert [stream.finish_reason for stream in whole] == ["length"] * 8 + ["stop"] * 2
 
     journal = f"--coordinator.journal={tmp_path}/journal"
@@ -334,5 +335,5 @@ def test_a_service_over_memory_nodes_writes_what_it_would_undivided_whatever_hap
     users.during(lambda: run("drain", str(worker("target").pid), "--last"))
     assert ask(users.url, body=asked[0])[0] == 503
     service.terminate()
-    assert service.wait(GONE_S) == 0, service.communicate()
+    assert service.wait(PATIENCE_S) == 0, service.communicate()
     assert_nothing_is_left([*pids], tmp_path)

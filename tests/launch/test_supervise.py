@@ -19,6 +19,7 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, UserError
 from support.cases import everyday
 from support.models import tiny_llama
+from support.patience import PATIENCE_S
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -99,7 +100,6 @@ print("left")
 WAITING = ("worker", "--role=draft", "--draft.kind=ngram", "--connect=-")
 """The command of a worker that waits for a line on its stdin."""
 CORES = (min(os.sched_getaffinity(0)),)
-GONE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def _left(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_gone(pids: list[int]) -> None:
     """Check that processes have ended, and are no zombies of ours."""
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(processes, timeout=GONE_S)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive
 
 
@@ -183,7 +183,7 @@ def test_a_child_has_as_long_to_end_as_it_is_given(
         child = supervisor.start("slow", [], module="slow", reads=True)
         while not child.heard():
             assert not child.ended
-        supervisor.end([child], GONE_S)
+        supervisor.end([child], PATIENCE_S)
         assert child.process.returncode == 0
 
 
@@ -216,7 +216,9 @@ def test_no_child_outlives_a_supervisor_that_a_signal_ends(
     assert len(pids) == 2
     parent.send_signal(number)
     assert (
-        parent.wait(GONE_S) in (code, 1) if number == signal.SIGINT else parent.wait(GONE_S) == code
+        parent.wait(PATIENCE_S) in (code, 1)
+        if number == signal.SIGINT
+        else parent.wait(PATIENCE_S) == code
     )
     assert_gone(pids)
     assert [*(tmp_path / "tmp").iterdir()] == []
@@ -245,7 +247,7 @@ def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(
         child.suspend()
     parent.kill()
     parent.wait()
-    _, alive = psutil.wait_procs(children, timeout=GONE_S)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     for child in alive:
         child.kill()
     assert not alive
@@ -272,7 +274,7 @@ def test_what_is_forked_is_a_child_of_its_own_as_one_that_was_started() -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             one.wait(0.0)
         one.kill()
-        assert one.wait(GONE_S) == -signal.SIGKILL
+        assert one.wait(PATIENCE_S) == -signal.SIGKILL
         assert forked["one"].how_it_ended() == "was killed by SIGKILL"
         assert not forked["other"].ended
     assert other.returncode in (0, -signal.SIGTERM)
@@ -286,11 +288,11 @@ def test_what_is_forked_has_its_own_words_stdin_and_exit_code() -> None:
             "left worker": WAITING,
         }
         forked = supervisor.start_forked(supervisor.start_nursery([]), commands)
-        assert forked["wrong worker"].process.wait(GONE_S) == supervise.USER_ERROR
+        assert forked["wrong worker"].process.wait(PATIENCE_S) == supervise.USER_ERROR
         with pytest.raises(UserError, match=r"^the wrong worker: .*'odd'"):
             supervisor.check()
         supervisor.tell(forked["left worker"], "")
-        assert forked["left worker"].process.wait(GONE_S) == 0
+        assert forked["left worker"].process.wait(PATIENCE_S) == 0
         assert forked["left worker"].last_words() == []
 
 
@@ -303,7 +305,7 @@ def test_nothing_that_was_forked_outlives_its_supervisor(
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
     parent.send_signal(number)
-    parent.wait(GONE_S)
+    parent.wait(PATIENCE_S)
     assert_gone(pids)
 
 
@@ -315,23 +317,28 @@ def test_what_cannot_be_imported_is_told_and_nothing_is_forked() -> None:
         assert supervisor.children == [nursery[0]]
 
 
-@pytest.mark.parametrize(
-    ("threads", "program"),
-    everyday([(False, "processes.nursery"), (True, "launch.cli")], (True, "launch.cli")),
-)
+def place_of_libc(pid: int) -> str:
+    """The address of libc in a process: a forked one has that of its parent."""
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+    return next((line.partition("-")[0] for line in maps if "libc.so" in line), "")
+
+
+@pytest.mark.parametrize("threads", everyday([False, True], True))
 def test_a_process_with_threads_is_not_forked_but_executed_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: bool, program: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: bool
 ) -> None:
     begin = "import threading; threading.Thread(target=threading.Event().wait).start()"
     (tmp_path / "imported_here.py").write_text(begin if threads else "", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     with Supervisor() as supervisor:
         nursery = supervisor.start_nursery(["imported_here"])
+        while not (own := place_of_libc(nursery[0].process.pid)):
+            assert not nursery[0].ended
         (child,) = supervisor.start_forked(nursery, {"worker": WAITING}).values()
-        while not any(program in word for word in psutil.Process(child.process.pid).cmdline()):
+        while (place_of_libc(child.process.pid) == own) is threads:
             assert not child.ended
         supervisor.tell(child, "ipc:///nowhere/at/all")
-        child.process.wait(GONE_S)
+        child.process.wait(PATIENCE_S)
         assert child.was_mistaken or child.process.returncode == 1
         assert "/nowhere/at/all" in child.last_words()[-1]
 

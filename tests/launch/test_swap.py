@@ -27,12 +27,12 @@ from dovetail.protocol.messages import Emitted, Failed, Finished, SeenRound, Wor
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.losslessness import difference
-from support.stacks import PROMPTS, SILENCE_S, complete_all, growing, started, submit
+from support.patience import PATIENCE_S
+from support.stacks import PROMPTS, complete_all, growing, started, submit
 
 INFLATE = {"target.inflate": "64MiB", "draft.device": "cpu"}
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 STREAMS, TOKENS = 8, 160
-GONE_S = 60.0
 
 
 def dovetail(*arguments: str) -> "subprocess.Popen[str]":
@@ -77,7 +77,7 @@ class Streams:
         begun: set[int] = set()
         process: subprocess.Popen[str] | None = None
         while flying:
-            reply = self._client.receive(SILENCE_S)
+            reply = self._client.receive(PATIENCE_S)
             assert isinstance(reply, Emitted | Finished), (
                 reply.text if isinstance(reply, Failed) else reply
             )
@@ -141,7 +141,7 @@ def names(client: Client) -> list[str]:
 
 
 def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + GONE_S
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
@@ -166,7 +166,7 @@ def test_a_draft_is_swapped_under_eight_streams(
         )
         assert (result["worker"], result["replaced"]) == ("draft-2", "draft")
         check_left_at_once(client, result["moved"], result["stayed"])
-        assert stack.workers[1].process.wait(GONE_S) is not None
+        assert stack.workers[1].process.wait(PATIENCE_S) is not None
         assert names(client) == ["draft-2", "target"]
         client.stop()
         wait_until_gone(result["pid"])
@@ -288,7 +288,7 @@ def test_a_target_that_decides_otherwise_than_its_fingerprint_says_fails_its_tri
                 "target, but chooses different",
             ):
                 admin.changed(admin.swap(newcomer.worker_epoch, old.worker_epoch))
-            assert crooked.wait(GONE_S) == LET_GO
+            assert crooked.wait(PATIENCE_S) == LET_GO
         finally:
             crooked.kill()
             crooked.wait()
@@ -321,10 +321,10 @@ def test_a_worker_that_comes_back_while_its_successor_loads_leaves_for_it(first:
                 assert back.poll() is None
                 time.sleep(0.05)
             children[0].resume()
-            said, complained = swapping.communicate(timeout=GONE_S)
+            said, complained = swapping.communicate(timeout=PATIENCE_S)
             assert swapping.returncode == 0, complained
             assert json.loads(said)["replaced"] == "draft"
-            assert back.wait(GONE_S) == LET_GO
+            assert back.wait(PATIENCE_S) == LET_GO
             assert len(names(client)) == 2
         finally:
             back.kill()
@@ -340,7 +340,7 @@ def test_an_interrupted_swap_takes_its_worker_along() -> None:
         while not (children := psutil.Process(process.pid).children()):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=GONE_S)
+        process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130
         wait_until_gone(children[0].pid)
         assert names(client) == ["draft", "target"]
@@ -381,7 +381,7 @@ def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_th
         assert (done.returncode, len(interrupted)) == (130, 1), done.stderr
         assert "target-2 is in place and stays" in done.stderr
         try:
-            assert stack.workers[0].process.wait(GONE_S) is not None
+            assert stack.workers[0].process.wait(PATIENCE_S) is not None
             assert names(client) == ["draft", "target-2"]
             complete_all(client, [streams._ask(0, TREE)])
         finally:

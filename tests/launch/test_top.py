@@ -29,11 +29,11 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER, TARGET_FOLDER
 from dovetail.protocol.links import open_link
 from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.live_stats import LiveStats
+from support.patience import PATIENCE_S
 from support.scripted import ScriptedDraft, ScriptedTarget
 from support.web import Backend, api, backend
 
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli", "top")
-PATIENCE_S = 60.0
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 EVIL = "\x1b[2Jboo"
 KEY = "0123456789abcdef"

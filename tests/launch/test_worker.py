@@ -24,9 +24,9 @@ from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.client import Client
 from support import stuck
 from support.fleets import Fleet
+from support.patience import PATIENCE_S
 
 Start = Callable[..., "subprocess.Popen[str]"]
-BACK_S = 60.0
 
 ELSEWHERE = TargetSettings(numa=7, threads=999)
 """Settings of a target on another, larger machine."""
@@ -72,7 +72,7 @@ def coordinate(start: Start, address: str) -> "subprocess.Popen[str]":
 def registered(address: str) -> WorkerState:
     """The one worker that a coordinator knows, once there is one."""
     with Client(open_link(address, role="client")) as client:
-        deadline = time.monotonic() + BACK_S
+        deadline = time.monotonic() + PATIENCE_S
         while not (workers := client.status().workers):
             assert time.monotonic() < deadline, "nobody has registered"
             time.sleep(0.01)
@@ -82,7 +82,7 @@ def registered(address: str) -> WorkerState:
 
 def gone(address: str) -> None:
     """Wait until the coordinator knows nobody."""
-    deadline = time.monotonic() + BACK_S
+    deadline = time.monotonic() + PATIENCE_S
     with Client(open_link(address, role="client")) as client:
         while client.status().workers:
             assert time.monotonic() < deadline, "it is still there"
@@ -101,7 +101,7 @@ def test_a_worker_comes_back_to_the_next_coordinator_at_the_same_address_and_end
     after = registered(address)
     assert (after.pid, after.worker_epoch == before.worker_epoch) == (worker.pid, False)
     coordinator.terminate()
-    assert (coordinator.wait(BACK_S), worker.wait(BACK_S)) == (0, 0)
+    assert (coordinator.wait(PATIENCE_S), worker.wait(PATIENCE_S)) == (0, 0)
     assert worker.stderr is not None
     said = worker.stderr.read()
     assert f"the coordinator at {address} disconnected; reconnecting for up to 300 s" in said
@@ -127,12 +127,12 @@ def test_a_worker_tells_who_looks_after_it_whether_it_was_let_go_or_told_to_end(
     told = start(*arguments)
     registered(address)
     told.terminate()
-    assert told.wait(BACK_S) == 0
+    assert told.wait(PATIENCE_S) == 0
     gone(address)
     let_go = start(*arguments)
     registered(address)
     coordinator.terminate()
-    assert let_go.wait(BACK_S) == LET_GO
+    assert let_go.wait(PATIENCE_S) == LET_GO
 
 
 def test_a_worker_of_nobody_tells_by_its_exit_code_whether_it_was_drained(
@@ -144,11 +144,11 @@ def test_a_worker_of_nobody_tells_by_its_exit_code_whether_it_was_drained(
     epoch = registered(address).worker_epoch
     with Client(open_link(address, role="operator")) as client:
         wait_for(client, client.dismiss(epoch))
-    assert drained.wait(BACK_S) == LET_GO
+    assert drained.wait(PATIENCE_S) == LET_GO
     other = start(*arguments)
     registered(address)
     coordinator.terminate()
-    assert other.wait(BACK_S) == 0
+    assert other.wait(PATIENCE_S) == 0
 
 
 def test_a_worker_that_is_stopped_is_lost_and_comes_back_as_another_incarnation(
@@ -192,7 +192,7 @@ def test_a_worker_waits_for_no_other_coordinator_where_it_is_told_so(
     )
     registered(address)
     coordinator.kill()
-    assert worker.wait(BACK_S) == 0
+    assert worker.wait(PATIENCE_S) == 0
     assert worker.stderr is not None
     assert worker.stderr.read().endswith("draft worker draft ends: its coordinator disconnected\n")
 
@@ -214,9 +214,9 @@ def test_a_worker_that_is_stuck_says_where_and_ends(start: Start, address: str) 
                     with contextlib.suppress(PeerGone):
                         for message in (Welcome(epoch=1), *stuck.opening()):
                             hub.send(received[0], encode(message))
-            ready = select.select([hub.fileno(), worker.stdout], [], [], BACK_S)[0]
+            ready = select.select([hub.fileno(), worker.stdout], [], [], PATIENCE_S)[0]
             assert ready, "nothing came"
-        assert worker.wait(BACK_S) == 1
+        assert worker.wait(PATIENCE_S) == 1
     assert worker.stderr is not None
     said = worker.stderr.read()
     assert (
@@ -233,5 +233,5 @@ def test_a_worker_shows_where_it_is_when_it_is_asked(start: Start, address: str)
     worker.send_signal(signal.SIGUSR1)
     assert registered(address).pid == worker.pid
     worker.terminate()
-    assert " in serve\n" in worker.communicate(timeout=BACK_S)[1]
+    assert " in serve\n" in worker.communicate(timeout=PATIENCE_S)[1]
     assert worker.returncode == 0

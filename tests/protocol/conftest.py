@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 
 from dovetail.protocol import keys
+from dovetail.protocol.links import addresses
 from support.wires import Wire, open_wire
+
+
+@pytest.fixture
+def heartbeats() -> None:
+    """Heartbeats are missed as soon as in a service."""
+
+
+@pytest.fixture(autouse=True)
+def _patient_heartbeats(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `heartbeats` is not asked for, a busy machine breaks no connection off."""
+    if "heartbeats" not in request.fixturenames:
+        monkeypatch.setattr(addresses, "_HEARTBEAT_MS", {})
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from dovetail.protocol.errors import LinkClosed, PeerGone
-from dovetail.protocol.links import Link, addresses, open_link
+from dovetail.protocol.links import Link, open_link
+from support.patience import PATIENCE_S
 from support.proxy import Proxy, Weather, proxied
-from support.wires import PATIENCE_S, Wire, open_wire, spawn
+from support.wires import Wire, open_wire, spawn
 
-GONE_S = 3.5
-"""Heartbeats find a silent end within 1.5 to 2 s; a busy machine adds some."""
+GONE_S = 60.0
+"""Heartbeats find a silent end within 1.5 to 2 s, and a busy machine later; the kernel would in a
+quarter of an hour."""
 
 HEARTBEAT_S = 0.7
 """An interval between two, and some."""
@@ -105,6 +107,7 @@ def test_many_messages_keep_their_order_on_a_line_that_comes_and_goes(
     assert heard == [[b"%d" % number] for number in range(60)]
 
 
+@pytest.mark.usefixtures("heartbeats")
 @pytest.mark.parametrize("direction", ["up", "down"])
 @pytest.mark.parametrize("harm", [Proxy.corrupt, Proxy.repeat])
 def test_bytes_that_were_changed_on_the_way_end_the_connection_and_reach_nobody(
@@ -146,9 +149,8 @@ def test_a_coordinator_outlives_bytes_that_were_changed_on_the_way(
 
 
 def test_a_connection_that_is_broken_off_is_missed_without_waiting_for_a_heartbeat_and_the_next_one_works(  # noqa: E501
-    deployment: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+    deployment: Path, stack: contextlib.ExitStack
 ) -> None:
-    monkeypatch.setattr(addresses, "_HEARTBEAT_MS", {})
     wire = open_wire("tcp", deployment, stack)
     proxy = stack.enter_context(proxied(wire.hub.address))
     link = stack.enter_context(
@@ -172,6 +174,7 @@ def test_a_proxy_that_refuses_lets_nobody_in(tcp_wire: Wire, proxy: Proxy) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("heartbeats")
 @pytest.mark.parametrize("direction", ["up", "down", "both"])
 def test_silence_in_either_direction_is_noticed_at_both_ends(
     tcp_wire: Wire, proxy: Proxy, link: Link, direction: str
@@ -185,6 +188,7 @@ def test_silence_in_either_direction_is_noticed_at_both_ends(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("heartbeats")
 def test_an_end_that_is_not_told_finds_out_by_itself(
     tcp_wire: Wire, proxy: Proxy, link: Link
 ) -> None:
@@ -201,7 +205,7 @@ def test_a_proxy_carries_unix_sockets_too(
     with proxied(f"{ipc_wire.hub.address}.w", listen=f"ipc://{tmp_path / 'c'}.w") as proxy:
         link = open_link(f"ipc://{tmp_path / 'c'}", role="target")
         stack.callback(link.close)
-        assert echo(ipc_wire, link, [b"here"]) < 1.0
+        echo(ipc_wire, link, [b"here"])
         assert proxy.bytes_up > 0
         proxy.cut()
         until_closed(link)

@@ -16,6 +16,7 @@ from dovetail.protocol.errors import KeysError, LinkClosed, PeerGone
 from dovetail.protocol.keys import ROLES, PeerKey
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.links.handshakes import AllowedPeers
+from support.patience import PATIENCE_S
 from support.wires import Wire, readable, until
 
 
@@ -293,12 +294,15 @@ def test_an_unknown_key_is_refused_and_counted(tcp_wire: Wire, tmp_path: Path) -
 
 def test_a_coordinator_of_another_key_is_not_believed(tcp_wire: Wire, tmp_path: Path) -> None:
     keys.generate_keys(tmp_path / "other")
-    with pytest.raises(
-        LinkClosed,
-        match=rf"what answers at {tcp_wire.hub.address} breaks the connection off: "
-        r".*coordinator\.pub",
-    ):
-        open_link(tcp_wire.hub.address, keys=tmp_path / "other", role="draft", timeout_s=0.3)
+    refusal, timeout_s = "no coordinator answers", 0.3
+    while "no coordinator answers" in refusal:  # nothing has answered on a machine that is busy
+        with pytest.raises(LinkClosed) as closed:
+            open_link(
+                tcp_wire.hub.address, keys=tmp_path / "other", role="draft", timeout_s=timeout_s
+            )
+        refusal, timeout_s = str(closed.value), 4 * timeout_s
+    assert f"what answers at {tcp_wire.hub.address} breaks the connection off: " in refusal
+    assert "coordinator.pub" in refusal
 
 
 def test_a_peer_without_keys_is_refused(tcp_wire: Wire) -> None:
@@ -309,7 +313,7 @@ def test_a_peer_without_keys_is_refused(tcp_wire: Wire) -> None:
         ) as monitor:
             stranger.connect(tcp_wire.hub.address)
             stranger.send(b"hello")
-            assert monitor.poll(10_000)
+            assert monitor.poll(1e3 * PATIENCE_S)
             assert recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             stranger.disable_monitor()
     assert tcp_wire.hub.receive() is None

@@ -23,7 +23,8 @@ from dovetail.protocol.links import addresses, open_hub, open_link
 from dovetail.protocol.links.addresses import MAX_IPC_PATH_BYTES, WORKERS_SUFFIX
 from dovetail.protocol.links.sockets import QUEUE_MESSAGES
 from support.memory_links import MemoryHub, memory_links
-from support.wires import PATIENCE_S, Wire, open_wire, readable, spawn, until
+from support.patience import PATIENCE_S
+from support.wires import Wire, open_wire, readable, spawn, until
 
 SETTLED_S = 0.1
 """Seconds without a change after which descriptors are taken to be all closed that will be."""
@@ -349,9 +350,8 @@ def test_closing_gives_back_every_descriptor_and_thread(wire: Wire) -> None:
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_a_killed_process_is_noticed_without_waiting_for_a_heartbeat(
-    kind: str, deployment: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+    kind: str, deployment: Path, stack: contextlib.ExitStack
 ) -> None:
-    monkeypatch.setattr(addresses, "_HEARTBEAT_MS", {})
     wire = open_wire(kind, deployment if kind == "tcp" else None, stack)
     child = spawn(stack, LINK, wire.hub.address, str(wire.keys or ""))
     peer, frames = wire.arrived()
@@ -362,6 +362,7 @@ def test_a_killed_process_is_noticed_without_waiting_for_a_heartbeat(
         wire.hub.send(peer, [b"x"])
 
 
+@pytest.mark.usefixtures("heartbeats")
 @pytest.mark.parametrize("busy", ["", "busy"], ids=["idle", "busy"])
 def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(
     socket_wire: Wire, stack: contextlib.ExitStack, busy: str
@@ -376,6 +377,7 @@ def test_a_stopped_process_is_noticed_by_its_missing_heartbeat(
         wire.hub.send(peer, [b"x"])
 
 
+@pytest.mark.usefixtures("heartbeats")
 def test_a_process_that_holds_the_interpreter_for_long_is_not_taken_for_a_stopped_one(
     ipc_wire: Wire, stack: contextlib.ExitStack
 ) -> None:
@@ -388,6 +390,7 @@ def test_a_process_that_holds_the_interpreter_for_long_is_not_taken_for_a_stoppe
     assert child.poll() is None
 
 
+@pytest.mark.usefixtures("heartbeats")
 def test_a_client_that_was_stopped_goes_on_over_ipc(
     ipc_wire: Wire, stack: contextlib.ExitStack
 ) -> None:
@@ -404,6 +407,7 @@ def test_a_client_that_was_stopped_goes_on_over_ipc(
     ipc_wire.hub.send(peer, [b"x"])
 
 
+@pytest.mark.usefixtures("heartbeats")
 def test_a_worker_notices_a_stopped_coordinator(
     tmp_path: Path, stack: contextlib.ExitStack
 ) -> None:

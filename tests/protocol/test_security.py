@@ -23,8 +23,9 @@ from dovetail.protocol.messages import Dismissed, Failed, Finished, Hello
 from dovetail.protocol.settings import CoordinatorSettings, HttpSettings, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.runtime.engine.coordinator import Coordinator
+from support.patience import PATIENCE_S
 from support.scripted import ScriptedDraft, ScriptedTarget, ScriptedWorker, continuation, hello
-from support.wires import PATIENCE_S, Wire, readable, until
+from support.wires import Wire, readable, until
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = b"\x05READY"

@@ -12,6 +12,7 @@ from dovetail.protocol.codec import encode
 from dovetail.protocol.keys import generate_keys
 from dovetail.protocol.links import open_hub, open_link
 from dovetail.runtime.engine.coordinator import Coordinator
+from support.patience import PATIENCE_S
 from support.scripted import hello
 
 
@@ -23,7 +24,7 @@ def test_a_worker_that_has_gone_has_not_lost_its_key(
     hub = open_hub("tcp://127.0.0.1:*", keys=keys)
     link = open_link(hub.address, keys=keys, role="draft")
     try:
-        coordinator, end_s = Coordinator(hub), time.monotonic() + 10.0
+        coordinator, end_s = Coordinator(hub), time.monotonic() + PATIENCE_S
         link.send(encode(hello("draft", epoch=1, vocabulary=None)))
         while not coordinator.registry.workers:
             coordinator.pump()

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.few_colours import small_png
+from support.patience import PATIENCE_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 60.0
 LOOK_S = 0.05
 FLAGS = (
     "--headless=new",

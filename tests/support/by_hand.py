@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 
 from dovetail.protocol.keys import generate_keys
+from support.patience import PATIENCE_S
 from support.stacks import PROMPTS
 
-PATIENCE_S = 180.0
 CHATS = "/v1/chat/completions"
 SLOWER = ("--target.inflate=64MiB",)
 """Weights that take their time, so that there is something to kill."""

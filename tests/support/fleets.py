@@ -21,11 +21,10 @@ from dovetail.protocol.keys import generate_keys
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported, Role, WorkerState
 from dovetail.runtime.client import Client
+from support.patience import PATIENCE_S
 from support.proxy import Proxy
 
 LOOPBACK = "127.0.0.1"
-READY_S = 90.0
-"""Seconds until workers have loaded their models on a machine that has other things to do."""
 POLL_S = 0.05
 GRACE_S = 5.0
 LAST_BYTES = 2000
@@ -163,7 +162,7 @@ class Fleet:
         condition: Callable[[Reported], bool],
         what: str,
         *,
-        within_s: float = READY_S,
+        within_s: float = PATIENCE_S,
     ) -> Reported:
         """The coordinator's first state of which it is true; meanwhile workers that end are started
         again."""
@@ -174,7 +173,7 @@ class Fleet:
             time.sleep(POLL_S)
         return state
 
-    def wait_until_ready(self, client: Client, *, within_s: float = READY_S) -> Reported:
+    def wait_until_ready(self, client: Client, *, within_s: float = PATIENCE_S) -> Reported:
         return self.wait_until(client, self.ready, "not everybody is registered", within_s=within_s)
 
     def ready(self, state: Reported) -> bool:

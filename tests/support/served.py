@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-GONE_S = 60.0
-BACK_S = 60.0
+from support.patience import PATIENCE_S
+
 QUESTION = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}
 
 
@@ -40,7 +40,7 @@ def ask(
 ) -> tuple[int, Any]:
     """Status and JSON of an answer."""
     place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=PATIENCE_S)
     try:
         connection.request(
             "POST" if body else "GET",
@@ -67,7 +67,7 @@ def streamed(url: str, begun: Callable[[], object] = lambda: None, *, seed: int 
         "stream": True,
     }
     place, said, chunks = urlsplit(url), "", 0
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=BACK_S)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=PATIENCE_S)
     try:
         connection.request(
             "POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"}
@@ -90,7 +90,7 @@ def assert_nothing_is_left(pids: list[int], tmp_path: Path) -> None:
     """Hold that these processes end, and that no file of a user's runtime and temporary directories
     is theirs."""
     _, alive = psutil.wait_procs(
-        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=GONE_S
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=PATIENCE_S
     )
     assert not alive
     assert [*(tmp_path / "run").rglob("*.json")] == []

@@ -22,13 +22,13 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.patience import PATIENCE_S
 
 PROMPTS: list[list[str]] = [
     json.loads(line)["turns"]
     for line in (DEMO_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
 ]
 """The shipped ones, each as its turns."""
-SILENCE_S = 60.0
 
 
 class Another(Protocol):
@@ -75,7 +75,7 @@ def started(flags: dict[str, str]) -> Iterator[tuple[Stack, Client]]:
 def wait_for(client: Client, child: Child) -> Child:
     """Wait until a worker is registered that was started; looks are counted, so that it costs
     nothing where all processes are stopped meanwhile."""
-    for _ in range(round(SILENCE_S / POLL_S)):
+    for _ in range(round(PATIENCE_S / POLL_S)):
         if any(worker.pid == child.process.pid for worker in client.status().workers):
             return child
         assert not child.ended, child.last_words()
@@ -116,9 +116,9 @@ def complete_all(client: Client, requests: Sequence[int]) -> list[Finished]:
     the first that fails."""
     ends: dict[int, Finished] = {}
     while len(ends) < len(requests):
-        reply = client.receive(SILENCE_S)
+        reply = client.receive(PATIENCE_S)
         assert reply is not None, (
-            f"nothing was heard of {set(requests) - set(ends)} for {SILENCE_S:g} s"
+            f"nothing was heard of {set(requests) - set(ends)} for {PATIENCE_S:g} s"
         )
         if isinstance(reply, Failed):
             raise RequestError(reply.code, reply.text)

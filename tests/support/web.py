@@ -26,6 +26,7 @@ from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.engine.loop import PROBE_EVERY_S
 from dovetail.runtime.journal.journal import Journal
+from support.patience import PATIENCE_S
 from support.scripted import (
     END,
     VOCABULARY,
@@ -35,7 +36,6 @@ from support.scripted import (
     tokenizer_bytes,
 )
 
-PATIENCE_S = 60.0
 SERVER = "dovetail.launch.commands.http"
 """The module that imports all that a server needs."""
 TEMPLATE = (

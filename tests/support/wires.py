@@ -12,9 +12,7 @@ from pathlib import Path
 from dovetail.protocol import links
 from dovetail.protocol.links import Hub, Link
 from support.memory_links import memory_links
-
-PATIENCE_S = 60.0
-"""Seconds that a test waits for what should come at once."""
+from support.patience import PATIENCE_S
 
 
 class Wire:

@@ -49,6 +49,7 @@ from dovetail.workers.serving.registration import Reconnecting
 from dovetail.workers.target import TargetWorker
 from support.memory_links import MemoryHub, MemoryLink, memory_links
 from support.models import VOCABULARY, reference_tokens
+from support.patience import PATIENCE_S
 
 EPOCH = 77
 PROMPT = (0, 3, 17, 9)
@@ -106,7 +107,7 @@ class Coordinator:
 
     def end(self) -> None:
         self.hub.close()
-        self.thread.join(60.0)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 
@@ -243,7 +244,7 @@ def test_a_probe_is_answered_in_the_midst_of_a_long_command_and_the_answer_says_
     monkeypatch.setattr(coordinator.worker._model, "forward_with_states", compute)
     assert not coordinator.probe().busy
     coordinator.send(opening())
-    assert computing.wait(60.0)
+    assert computing.wait(PATIENCE_S)
     monkeypatch.setattr(loop, "BUSY_AFTER_S", 0.0)
     assert coordinator.probe().busy
     coordinator.send(verifying((1, 1, 5)))
@@ -544,7 +545,7 @@ def test_background_work_that_fails_does_not_end_a_worker(
 
     monkeypatch.setattr(coordinator.worker, "idle", fail)
     coordinator.ask(opening())
-    assert failing.wait(60.0)
+    assert failing.wait(PATIENCE_S)
     assert says_that_it_failed(coordinator.next())
     assert isinstance(coordinator.ask(verifying((1, 1, 5))), Verified)
     assert "boom" in capfd.readouterr().err
@@ -553,7 +554,7 @@ def test_background_work_that_fails_does_not_end_a_worker(
 def test_drain_ends_it(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
     coordinator.send(Welcome(epoch=EPOCH), Drain(epoch=EPOCH))
-    coordinator.thread.join(60.0)
+    coordinator.thread.join(PATIENCE_S)
     assert not coordinator.thread.is_alive()
     assert coordinator.error is None
 
@@ -565,7 +566,7 @@ def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
             epoch=EPOCH, code="vocabulary", text="id 3 is 'a' in the target and 'b' in the draft"
         )
     )
-    coordinator.thread.join(60.0)
+    coordinator.thread.join(PATIENCE_S)
     assert isinstance(coordinator.error, UserError)
     assert "id 3 is 'a'" in str(coordinator.error)
 
@@ -573,7 +574,7 @@ def test_a_refusal_ends_it_with_the_reason(settings: TargetSettings) -> None:
 def test_a_coordinator_that_has_no_room_is_asked_again(settings: TargetSettings) -> None:
     coordinator = Coordinator(open_target_worker(settings, name="t", threads=1))
     coordinator.send(Failed(epoch=EPOCH, code="capacity", text="64 workers are registered"))
-    coordinator.thread.join(60.0)
+    coordinator.thread.join(PATIENCE_S)
     assert isinstance(coordinator.error, LinkClosed), "what is looked for again"
     assert "64 workers are registered" in str(coordinator.error)
 
@@ -586,7 +587,7 @@ def test_a_worker_that_is_not_listened_to_any_more_ends_and_is_not_the_users_mis
         Welcome(epoch=EPOCH),
         Failed(epoch=EPOCH, code="protocol", text="1 messages broke the protocol"),
     )
-    coordinator.thread.join(60.0)
+    coordinator.thread.join(PATIENCE_S)
     coordinator.end()
     assert isinstance(coordinator.error, DovetailError)
     assert not isinstance(coordinator.error, UserError), (
@@ -597,7 +598,7 @@ def test_a_worker_that_is_not_listened_to_any_more_ends_and_is_not_the_users_mis
 def test_a_coordinator_that_goes_ends_it(coordinator: Coordinator) -> None:
     coordinator.ask(opening())
     coordinator.hub.close()
-    coordinator.thread.join(60.0)
+    coordinator.thread.join(PATIENCE_S)
     assert (coordinator.thread.is_alive(), coordinator.error) == (False, None)
 
 
@@ -606,7 +607,7 @@ def test_a_worker_that_is_turned_away_later_ends_with_the_reason(settings: Targe
     coordinator.send(
         Welcome(epoch=EPOCH), Failed(epoch=EPOCH, code="vocabulary", text="id 3 differs")
     )
-    coordinator.thread.join(60.0)
+    coordinator.thread.join(PATIENCE_S)
     coordinator.end()
     assert isinstance(coordinator.error, UserError)
     assert "id 3 differs" in str(coordinator.error)
@@ -685,7 +686,7 @@ class Coordinators:
 
     def end(self) -> object:
         """Wait for the worker to end, and return how it did."""
-        self._thread.join(60.0)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self.hub.close()
         (outcome,) = self.outcome
@@ -772,7 +773,7 @@ def test_a_worker_that_computes_for_a_coordinator_that_has_gone_gives_it_up_at_t
     with monkeypatch.context() as patch:
         patch.setattr(coordinators.worker._model, "forward_with_states", compute)
         coordinators.send(opening(1))
-        assert computing.wait(60.0)
+        assert computing.wait(PATIENCE_S)
         coordinators.hub.close()
         coordinators.appears()
         coordinators.welcomes(EPOCH + 1)
@@ -794,7 +795,7 @@ def test_a_worker_that_was_let_go_while_it_computed_looks_for_nobody(
 
     monkeypatch.setattr(coordinators.worker._model, "forward_with_states", compute)
     coordinators.send(opening(1))
-    assert computing.wait(60.0)
+    assert computing.wait(PATIENCE_S)
     drain = Drain(epoch=EPOCH, dismissed=True)
     coordinators.send(drain)
     coordinators.hub.close()
@@ -873,7 +874,7 @@ class Watched:
         self.done.append("pass")
         if self.done[-2:] == ["pass"] * 2:  # the second one lasts until it is told otherwise
             self.inside.set()
-            assert self.go_on.wait(60.0)
+            assert self.go_on.wait(PATIENCE_S)
         return grown
 
     def _drafted(self, *arguments: Any, **named: Any) -> Any:
@@ -913,7 +914,7 @@ def drafter(llama_folder: Path) -> Iterator[Coordinator]:
 def test_an_order_that_comes_during_a_pass_ahead_waits_for_no_other(drafter: Coordinator) -> None:
     watched = Watched(drafter.worker)
     assert isinstance(drafter.ask(drafting(1, 5)), Drafted)
-    assert watched.inside.wait(60.0)
+    assert watched.inside.wait(PATIENCE_S)
     drafter.send(drafting(2, 6, ahead=False))
     watched.go_on.set()
     drafted = drafter.next()
@@ -926,7 +927,7 @@ def test_a_worker_is_busy_while_it_grows_ahead(drafter: Coordinator) -> None:
     drafted = drafter.ask(drafting(1, 5))
     assert isinstance(drafted, Drafted)
     work_ns = sum(duration for name, _, duration in drafted.spans if name == "draft")
-    told, deadline = [drafter.probe()], time.monotonic() + 60.0
+    told, deadline = [drafter.probe()], time.monotonic() + PATIENCE_S
     while not any(name == "grow" for probed in told for *_, (name, _, _) in probed.beside):
         assert time.monotonic() < deadline
         told.append(drafter.probe())
@@ -950,7 +951,7 @@ def test_a_pass_ahead_that_fails_ends_neither_the_worker_nor_the_session(
     with monkeypatch.context() as patch:
         patch.setattr(engine, "steps_ahead", fail)
         assert isinstance(drafter.ask(drafting(1, 5)), Drafted)
-        assert failed.wait(60.0)
+        assert failed.wait(PATIENCE_S)
         assert says_that_it_failed(drafter.next())
         assert isinstance(drafter.ask(drafting(2, 6)), Drafted)
         assert says_that_it_failed(drafter.next())

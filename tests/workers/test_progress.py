@@ -18,9 +18,9 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.progress import DEAF, Abandoned, beat, heard
 from support.heads import write_head
+from support.patience import PATIENCE_S
 
-STUCK_S = 0.4
-END_S = 60.0
+STUCK_S = 1.0
 SCRIPT = """
 import ctypes, sys, threading, time
 from dovetail.workers.progress import Watchdog
@@ -52,7 +52,7 @@ with watchdog.work():
     ctypes.PyDLL(None).sleep(1000)
 """
 BEATS = """
-end = time.monotonic() + 4 * {stuck_s}
+end = time.monotonic() + 2 * {stuck_s}
 with watchdog.work():
     print("working", flush=True)
     while time.monotonic() < end:
@@ -60,7 +60,7 @@ with watchdog.work():
         watchdog.beat()
 """
 MANY = """
-end = time.monotonic() + 4 * {stuck_s}
+end = time.monotonic() + 2 * {stuck_s}
 while time.monotonic() < end:
     with watchdog.work():
         time.sleep({stuck_s} / 8)
@@ -91,7 +91,7 @@ def run(work: str) -> "subprocess.Popen[str]":
 def test_a_process_that_gets_nowhere_says_where_it_is_and_ends(work: str, where: str) -> None:
     began_s = time.monotonic()
     process = run(work)
-    _, said = process.communicate(timeout=END_S)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert time.monotonic() - began_s >= STUCK_S
     assert said.startswith(
@@ -102,14 +102,14 @@ def test_a_process_that_gets_nowhere_says_where_it_is_and_ends(work: str, where:
 
 
 def test_a_process_that_holds_the_interpreter_for_ever_ends_too() -> None:
-    _, said = (process := run(HOLDS_THE_LOCK)).communicate(timeout=END_S)
+    _, said = (process := run(HOLDS_THE_LOCK)).communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert said.startswith("Timeout")
 
 
 @pytest.mark.parametrize("work", [BEATS, MANY, IDLE], ids=["beats", "many small things", "nothing"])
 def test_a_process_that_gets_on_or_has_nothing_to_do_is_left_alone(work: str) -> None:
-    said, complaints = (process := run(work)).communicate(timeout=END_S)
+    said, complaints = (process := run(work)).communicate(timeout=PATIENCE_S)
     assert (process.returncode, said.endswith("done\n"), complaints) == (0, True, "")
 
 
@@ -121,7 +121,7 @@ def test_the_time_for_which_a_process_was_stopped_does_not_count() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(2 * STUCK_S)
     process.send_signal(signal.SIGCONT)
-    said, complaints = process.communicate(timeout=END_S)
+    said, complaints = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, said, complaints) == (0, "done\n", "")
 
 

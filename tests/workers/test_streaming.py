@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dovetail.workers.devices.cpu import HostTransfer
 from dovetail.workers.models.backends.stages.streaming import Ring
-
-PATIENCE_S = 60.0
+from support.patience import PATIENCE_S
 
 
 def blobs(count: int, size: int = 1000) -> list[Tensor]:

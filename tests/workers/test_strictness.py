@@ -26,6 +26,7 @@ from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.loop import serve
 from support.memory_links import memory_links
+from support.patience import PATIENCE_S
 
 EPOCH = 77
 WATCHED = """
@@ -82,7 +83,7 @@ class Dialogue:
         return EVENT.decode(frames)
 
     def ended(self) -> BaseException | bool:
-        self.thread.join(60.0)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         return self.outcome[0]
 

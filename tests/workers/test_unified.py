@@ -14,6 +14,7 @@ from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.sessions.session import KeptSession
 from dovetail.workers.unified import InTurn, Turns, open_unified
 from support.models import tiny_llama
+from support.patience import PATIENCE_S
 
 CLOSE = Close(epoch=1, session=1)
 
@@ -44,7 +45,7 @@ class Answering:
         self._at_work.add(self._name)
         self.alone &= self._at_work == {self._name}
         self._started.set()
-        assert self._leave.wait(60.0)
+        assert self._leave.wait(PATIENCE_S)
         self._at_work.discard(self._name)
 
     def idle(self) -> bool:
@@ -73,14 +74,14 @@ def test_the_roles_do_one_command_at_a_time() -> None:
     leave[1].set()
     ran = threading.Thread(target=lambda: list(target.handle(CLOSE)))
     ran.start()
-    assert started[0].wait(60.0)
+    assert started[0].wait(PATIENCE_S)
     assert not draft.idle()  # it is the target's turn
     waits = threading.Thread(target=lambda: list(draft.handle(CLOSE)))
     waits.start()
     assert not started[1].wait(0.3)
     leave[0].set()
     for thread in (ran, waits):
-        thread.join(60.0)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert all(worker.alone for worker in workers)
 

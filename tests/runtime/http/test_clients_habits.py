@@ -25,8 +25,9 @@ from dovetail.runtime.http.bodies import DEEPEST
 from dovetail.runtime.http.decoding import Run
 from dovetail.runtime.http.guard import Refused, Unpacking
 from dovetail.runtime.http.service import Answer
+from support.patience import PATIENCE_S
 from support.scripted import continuation
-from support.web import PATIENCE_S, Api, Backend, api, events
+from support.web import Api, Backend, api, events
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "w5 w6"}]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dovetail.runtime.http.dashboard import FRESH_S, STATE_PATH, page_files
+from support.patience import PATIENCE_S
 from support.scripted import ScriptedDraft, ScriptedTarget
 from support.web import Api, Backend, api, backend
 
@@ -234,7 +235,7 @@ def test_a_coordinator_that_has_gone_is_told_and_its_successor_shown() -> None:
         epoch = state(server)["coordinator"]["epoch"]
         address = first.address
         first.close()
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + PATIENCE_S
         while (reply := server.client.get(STATE_PATH)).status_code != 503:
             assert time.monotonic() < deadline
         assert "coordinator" in reply.json()["error"]["message"]

@@ -17,8 +17,9 @@ from dovetail.protocol.messages import Fingerprint, Supervised
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.http.gateway import FRESH_S
 from support.cases import everyday
+from support.patience import PATIENCE_S
 from support.scripted import ScriptedTarget, continuation
-from support.web import CHAT, PATIENCE_S, Api, Backend, api, backend, events
+from support.web import CHAT, Api, Backend, api, backend, events
 
 CHATS = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "w5 w6"}], "max_tokens": 400, "ignore_eos": True}

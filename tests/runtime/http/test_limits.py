@@ -19,7 +19,8 @@ from dovetail.runtime.http.asked import Target
 from dovetail.runtime.http.bodies import CompletionBody
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.guard import host_name, is_local, is_loopback
-from support.web import PATIENCE_S, Api, Backend, api
+from support.patience import PATIENCE_S
+from support.web import Api, Backend, api
 
 KEY = "0123456789abcdef"
 CHATS = "/v1/chat/completions"

@@ -4,8 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dovetail.protocol.messages import Open
+from support.patience import PATIENCE_S
 from support.scripted import ScriptedTarget
-from support.web import PATIENCE_S, Api, api, backend
+from support.web import Api, api, backend
 
 KEYS = "fedcba9876543210", "0123456789abcdef"
 PROMPTS = dict(zip(KEYS, ("w5 w6", "w7 w8"), strict=True))
