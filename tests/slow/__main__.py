@@ -67,7 +67,10 @@ def write(record: dict[str, Any]) -> None:
 def run(file: str, limit: float) -> tuple[dict[str, Any], str]:
     """Return the counts and seconds of a file's slow tests, and pytest's output. A file that is cut
     off at its limit has one more failure, that of the test which ran then."""
-    command = (sys.executable, "-m", "pytest", "-q", "-m", "slow and not gpu", file)
+    command = (
+        *(sys.executable, "-m", "pytest", "-q", "-m", "slow and not gpu", file),
+        *(f"--timeout={limit}", "-o", f"faulthandler_timeout={limit + 60}"),
+    )
     began = time.monotonic()
     pytest = subprocess.Popen(
         command,
@@ -98,7 +101,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="files at a time (default: 2)")
     parser.add_argument(
-        "--limit", type=float, default=900, help="seconds for a file (default: 900)"
+        "--limit", type=float, default=3600, help="seconds for a file (default: 3600)"
     )
     parser.add_argument("--since", metavar="COMMIT", help="what passed on it or later stays passed")
     options = parser.parse_args()
