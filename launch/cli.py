@@ -65,7 +65,7 @@ GROUPS = {
 `dovetail.launch.commands.NAME`."""
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
-STARTERS = ("generate", "chat")
+STARTERS = ("generate", "chat", "serve")
 """Commands that start workers, unless a service runs already, and import much themselves. `serve`
 starts an HTTP process besides, so that both cores have enough to do."""
 INTERRUPTED = 130

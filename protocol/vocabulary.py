@@ -33,7 +33,11 @@ class TokenTable:
     @classmethod
     def read(cls, tokenizer: bytes) -> "TokenTable":
         """Return the table of a tokenizer.json; `CheckpointError` if it holds no vocabulary."""
-        content = _parsed(tokenizer)
+        return cls.described(_parsed(tokenizer))
+
+    @classmethod
+    def described(cls, content: Mapping[str, Any]) -> "TokenTable":
+        """Return the table of the content of a tokenizer.json."""
         return cls.of(*_vocabulary_of(content), content.get("decoder"))
 
     @classmethod
@@ -115,6 +119,16 @@ class TokenTable:
             return None
         start = self._ends[place - 1] if place else 0
         return self._spelt[start : self._ends[place]].decode("utf-8", "surrogatepass")
+
+    def against(self, draft: "TokenTable", draft_name: str, own_name: str) -> str:
+        """Return why a draft with this table cannot guess for the model of this one; empty if it
+        can."""
+        if draft.digest == self.digest:
+            return ""
+        return (
+            f"the draft {draft_name} does not share the vocabulary of the target {own_name}: "
+            f"{'; '.join(self.differences(draft))}. Choose a draft of the same model family."
+        )
 
     def differences(self, other: "TokenTable", most: int = 3) -> list[str]:
         """Describe the first `most` ids whose tokens differ in `other`, the draft's table."""

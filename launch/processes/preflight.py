@@ -32,6 +32,7 @@ from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, NOT_TH
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.view import (
+    files_of,
     local_folder,
     weight_paths,
 )
@@ -215,7 +216,9 @@ def text_here(source: str) -> Path | None:
 
 def check_text(folder: Path) -> None:
     """Raise `CheckpointError` for a tokenizer that the coordinator would refuse, so that this is
-    known before the weights are read."""
+    known before the weights are read. That of a GGUF file was checked when its view was made."""
+    if files_of(folder):
+        return
     from dovetail.workers.models.checkpoints.tokenizer import keep, kept_path, read_language
 
     content, table, facts = read_language(folder)

@@ -47,12 +47,13 @@ from dovetail.workers.models.checkpoints.gguf.tensors import (
     source_of,
     stored_in,
 )
-from dovetail.workers.models.checkpoints.gguf.view import model_of, spelled
+from dovetail.workers.models.checkpoints.gguf.view import files_of, model_of, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.namings import BLOCKS
 from dovetail.workers.models.checkpoints.quantised.tensors import decoded
 from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, Stored
 from dovetail.workers.models.checkpoints.tokenizer import read_language
+from dovetail.workers.progress import loading
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,10 @@ def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
     they are beside what is done with them, and the digest waits for that."""
     folder = find_folder(source)
     refuse_content(text_part(read_json(folder / "config.json")), folder / "config.json")
-    if model_of(folder) is None:
+    if not files_of(folder):
         weight_files(folder)  # what can be said at once is said before the weights are read
-    tokenizer, table, vocabulary = read_language(folder)
+    with loading("reading", 0):
+        tokenizer, table, vocabulary = read_language(folder)
     weights = open_weights(folder, wait=wait)
     named, tensors = spelled(source), weights.tensors
     return Checkpoint(named, folder, weights.digesting, tokenizer, table, vocabulary, tensors)

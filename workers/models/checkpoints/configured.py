@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models import attention
@@ -141,18 +142,34 @@ def for_text(model: Any) -> Any:
 
 def with_buffers(model: Any) -> Any:
     """The model with the buffers that no checkpoint holds, such as rotary frequencies."""
-    for module in model.modules():
-        if buffers := dict(module.named_buffers(recurse=False)):
-            _fill_buffers(model, module, buffers)
-    with contextlib.suppress(Exception):  # some buffers are computed for all layers together
-        model._init_weights(model.base_model)
+    with _Uninitialised():
+        for module in model.modules():
+            if buffers := dict(module.named_buffers(recurse=False)):
+                _fill_buffers(model, module, buffers)
+        with contextlib.suppress(Exception):  # some buffers are computed for all layers together
+            model._init_weights(model.base_model)
     model.requires_grad_(False)
     return model.eval()
 
 
+class _Uninitialised(TorchFunctionMode):
+    """Leave tensors on no device as they are where torch would give them first values: for that it
+    imports its compiler, which takes seconds."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        if getattr(function, "__module__", None) == nn.init.__name__:
+            tensor = given[0] if given else named["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return function(*given, **(named or {}))
+
+
 def empty(config: Any, implementation: str) -> Any:
     """The model on no device."""
-    with lean.lean(), quiet(), torch.inference_mode(False), torch.device("meta"):
+    without = _Uninitialised()
+    with lean.lean(), quiet(), torch.inference_mode(False), torch.device("meta"), without:
         return lean.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=implementation, trust_remote_code=False
         )

@@ -81,6 +81,11 @@ def read_language(folder: Path) -> tuple[bytes, TokenTable, VocabularyFacts]:
     return content, table, facts
 
 
+def table_in(folder: Path) -> TokenTable:
+    """Return the token table of a model's folder; `CheckpointError` if it has none."""
+    return table_of(read_bytes(folder / "tokenizer.json"))
+
+
 def table_of(tokenizer: bytes) -> TokenTable:
     """Return the token table of a tokenizer.json, cached by its digest; `CheckpointError` if it has
     no vocabulary."""

@@ -8,6 +8,7 @@ from math import isfinite, prod
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers.models.checkpoints.gguf.architectures.registry import CONFIGURATIONS
 from dovetail.workers.models.checkpoints.gguf.facts import Facts
 from dovetail.workers.models.checkpoints.gguf.files import Model
@@ -28,9 +29,9 @@ TEMPLATE = "tokenizer.chat_template"
 """The key of the default chat template; named ones append their name."""
 
 
-def contents_of(model: Model) -> dict[str, str]:
-    """Return the files of a model's view, by their names; `CheckpointError` for a model that is not
-    read here."""
+def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
+    """Return the files of a model's view, by their names, and the table of its tokens;
+    `CheckpointError` for a model that is not read here."""
     facts = Facts(model)
     if facts.architecture not in CONFIGURATIONS:
         raise CheckpointError(
@@ -62,7 +63,10 @@ def contents_of(model: Model) -> dict[str, str]:
         "tokenizer_config.json": _tokenizer_config(model, vocabulary),
         MARK: mark,
     }
-    return {name: json.dumps(content, ensure_ascii=False) for name, content in contents.items()}
+    files_by_name = {
+        name: json.dumps(content, ensure_ascii=False) for name, content in contents.items()
+    }
+    return files_by_name, TokenTable.described(vocabulary.content)
 
 
 def _mix(model: Model) -> str:

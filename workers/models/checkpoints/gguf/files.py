@@ -35,15 +35,16 @@ class Model:
         return self.heads[0].facts
 
 
-def read_model(file: Path) -> Model:
-    """Return the heads of the model that a file, or one part of it, belongs to; `CheckpointError`
-    names a part that is missing or does not belong to the others."""
+def read_model(file: Path, *, texts: bool = True) -> Model:
+    """Return the heads of the model that a file, or one part of it, belongs to, with the texts of
+    its vocabulary if `texts`; `CheckpointError` names a part that is missing or does not belong to
+    the others."""
     parts = parts_of(file)
     if missing := next((part for part in parts if not part.is_file()), None):
         if len(parts) == 1:
             raise CheckpointError(f"{file}: there is no such file; check the path")
         raise CheckpointError(f"{missing} is missing, a part of {file.name}; fetch it, too")
-    heads = [read_head(part) for part in parts]
+    heads = [read_head(part, texts=texts) for part in parts]
     for number, head in enumerate(heads):
         _refuse_part(head, number, len(heads))
     _refuse_kind(heads[0])

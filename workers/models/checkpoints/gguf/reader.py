@@ -86,8 +86,9 @@ class Head:
     """Offset of the first tensor, in bytes from the beginning of the file."""
 
 
-def read_head(file: Path) -> Head:
-    """Return the head of a GGUF file; `CheckpointError` where it is none, or is damaged."""
+def read_head(file: Path, *, texts: bool = True) -> Head:
+    """Return the head of a GGUF file, with the texts of its vocabulary if `texts`;
+    `CheckpointError` where it is none, or is damaged."""
     try:
         if not file.is_file():
             raise OSError(None, "it is not a file")
@@ -98,7 +99,7 @@ def read_head(file: Path) -> Head:
                     f"{file} is no GGUF file: it does not begin with the letters GGUF; {AGAIN}"
                 )
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return _Reader(file, content).head(identity)
+                return _Reader(file, content, texts=texts).head(identity)
     except OSError as error:
         raise unreadable(file, error) from None
 
@@ -106,8 +107,9 @@ def read_head(file: Path) -> Head:
 class _Reader:
     """A place in a file, from which one thing after the other is read."""
 
-    def __init__(self, file: Path, content: mmap.mmap) -> None:
+    def __init__(self, file: Path, content: mmap.mmap, *, texts: bool) -> None:
         self._file, self._content, self._size = file, content, len(content)
+        self._wants_texts = texts
         self._place = len(MAGIC)
 
     def head(self, identity: Identity) -> Head:
@@ -175,14 +177,16 @@ class _Reader:
         """A list of texts; vocabularies have hundreds of thousands, so nothing is called for
         each."""
         content, place, size = self._content, self._place, self._size
-        length, found = struct.Struct("<Q").unpack_from, []
+        length, found = struct.Struct("<Q").unpack_from, list[Any]()
+        wanted = self._wants_texts or not key.startswith("tokenizer.")
         try:
             for _ in range(count):
                 begin = place + 8
                 place = begin + length(content, place)[0]
                 if place > size:
                     self._refuse(f"it ends within {key[:100]}")
-                found.append(self._decoded(content[begin:place], key))
+                if wanted:
+                    found.append(self._decoded(content[begin:place], key))
         except struct.error:
             self._refuse(f"it ends within {key[:100]}")
         self._place = place

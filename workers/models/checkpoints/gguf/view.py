@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder, refusal, tidy
+from dovetail.protocol.memory import uncollected
 from dovetail.workers.models.checkpoints.digests import Identity
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.kinds import Described
@@ -101,8 +102,11 @@ def view_of(file: Path) -> Path:
         return folder
     from dovetail.workers.models.checkpoints.gguf.contents import contents_of  # numpy comes in here
     from dovetail.workers.models.checkpoints.gguf.files import read_model
+    from dovetail.workers.models.checkpoints.tokenizer import keep, kept_path
 
-    contents = contents_of(read_model(file))
+    with uncollected():
+        contents, table = contents_of(read_model(file))
+        keep(kept_path(contents["tokenizer.json"].encode()), table.packed)
     try:
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent.parent, prefix="new-") as made:
@@ -155,14 +159,14 @@ def mix_of(folder: Path) -> str:
 
 
 def model_of(folder: Path) -> "Model | None":
-    """Return the model that a folder is the view of, None if it is no view; `CheckpointError` where
-    its files have been changed since."""
+    """Return the model that a folder is the view of, without the texts of its vocabulary, which the
+    view has; None if it is no view. `CheckpointError` where its files have been changed since."""
     from dovetail.workers.models.checkpoints.gguf.files import read_model
 
     mark = _mark(folder)
     if not mark:
         return None
-    model = read_model(Path(mark["files"][0]["path"]))
+    model = read_model(Path(mark["files"][0]["path"]), texts=False)
     for head, one in zip(model.heads, mark["files"], strict=False):
         if not head.identity.same_content(Identity(**one["identity"])):
             raise CheckpointError(

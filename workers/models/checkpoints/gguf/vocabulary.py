@@ -89,14 +89,18 @@ class _Facts:
             raise self.refusal(f"{PREFIX}{name}_token_id is {str(value)[:50]}, no number")
         return value if 0 <= value < len(self.tokens) else None
 
-    def merges(self) -> list[list[str]]:
+    def merges(self) -> list[tuple[str, str]]:
         """Pairs of tokens, the first that is put together first."""
-        found = []
+        index, found = set(self.tokens), []
         for merge in self._list("merges", required=True):
             place = merge.find(" ", 1)
             if place < 0:
                 raise self.refusal(f"merge {merge[:50]!r} is no pair of tokens")
-            found.append([merge[:place], merge[place + 1 :]])
+            left, right = merge[:place], merge[place + 1 :]
+            if left not in index or right not in index or left + right not in index:
+                why = f"it merges {left[:30]!r} and {right[:30]!r}, which are no tokens"
+                raise self.refusal(why)
+            found.append((left, right))
         return found
 
     def scores(self) -> np.ndarray:
@@ -203,7 +207,7 @@ def _raw_pairs(facts: _Facts) -> tuple[dict[str, Any], bool]:
 
 def _pairs_model(
     facts: _Facts,
-    merges: list[list[str]],
+    merges: list[tuple[str, str]],
     *,
     tokens: Sequence[str] | None = None,
     ignore_merges: bool = False,
@@ -211,9 +215,6 @@ def _pairs_model(
 ) -> dict[str, Any]:
     spelt = facts.tokens if tokens is None else tokens
     index = {token: place for place, token in enumerate(spelt)}
-    for left, right in merges:
-        if left not in index or right not in index or left + right not in index:
-            raise facts.refusal(f"it merges {left[:30]!r} and {right[:30]!r}, which are no tokens")
     unknown = facts.id("unknown")
     return {
         "type": "BPE",
@@ -229,7 +230,9 @@ def _pairs_model(
     }
 
 
-def _merges_of(tokens: Sequence[str], scores: np.ndarray, kinds: np.ndarray) -> list[list[str]]:
+def _merges_of(
+    tokens: Sequence[str], scores: np.ndarray, kinds: np.ndarray
+) -> list[tuple[str, str]]:
     """The pairs of pieces that are a piece, that of the highest score first, as SentencePiece puts
     them together; of those of one piece the pair of the lowest ids."""
     index = {
@@ -237,17 +240,17 @@ def _merges_of(tokens: Sequence[str], scores: np.ndarray, kinds: np.ndarray) -> 
         for place, (token, kind) in enumerate(zip(tokens, kinds.tolist(), strict=True))
         if kind in (1, USER)
     }
-    find, found = index.get, []
-    for token, place in index.items():
-        pairs = [
-            (one, two)
-            for cut in range(1, len(token))
-            if (two := find(token[cut:])) is not None and (one := find(token[:cut])) is not None
-        ]
-        if pairs:
-            found.append((-float(scores[place]), sorted(pairs)))
-    found.sort(key=lambda item: item[0])
-    return [[tokens[left], tokens[right]] for _, pairs in found for left, right in pairs]
+    find, found = index.get, list[tuple[int, int]]()
+    for place in sorted(index.values(), key=(-scores).tolist().__getitem__):
+        token = tokens[place]
+        found += sorted(
+            [
+                (one, two)
+                for cut in range(1, len(token))
+                if (one := find(token[:cut])) is not None and (two := find(token[cut:])) is not None
+            ]
+        )
+    return [(tokens[left], tokens[right]) for left, right in found]
 
 
 def _spelt(token: str, kind: int) -> str:
