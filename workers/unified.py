@@ -259,7 +259,6 @@ def open_unified(
         threads,
         substitute.context,
         checkpoint.vocabulary,
-        checkpoint.tokenizer,
         checkpoint.table,
         weights=weights,
         together=MAX_SESSIONS,

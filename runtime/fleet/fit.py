@@ -11,17 +11,10 @@ from dovetail.runtime.text.tokenizer import Spelling
 
 def check_fit(draft: Worker, target: Worker) -> None:
     """Raise `RequestError`, which names what differs, unless a draft can guess for this target."""
-    if (
-        draft.language is not None
-        and target.language is not None
-        and draft.language.table.digest != target.language.table.digest
-    ):
-        named = "; ".join(target.language.table.differences(draft.language.table))
-        raise RequestError(
-            "vocabulary",
-            f"the draft {draft.model} does not share the vocabulary of the target "
-            f"{target.model}: {named}. Choose a draft of the same model family.",
-        )
+    if draft.language is not None and target.language is not None:
+        table = target.language.table
+        if why_not := table.against(draft.language.table, draft.model, target.model):
+            raise RequestError("vocabulary", why_not)
     reads, states = draft.hello.reads, target.hello.states
     if reads is None:
         return
@@ -82,18 +75,20 @@ def shared_cores(worker: Worker, other: Worker) -> str:
 
 
 def read_language(hello: Hello) -> Language | None:
-    """Return the vocabulary and the tokenizer that a worker introduced itself with; None: a draft
-    without."""
-    if hello.roles == ("draft",) and hello.vocabulary is None and hello.tokenizer is None:
+    """Return the vocabulary that a worker introduced itself with, and the tokenizer unless it only
+    drafts; None: a draft without a vocabulary."""
+    drafts = hello.roles == ("draft",)
+    if drafts and hello.vocabulary is hello.tokenizer is hello.table is None:
         return None
-    if hello.vocabulary is None or hello.tokenizer is None:
+    tokenizer = b"" if hello.tokenizer is None else hello.tokenizer.data
+    if hello.vocabulary is None or not (tokenizer or (drafts and hello.table is not None)):
         raise RequestError(
             "protocol",
             f"the worker {hello.name} introduced itself without vocabulary and tokenizer",
         )
     try:
         table = (
-            TokenTable.read(hello.tokenizer.data)
+            TokenTable.read(tokenizer)
             if hello.table is None
             else TokenTable.unpacked(hello.table.data)
         )
@@ -101,7 +96,8 @@ def read_language(hello: Hello) -> Language | None:
             raise RequestError(
                 "protocol", "its token table is of another vocabulary than it reports"
             )
-        return Language(hello.vocabulary, table, Spelling(table), hello.tokenizer.data)
+        own = b"" if drafts else tokenizer
+        return Language(hello.vocabulary, table, Spelling(table), own)
     except CheckpointError as error:
         raise RequestError("vocabulary", f"{hello.model or hello.name}: {error}") from None
     except RequestError as error:

@@ -199,11 +199,15 @@ class Registry:
                 "protocol",
                 f"the target worker {hello.name} introduced itself without a fingerprint",
             )
+        language = read_language(hello)
+        if hello.roles == ("draft",):  # nobody asks for these
+            hello = hello.model_copy(update={"tokenizer": None, "table": None})
+        assert hello.limits is not None
         worker = Worker(
             peer,
             hello,
             hello.limits,
-            read_language(hello),
+            language,
             Turns(
                 self._epoch,
                 together=hello.limits.together,

@@ -40,6 +40,7 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.runtime.client import Client
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine import outgoing, worker_events
@@ -317,6 +318,17 @@ def test_a_draft_of_another_vocabulary_is_refused_with_the_entries_named() -> No
     assert stranger.failures[0].code == "vocabulary"
     assert "id 1 is 'w1' in the target and 'v1' in the draft" in stranger.failures[0].text
     assert len(house.report().workers) == 1
+
+
+def test_of_a_draft_only_a_table_of_its_tokens_is_kept() -> None:
+    house = House(draft=False)
+    packed = TokenTable.read(tokenizer_bytes()).packed
+    table = Array(dtype="uint8", shape=(len(packed),), data=packed)
+    house.add(ScriptedDraft, "draft", table=table)
+    kept = next(w for w in house.coordinator.registry.workers.values() if w.plays("draft"))
+    assert kept.hello.tokenizer is kept.hello.table is None
+    assert kept.language is not None
+    assert (kept.language.tokenizer, kept.language.table.packed) == (b"", packed)
 
 
 def test_a_target_that_comes_later_turns_a_draft_of_another_vocabulary_away() -> None:

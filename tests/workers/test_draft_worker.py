@@ -1,7 +1,9 @@
 """The draft worker's rules: which commands count, what they are answered with, and what a worker
 says of itself."""
 
+import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES, Spans
+from dovetail.protocol.vocabulary import TokenTable
 from dovetail.workers import draft as draft_worker
 from dovetail.workers import kernels
 from dovetail.workers.devices.memory import is_out_of_memory
@@ -414,8 +417,28 @@ def test_a_worker_introduces_itself_with_what_its_folder_holds(llama_folder: Pat
     assert hello.limits.context == CONTEXT
     assert hello.vocabulary is not None
     assert hello.vocabulary.size == VOCABULARY
-    assert hello.tokenizer is not None
-    assert hello.tokenizer.data == (llama_folder / "tokenizer.json").read_bytes()
+    assert hello.tokenizer is None
+    assert hello.table is not None
+    tokenizer = (llama_folder / "tokenizer.json").read_bytes()
+    assert hello.table.data == TokenTable.read(tokenizer).packed
+
+
+def test_a_draft_of_another_vocabulary_is_refused_by_its_worker(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(llama_folder, other)
+    content = json.loads((other / "tokenizer.json").read_bytes())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {f"other {t}": i for t, i in vocabulary.items()}
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="does not share the vocabulary of the target"):
+        open_draft_worker(
+            DraftSettings(model=str(other), kind="small", device="cpu"),
+            name="draft",
+            threads=1,
+            target=str(llama_folder),
+        )
 
 
 def test_a_draft_that_looks_up_obeys_the_same_rules() -> None:

@@ -25,7 +25,6 @@ class Identity:
     threads: int
     context: int
     vocabulary: VocabularyFacts | None = None
-    tokenizer: bytes | None = None
     table: TokenTable | None = None
     weights: str = ""
     curves: Sequence[ContextCurve] = ()
@@ -61,7 +60,6 @@ class Identity:
                 shares=shares and bool(self.kept_tokens),
             ),
             vocabulary=self.vocabulary,
-            tokenizer=None if self.tokenizer is None else Array.of(self.tokenizer),
             table=None if self.table is None else Array.of(self.table.packed),
             reads=reads,
             cores=tuple(sorted(os.sched_getaffinity(0))) if self.device == "cpu" else (),

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.protocol.errors import SettingsError
+from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.messages import MAX_SESSIONS, MAX_TOKENS
 from dovetail.protocol.settings import HEAD_KINDS, SUBSTITUTE_WEIGHTS, DraftSettings
 from dovetail.protocol.spans import Spans
@@ -249,12 +249,25 @@ def _fastest(wanted: Wanted, device: "Device", excluded: Mapping[str, str] | Non
     return chosen.weights
 
 
+def check_shared(draft: str, target: str) -> None:
+    """Raise `CheckpointError` for a draft of another vocabulary than the target's, before anything
+    is loaded; whether it fits a target that is elsewhere, the coordinator finds out."""
+    from dovetail.workers.models.checkpoints.hub import local_folder
+    from dovetail.workers.models.checkpoints.tokenizer import table_in
+
+    folders = [local_folder(source) for source in (draft, target) if source]
+    tables = [table_in(folder) for folder in folders if folder is not None]
+    if len(tables) == 2 and (why_not := tables[1].against(tables[0], draft, target)):
+        raise CheckpointError(why_not)
+
+
 def _open_small(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.weights import OVERFLOWS, check_type, within_fp16
     from dovetail.workers.models.loading import load_language_model
     from dovetail.workers.models.remembered.proofs import tell_proof
 
     settings = wanted.settings
+    check_shared(settings.model, wanted.target)
     device = wanted.open_device()
 
     def load(weights: str) -> "LanguageModel":
@@ -287,7 +300,6 @@ def _model_worker(
         called,
         context=model.context,
         vocabulary=checkpoint.vocabulary,
-        tokenizer=checkpoint.tokenizer,
         table=checkpoint.table,
     )
     ahead = wanted.settings.ahead is not False
