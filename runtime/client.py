@@ -24,6 +24,7 @@ from dovetail.protocol.messages import (
     Failed,
     Finished,
     Hello,
+    LoadingState,
     Look,
     Message,
     Progressed,
@@ -39,17 +40,19 @@ from dovetail.protocol.messages import (
     Swapped,
     Welcome,
 )
-from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.protocol.settings import ANSWER_S, Sampling, TreeSettings
 
-REGISTRATION_S = 10.0
 R = TypeVar("R", Welcome, Reported, Described, Seen)
 
 
 class Client:
     """One registered client; `close` it, or use it as a context."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, answer_s: float = ANSWER_S) -> None:
+        """Register; `LinkClosed` if the coordinator does not answer within `answer_s`."""
+        self._link, self._answer_s = link, answer_s
+        self._loading: Sequence[LoadingState] = ()
+        """The workers that were loading at the last status."""
         self.epoch = secrets.randbits(62)
         self._requests = 0
         self.coordinator_epoch = -1
@@ -63,7 +66,7 @@ class Client:
                 version=VERSION,
             )
         )
-        reply = self._wait_for(Welcome, REGISTRATION_S)
+        reply = self._wait_for(Welcome)
         self.coordinator_epoch = reply.epoch
 
     def __enter__(self) -> "Client":
@@ -141,28 +144,30 @@ class Client:
         """Have the coordinator finish what runs, drain its workers and end."""
         self._send(Stop(epoch=self.epoch))
 
-    def status(self, timeout_s: float = 10.0) -> Reported:
+    def status(self) -> Reported:
         """The coordinator's state. Not while a completion streams: its replies would be mixed
         up."""
         self.inquire()
-        return self._wait_for(Reported, timeout_s)
+        state = self._wait_for(Reported)
+        self._loading = state.loading
+        return state
 
     def inquire(self) -> None:
         """Ask for the coordinator's state, which comes as a Reported among the other replies."""
         self._send(Status(epoch=self.epoch))
 
-    def describe(self, timeout_s: float = 10.0) -> Described:
+    def describe(self) -> Described:
         """The target that a request would be decoded with; `RequestError` if there is none. Not
         while a completion streams, as with `status`."""
         self._send(Describe(epoch=self.epoch))
-        return self._wait_for(Described, timeout_s)
+        return self._wait_for(Described)
 
-    def look(self, after: int = 0, *, spans: bool = False, timeout_s: float = 10.0) -> Seen:
+    def look(self, after: int = 0, *, spans: bool = False) -> Seen:
         """Return what has happened since number `after`, the `next` of the last answer; `spans`:
         with these, fine ones too from now on. Not while a completion streams, as with `status`."""
         self._requests += 1
         self._send(Look(epoch=self.epoch, request=self._requests, after=after, spans=spans))
-        return self._wait_for(Seen, timeout_s)
+        return self._wait_for(Seen)
 
     def swap(self, newcomer: int, old: int | None) -> int:
         """Ask for a worker on standby to be put in place, of another or beside those that are
@@ -227,12 +232,21 @@ class Client:
     def _send(self, message: Message) -> None:
         self._link.send(encode(message))
 
-    def _wait_for(self, kind: type[R], timeout_s: float) -> R:
-        deadline = time.monotonic() + timeout_s
+    def _wait_for(self, kind: type[R]) -> R:
+        deadline = time.monotonic() + self._answer_s
         while (left := deadline - time.monotonic()) > 0:
             reply = self.receive(left)
             if isinstance(reply, kind):
                 return reply
             if isinstance(reply, Failed):
                 raise RequestError(reply.code, reply.text)
-        raise LinkClosed(f"the coordinator did not answer within {timeout_s:g} s")
+        raise LinkClosed(no_answer(self._answer_s, self._loading))
+
+
+def no_answer(answer_s: float, loading: Sequence[LoadingState]) -> str:
+    """Report that the coordinator did not answer in time, and which workers were loading."""
+    busy = "".join(f"; {state.words}" for state in loading)
+    return (
+        f"the coordinator did not answer within {answer_s:g} s{busy}; to wait longer set "
+        "--coordinator.answer_s"
+    )

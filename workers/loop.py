@@ -39,6 +39,7 @@ from dovetail.protocol.messages import (
     Probed,
     Welcome,
 )
+from dovetail.protocol.settings import ANSWER_S
 from dovetail.workers.progress import Abandoned, Watchdog, heard
 from dovetail.workers.serving.failures import as_request_error, failed_events, subject
 from dovetail.workers.serving.registration import (
@@ -70,6 +71,7 @@ def serve(
     binding: str = "",
     standby: bool = False,
     load_s: float = 0.0,
+    answer_s: float = ANSWER_S,
     reconnecting: Reconnecting | None = None,
     watchdog: Watchdog | None = None,
     listener: Listener | None = None,
@@ -83,7 +85,7 @@ def serve(
     took to load; `listener` hears that all that goes well. The worker knows none of these.
     """
     loop: _Loop | None
-    standing = Standing(binding, standby, load_s, listener)
+    standing = Standing(binding, standby, load_s, listener, answer_s=answer_s)
     try:
         loop = _register(link, worker, standing, watchdog)
     except LinkClosed as lost:
@@ -108,7 +110,7 @@ def _register(link: Link, worker: Worker, standing: Standing, watchdog: Watchdog
     """Introduce the worker; every time it is another incarnation."""
     epoch = secrets.randbits(EPOCH_BITS)
     link.send(encode(standing.introduce(worker, epoch)))
-    welcomed = welcome(link)
+    welcomed = welcome(link, standing.answer_s)
     standing.welcomed(welcomed)
     return _Loop(link, worker, standing, epoch, welcomed.epoch, watchdog)
 

@@ -29,7 +29,7 @@ from dovetail.protocol.errors import DovetailError, LinkError
     "another.",
 )
 @json_option()
-@settings_flags("coordinator.keys")
+@settings_flags("coordinator.keys", "coordinator.answer_s", shown=("coordinator.keys",))
 def command(
     configuration: Configuration, worker: str, connect: str | None, last: bool, as_json: bool
 ) -> None:

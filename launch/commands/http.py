@@ -33,7 +33,13 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import TARGET_FOLDER
 from dovetail.launch.settings.flags import LISTENING, REPLIES, settings_flags
 from dovetail.launch.settings.http_keys import KeyFile
-from dovetail.protocol.errors import LinkClosed, SettingsError, UserError
+from dovetail.protocol.errors import (
+    CheckpointError,
+    LinkClosed,
+    RequestError,
+    SettingsError,
+    UserError,
+)
 from dovetail.protocol.links import open_link
 from dovetail.protocol.settings import HttpSettings, Settings, byte_count, template_values
 from dovetail.runtime.http.app import open_app
@@ -43,7 +49,7 @@ from dovetail.runtime.http.listening import listen
 from dovetail.runtime.http.orders import Defaults
 from dovetail.runtime.http.server import Connections, serve
 from dovetail.runtime.http.service import Service, Terms
-from dovetail.runtime.text.tokenizer import OWN_VALUES
+from dovetail.runtime.text.tokenizer import OWN_VALUES, TextCodec
 
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
 """Descriptors that are left for what a server needs beside its connections, and where few are
@@ -68,16 +74,27 @@ log = logging.getLogger("dovetail.http")
     hidden=True,
     help="Write heartbeats to standard output for a supervisor.",
 )
+@click.option(
+    "--model-folder",
+    type=click.Path(path_type=Path),
+    hidden=True,
+    help="The folder of the target, whose tokenizer is read ahead.",
+)
 @settings_flags(
     "http",
     "sampling",
     "tree",
     "draft",
     "coordinator.keys",
+    "coordinator.answer_s",
     shown=(*LISTENING, *REPLIES, "coordinator.keys"),
 )
 def command(
-    configuration: Configuration, connect: str | None, parent: int | None, supervised: bool
+    configuration: Configuration,
+    connect: str | None,
+    parent: int | None,
+    supervised: bool,
+    model_folder: Path | None,
 ) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 
@@ -119,7 +136,9 @@ def command(
                     os.write(said.fileno(), HEARTBEAT)
 
         async def run() -> None:
-            gateway = Gateway(again, link)
+            gateway = Gateway(
+                again, link, settings.coordinator.answer_s, partial(_codec_in, model_folder)
+            )
             service = Service(gateway, _terms(settings, keys), connections)
             connecting = asyncio.create_task(gateway.run())
             try:
@@ -213,3 +232,16 @@ def connections_of(configuration: Configuration) -> int:
         (max(soft, wanted + others), resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
     )
     return wanted
+
+
+def _codec_in(folder: Path | None) -> TextCodec | None:
+    """Return the codec of a model's folder; None if there is none, or it cannot be read."""
+    if folder is None:
+        return None
+    from dovetail.workers.models.checkpoints.tokenizer import read_language
+
+    try:
+        content, table, facts = read_language(folder)
+        return TextCodec(content, facts, table)
+    except (CheckpointError, RequestError):  # the worker reports it
+        return None

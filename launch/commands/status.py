@@ -33,7 +33,7 @@ SHOWN_DECISIONS = 8
     help="The coordinator to ask.  [default: the only one of this user]",
 )
 @json_option()
-@settings_flags("coordinator.keys")
+@settings_flags("coordinator.keys", "coordinator.answer_s", shown=("coordinator.keys",))
 def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:
     """Show the state of a coordinator.
 

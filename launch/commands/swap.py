@@ -97,6 +97,7 @@ LOCAL = (*PLACED, "memory.", STUCK)
     "draft",
     "memory",
     "coordinator.keys",
+    "coordinator.answer_s",
     "coordinator.stuck_s",
     shown=(*BASIC, "draft.device", "coordinator.keys"),
 )

@@ -62,7 +62,7 @@ Picture = dict[str, Any]
 )
 @click.option("--once", is_flag=True, help="Show what happens within a second, and end.")
 @json_option("The same as one JSON object on stdout.")
-@settings_flags("coordinator.keys", "http", shown=("coordinator.keys",))
+@settings_flags("coordinator.keys", "coordinator.answer_s", "http", shown=("coordinator.keys",))
 def command(configuration: Configuration, connect: str | None, once: bool, as_json: bool) -> None:
     """Show what happens in a coordinator, live.
 

@@ -105,6 +105,7 @@ RECONNECT_S = 300.0
     "draft",
     "memory",
     "coordinator.keys",
+    "coordinator.answer_s",
     "coordinator.stuck_s",
     shown=(*BASIC, "draft.device", "coordinator.keys"),
 )

@@ -58,7 +58,9 @@ def loading_text(loading: Sequence[LoadingState]) -> str:
     """Return how far models are loaded, for a terminal: a bar, bytes, rate and time left of each;
     empty where none is."""
     return "".join(
-        f"\n  {_bar(state.done / max(1, state.total))} {printable(state.words)}"
+        f"\n  {_bar(state.done / state.total)} {printable(state.words)}"
+        if state.total
+        else f"\n  {printable(state.words)}"
         for state in loading
     )
 

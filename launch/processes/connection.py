@@ -124,7 +124,9 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
         address, keys = found.address, keys or found.keys
         note(f"using the coordinator at {address} ({found.process})")
     if address is not None:
-        with open_client(address, keys, "client") as client:
+        with open_client(
+            address, keys, "client", configuration.settings.coordinator.answer_s
+        ) as client:
             state = client.status()
             _tell_of_losses(state.workers)
             yield Connection(client, state, address=address)
@@ -292,7 +294,8 @@ def find_coordinator(
     _check_no_url(address)
     if address is None:
         address, configuration = only_coordinator(configuration, "serve")
-    return open_client(address, configuration.settings.coordinator.keys, role)
+    coordinator = configuration.settings.coordinator
+    return open_client(address, coordinator.keys, role, coordinator.answer_s)
 
 
 def only_coordinator(
@@ -309,11 +312,13 @@ def only_coordinator(
     return found.address, configuration.over("the coordinator's", {"coordinator.keys": keys})
 
 
-def open_client(address: str, keys: str, role: Literal["client", "operator"]) -> Client:
+def open_client(
+    address: str, keys: str, role: Literal["client", "operator"], answer_s: float
+) -> Client:
     """Return a client of the coordinator at an address; `LinkClosed` if none answers there."""
     link = open_link(address, keys=Path(keys) if keys else None, role=role)
     try:
-        return Client(link)
+        return Client(link, answer_s)
     except (LinkClosed, RequestError):
         link.close()
         raise

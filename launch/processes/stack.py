@@ -61,7 +61,8 @@ class Stack:
     workers: tuple[Child, ...]
 
     def connect(self) -> Client:
-        return Client(open_link(self.address, role="client"))
+        answer_s = self.configuration.settings.coordinator.answer_s
+        return Client(open_link(self.address, role="client"), answer_s)
 
     def losses(self) -> list[DovetailError]:
         """Return what the processes that have ended meanwhile have to say."""
@@ -234,7 +235,8 @@ def http_arguments(configuration: Configuration, address: str, url: str) -> list
     ] == "default":  # those of an embedded draft
         wishes.append(f"--tree.thresholds={SETTINGS['tree.thresholds'].flag_text(bounds)}")
     called = [] if settings.target.model or settings.http.model else ["--http.model=demo"]
-    return ["http", f"--connect={address}", *wishes, *called, *port]
+    answer = f"--coordinator.answer_s={settings.coordinator.answer_s}"
+    return ["http", f"--connect={address}", *wishes, *called, *port, answer]
 
 
 def processes_of(settings: Settings) -> tuple[Played, ...]:
@@ -262,7 +264,10 @@ def worker_arguments(
     own = configuration.arguments(*SECTIONS[role])
     if role == "draft" and (room := draft_room(configuration.settings)):
         own.append(f"--memory.vram={room}B")
-    stuck = f"--coordinator.stuck_s={configuration.settings.coordinator.stuck_s}"
+    coordinator = configuration.settings.coordinator
+    patience = [
+        f"--coordinator.{name}={getattr(coordinator, name)}" for name in ("stuck_s", "answer_s")
+    ]
     return [
         "worker",
         f"--role={role}",
@@ -271,7 +276,7 @@ def worker_arguments(
         *where,
         *own,
         *reads,
-        stuck,
+        *patience,
     ]
 
 

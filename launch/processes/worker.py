@@ -260,6 +260,7 @@ class WorkerProcess:
             binding=str(self.binding),
             standby=self.standby,
             load_s=load_s,
+            answer_s=self.configuration.settings.coordinator.answer_s,
             reconnecting=reconnecting if self.reconnect_s else None,
             watchdog=watchdog,
             listener=self.notifier.part(part, noted),

@@ -210,9 +210,10 @@ class LoadingState(Frozen):
     host: Name
     pid: Count
     model: Name
-    doing: Literal["checking", "loading"]
-    """checking: files that are not known yet are read to the end, for their digest and for what is
-    no number, before they are loaded by a proof of an earlier start."""
+    doing: Literal["reading", "checking", "loading"]
+    """reading: its tokenizer, whose size is not counted; checking: files that are not known yet are
+    read to the end, for their digest and for what is no number, before they are loaded by a proof
+    of an earlier start."""
     done: Count
     """Bytes that are done."""
     total: Count
@@ -235,6 +236,8 @@ class LoadingState(Frozen):
         )
         role = "+".join(self.roles)
         called = role if self.name == role else f"{role} {self.name}"
+        if self.doing == "reading":
+            return f"the {called} is reading its tokenizer"
         unit, size, digits = ("GB", 1e9, 2) if self.total >= 1e9 else ("MB", 1e6, 1)
         read = f"{self.done / size:.{digits}f} of {self.total / size:.{digits}f} {unit}"
         return f"the {called} is {self.doing} its weights: {read}{rate}{left}"

@@ -11,6 +11,9 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 """An origin as browsers send it, or *."""
 
 
+ANSWER_S = 60.0
+
+
 def _size(value: str) -> str:
     byte_count(value)
     return value
@@ -70,6 +73,11 @@ class CoordinatorSettings(Frozen):
     )
     stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
         10.0, description="a process without progress for this long is replaced"
+    )
+    answer_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
+        ANSWER_S,
+        description="how long commands, the HTTP API and workers wait for an answer of the "
+        "coordinator",
     )
     latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
         "auto",

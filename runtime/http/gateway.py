@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pydantic import ValidationError
@@ -37,6 +37,7 @@ from dovetail.protocol.messages import (
     Failed,
     Finished,
     Hello,
+    LoadingState,
     Look,
     Message,
     PromptScored,
@@ -49,6 +50,8 @@ from dovetail.protocol.messages import (
     Submit,
     Welcome,
 )
+from dovetail.protocol.settings import ANSWER_S
+from dovetail.runtime.client import no_answer
 from dovetail.runtime.http.asked import A, Asked, Questions, Target, Told
 from dovetail.runtime.http.errors import ApiError, of_failure, unavailable
 from dovetail.runtime.text.tokenizer import TextCodec, codec_of
@@ -58,8 +61,6 @@ log = logging.getLogger("dovetail.http")
 RETRY_S, MOST_RETRY_S = 0.1, 1.0
 """Seconds from one search for a coordinator to the next: at first, and at most. A search that found
 nobody for so long is followed by the next at once, so that whoever comes is found."""
-ANSWER_S = 10.0
-"""Within so long the coordinator says what it is asked."""
 FRESH_S = 0.5
 """For so long the target that was described last is taken to be there without asking."""
 BUSY_S = 0.005
@@ -76,8 +77,21 @@ class Gateway:
     """A client of the coordinator, shared by all requests. `run` keeps it connected; everything
     happens on that loop."""
 
-    def __init__(self, connect: Callable[[], Link], first: Link | None = None) -> None:
-        """`connect` opens a link, blocking, or raises why there is none; `first` is open."""
+    def __init__(
+        self,
+        connect: Callable[[], Link],
+        first: Link | None = None,
+        answer_s: float = ANSWER_S,
+        read: Callable[[], TextCodec | None] = lambda: None,
+    ) -> None:
+        """`connect` opens a link, blocking, or raises why there is none; `first` is open.
+        `answer_s`: how long an answer may take. `read` reads ahead the codec that the first target
+        will have; None: it is not known."""
+        self._read_ahead = read
+        self._ahead: asyncio.Future[TextCodec | None] | None = None
+        self._answer_s = answer_s
+        self._loading: Sequence[LoadingState] = ()
+        """The workers that were loading at the last status."""
         self._connect, self._first = connect, first
         self._link: Link | None = None
         self._epoch = secrets.randbits(62)
@@ -104,6 +118,7 @@ class Gateway:
         """Keep the link: connect, and connect again when the coordinator has gone, until
         cancelled."""
         wait_s = RETRY_S
+        self._ahead = asyncio.get_running_loop().run_in_executor(None, self._read_ahead)
         try:
             while True:
                 began_s = time.monotonic()
@@ -193,6 +208,8 @@ class Gateway:
                 if all(worker.fingerprint != fingerprint for worker in serving):
                     self._target = None
             if self._target is None:
+                if self._ahead is not None:
+                    self._codec, self._ahead = await self._ahead, None
                 described = await self._ask(Describe(epoch=self._epoch), Described)
                 text = await asyncio.get_running_loop().run_in_executor(
                     None, codec_of, described, self._codec
@@ -207,7 +224,9 @@ class Gateway:
 
     async def status(self) -> Reported:
         """The coordinator's state; `ApiError` if nobody is there."""
-        return await self._ask(Status(epoch=self._epoch), Reported)
+        state = await self._ask(Status(epoch=self._epoch), Reported)
+        self._loading = state.loading
+        return state
 
     async def look(self, after: int) -> Seen:
         """Return what has happened since a number; `ApiError` if nobody is there."""
@@ -218,10 +237,10 @@ class Gateway:
         answer = self._questions.expect(kind)
         self._send(question)
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 return await answer
         except TimeoutError:
-            raise unavailable(f"the coordinator has not answered within {ANSWER_S:g} s") from None
+            raise unavailable(no_answer(self._answer_s, self._loading)) from None
 
     def _check_there(self) -> None:
         if not self._there:
@@ -255,7 +274,7 @@ class Gateway:
             )
         )
         with suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 await self._changed.wait()
         return self._there
 

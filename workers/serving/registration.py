@@ -21,12 +21,12 @@ from dovetail.protocol.messages import (
     Hello,
     Welcome,
 )
+from dovetail.protocol.settings import ANSWER_S
 from dovetail.protocol.spans import Spans
 from dovetail.workers import kernels
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 
 EPOCH_BITS = 62
-REGISTRATION_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait
 half a minute or longer (coordinator.recovery_s)."""
@@ -100,6 +100,8 @@ class Standing:
     served: int | None = None
     """The epoch of the coordinator that has gone, of whose sessions something is `kept`."""
     kept: KeptSessions[Any] | None = None
+    answer_s: float = ANSWER_S
+    """How long the coordinator's answer to Hello may take."""
 
     def gets_on(self) -> None:
         """Tell that the worker does what it is there for."""
@@ -135,9 +137,9 @@ class Standing:
             self.listener.serves()
 
 
-def welcome(link: Link) -> Welcome:
+def welcome(link: Link, answer_s: float) -> Welcome:
     """The coordinator's answer to Hello; whatever else arrives before it is not for this worker."""
-    deadline = time.monotonic() + REGISTRATION_S
+    deadline = time.monotonic() + answer_s
     while (left := deadline - time.monotonic()) > 0:
         frames = link.receive(left)
         if frames is None:
@@ -157,8 +159,8 @@ def welcome(link: Link) -> Welcome:
                 )
             return answer
     raise LinkClosed(
-        f"the coordinator did not answer within {REGISTRATION_S:.0f} s; check that the address "
-        "is a dovetail coordinator's"
+        f"the coordinator did not answer within {answer_s:g} s (coordinator.answer_s); check that "
+        "the address is a dovetail coordinator's"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child_output import Ear, ending_of, let_speak_and_kill
+from dovetail.launch.processes.preflight import text_here
 from dovetail.launch.processes.serving.parts import Ending
 from dovetail.launch.processes.serving.site import COORDINATOR, HTTP, Running
 from dovetail.launch.processes.stack import (
@@ -25,6 +26,7 @@ from dovetail.launch.processes.stack import (
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.processes.worker import TOLD
 from dovetail.launch.settings.configure import Configuration
+from dovetail.launch.settings.embedded import with_target
 from dovetail.protocol.errors import DovetailError, SettingsError
 from dovetail.protocol.memory import read_room
 
@@ -163,7 +165,14 @@ class Local:
                 *keys,
             ]
         if name == HTTP:
-            return [*http_arguments(configuration, address, url), "--supervised", *keys]
+            here = text_here(with_target(self._settings.target).model)
+            ahead = [f"--model-folder={here}"] if here is not None else []
+            return [
+                *http_arguments(configuration, address, url),
+                "--supervised",
+                *ahead,
+                *keys,
+            ]
         role = self.workers[name]
         settings = with_room_for_draft(configuration) if role == "target" else configuration
         return [*worker_arguments(settings, role, address, self._layout), *keys]

@@ -15,9 +15,11 @@ from dovetail.protocol.links.sockets import QUEUE_MESSAGES
 from dovetail.protocol.messages import (
     Cancel,
     Describe,
+    Described,
     Emitted,
     Failed,
     Hello,
+    LoadingState,
     Message,
     Request,
     Status,
@@ -29,7 +31,10 @@ from dovetail.runtime.http import gateway as gateways
 from dovetail.runtime.http.asked import Told
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.gateway import Gateway
+from dovetail.runtime.text.tokenizer import codec_of
+from support import golden
 from support.memory_links import MemoryHub, memory_links
+from support.scripted import hello
 
 SUBMIT = Submit(
     epoch=0, request=0, tokens=(5, 6), sampling=Sampling(), max_tokens=5, tree=TreeSettings()
@@ -207,3 +212,59 @@ def test_a_search_that_waited_for_a_coordinator_is_followed_by_the_next_at_once(
 
     asyncio.run(run())
     assert min(gaps_s) < pause_s, "a search ends, and the next one waits as long again"
+
+
+def test_a_question_that_is_not_answered_in_time_names_who_is_loading() -> None:
+    """The time is a setting."""
+    facts = {"name": "target-2", "roles": ("target",), "host": "here", "pid": 1, "model": "m"}
+    reading = LoadingState.model_validate(
+        {**facts, "doing": "reading", "done": 0, "total": 0, "bytes_per_s": 0.0}
+    )
+
+    async def run() -> None:
+        coordinator = Coordinator()
+        gateway = Gateway(coordinator.hub.connect, answer_s=0.2)
+        with keeping(gateway):
+            await coordinator.welcome()
+            await until(lambda: not gateway.missing)
+            asked = asyncio.create_task(gateway.status())
+            await coordinator.hear()
+            coordinator.say(
+                golden.representative()["reported"].model_copy(update={"loading": (reading,)})
+            )
+            await asked
+            with pytest.raises(ApiError) as found:
+                await gateway.status()
+        coordinator.hub.close()
+        text = str(found.value)
+        assert "did not answer within 0.2 s; the target target-2 is reading its tokenizer" in text
+        assert "--coordinator.answer_s" in text
+
+    asyncio.run(run())
+
+
+def test_the_codec_of_the_first_target_may_be_read_ahead() -> None:
+    target = hello("target", epoch=1)
+    described = Described.model_validate(
+        {
+            **{name: getattr(target, name) for name in ("limits", "vocabulary", "tokenizer")},
+            "epoch": 9,
+            "model": "m",
+            "fingerprint": "f",
+        }
+    )
+    codec = codec_of(described)
+
+    async def run() -> None:
+        coordinator = Coordinator()
+        gateway = Gateway(coordinator.hub.connect, read=lambda: codec)
+        with keeping(gateway):
+            await coordinator.welcome()
+            await until(lambda: not gateway.missing)
+            asked = asyncio.create_task(gateway.target())
+            assert isinstance(await coordinator.hear(), Describe)
+            coordinator.say(described)
+            assert (await asked).text._tokenizer is codec._tokenizer
+        coordinator.hub.close()
+
+    asyncio.run(run())
