@@ -78,7 +78,7 @@ def read_language(hello: Hello) -> Language | None:
     """Return the vocabulary that a worker introduced itself with, and the tokenizer unless it only
     drafts; None: a draft without a vocabulary."""
     drafts = hello.roles == ("draft",)
-    if drafts and hello.vocabulary is hello.tokenizer is hello.table is None:
+    if drafts and not (hello.vocabulary or hello.tokenizer or hello.table):
         return None
     tokenizer = b"" if hello.tokenizer is None else hello.tokenizer.data
     if hello.vocabulary is None or not (tokenizer or (drafts and hello.table is not None)):
