@@ -1,8 +1,5 @@
 """The pure parts of tests/benchmarks: how figures are judged, and what is measured."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,7 +17,7 @@ from benchmarks.sameness import Record
 from dovetail.launch.bench.llama.kinds import LLAMA_TYPES
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.verifier import tree_paths
-from support.few_colours import MOST_BYTES, in_few_colours, small_png
+from support.few_colours import MOST_BYTES, small_png
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 TINY = Shape(hidden=32, intermediate=48, heads=4, kv_heads=2, layers=2)
@@ -130,94 +127,6 @@ def test_a_side_that_ends_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SideError, match="the side nowhere has ended"):
         Side("nowhere", ())
     assert "No module named benchmarks.nowhere" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_missing_peer_is_named_with_the_way_to_get_it() -> None:
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS, "llama"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "pip install llama-cpp-python gguf" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["int8", "file"])
-def test_the_next_start_is_by_the_proof_of_the_first(weights: str, tmp_path: Path) -> None:
-    size = ("--shape", "small", "--layers", "2", "--models", str(tmp_path))
-    command = (BENCHMARKS, "loading", *size, "--weights", weights, "--json")
-    done = subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.PIPE)
-    rows = json.loads(done.stdout)["rows"]
-    assert [(row["start"], row["remembered"]) for row in rows] == [("first", False), ("next", True)]
-    assert all(row["packed_bytes"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_a_comparison_runs_from_beginning_to_end() -> None:
-    arguments = (
-        "transformers",
-        "--shape",
-        "small",
-        "--layers",
-        "1",
-        "--pairs",
-        "2",
-        "--rows",
-        "1,2",
-        "--json",
-    )
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True
-    )
-    assert '"rows"' in done.stdout
-
-
-@pytest.mark.slow
-def test_the_transport_is_measured_around_a_real_coordinator() -> None:
-    measured = subprocess.run(
-        [sys.executable, BENCHMARKS, "transport", "--rounds", "40", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    report = json.loads(measured.stdout)
-    assert report["rounds"] > 0
-    assert report["transport_us"] > 0
-    assert report["outside_us"] == pytest.approx(report["coordinator_us"] + report["transport_us"])
-
-
-@pytest.mark.slow
-def test_the_pictures_of_the_documentation_are_made_by_one_command(tmp_path: Path) -> None:
-    size = (
-        "--limit",
-        "1",
-        "--max-tokens",
-        "8",
-        "--inflate",
-        "32MiB",
-        "--values",
-        "1,2",
-        "--out",
-        str(tmp_path),
-    )
-    subprocess.run(
-        [sys.executable, BENCHMARKS, "pictures", "bench", "sweep-depth", *size],
-        capture_output=True,
-        check=True,
-    )
-    assert {path.name for path in tmp_path.iterdir()} == {"bench.svg", "sweep-depth.svg"}
-
-
-def test_a_picture_in_few_colours_keeps_those_that_are_frequent_and_takes_the_nearest_for_others() -> (  # noqa: E501
-    None
-):
-    pixels = np.full((40, 50, 3), 250, np.uint8)
-    pixels[:20, :10], pixels[30, 30], pixels[31, 31] = (10, 20, 200), (20, 25, 190), (0, 255, 0)
-    palette, indices = in_few_colours(pixels, 2)
-    assert palette.tolist() == [[250, 250, 250], [10, 20, 200]]
-    assert (indices[0, 0], indices[30, 30], indices[39, 49]) == (1, 1, 0)
-    exact, numbers = in_few_colours(pixels, 16)
-    assert (exact[numbers] == pixels).all()
 
 
 def test_a_picture_of_many_colours_is_made_small_or_refused() -> None:

@@ -1,9 +1,6 @@
 """The parts of tests/benchmarks that look at drafts: two workers in one process, acceptance, the
 cost of a level, and a table like the papers'."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +9,11 @@ import torch
 
 from benchmarks import papers
 from benchmarks.agreement import Text, agreements, greedy
-from benchmarks.coupling import GREEDY, PLAIN, REJECTED, SAMPLED, list_keys
+from benchmarks.coupling import GREEDY, PLAIN, SAMPLED, list_keys
 from benchmarks.duet import Duet, Reply, open_draft, open_target
 from benchmarks.levels import Subject
 from benchmarks.measure import Estimate, ratio_of_sums
-from benchmarks.papers import HEADS, SMALL, markdown, parameters, passes_of, plot, rows_of
+from benchmarks.papers import HEADS, SMALL, passes_of, rows_of
 from benchmarks.training import rate_of
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
@@ -29,7 +26,6 @@ BENCHMARKS = Path(__file__).parent / "benchmarks"
 PROMPT = (3, 17, 9, 30, 8, 22, 41, 5)
 KEY = bytes(range(16))
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=6, depth=4, width=3)
-STATIC = TreeSettings(policy="static", insist=True, gamma=12, depth=3, width=4)
 TOKENS = 20
 Play = Callable[..., Reply]
 
@@ -95,12 +91,6 @@ def test_without_a_tree_every_round_brings_one_token(target: Path, draft: Path) 
     assert (reply.rounds, reply.reached) == (reply.decoded, [])
 
 
-def test_rejection_is_played_with_a_static_tree(target: Path) -> None:
-    reply = play(target, target, REJECTED, STATIC)
-    assert 1 < len(reply.tokens) <= TOKENS
-    assert reply.rounds < reply.decoded
-
-
 # -- acceptance of a node --------------------------------------------------------------------------
 
 
@@ -142,12 +132,6 @@ def test_a_ratio_of_rates_is_over_all_prompts_and_lies_in_its_interval() -> None
     assert ratio_of_sums(left, left) == Estimate(1.0, 1.0, 1.0)
 
 
-def test_a_figure_is_reached_when_the_interval_reaches_it_and_the_median_misses_by_little() -> None:
-    assert Estimate(1.49, 1.4, 1.6).reaches(1.5)
-    assert not Estimate(1.49, 1.4, 1.495).reaches(1.5)
-    assert not Estimate(1.4, 1.3, 1.6).reaches(1.5)
-
-
 def test_the_rate_of_a_training_is_that_of_its_inner_steps() -> None:
     ends = [(0.0, 100), (1.0, 200), (3.0, 300), (9.0, 400)]
     assert rate_of(ends)["tokens_per_s"]["median"] == 75.0
@@ -176,12 +160,6 @@ SETTINGS = {
 }
 
 
-def told(method: str, family: str, temperature: float, tau: float) -> dict[str, object]:
-    figures = {"tokens_per_s": 12.0, "speedup": 1.5, "speedup_low": 1.4, "speedup_high": 1.6}
-    where = {"method": method, "family": family, "prompts": "few", "temperature": temperature}
-    return {**where, "tau": tau, "parameters": 1_234_567, "passes": 7.5, "pass_ms": 0.5, **figures}
-
-
 def test_a_head_that_is_missing_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
     write_head(tmp_path / "dovetail-2", "dovetail")
     rows, missing = rows_of(papers.configuration(**SETTINGS), tmp_path, str(SETTINGS["small"]), ())
@@ -205,15 +183,6 @@ def test_rows_differ_in_what_they_say_and_share_the_tree(tmp_path: Path) -> None
     assert {method.configuration.settings.tree.gamma for method, _ in rows} == {6}
 
 
-def test_parameters_are_those_of_the_file(tmp_path: Path) -> None:
-    folder = write_head(tmp_path, "eagle")
-    from safetensors.torch import load_file
-
-    assert parameters(folder) == sum(
-        tensor.numel() for tensor in load_file(folder / "model.safetensors").values()
-    )
-
-
 def test_the_last_level_of_a_full_tree_is_no_pass_where_it_is_foretold() -> None:
     spans = [
         ("prefill", 9),
@@ -226,62 +195,3 @@ def test_the_last_level_of_a_full_tree_is_no_pass_where_it_is_foretold() -> None
     ]
     assert list(passes_of(spans, 0)) == [[1, 2, 3], [4]]
     assert list(passes_of(spans, 3)) == [[1, 2], [4]]
-
-
-def test_the_table_has_a_line_for_each_method_and_the_plot_a_curve_for_each_family() -> None:
-    rows = [told("w/ DGF", "Dovetail", t, 2.0 + t) for t in (0.0, 1.0)] + [
-        told("EAGLE-2", "EAGLE-2", t, 1.5) for t in (0.0, 1.0)
-    ]
-    ratio = {"median": 1.05, "low": 1.01, "high": 1.1}
-    findings = [
-        {"what": "fusion", "method": "w/ DGF", "against": "EAGLE-2", "temperature": t, "tau": ratio}
-        for t in (0.0, 1.0)
-    ]
-    text = markdown(
-        {
-            "rows": rows,
-            "tree": (15, 8, 10),
-            "inflate": "",
-            "prompts": {"few": 3},
-            "findings": findings,
-        }
-    )
-    assert "| fusion | w/ DGF against EAGLE-2 | 1.050 (1.010-1.100) | 1.050 (1.010-1.100) |" in text
-    assert "| w/ DGF | 1,234,567 | 7.5 | 0.50 | 2.00 | 12.0 | 1.50 (1.40-1.60) | 3.00 |" in text
-    assert [line.count("|") for line in text.splitlines()[:4]] == [11] * 4
-    picture = plot(rows, 1.0)
-    assert "temperature 1" in picture
-    assert picture.count('class="curve"') == 2
-
-
-@pytest.mark.slow
-def test_the_table_comes_from_real_processes(tmp_path: Path) -> None:
-    arguments = (
-        "papers",
-        "--heads",
-        str(tmp_path),
-        "--only",
-        SMALL,
-        "--limit",
-        "1",
-        "--max-tokens",
-        "12",
-        "--out",
-        str(tmp_path / "out"),
-        "--json",
-    )
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True
-    )
-    result = json.loads(done.stdout)
-    assert [(told["method"], told["temperature"]) for told in result["rows"]] == [
-        (SMALL, 0.0),
-        (SMALL, 1.0),
-    ]
-    assert all(told["passes"] > 1 for told in result["rows"])
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "papers.md",
-        "papers.json",
-        "papers-t0.svg",
-        "papers-t1.svg",
-    }

@@ -2,28 +2,22 @@
 halves, ratios of bouts, waterfalls, ledgers."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import ahead, goodput
 from benchmarks.adversary import write_adversary
-from benchmarks.ahead import MIB, Probe, first_sizes, size_for
-from benchmarks.duels import Bout, Share, as_json, bout_of, draft_of
-from benchmarks.figures import AHEAD, ahead_figure
+from benchmarks.ahead import MIB, Probe, size_for
+from benchmarks.duels import Bout, Share, as_json, bout_of
 from benchmarks.ledger import Ledger
-from benchmarks.measure import Estimate
 from benchmarks.rounds import Waterfall, told
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.workers.models.loading import load_language_model
-from support.charts import shapes_of
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 REPLY = Share(
@@ -41,15 +35,6 @@ REPLY = Share(
 )
 
 
-def measured(*arguments: str) -> Any:
-    """Return the findings of a benchmark, which it prints as JSON."""
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS, *arguments, "--json"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def reply(**figures: Any) -> Share:
     return replace(REPLY, **figures)
 
@@ -61,26 +46,6 @@ def test_the_size_for_a_ratio_lies_on_the_line_through_two_measured_ones() -> No
     probes = [Probe(64 * MIB, 2.0, 2.0), Probe(256 * MIB, 2.0, 8.0)]
     assert size_for(0.5, probes, 32 * MIB, 1024 * MIB) == 128 * MIB
     assert size_for(0.125, probes, 32 * MIB, 1024 * MIB) == 512 * MIB
-
-
-@pytest.mark.parametrize(
-    ("largest", "probed"), [(1024, (32, 256)), (128, (32, 128)), (32, (32,))], ids=str
-)
-def test_the_sizes_that_are_probed_first_differ(largest: int, probed: tuple[int, ...]) -> None:
-    assert first_sizes(32, largest) == probed
-
-
-def test_beyond_the_sizes_that_there_are_the_nearest_is_taken() -> None:
-    probes = [Probe(64 * MIB, 2.0, 2.0), Probe(256 * MIB, 2.0, 8.0)]
-    assert size_for(4.0, probes, 32 * MIB, 1024 * MIB) == 0
-    assert size_for(0.01, probes, 32 * MIB, 1024 * MIB) == 1024 * MIB
-
-
-def test_a_pass_that_seems_not_to_grow_ends_the_search_at_what_is_known() -> None:
-    assert (
-        size_for(0.5, [Probe(64 * MIB, 2.0, 3.0), Probe(65 * MIB, 2.0, 2.9)], 32 * MIB, 1024 * MIB)
-        == 64 * MIB
-    )
 
 
 def test_drafting_is_averaged_over_the_rounds_that_drafted_and_the_pass_over_all() -> None:
@@ -125,29 +90,6 @@ def test_ahead_is_judged_by_the_figure_for_its_ratio() -> None:
     assert not ahead.judged(pairs(5, 1.4, exposed_s=0.4), "dynamic")["holds"], (
         "drafting that is still waited for"
     )
-
-
-@pytest.mark.parametrize(
-    ("drafting", "rate"),
-    [(0.02, 0.98), (0.1, 1.02), (0.3, 0.98), (0.5, 1.3), (1.0, 1.3), (2.0, 0.98)],
-)
-def test_every_ratio_has_a_figure(drafting: float, rate: float) -> None:
-    assert ahead_figure(drafting).rate == rate
-    assert AHEAD[-1].tau is None
-
-
-def test_the_plot_of_ahead_has_a_curve_for_every_policy_that_had_the_figure() -> None:
-    known = ahead.judged(pairs(3, 1.4), "dynamic")
-    rows = [
-        {**known, "policy": policy, "ratio": place}
-        for policy in ("dynamic", "goodput")
-        for place in (1.0, 0.1)
-    ]
-    svg = ahead.draw([*rows[:3], {**rows[3], "hit_rate": None}])
-    curves = [points for _, points in shapes_of(svg, "curve")]
-    assert [len(curve) for curve in curves] == [2, 2, 2, 2, 2, 2, 2, 1]
-    xs = [x for x, _ in curves[0]]
-    assert xs == sorted(xs)
 
 
 # -- sizes that pay --------------------------------------------------------------------------------
@@ -216,11 +158,6 @@ def test_the_random_draft_speaks_the_target_s_vocabulary_and_is_sure_of_nonsense
     assert (folder / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
-def test_a_draft_is_named_by_its_kind_or_its_folder(tmp_path: Path) -> None:
-    assert draft_of("small") == {"draft.kind": "small"}
-    assert draft_of(str(tmp_path)) == {"draft.kind": "auto", "draft.model": str(tmp_path)}
-
-
 # -- waterfalls ------------------------------------------------------------------------------------
 
 
@@ -284,66 +221,4 @@ def test_a_ledger_of_other_settings_is_refused_and_stays(tmp_path: Path) -> None
     assert path.read_text() == before
 
 
-def test_without_a_file_findings_last_as_long_as_the_command() -> None:
-    ledger = Ledger(None, {})
-    ledger.add("a", (1, 2))
-    assert ledger.found == {"a": [1, 2]}
-
-
 # -- the commands ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(("--ratios", "0,1"), "positive ratios"), (("--plot", "a.png"), "name a.svg")],
-)
-def test_a_slip_of_the_pen_is_told_with_what_would_be_right(
-    arguments: tuple[str, ...], words: str
-) -> None:
-    done = CliRunner().invoke(ahead.ahead, arguments)
-    assert done.exit_code != 0
-    assert words in done.output
-
-
-@pytest.mark.slow
-def test_the_commands_run_from_beginning_to_end(tmp_path: Path) -> None:
-    few = ("--max-tokens", "24")
-    at = str(tmp_path / "ledger")
-    done = {
-        "rounds": ("rounds", "--inflate", "", "--limit", "2"),
-        "goodput": (
-            "goodput",
-            "--inflate",
-            "",
-            "--limit",
-            "2",
-            "--gammas",
-            "4",
-            "--depths",
-            "2,4",
-            "--widths",
-            "4",
-            "--no-heterospec",
-            "--ledger",
-            at,
-        ),
-        "ahead": ("ahead", "--ratios", "1", "--pairs", "2", "--largest", "128MiB"),
-    }
-    found = {name: measured(*command, *few) for name, command in done.items()}
-    assert [row["policy"] for row in found["rounds"]["rows"]] == ["dynamic", "goodput"]
-    assert {"4/2/4", "4/4/4", "preset", "goodput", "none"} == {
-        *found["goodput"]["rows"][0]["tokens_per_s"]
-    }
-    assert found["goodput"]["adversary"][0]["alone"]["median"] > 0
-    assert all(
-        Estimate(**row["rate"]).median > 0 and row["pairs"] == 2 for row in found["ahead"]["rows"]
-    )
-
-
-@pytest.mark.slow
-def test_streams_on_two_targets_are_compared_with_the_same_on_one() -> None:
-    few = ("--streams", "2", "--repeat", "1", "--max-tokens", "8", "--inflate", "32MiB")
-    rows = measured("targets", *few)["rows"]
-    assert [(row["method"], row["streams"]) for row in rows] == [("plain", 2), ("goodput", 2)]
-    assert all(row["one"]["pass_ms"] > 0 and row["two"]["pass_ms"] > 0 for row in rows)
-    assert rows[0]["one"]["drafted"] == 0.0

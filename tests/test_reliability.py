@@ -1,9 +1,6 @@
 """The benchmark of reliability: what counts as a guess, how guesses are judged, and the command."""
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,7 @@ import torch
 
 from benchmarks.coupling import GREEDY, SAMPLED
 from benchmarks.duet import Duet, guesses, open_draft, open_target
-from benchmarks.reliability import Bin, Comparison, Judged, Reliability
+from benchmarks.reliability import Bin, Judged, Reliability
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import Sampling, TreeSettings
@@ -117,51 +114,6 @@ def test_an_interval_holds_the_share_and_stays_a_share() -> None:
     assert np.diff(Bin(0.5, 0.3, 1000).band) < np.diff(Bin(0.5, 0.3, 10).band) / 8
 
 
-def test_the_picture_has_both_curves_and_where_they_should_be() -> None:
-    judged = tuple(
-        Judged(name, 3.0, Reliability.of(drawn(2000, sureness), 10))
-        for name, sureness in (("fitted", 1.0), ("fixed at 1", 2.0))
-    )
-    panel = Comparison("heads/small", 1.0, ((1.0, 0.75, 20),), judged).panel()
-    assert [curve.name for curve in panel.curves] == ["fitted", "fixed at 1", "as predicted"]
-    assert panel.title == "small, temperature 1"
-    assert all(len(curve.points) == len(curve.band) >= 9 for curve in panel.curves[:2])
-
-
 def test_without_a_guess_nothing_is_judged() -> None:
     with pytest.raises(UserError, match="no node was offered in 0 replies"):
         Judged.of("fitted", [], 10)
-
-
-@pytest.mark.slow
-def test_the_command_fits_on_one_half_and_judges_on_the_other(tmp_path: Path) -> None:
-    arguments = (
-        "reliability",
-        "--limit",
-        "4",
-        "--max-tokens",
-        "24",
-        "--keys",
-        "1",
-        "--out",
-        str(tmp_path / "out"),
-        "--json",
-    )
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS, *arguments], capture_output=True, text=True, check=True
-    )
-    result = json.loads(done.stdout)
-    assert [found["temperature"] for found in result["comparisons"]] == [0.0, 1.0]
-    for found in result["comparisons"]:
-        assert [judged["name"] for judged in found["judged"]] == [
-            "fitted",
-            "fixed at 1",
-            "learning on",
-        ]
-        assert found["learned"][0]["nodes"] > 4
-        assert all(
-            sum(bin_["count"] for bin_ in judged["bins"]) == judged["nodes"] > 0
-            for judged in found["judged"]
-        )
-    assert json.loads((tmp_path / "out" / "reliability.json").read_text()) == result
-    assert (tmp_path / "out" / "reliability.svg").read_text().startswith("<svg")

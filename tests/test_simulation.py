@@ -550,14 +550,6 @@ def test_rounds_that_generate_recorded_are_costs_to_play_with(
     )
 
 
-@pytest.mark.parametrize("group", [(), ("fleet",), ("record",), ("run",), ("validate",)])
-def test_help_names_the_program(capsys: pytest.CaptureFixture[str], group: tuple[str, ...]) -> None:
-    code, printed, _ = told(capsys, *group, "--help")
-    assert code == 0
-    assert printed.startswith(" ".join(("Usage: python tests/simulation", *group)))
-    assert "..." not in printed.partition("Commands:")[2]
-
-
 def test_a_name_of_no_draft_is_refused_before_models_are_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -598,25 +590,6 @@ def test_the_machines_are_listed_by_the_program() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert all(name in done.stdout for name in machine_names())
-
-
-def test_the_machines_are_listed_for_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, _ = told(capsys, "machines", "--target-size=13B", "--json")
-    found = json.loads(printed)
-    assert (code, found["target_size"], [one["machine"] for one in found["machines"]]) == (
-        0,
-        "13B",
-        machine_names(),
-    )
-    costs = {
-        name: placed_costs((machine := read_machine(name)), read_size("13B"), machine.weights)
-        for name in machine_names()
-    }
-    assert all(
-        one["t_v"]["16"] == costs[one["machine"]].verify_s(16, 512)
-        and one["t_d"] == costs[one["machine"]].t_d.at(10)
-        for one in found["machines"]
-    )
 
 
 def test_a_round_on_the_die_of_the_paper_takes_as_many_passes_as_the_paper_says() -> None:
