@@ -565,55 +565,6 @@ def test_rounds_without_a_proposal_are_caught_up_with_later(head: Head) -> None:
     story.check()
 
 
-def test_what_a_session_proposes_does_not_depend_on_the_sessions_beside_it(head: Head) -> None:
-    def proposals(besides: Callable[[], object]) -> list[Proposal]:
-        story = Story(head, sampling=SAMPLED).fed()
-        found = [story.draft()]
-        for _ in range(3):
-            besides()
-            found.append(story.draft(found[-1].tree.path(1)[:1], 5))
-        return found
-
-    other = Story(head, seed=1).fed(4)
-    assert proposals(lambda: other.draft()) == proposals(tuple)
-
-
-def test_an_order_bounds_nodes_depth_and_width(head: Head) -> None:
-    for shape in (Shape(0, 3, 3), Shape(1, 4, 4), Shape(5, 1, 9), Shape(7, 3, 1), Shape(30, 4, 3)):
-        tree = Story(head).fed().draft(shape=shape).tree
-        assert len(tree) <= shape.nodes
-        assert max(tree.depths, default=0) <= shape.depth
-        assert max((len(c) for c in tree.children.values()), default=0) <= shape.width
-
-
-def test_growth_ends_with_the_first_level_that_ends_after_the_deadline(head: Head) -> None:
-    story = Story(head).fed()
-    ticks = iter(range(100))
-    story.engine._clock = lambda: next(ticks)
-    assert (
-        max(story.draft(shape=Shape(40, 6, 4), deadline_ns=4).tree.depths) == 3
-    )  # a pass is two ticks
-
-
-def test_near_the_end_of_the_sequence_no_level_is_drafted_that_it_has_no_place_for(
-    head: Head,
-) -> None:
-    story = Story(head, capacity=len(PROMPT) + 5).fed()
-    depths = [
-        max(story.draft(bonus=token, shape=Shape(12, 9, 2)).tree.depths, default=0)
-        for token in range(6)
-    ]
-    assert depths == [3, 2, 1, 0, 0, 0]
-
-
-def test_noise_is_computed_ahead_and_changes_nothing(head: Head) -> None:
-    prepared, unprepared = Story(head, sampling=SAMPLED).fed(), Story(head, sampling=SAMPLED).fed()
-    while prepared.engine.prepare(prepared.session):
-        pass
-    assert prepared.draft() == unprepared.draft()
-    assert not prepared.engine.prepare(Story(head).session)
-
-
 def test_beyond_the_length_it_was_trained_with_a_head_sees_the_last_rows_at_their_own_positions(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
