@@ -26,8 +26,8 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.links import open_hub
 from dovetail.protocol.settings import CoordinatorSettings, byte_count
 from dovetail.runtime.engine.loop import coordinate
+from dovetail.runtime.journal.database import Database
 from dovetail.runtime.journal.journal import KEEP_S, Journal
-from dovetail.runtime.journal.segments import Segments
 from dovetail.runtime.record.recorder import Recorder
 
 log = logging.getLogger("dovetail.coordinator")
@@ -151,7 +151,7 @@ def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
     if not named:
         remove_old_journals(folder.parent, max(settings.journal_s, KEEP_S))
     most = byte_count(settings.memory)
-    journal = Journal(Segments(folder), keep_s=settings.journal_s, most=most)
+    journal = Journal(Database(folder), keep_s=settings.journal_s, most=most)
     if journal.found:
         log.info("the journal in %s has %d requests to go on with", folder, journal.found)
     return journal

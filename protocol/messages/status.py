@@ -301,7 +301,7 @@ class JournalState(Frozen):
 
     folder: Name
     bytes: Count
-    """The size of all its segments."""
+    """The size of its files."""
     replies: Count
     """Replies that it knows: those that run, and those that have ended of late."""
     write_us: float | None = None

@@ -1,10 +1,10 @@
 """Entries of the journal: a request and what was committed for it, and the records that say so.
 
-A record is MessagePack: its kind, then what it says. `apply` reads records one after the other;
-what it makes of them is what the coordinator that wrote them had. Pure.
+A record is MessagePack: its kind, then its fields. `rebuilt` makes the entry of a reply from its
+records, the one that the coordinator had that wrote them. Pure.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,14 @@ import msgpack
 from dovetail.protocol.codec import REPLY, REQUEST, encode
 from dovetail.protocol.errors import DecodeError
 from dovetail.protocol.messages import Finished, Submit, TokenLogprobs
-from dovetail.runtime.fleet.outbox import OBJECT_BYTES, TOKEN_BYTES, scores_size, size_of
+from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.kept import pack
 
 PIECE = 8192
-"""Tokens of a record: with their scores they fit into `MAX_RECORD`."""
+"""Tokens of a record at most."""
+ROW_BYTES = 32
+"""Bytes of a row of the database beside its record, approximately."""
 
 
 @dataclass
@@ -44,6 +46,10 @@ class Entry:
     """When it stopped running, in seconds since 1970; None: it runs."""
     finished: Finished | None = None
     """The words that its client was told at the end; None: it has not ended, or was left."""
+    reply: int = field(default=0, compare=False)
+    """Its number on disk, and below how many records and bytes it has there."""
+    rows: int = field(default=0, compare=False)
+    stored: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         self._asked = size_of(self.submit)
@@ -103,172 +109,79 @@ class Entry:
     def ended(self, finished: Finished, now_s: float) -> bytes:
         """Note how it ended; the record of that. Spans are told once."""
         self.finished, self.left_s = finished.model_copy(update={"spans": ()}), now_s
-        return _record("ended", self.ticket, encode(self.finished)[0], now_s)
+        return _record("ended", encode(self.finished)[0], now_s)
 
     def _said(self, kind: str, *what: Any) -> bytes:
         _CHANGES[kind](self, *what)
-        return _record(kind, self.ticket, *what)
+        return _record(kind, *what)
 
     def snapshot(self) -> Iterable[bytes]:
         """Yield records that say all of it anew."""
         yield self.begun()
         for session in self.sessions:
-            yield _record("serves", self.ticket, session, self.fingerprint, self.load_s, 0)
+            yield _record("serves", session, self.fingerprint, self.load_s, 0)
         for begin in range(0, len(self.tokens), PIECE):
             piece = slice(begin, begin + PIECE)
             logprobs = [(one.logprob, one.top) for one in self.logprobs[piece]]
             what = (self.tokens[piece], self.drafted[piece], self.margins[piece], logprobs)
-            yield _record("committed", self.ticket, *what)
+            yield _record("committed", *what)
         if self.finished is not None:
-            yield _record("ended", self.ticket, encode(self.finished)[0], self.left_s)
+            yield _record("ended", encode(self.finished)[0], self.left_s)
         elif self.left_s is not None:
-            yield _record("left", self.ticket, self.left_s)
-
-
-def coordinated(epoch: int, sessions: int) -> bytes:
-    """Return the record of a coordinator that has begun, with its epoch; `sessions`: the highest
-    number that a session has had."""
-    return _record("coordinated", epoch, sessions)
+            yield _record("left", self.left_s)
 
 
 @dataclass(frozen=True, slots=True)
-class EndedReply:
-    """The packed entry of a finished reply: thousands are kept, few are requested again."""
+class Ended:
+    """A reply that has ended, whose entry is on disk alone: thousands are kept, few are requested
+    again."""
 
     sessions: tuple[int, ...]
     left_s: float
-    records: tuple[bytes, ...]
-    """The records of which the entry can be rebuilt."""
+    reply: int
+    rows: int
+    stored: int
 
     @classmethod
-    def of(cls, entry: Entry) -> "EndedReply":
+    def of(cls, entry: Entry) -> "Ended":
         assert entry.left_s is not None
-        return cls((*entry.sessions,), entry.left_s, (*entry.snapshot(),))
+        return cls((*entry.sessions,), entry.left_s, entry.reply, entry.rows, entry.stored)
 
-    @property
-    def size(self) -> int:
-        """Return approximately the bytes that it takes in memory."""
-        return OBJECT_BYTES + sum(map(len, self.records))
 
-    def entry(self) -> Entry:
-        """Return the entry, unpacked."""
-        begun, *later = self.records
-        kind, *what = msgpack.unpackb(begun, use_list=False)
-        assert kind == "begun"
+def rebuilt(reply: int, records: Sequence[bytes]) -> Entry:
+    """Return the entry of a reply from its records; `DecodeError` if these are none of ours."""
+    try:
+        (kind, *what), *later = (msgpack.unpackb(record, use_list=False) for record in records)
+        if kind != "begun":
+            raise TypeError("it does not begin with a request")
         entry = _begun(*what)
-        for record in later:
-            kind, _ticket, *what = msgpack.unpackb(record, use_list=False)
+        for kind, *what in later:
             _CHANGES[kind](entry, *what)
-        return entry
+    except (DecodeError, KeyError, TypeError, ValueError) as error:
+        raise DecodeError(f"a record of the journal cannot be read: {error}") from None
+    entry.reply, entry.rows = reply, len(records)
+    entry.stored = sum(map(stored_size, records))
+    return entry
 
 
-@dataclass
-class Entries:
-    """The entries by their tickets, and what is known of the coordinators that wrote them."""
+def stored_size(record: bytes) -> int:
+    """Return approximately the bytes that a record takes on disk."""
+    return len(record) + ROW_BYTES
 
-    of: dict[str, Entry] = field(default_factory=dict)
-    """Entries of replies that have not ended."""
-    ended: dict[str, EndedReply] = field(default_factory=dict)
-    """Entries of replies that have ended; a ticket is in one of both."""
-    ended_bytes: int = 0
-    """Approximate bytes of `ended` in memory."""
-    epochs: set[int] = field(default_factory=set)
-    sessions: int = 0
-    """The highest number that a session has had."""
-    _doubted: set[str] = field(default_factory=set)
-    """The tickets of entries that lack records: what follows is not of them before they are begun
-    anew."""
 
-    def doubt(self) -> None:
-        """Note that records are missing here. Entries stay as they are, since a token has its place
-        from those before; and what workers hold is asked for by numbers of sessions, which may have
-        been given again: nothing is known of it any more."""
-        self._doubted = {*self.of, *self.ended}
-        self.epochs.clear()
+def coordinated(epochs: Iterable[int], sessions: int) -> bytes:
+    """Return the record of the coordinators that have been, by their epochs; `sessions`: the
+    highest number that a session has had."""
+    return _record("coordinated", [*epochs], sessions)
 
-    def __contains__(self, ticket: str) -> bool:
-        return ticket in self.of or ticket in self.ended
 
-    def find(self, ticket: str) -> Entry | None:
-        """Return the entry of a ticket, to be read."""
-        if (ended := self.ended.get(ticket)) is not None:
-            return ended.entry()
-        return self.of.get(ticket)
-
-    @property
-    def size(self) -> int:
-        """Return approximately the bytes that all entries take in memory."""
-        return self.ended_bytes + sum(one.size for one in self.of.values())
-
-    def kept(self) -> Iterator[tuple[str, Entry | EndedReply]]:
-        """Yield all entries by their tickets, those that have ended as they are packed."""
-        yield from self.of.items()
-        yield from self.ended.items()
-
-    def open(self, ticket: str) -> Entry | None:
-        """Return the entry of a ticket, to be changed; `settle` it afterwards if it has ended."""
-        if (ended := self._take(ticket)) is not None:
-            self.of[ticket] = ended.entry()
-        return self.of.get(ticket)
-
-    def _take(self, ticket: str) -> EndedReply | None:
-        """Remove and return the entry of a finished reply."""
-        if (ended := self.ended.pop(ticket, None)) is not None:
-            self.ended_bytes -= ended.size
-        return ended
-
-    def settle(self, entry: Entry) -> None:
-        """Pack an entry, if it has ended."""
-        if entry.finished is not None and self.of.pop(entry.ticket, None) is not None:
-            ended = self.ended[entry.ticket] = EndedReply.of(entry)
-            self.ended_bytes += ended.size
-
-    def forget(self, ticket: str) -> None:
-        """Let the entry of a ticket go."""
-        self.of.pop(ticket, None)
-        self._take(ticket)
-
-    def of_session(self, number: int) -> Entry | None:
-        """Return the entry that a session of this number was of."""
-        tickets = (ticket for ticket, one in self.kept() if number in one.sessions)
-        ticket = next(tickets, None)
-        return None if ticket is None else self.find(ticket)
-
-    def known(self) -> Iterator[bytes]:
-        """Yield records that say what is known of coordinators."""
-        for epoch in self.epochs:
-            yield coordinated(epoch, self.sessions)
-
-    def apply(self, record: bytes) -> str:
-        """Take in a record; return the ticket that it is about, empty if it is about none.
-        `DecodeError` if it is none of ours."""
-        try:
-            kind, *what = msgpack.unpackb(record, use_list=False)
-            if kind == "coordinated":
-                epoch, sessions = what
-                self.epochs.add(int(epoch))
-                self.sessions = max(self.sessions, int(sessions))
-                return ""
-            if kind == "term":  # of an older release, whose coordinators had a standby
-                return ""
-            if kind == "begun":
-                entry = _begun(*what)
-                self._take(entry.ticket)
-                self.of[entry.ticket] = entry
-                self._doubted.discard(entry.ticket)
-                return entry.ticket
-            ticket, *rest = what
-            if ticket in self._doubted:
-                return str(ticket)
-            if (changed := self.open(ticket)) is not None:
-                try:
-                    _CHANGES[kind](changed, *rest)
-                finally:
-                    self.settle(changed)
-                self.sessions = max(self.sessions, *changed.sessions, 0)
-            return str(ticket)
-        except (DecodeError, KeyError, TypeError, ValueError) as error:
-            raise DecodeError(f"a record of the journal cannot be read: {error}") from None
+def coordinators(record: bytes) -> tuple[set[int], int]:
+    """Return what `coordinated` was given; `DecodeError` if it is none of ours."""
+    try:
+        _kind, epochs, sessions = msgpack.unpackb(record)
+        return set(map(int, epochs)), int(sessions)
+    except (TypeError, ValueError) as error:
+        raise DecodeError(f"a record of the journal cannot be read: {error}") from None
 
 
 def _record(kind: str, *what: Any) -> bytes:

@@ -1,21 +1,17 @@
 """The command `journal`: the tokens/s of a service with a journal over those of one without, the
-processor time of coordinator and HTTP API a token, and the microseconds of a write, beside those of
-SQLite.
+processor time of coordinator and HTTP API a token, and the microseconds of a write.
 
 Two `dovetail serve`, one with a journal, take turns at the same streams, and are started anew some
 times, since where the pages of a process lie makes it slower or faster to its end. The writes are
-those of a pass over some sessions, each of which commits some tokens: in one go behind the end of a
-file, as the journal writes them, and as one transaction of SQLite in WAL mode with
-`synchronous=NORMAL`, which waits for the disk as seldom.
+those of a pass over some sessions, each of which commits some tokens: one transaction.
 """
 
-import sqlite3
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,8 +28,8 @@ from benchmarks.options import Command, option, options, report
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.protocol.messages import Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
+from dovetail.runtime.journal.database import Database
 from dovetail.runtime.journal.entries import Entry
-from dovetail.runtime.journal.segments import Segments, packed
 from dovetail.runtime.session.actions import Emit
 
 MOST_SHARE = 0.02
@@ -54,7 +50,7 @@ def journal(
     pairs: int, starts: int, streams: int, tokens: int, inflate: str, as_json: bool
 ) -> None:
     """Tokens/s with a journal over those without, processor time, microseconds of a write."""
-    plain_us, sqlite_us = writes_us(streams)
+    write_us = writes_us(streams)
     sides = {kind: Side() for kind in ("auto", "off")}
     with progress_bar(2 * pairs * starts, "turns") as step:
         for start in range(starts):
@@ -76,7 +72,7 @@ def journal(
         "processor_us": {
             kind: statistics.median(side.processor_us) for kind, side in sides.items()
         },
-        "write_us": {"journal": plain_us, "sqlite": sqlite_us},
+        "write_us": write_us,
     }
     report(found, as_json, lambda: show(found, share))
 
@@ -148,9 +144,8 @@ def rate(url: str, streams: int, tokens: int, *, seed: int) -> float:
     return sum(done) / (time.monotonic() - began_s)
 
 
-def writes_us(sessions: int) -> tuple[float, float]:
-    """Return the microseconds of the writes of a round of so many sessions: as the journal has it,
-    and as SQLite has it."""
+def writes_us(sessions: int) -> float:
+    """Return the microseconds of the write of a round of this many sessions."""
     entries = [
         Entry(
             Submit(
@@ -171,30 +166,18 @@ def writes_us(sessions: int) -> tuple[float, float]:
         [entry.committed(emit, [0.5] * len(ROUND)) for entry in entries] for _ in range(WRITES)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        segments = Segments(Path(folder) / "journal")
-        segments.begin()
+        base = Database(Path(folder) / "journal")
         began_s = time.perf_counter()
-        for records in rounds:
-            segments.append(b"".join(map(packed, records)))
-        plain_s = time.perf_counter() - began_s
-        segments.close()
-        with closing(sqlite3.connect(f"{folder}/journal.db", isolation_level=None)) as base:
-            base.execute("pragma journal_mode=wal")
-            base.execute("pragma synchronous=normal")
-            base.execute("create table records (number integer primary key, record blob)")
-            began_s = time.perf_counter()
-            for records in rounds:
-                base.execute("begin")
-                base.executemany("insert into records (record) values (?)", zip(records))
-                base.execute("commit")
-            sqlite_s = time.perf_counter() - began_s
-    return plain_s / WRITES * 1e6, sqlite_s / WRITES * 1e6
+        for number, records in enumerate(rounds):
+            base.write([(reply, number, record) for reply, record in enumerate(records)])
+        taken_s = time.perf_counter() - began_s
+        base.close()
+    return taken_s / WRITES * 1e6
 
 
 def show(found: Mapping[str, Any], share: Estimate) -> None:
     """Print the table, the ratio with its 95 % interval, and the microseconds of a write."""
     rates, processor_us = found["tokens_per_s"], found["processor_us"]
-    writes = found["write_us"]
     print_table(
         ("", "tokens/s", "us of coordinator and HTTP API a token"),
         [
@@ -205,6 +188,4 @@ def show(found: Mapping[str, Any], share: Estimate) -> None:
     least = 1 - MOST_SHARE
     told = "reached" if share.low >= least else "missed" if share.high < least else "not decided"
     click.echo(f"with a journal over without: {share}; at least {least:.2f} wanted: {told}")
-    click.echo(
-        f"a write of a round: {writes['journal']:.1f} us; by SQLite {writes['sqlite']:.1f} us"
-    )
+    click.echo(f"a write of a round: {found['write_us']:.1f} us")

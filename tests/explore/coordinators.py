@@ -1,18 +1,17 @@
 """Coordinators in virtual time, each on a machine with a disk: what is on that outlives the
-coordinator, which may die at any write, before it, in the midst of it, or behind it."""
+coordinator, which may die at any write, in front of it or behind it."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
-from zlib import crc32
 
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.coordinator import Coordinator
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.journal.database import Row
 from dovetail.runtime.journal.journal import Journal
-from dovetail.runtime.journal.segments import HEAD
 from explore import invariants
 from explore.clock import MS, S, Time
 from explore.sabotage import Loud
@@ -28,74 +27,48 @@ NOBODY = "/"
 
 
 class Disk:
-    """Segments of a journal, in memory."""
+    """The database of a journal, in memory."""
 
     folder = Path("disk")
+    damaged = False
 
     def __init__(self, hub: FaultyHub, before: "Disk | None" = None) -> None:
         """`before`: what an earlier coordinator has left."""
-        self.content: dict[int, bytes] = {} if before is None else {**before.content}
+        self.rows: dict[tuple[int, int], bytes] = {} if before is None else {**before.rows}
         self._hub = hub
         self.fuse: int | None = None
-        """Writes until the coordinator dies at one; None: it does not."""
-        self.torn = 0
-        """Bytes of that one which are there then, counted around."""
-
-    @property
-    def all(self) -> list[int]:
-        return [*self.content]
+        """Transactions until the coordinator dies at one; None: it does not."""
+        self.lasts = False
+        """True if that one is there then."""
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.content.values()))
+        return sum(map(len, self.rows.values()))
 
-    @property
-    def newest_size(self) -> int:
-        return len(self.content[self.all[-1]])
+    def read(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield each reply: its number and its records."""
+        for reply in sorted({reply for reply, _ in self.rows}):
+            yield reply, self.find(reply)
 
-    def read(self, number: int) -> Iterator[bytes]:
-        """Yield the records of a segment up to the first that is not whole."""
-        content, place = self.content[number], 0
-        while place + HEAD.size <= len(content):
-            size, check = HEAD.unpack_from(content, place)
-            record = content[place + HEAD.size :][:size]
-            if len(record) < size or crc32(record) != check:
-                return
-            yield record
-            place += HEAD.size + size
+    def find(self, reply: int) -> list[bytes]:
+        """Return the records of a reply."""
+        return [record for (one, _), record in sorted(self.rows.items()) if one == reply]
 
-    def begin(self, content: bytes = b"") -> int:
-        """Begin a segment, which is there with all of this or not at all."""
-        number = max(self.content, default=0) + 1
-        if self._dies():
-            raise Crash
-        self.content[number] = b"" if self._hub.closed else content
-        return number
-
-    def _dies(self) -> bool:
-        """Return whether the coordinator dies at this write."""
-        if self._hub.closed or self.fuse is None:
-            return False
-        self.fuse -= 1
-        self._hub.closed = self.fuse < 0
-        return self._hub.closed
-
-    def append(self, content: bytes) -> None:
-        """Write to the newest segment; nothing arrives there from a process that has died."""
+    def write(self, rows: Sequence[Row], deleted: Sequence[int]) -> None:
+        """Write rows and delete replies; nothing arrives there from a process that has died."""
         if self._hub.closed:
             return
-        newest = self.all[-1]
-        if self._dies():
-            self.content[newest] += content[: self.torn % (len(content) + 1)]
+        if self.fuse is not None:
+            self.fuse -= 1
+            self._hub.closed = self.fuse < 0
+        if not self._hub.closed or self.lasts:
+            self.rows |= {(reply, number): record for reply, number, record in rows}
+            self.rows = {at: record for at, record in self.rows.items() if at[0] not in deleted}
+        if self._hub.closed:
             raise Crash
-        self.content[newest] += content
 
     def sync(self) -> None:
-        """Do nothing: what was appended is there already."""
-
-    def remove(self, number: int) -> None:
-        if not self._hub.closed:
-            del self.content[number]
+        """Do nothing: what was written is there already."""
 
 
 class Surroundings(Protocol):

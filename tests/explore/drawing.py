@@ -166,7 +166,7 @@ def _faults() -> tuple[Fault, ...]:
     found += [Fault(kind, who) for kind in ("join", "swap", "cancel") for who in range(2)]
     found += [Fault("leave"), Fault("deaf"), Fault("sever"), Fault("crash", 2)]
     found += [Fault("crash", leaves, others) for leaves in range(2) for others in range(8)]
-    found += [Fault("crash", 3, form) for form in range(24)]  # at every record, whole or torn
+    found += [Fault("crash", 3, form) for form in range(12)]  # at every record, there or not
     found += [Fault("fault", 0, form) for form in range(len(SABOTAGED))]
     found += [Fault("handler", 0, form) for form in range(len(HANDLED))]
     return tuple(found)

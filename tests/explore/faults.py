@@ -58,10 +58,10 @@ def happen(world: "World", fault: Fault) -> bool:
 
 
 def _light(machine: Machine, form: int) -> None:
-    """Have a coordinator die at a write to its journal, which is whole then, torn, or neither."""
+    """Have a coordinator die at a write to its journal, which is there then or not."""
     assert machine.disk is not None
-    machine.disk.fuse, torn = divmod(form, 4)
-    machine.disk.torn = (0, 5, 30, -1)[torn]
+    machine.disk.fuse, lasts = divmod(form, 2)
+    machine.disk.lasts = bool(lasts)
 
 
 def _process(world: "World", fault: Fault) -> Process:

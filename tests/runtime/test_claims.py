@@ -1,7 +1,6 @@
 """Replies that are asked for again while something else goes wrong: whoever asks last has all of
 it, once."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,10 @@ import pytest
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import NOTHING_TOLD, Emitted, Failed, Finished, Submit
 from dovetail.protocol.settings import CoordinatorSettings, Sampling
-from dovetail.runtime.journal.journal import Journal
-from dovetail.runtime.journal.segments import MAGIC, Segments
+from dovetail.runtime.journal.database import Database
 from support.houses import DYNAMIC, PROMPT
 from support.lives import LONG_PROMPT, MOST, TICKET, Lives, undisturbed
 from support.scripted import continuation
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 def goes_to(second: Any, lives: Lives, has: int = 0) -> Any:
@@ -85,7 +79,7 @@ def test_what_the_first_client_had_beyond_the_journal_is_told_to_the_second(
         lives.steps(4)
     entry = lives.journal.find(TICKET, "/")
     assert entry is not None
-    lives.journal._note(entry.serves(1, entry.fingerprint, 0.0, 2))  # it knows of two tokens
+    lives.journal._note(entry, entry.serves(1, entry.fingerprint, 0.0, 2))  # it knows of two tokens
     lives.journal.write()
     lives.killed()
     lives.starts()
@@ -137,7 +131,7 @@ def test_tokens_that_only_the_client_has_are_decoded_on_the_same_kind_of_target(
     lives.steps(20)
     entry = lives.journal.find(TICKET, "/")
     assert entry is not None
-    lives.journal._note(entry.serves(1, entry.fingerprint, 0.0, 0))  # it knows of none
+    lives.journal._note(entry, entry.serves(1, entry.fingerprint, 0.0, 0))  # it knows of none
     lives.journal.write()
     lives.killed()
     lives.starts(workers=False)
@@ -252,46 +246,13 @@ def test_a_long_reply_is_told_again_in_pieces_that_can_be_sent(
 # -- the folder ------------------------------------------------------------------------------------
 
 
-def test_a_coordinator_that_is_killed_while_it_begins_a_segment_loses_nothing(
-    tmp_path: Path,
-) -> None:
-    """The request was written anew, its tokens were not."""
-    lives = Lives(tmp_path)
-    lives.ask()
-    lives.steps(20)
-    lives.journal.write()
-    entry = lives.journal.find(TICKET, "/")
-    assert entry is not None
-    assert entry.tokens
-    lives.killed()
-
-    written = os.write
-
-    def cut(file: int, content: bytes) -> int:
-        if len(content) <= len(MAGIC):
-            return written(file, content)
-        written(file, content[:-60])
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "write", cut)
-        journal = Journal(Segments(tmp_path))
-        with pytest.raises(Killed):
-            journal.begin(5)
-    journal._segments.close()
-    again = Journal(Segments(tmp_path)).find(TICKET, "/")
-    assert again is not None
-    assert again.tokens == entry.tokens
-
-
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
-    for name in ("segment-1", "segment-²", "segment-0000000x", "notes"):
-        (tmp_path / name).write_text("foreign")
-    (tmp_path / "segment-00000001").mkdir()
+    Database(tmp_path).close()
+    (tmp_path / "notes").write_text("foreign")
     lives = undisturbed(tmp_path)
     lives.journal.close(remove=True)
-    assert len([*tmp_path.iterdir()]) == 5
-    assert (tmp_path / "segment-1").read_text() == "foreign"
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    assert (tmp_path / "notes").read_text() == "foreign"
 
 
 def test_a_journal_that_has_stopped_forgets_all_the_same(tmp_path: Path) -> None:
@@ -310,4 +271,4 @@ def test_a_journal_that_has_stopped_forgets_all_the_same(tmp_path: Path) -> None
 def test_a_file_is_no_folder_for_a_journal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="which is no folder: name one with"):
-        Segments(tmp_path / "file")
+        Database(tmp_path / "file")

@@ -1,9 +1,10 @@
 """Coordinators that are killed at any moment, and others that go on from their journals. The oracle
 is the same request without it: what its client is told in all is the same."""
 
-import errno
 import os
 import re
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ from dovetail.protocol.messages import (
     Submit,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling
-from dovetail.runtime.journal.entries import Entries
+from dovetail.runtime.journal.database import FILE, LOGGED, OURS, WAL_BYTES, Database
+from dovetail.runtime.journal.entries import Entry, rebuilt
 from dovetail.runtime.journal.journal import Journal
-from dovetail.runtime.journal.segments import MAGIC, Segments, packed
 from support.cases import everyday
 from support.houses import DYNAMIC, PROMPT, House
 from support.lives import LONG_PROMPT, MOST, TICKET, Lives, every, undisturbed
@@ -34,6 +35,7 @@ from support.scripted import (
     continuation,
 )
 
+FULL = "database or disk is full"
 CASES = {
     "plain": {},
     "features": {"house": {"reads": READS}},
@@ -219,19 +221,41 @@ def test_tokens_that_depend_on_a_draft_are_not_decoded_again(tmp_path: Path) -> 
 
 
 def test_a_journal_is_its_owners_alone_and_one_coordinators_at_a_time(tmp_path: Path) -> None:
-    segments = Segments(tmp_path / "journal")
-    Journal(segments).begin(7)
-    files = list((tmp_path / "journal").iterdir())
-    assert len(files) == 2
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    assert (tmp_path / "journal").stat().st_mode & 0o777 == 0o700
+    folder = tmp_path / "journal"
+    base = Database(folder)
+    Journal(base).begin(7)
+    assert {path.name for path in folder.iterdir()} == {*OURS}
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(UserError, match=r"another coordinator's.*name another folder"):
-        Segments(tmp_path / "journal")
-    segments.close(remove=True)
-    assert not (tmp_path / "journal").exists()
+        Database(folder)
+    base.close(remove=True)
+    assert not folder.exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be kept in .*coordinator.journal"):
-        Segments(tmp_path / "file" / "journal")
+        Database(tmp_path / "file" / "journal")
+
+
+def test_a_journal_of_an_earlier_release_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "segment-00000001").write_bytes(b"dovetail journal 1\n")
+    with pytest.raises(UserError, match=r"segment-00000001 is of a journal of an earlier "):
+        Database(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["segment-00000001"]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_link_or_a_pipe_under_a_name_of_ours_is_neither_followed_nor_waited_for(
+    tmp_path: Path, name: str
+) -> None:
+    folder, other = tmp_path / "journal", tmp_path / "other"
+    other.write_bytes(b"theirs")
+    for make in (lambda path: path.symlink_to(other), os.mkfifo):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        make(folder / name)
+        with pytest.raises(UserError, match=f"has other files, such as {name}: "):
+            Database(folder)
+    assert other.read_bytes() == b"theirs"
 
 
 def test_a_folder_with_other_files_keeps_its_rights_and_takes_no_journal(tmp_path: Path) -> None:
@@ -240,7 +264,7 @@ def test_a_folder_with_other_files_keeps_its_rights_and_takes_no_journal(tmp_pat
     home.chmod(0o755)
     (home / "notes").write_text("")
     with pytest.raises(UserError, match=r"other files, such as notes: name a folder for it alone"):
-        Segments(home)
+        Database(home)
     assert home.stat().st_mode & 0o777 == 0o755
     assert [path.name for path in home.iterdir()] == ["notes"]
 
@@ -251,74 +275,92 @@ def test_a_folder_that_was_open_to_others_is_closed_and_that_is_said(
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
-    Segments(folder).close()
+    Database(folder).close()
     assert folder.stat().st_mode & 0o777 == 0o700
-    Segments(folder).close()
+    Database(folder).close()
     (said,) = caplog.messages
     assert said == f"{folder}, which others could open, is open to its owner alone now"
 
 
-@pytest.mark.parametrize("cut", [1, 7, 9, 30])
-def test_a_record_that_is_not_whole_ends_its_segment(
-    tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    lives = undisturbed(tmp_path, tokens=LONG_PROMPT)
-    lives.journal.close()
-    (path,) = tmp_path.glob("segment-*")
-    whole = list(Segments(tmp_path).read(1))
-    os.truncate(path, path.stat().st_size - cut)
-    assert [*Segments.read(_unlocked(tmp_path), 1)] == whole[:-1]
-    assert Journal(_unlocked(tmp_path)).find(TICKET, "/") is not None
-    assert not caplog.records
-    path.write_bytes(path.read_bytes() + packed(b"\xc1"))
-    entries = Journal(_unlocked(tmp_path))
-    assert entries.find(TICKET, "/") is not None
-
-
-DAMAGE = {"header": (0, 4), "length": (3, 4), "body": (9, 10), "block": (0, 300)}
-"""The bytes of a record, from its beginning, that are not what was written."""
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_costs_what_it_hit_and_is_said(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Wherever it is: a reply has the beginning of its tokens, or all of them if it began behind
-    the damage."""
-    first = tmp_path / "whole" / "segment-00000001"
-    lives = undisturbed(first.parent)
-    first_ends = first.stat().st_size
+def two_replies(folder: Path) -> tuple[Lives, dict[str, Entry]]:
+    """A journal with two replies, which still writes, and their entries."""
+    lives = undisturbed(folder)
     lives.tokens, lives.text, lives.end = [], "", None
     lives.ask(ticket="reply/1", seed=2)
     lives.run()
+    return lives, every(lives.journal)
+
+
+def opened(folder: Path, files: Mapping[str, bytes]) -> Journal:
+    """The journal of a folder with these files."""
+    folder.mkdir(0o700)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return Journal(Database(folder))
+
+
+def are_beginnings(found: Mapping[str, Entry], whole: Mapping[str, Entry]) -> bool:
+    """Whether all that was found are beginnings of what was written."""
+    return all(
+        one.tokens == whole[ticket].tokens[: len(one.tokens)] for ticket, one in found.items()
+    )
+
+
+def test_a_log_that_was_torn_when_a_machine_failed_has_all_transactions_in_front_of_that(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lives, whole = two_replies(tmp_path / "whole")
+    files = {name: (lives.folder / name).read_bytes() for name in (FILE, LOGGED)}
+    least, log = 0, files[LOGGED]
+    for cut in (*range(0, len(log), len(log) // 23), len(log)):
+        torn = log[:cut] + bytes(200 * (cut % 2))  # a file system may leave zeros
+        journal = opened(tmp_path / f"{cut}", {**files, LOGGED: torn})
+        found = every(journal)
+        assert are_beginnings(found, whole)
+        tokens = sum(len(entry.tokens) for entry in found.values())
+        assert tokens >= least
+        least = tokens
+        journal.close()
+    assert found == whole
+    assert not caplog.records
+
+
+def test_damage_costs_the_replies_that_it_hit_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lives, whole = two_replies(tmp_path / "whole")
     lives.journal.close()
-    content, whole = first.read_bytes(), {**every(lives.journal._entries)}
-    places = [len(MAGIC)]
-    for record in Segments(first.parent).read(1):
-        assert isinstance(record, bytes)
-        places.append(places[-1] + len(packed(record)))
-    begin, end = DAMAGE[damage]
-    for place in places[:-2:7]:
-        hurt = bytearray(content)
-        hurt[place + begin : place + end] = bytes(one ^ 0x55 for one in hurt[place:][begin:end])
-        file = tmp_path / damage / f"{place}" / first.name
-        file.parent.mkdir(0o700, parents=True)
-        file.write_bytes(hurt)
+    content = (lives.folder / FILE).read_bytes()
+    kept = 0
+    for place in range(0, len(content), len(content) // 40):
         caplog.clear()
-        segments = Segments(file.parent)
-        found = Journal(segments)._entries
-        segments.close()
-        (said,) = (one.getMessage() for one in caplog.records)
-        assert said.startswith(f"{file} is damaged at byte {place}: ")
-        size = next(one for one in places if one >= place + end) - place
-        assert f": {size} bytes are not read" in said
-        for ticket, entry in every(found).items():
-            assert entry.tokens == whole[ticket].tokens[: len(entry.tokens)]
-        if place < first_ends - end:
-            assert every(found)["reply/1"] == whole["reply/1"]
-        else:
-            assert every(found)[TICKET] == whole[TICKET]
-        assert not found.epochs or place < places[2]
+        hurt = bytearray(content)
+        hurt[place : place + 20] = bytes(one ^ 0x55 for one in hurt[place : place + 20])
+        journal = opened(tmp_path / f"{place}", {FILE: bytes(hurt)})
+        found = every(journal)
+        assert are_beginnings(found, whole)
+        if found != whole:
+            assert f"{FILE} is damaged" in caplog.text
+            assert not journal._epochs
+        kept += found == whole or bool(found)
+        journal.begin(2)
+        journal.close()
+        again = Journal(Database(tmp_path / f"{place}"))
+        assert {name: one.tokens for name, one in every(again).items()} == {
+            name: one.tokens for name, one in found.items()
+        }
+        again.close()
+    assert kept > 20
+
+
+def test_a_file_that_is_no_database_is_begun_anew_and_that_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = opened(tmp_path / "journal", {FILE: b"something else\n" * 999})
+    assert journal.found == 0
+    assert f"{FILE} is damaged (file is not a database): 0 records" in caplog.text
+    journal.begin(1)
+    assert not journal.failed
 
 
 def test_a_reply_whose_journal_is_damaged_goes_on_to_the_same_tokens(tmp_path: Path) -> None:
@@ -327,7 +369,7 @@ def test_a_reply_whose_journal_is_damaged_goes_on_to_the_same_tokens(tmp_path: P
     lives.ask(tokens=LONG_PROMPT)
     lives.steps(40)
     lives.killed()
-    (path,) = lives.folder.glob("segment-*")
+    path = lives.folder / FILE
     content = bytearray(path.read_bytes())
     places = [found.start() for found in re.finditer(b"committed", content)]
     assert len(places) > 2
@@ -342,86 +384,59 @@ def test_a_reply_whose_journal_is_damaged_goes_on_to_the_same_tokens(tmp_path: P
     assert (lives.tokens, lives.text) == (whole.tokens, whole.text)
 
 
-def test_zeros_where_a_machine_failed_are_no_damage_and_a_wrong_byte_is(
+def test_a_disk_that_takes_nothing_more_ends_the_journal_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lives = undisturbed(tmp_path)
-    lives.journal.close()
-    (path,) = tmp_path.glob("segment-*")
-    size = path.stat().st_size
-    with path.open("ab") as file:
-        file.write(bytes(100))
-    Journal(_unlocked(tmp_path))
-    assert not caplog.records
-    with path.open("ab") as file:
-        file.write(b"\1" * 100)
-    Journal(_unlocked(tmp_path))
-    assert f"damaged at byte {size}: 200 bytes are not read" in caplog.text
-    path.write_bytes(b"D" + path.read_bytes()[1:size])
-    assert every(Journal(_unlocked(tmp_path))._entries) == every(lives.journal._entries)
-    assert f"damaged at byte 0: {len(MAGIC)} bytes are not read" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"something else\n", "no segment of a journal"),
-        (b"dovetail journal 2\n" + packed(b"\x91\xa4term"), "of 'dovetail journal 2', and this"),
-    ],
-)
-def test_a_file_that_is_no_segment_is_said_to_be_none(
-    tmp_path: Path, content: bytes, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "segment-00000001").write_bytes(content)
-    assert Journal(Segments(tmp_path)).found == 0
-    assert f"segment-00000001 is {said}" in caplog.text
-
-
-def _unlocked(folder: Path) -> Segments:
-    (folder / "lock").unlink(missing_ok=True)
-    return Segments(folder)
-
-
-def test_a_disk_that_takes_nothing_more_ends_the_journal_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
     lives = Lives(tmp_path)
-
-    def full(_: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(lives.journal._segments, "append", full)
-    lives.ask()
+    base = lives.journal._base._base
+    (pages,) = base.execute("pragma page_count").fetchone()
+    base.execute(f"pragma max_page_count = {pages}")
+    lives.ask(memo=bytes(9999))
     lives.run()
     assert lives.tokens == continuation(PROMPT, MOST)
     told = lives.house.report()
     assert told.journal is not None
-    assert "No space left" in told.journal.failed
+    assert told.journal.failed == FULL
     assert told.degraded
-    assert any("journal" in reason and "No space left" in reason for reason in told.reasons)
-    assert "has stopped: No space left" in caplog.text
+    assert any("journal" in reason and FULL in reason for reason in told.reasons)
+    assert f"has stopped: {FULL}" in caplog.text
     assert lives.house.complete().result.token_ids == tuple(lives.tokens)
 
 
-def test_segments_and_entries_go_when_nobody_wants_them(tmp_path: Path) -> None:
+def test_replies_go_from_memory_and_disk_when_nobody_wants_them(tmp_path: Path) -> None:
     now = [1000.0]
-    segments = Segments(tmp_path)
-    journal = Journal(segments, keep_s=60.0, now_s=lambda: now[0])
+    journal = Journal(Database(tmp_path), keep_s=60.0, now_s=lambda: now[0])
     house = House(journal=journal, limits=ROOMY)
     client = house.client
     for number in range(40):
         fields = {"tokens": PROMPT, "max_tokens": 4, "seed": 1, "sampling": Sampling()}
-        about = {"ticket": f"{number}", "tree": DYNAMIC}
+        about = {"ticket": f"{number}", "tree": DYNAMIC, "memo": b"memo of %d;" % number * 999}
         client._send(Submit(epoch=client.epoch, request=number, **fields, **about))
         house.run()
         house.replies()
         now[0] += 10.0
         journal.tick()
-    assert len(every(journal._entries)) <= 7
-    assert len(segments.all) <= 3
-    assert sum(path.stat().st_size for path in tmp_path.glob("segment-*")) == segments.size
+    assert len(every(journal)) <= 7
+    files = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert any(b"memo of 39;" in content for content in files)
     journal.close()
-    assert len(every(Journal(Segments(tmp_path))._entries)) <= 14
+    again = Journal(Database(tmp_path), keep_s=60.0, now_s=lambda: now[0])
+    assert 0 < len(every(again)) <= 7
+    again.close()
+    (content,) = (path.read_bytes() for path in tmp_path.glob(FILE))
+    assert b"memo of 3;" not in content
+    assert len(content) < 12 * 999 * 20
+
+
+def test_the_write_ahead_log_is_moved_into_the_database_as_it_grows(tmp_path: Path) -> None:
+    base = Database(tmp_path)
+    for number in range(40):
+        base.write([(1, number, bytes(1 << 20))])
+        base.sync()
+        assert (tmp_path / LOGGED).stat().st_size <= WAL_BYTES + (2 << 20)
+    base.close()
+    again = Database(tmp_path)
+    assert len(again.find(1)) == 40
 
 
 def test_entries_are_what_their_records_say_without_spans(
@@ -432,10 +447,7 @@ def test_entries_are_what_their_records_say_without_spans(
     assert entry is not None
     assert lives.end.spans
     assert entry.finished == lives.end.model_copy(update={"spans": ()})
-    again = Entries()
-    for record in entry.snapshot():
-        again.apply(record)
-    assert every(again)[TICKET] == entry
+    assert rebuilt(entry.reply, [*entry.snapshot()]) == entry
 
 
 def test_everybody_who_has_no_ticket_ends_with_the_coordinator(tmp_path: Path) -> None:

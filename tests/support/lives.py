@@ -15,9 +15,9 @@ from dovetail.protocol.messages import (
     Told,
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling
-from dovetail.runtime.journal.entries import Entries, Entry
+from dovetail.runtime.journal.database import Database
+from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.journal.journal import Journal
-from dovetail.runtime.journal.segments import Segments
 from support.houses import DYNAMIC, PROMPT, House
 from support.scripted import ROOMY, ScriptedTarget, ScriptedWorker, hello
 
@@ -33,7 +33,7 @@ class Lives:
         self.folder = folder
         self.options = {"limits": ROOMY, **options}
         self.settings = self.options.pop("settings", CoordinatorSettings())
-        self.journal = Journal(Segments(folder))
+        self.journal = Journal(Database(folder))
         self.house = House(journal=self.journal, settings=self.settings, **self.options)
         self.tokens: list[int] = []
         self.text = self.fingerprint = ""
@@ -94,14 +94,14 @@ class Lives:
     def killed(self, *, unwritten: bool = True) -> None:
         """The coordinator is killed; `unwritten`: what it has noted and not written is lost."""
         if unwritten:
-            self.journal._unwritten.clear()
+            self.journal._rows.clear()
         self.drain()
-        self.journal._segments.close()
+        self.journal._base.close()
 
     def starts(self, *, workers: bool = True) -> None:
         """Another coordinator begins over the same journal, and everybody comes to it."""
         old = self.house
-        self.journal = Journal(Segments(self.folder))
+        self.journal = Journal(Database(self.folder))
         self.house = House(journal=self.journal, settings=self.settings, draft=False, target=False)
         if workers:
             self.join(old)
@@ -138,6 +138,7 @@ def undisturbed(folder: Path, **asked: Any) -> Lives:
     return lives
 
 
-def every(entries: Entries) -> dict[str, Entry]:
-    """Return all entries by their tickets, those that have ended unpacked."""
-    return {**entries.of, **{ticket: one.entry() for ticket, one in entries.ended.items()}}
+def every(journal: Journal) -> dict[str, Entry]:
+    """Return all entries by their tickets."""
+    found = {ticket: journal._find(ticket) for ticket in journal._known()}
+    return {ticket: entry for ticket, entry in found.items() if entry is not None}

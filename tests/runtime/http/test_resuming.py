@@ -10,8 +10,8 @@ import pytest
 
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.resuming import Place, event_id, read_event_id
+from dovetail.runtime.journal.database import Database
 from dovetail.runtime.journal.journal import Journal
-from dovetail.runtime.journal.segments import Segments
 from support.web import Api, Backend, api, backend, events
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -22,7 +22,7 @@ IDS = {"dovetail": {"event_ids": True}}
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
-    with backend(journal=Journal(Segments(tmp_path_factory.mktemp("journal")))) as house:
+    with backend(journal=Journal(Database(tmp_path_factory.mktemp("journal")))) as house:
         yield house
 
 

@@ -1,0 +1,309 @@
+"""Records on disk: one SQLite database in a folder, in WAL mode.
+
+A row is a record of a reply, its number there, and a checksum. A transaction that was written
+outlives the process; `sync`, for a thread, has the disk hold it. The folder is its owner's alone,
+and one process's at a time. Knows nothing of what the records say.
+"""
+
+import fcntl
+import logging
+import os
+import sqlite3
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import refusal
+
+log = logging.getLogger("dovetail.coordinator")
+
+OWNER_ALONE = 0o700
+FILE, LOCK = "journal.sqlite", "lock"
+LOGGED = f"{FILE}-wal"
+OURS = (FILE, LOGGED, f"{FILE}-shm", LOCK)
+EARLIER = "segment-*"
+"""The files of a journal of an earlier release."""
+PRAGMAS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=0", "secure_delete=on")
+"""A commit waits for no disk: `sync` does. What is deleted is overwritten."""
+TABLE = (
+    "create table if not exists records (place integer primary key, reply integer, "
+    "number integer, record blob, checksum integer)"
+)
+"""Rows are written one behind the other, since a transaction takes as long as it has pages."""
+ROWS = "select place, reply, number, record, checksum from records"
+INSERT = "insert or replace into records values (?, ?, ?, ?, ?)"
+DAMAGED = (
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_FORMAT,
+)
+"""The errors of a file whose content is wrong, and of no disk."""
+WAL_BYTES = 16 << 20
+"""Size of the write-ahead log at which it is moved into the database."""
+ERASED_S = 60.0
+"""What was deleted may stay in the write-ahead log this long."""
+
+Row = tuple[int, int, bytes]
+"""The number of a reply, the number of a record in it, counted from 0, and the record."""
+Stored = tuple[int, int, int, bytes, int]
+"""A row as it is stored: its place, then as above, and the checksum."""
+
+
+def checksum(reply: int, number: int, record: bytes) -> int:
+    """Return the checksum of a row."""
+    return zlib.crc32(record, zlib.crc32(struct.pack("<qq", reply, number)))
+
+
+def fits(row: tuple[object, ...]) -> bool:
+    """Return whether what was read as a row is one, with its checksum."""
+    match row:
+        case (int(), int() as reply, int() as number, bytes() as record, int() as check):
+            return check == checksum(reply, number, record)
+        case _:
+            return False
+
+
+class Database:
+    """The records of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """`UserError` if the folder cannot be used, has other files or the journal of an earlier
+        release, or another process uses it."""
+        self.folder, self._file = folder, folder / FILE
+        self._lock = _locked(folder)
+        self._erased, self._moved_s = False, time.monotonic()
+        self._spans: dict[int, tuple[int, int]] = {}
+        """The places of the first and the last record of each reply."""
+        self._place = 0
+        """The place of the last record."""
+        self.damaged = False
+        """True if records were lost since they were written."""
+        try:
+            self._base = self._open()
+        except sqlite3.DatabaseError as error:
+            self._renew(self._damage(error), [])
+        self._check()
+
+    def _open(self) -> sqlite3.Connection:
+        os.close(os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        base = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
+        try:
+            for pragma in PRAGMAS:
+                base.execute(f"pragma {pragma}")
+            if base.execute("pragma journal_mode").fetchone() != ("wal",):
+                raise UserError(
+                    f"the journal cannot be kept in {self.folder}: SQLite has no write-ahead log "
+                    "there, as on some network disks; name a folder of a local disk with "
+                    "coordinator.journal"
+                )
+            base.execute(TABLE)
+        except (sqlite3.Error, UserError):
+            base.close()
+            raise
+        return base
+
+    def _damage(self, error: sqlite3.DatabaseError) -> str:
+        """Return how the file is damaged; `UserError` if it is not, and cannot be read."""
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in DAMAGED:
+            return str(error)
+        raise UserError(
+            f"the journal in {self.folder} cannot be opened: {error}; name another folder with "
+            "coordinator.journal"
+        ) from None
+
+    def _check(self) -> None:
+        """Read everything; begin the file anew with what is whole, if that is not all."""
+        wrong = "a checksum is wrong"
+        try:
+            if all(whole for _, whole in self._groups(self._rows())):
+                return
+        except sqlite3.DatabaseError as error:
+            wrong = self._damage(error)
+        groups = self._groups(self._readable())
+        self._base.close()
+        self._renew(wrong, [row for rows, _ in groups for row in rows])
+
+    def _renew(self, why: str, rows: Sequence[Stored]) -> None:
+        """Begin the file anew with these rows."""
+        self.damaged = True
+        log.error(
+            "%s is damaged (%s): %d records of it are read; replies go on from their last token in "
+            "front of the damage",
+            self._file,
+            why,
+            len(rows),
+        )
+        for name in OURS[:3]:
+            (self.folder / name).unlink(missing_ok=True)
+        self._base = self._open()
+        self._base.execute("begin")
+        self._base.executemany(INSERT, rows)
+        self._base.execute("commit")
+
+    def _rows(self) -> Iterator[Stored]:
+        """Yield all rows by their replies and numbers; only their places are sorted."""
+        for at in self._base.execute("select place from records order by reply, number"):
+            row = self._base.execute(f"{ROWS} where place = ?", at).fetchone()
+            if row is None:
+                raise sqlite3.DatabaseError(f"row {at[0]} is not in its place")
+            yield row
+
+    def _readable(self) -> list[Stored]:
+        """Return the rows in front of the first damaged page, and those behind the last one,
+        sorted."""
+        rows = {}
+        for order in ("asc", "desc"):
+            with suppress(sqlite3.DatabaseError):
+                sql = f"{ROWS} order by place {order}"
+                for row in self._base.execute(sql):
+                    if fits(row):
+                        rows[row[0]] = row
+        return sorted(rows.values(), key=itemgetter(1, 2))
+
+    def _groups(self, rows: Iterable[Stored]) -> Iterator[tuple[list[Stored], bool]]:
+        """Yield the rows of each reply up to the first that is damaged or missing, and whether
+        these are all. `rows` are sorted."""
+        for reply, group in groupby(rows, itemgetter(1)):
+            good: list[Stored] = []
+            whole = True
+            for row in group:
+                whole = whole and row[2] == len(good) and fits(row)
+                if whole:
+                    good.append(row)
+                    self._spread(row[0], reply)
+            yield good, whole
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield each reply: its number, and its records."""
+        for rows, _ in self._groups(self._rows()):
+            yield rows[0][1], [record for *_, record, _ in rows]
+
+    def find(self, reply: int) -> list[bytes]:
+        """Return the records of a reply."""
+        sql = f"{ROWS} where place between ? and ? and reply = ?"
+        rows = self._base.execute(sql, (*self._spans.get(reply, (0, -1)), reply))
+        return [record for good, _ in self._groups(rows) for *_, record, _ in good]
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def write(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
+        """Write rows and delete replies, in one transaction; a record of reply 0 replaces the one
+        before."""
+        self._base.execute("begin immediate")
+        try:
+            self._base.executemany(
+                INSERT, [(self._placed(row), *row, checksum(*row)) for row in rows]
+            )
+            gone = [(*self._spans.pop(reply, (0, -1)), reply) for reply in deleted]
+            sql = "delete from records where place between ? and ? and reply = ?"
+            self._base.executemany(sql, gone)
+            self._base.execute("commit")
+        except sqlite3.Error:
+            with suppress(sqlite3.Error):  # a full disk has ended it already
+                self._base.execute("rollback")
+            raise
+        self._erased = self._erased or bool(deleted)
+
+    def _placed(self, row: Row) -> int:
+        """Return the place of a new row: the only one of reply 0 is always the first."""
+        reply, _, _ = row
+        place = self._place + 1 if reply else 0
+        self._spread(place, reply)
+        return place
+
+    def _spread(self, place: int, reply: int) -> None:
+        first, last = self._spans.get(reply, (place, place))
+        self._spans[reply] = min(first, place), max(last, place)
+        self._place = max(self._place, place)
+
+    def sync(self) -> None:
+        """Have the disk hold what was written; takes its time, and may be called in a thread."""
+        with (self.folder / LOGGED).open("rb") as log_file:
+            os.fdatasync(log_file.fileno())
+            size = os.fstat(log_file.fileno()).st_size
+        now_s = time.monotonic()
+        if size > WAL_BYTES or (self._erased and now_s - self._moved_s > ERASED_S):
+            self._erased, self._moved_s = False, now_s
+            with closing(sqlite3.connect(self._file, isolation_level=None)) as base:
+                base.execute("pragma wal_checkpoint(passive)")  # writers do not wait for most of it
+                base.execute("pragma wal_checkpoint(truncate)")
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of its files."""
+        files = (self.folder / name for name in OURS[:2])
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def close(self, *, remove: bool = False) -> None:
+        """Let the folder go; `remove`: and everything in it."""
+        self._base.close()
+        if remove:
+            for name in OURS:
+                (self.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # files of somebody else are in it
+                self.folder.rmdir()
+        os.close(self._lock)
+
+
+def _locked(folder: Path) -> int:
+    """Return the lock of a folder that is there then, and its owner's alone."""
+    why = ""
+    try:
+        folder.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
+        if (earlier := next(folder.glob(EARLIER), None)) and not (folder / FILE).exists():
+            why = (
+                f"{earlier} is of a journal of an earlier release: remove that folder, or name "
+                "another one with coordinator.journal"
+            )
+        elif other := _other(folder):
+            why = (
+                f"the journal cannot be kept in {folder}, which has other files, such as {other}: "
+                "name a folder for it alone with coordinator.journal"
+            )
+        else:
+            open_to_others = folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+            folder.chmod(OWNER_ALONE)
+            if open_to_others:
+                log.warning("%s, which others could open, is open to its owner alone now", folder)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        why = (
+            f"the journal cannot be kept in {folder}, which is no folder: name one with "
+            "coordinator.journal"
+        )
+    except OSError as error:
+        why = (
+            f"the journal cannot be kept in {folder}: {refusal(error)}, or do without one with "
+            "coordinator.journal = 'off'"
+        )
+    if why:
+        raise UserError(why)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UserError(
+            f"the journal in {folder} is another coordinator's, which runs: stop that one, or "
+            "name another folder with coordinator.journal"
+        ) from None
+    return lock
+
+
+def _other(folder: Path) -> str | None:
+    """Return the name of a file that no journal has: one of another name in a folder that has no
+    journal, whose rights are somebody else's to set, or a name of ours that is no plain file."""
+    names = sorted(path.name for path in folder.iterdir())
+    if FILE not in names and (other := next((name for name in names if name not in OURS), None)):
+        return other
+    ours = (name for name in OURS if name in names)
+    return next((name for name in ours if not stat.S_ISREG((folder / name).lstat().st_mode)), None)
