@@ -9,7 +9,6 @@ round that is not later than the one before it begins its reply anew.
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -18,16 +17,6 @@ from pydantic import ValidationError
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import append, refusal
 from dovetail.protocol.messages import RoundRecord
-
-
-@dataclass(frozen=True)
-class RecordedReply:
-    """The rounds of one reply, in their order: the answer to the turn of this number of a
-    prompt."""
-
-    id: str
-    turn: int
-    rounds: tuple[RoundRecord, ...]
 
 
 class RecordFile:
@@ -63,22 +52,9 @@ def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
         yield RecordFile(file, path)
 
 
-def read_records(path: Path) -> list[RecordedReply]:
-    """The replies of a file, in the order in which they began; `UserError` names the line that is
-    no round."""
-    replies: dict[tuple[str, int], list[RoundRecord]] = {}
-    for id, turn, record in _lines(path):
-        rounds = replies.setdefault((id, turn), [])
-        if rounds and record.round <= rounds[-1].round:
-            rounds.clear()
-        rounds.append(record)
-    if not replies:
-        raise UserError(f"{path} holds no rounds: `dovetail generate --record {path}` writes them")
-    return [RecordedReply(id, turn, tuple(rounds)) for (id, turn), rounds in replies.items()]
-
-
-def _lines(path: Path) -> Iterator[tuple[str, int, RoundRecord]]:
-    """The rounds of a file; a torn last line is none."""
+def rounds_in(path: Path) -> Iterator[tuple[str, int, RoundRecord]]:
+    """The prompt, the turn and the record of each round in a file but for a torn last line;
+    `UserError` names the line that is no round."""
     for number, line in enumerate(_read(path), start=1):
         if line.endswith(b"\n"):
             yield _round(line, f"{path} line {number}")
@@ -108,6 +84,6 @@ def _round(line: bytes, where: str) -> tuple[str, int, RoundRecord]:
 
 def _whole_bytes(path: Path) -> int:
     """Return how long the file is without a torn last line, all of whose lines are rounds."""
-    for _ in _lines(path):
+    for _ in rounds_in(path):
         pass
     return sum(len(line) for line in _read(path) if line.endswith(b"\n"))

@@ -7,7 +7,7 @@ pair, the planner that of a placement, the simulator that of a machine, the prof
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
 
@@ -179,10 +179,3 @@ class PlacedCosts(RoundCosts):
 
     def beside_s(self, *, drafted: bool) -> float:
         return self.messages.beside_s(drafted=drafted)
-
-    def with_slower_draft(self, factor: float) -> "PlacedCosts":
-        """Return these costs with a draft whose passes and proposals take `factor` times as
-        long."""
-        slower = tuple(factor * seconds for seconds in self.t_d.seconds)
-        t_d = RowsSeconds(rows=self.t_d.rows, seconds=slower)
-        return replace(self, t_d=t_d, proposal_s=self.proposal_s * factor)

@@ -26,7 +26,6 @@ from dovetail.launch.decoding.summary import (
 from dovetail.launch.files.answers import open_answers
 from dovetail.launch.files.directory import announced
 from dovetail.launch.files.prompts import Prompt, read_prompts
-from dovetail.launch.files.records import read_records
 from dovetail.launch.processes.connection import Connection, ends_of
 from dovetail.launch.processes.stack import Stack
 from dovetail.launch.processes.supervise import Supervisor
@@ -37,6 +36,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.golden import representative
 from support.patience import PATIENCE_S
+from support.records import read_records
 from support.scripted import ScriptedTarget
 from support.web import Backend, backend
 
@@ -812,7 +812,7 @@ def test_prompts_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 def test_a_folder_in_place_of_prompts_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=f"the prompts in {tmp_path} cannot be read: Is a directory; name a file of prompts",
+        match=f"the prompts in {tmp_path} cannot be read: Is a directory; that is a folder",
     ):
         read_prompts(tmp_path)
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.files.records import open_records, read_records
+from dovetail.launch.files.records import open_records
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
+from support.records import read_records
 
 
 def round_of(number: int, bonus: int = 7) -> RoundRecord:

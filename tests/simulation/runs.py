@@ -7,16 +7,17 @@ from typing import Any
 
 from dovetail.launch.bench.sweep import read_sweep
 from dovetail.launch.console.terminal import progress_bar
-from dovetail.launch.files.records import read_records
 from dovetail.launch.simulation.figures import Figures, figures
 from dovetail.launch.simulation.machines import read_machine
 from dovetail.launch.simulation.recording import Library
+from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.costs.rounds import Origin, PlacedCosts, Source
 from simulation.measured import measured_costs
 from simulation.methods import Method, vary
 from simulation.prices import placed_costs, read_size
+from support.records import read_records
 
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 """T_D over T_V."""
@@ -45,6 +46,13 @@ def costs_of(path: Path) -> PlacedCosts:
         [record for reply in read_records(path) for record in reply.rounds],
         f"costs of the rounds in {path}",
     )
+
+
+def with_slower_draft(costs: PlacedCosts, factor: float) -> PlacedCosts:
+    """Return costs with a draft whose passes and proposals take `factor` times as long."""
+    slower = tuple(factor * seconds for seconds in costs.t_d.seconds)
+    t_d = RowsSeconds(rows=costs.t_d.rows, seconds=slower)
+    return replace(costs, t_d=t_d, proposal_s=costs.proposal_s * factor)
 
 
 def machine_costs(machine: str, target_size: str, weights: Any, blocks: int | None) -> PlacedCosts:
@@ -135,7 +143,7 @@ def play_ratios(
                 library, costs, method.named(method.name, policy="dynamic").with_ahead(False), step
             )
             for ratio in ratios:
-                slower = costs.with_slower_draft(ratio * yardstick.verify_s / yardstick.draft_s)
+                slower = with_slower_draft(costs, ratio * yardstick.verify_s / yardstick.draft_s)
                 waiting, _ = figures_of(library, slower, method.with_ahead(False), step)
                 ahead, missing_share = figures_of(library, slower, method.with_ahead(True), step)
                 rows.append(_ratio_row(method, ratio, waiting, ahead, missing_share))
