@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,7 +18,7 @@ import click
 
 from dovetail.launch.console import migration
 from dovetail.launch.console.help import NAMES_OF_HELP, hinted
-from dovetail.launch.processes.child import ending_at_once
+from dovetail.launch.processes.child import ending_at_once, let_threads_start
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.files import refusal
 
@@ -69,6 +70,10 @@ STARTERS = ("generate", "chat", "serve")
 """Commands that start workers, unless a service runs already, and import much themselves. `serve`
 starts an HTTP process besides, so that both cores have enough to do."""
 INTERRUPTED = 130
+
+
+CALL = re.compile(r"(?:([\w.]+)\.)?_*(\w+)\(")
+"""Matches a call in Python: the object or module, and the function."""
 
 
 class LazyGroup(click.Group):
@@ -143,6 +148,7 @@ def run(arguments: Sequence[str], entry: click.Command = group, program: str = "
     """Run one command line, of `entry`, and return its exit code. A user's mistake is one line on
     stderr; click notices that nobody reads our output."""
     try:
+        let_threads_start()
         return entry.main(list(arguments), prog_name=program, standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -158,8 +164,22 @@ def run(arguments: Sequence[str], entry: click.Command = group, program: str = "
     except (
         OSError
     ) as error:  # a full disk or a full stdout, where it hurts no more than this command
-        where = f" {error.filename}" if error.filename is not None else ""
-        return _complain(f"the system refused to read or write{where}: {refusal(error)}", 1)
+        refused, why = _refused(error), refusal(error, writes=False)
+        return _complain(f"the system refused {refused}: {why}" if refused else why, 1)
+
+
+def _refused(error: OSError) -> str:
+    """Return the call that failed and what it was for, such as "mkdir /x" or "write <stdout>", as
+    far as the error and its traceback name them."""
+    import linecache  # only needed for a failure
+    import traceback
+
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    start = traceback.extract_tb(error.__traceback__)[-1].colno
+    found = CALL.match(linecache.getline(frame.f_code.co_filename, line)[start:])
+    owner, call = found.groups() if found else ("", "")
+    thing = error.filename or getattr(frame.f_locals.get(owner), "name", "")
+    return f"{call} {'' if isinstance(thing, int) else thing}".strip()
 
 
 def main() -> NoReturn:

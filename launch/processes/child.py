@@ -3,17 +3,22 @@ supervisor ends, and shows where it is when it is asked."""
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import os
 import signal
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
-PR_SET_PDEATHSIG = 1
-PR_SET_NAME = 15
+LIBC = ctypes.CDLL(None, use_errno=True)
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 15, 22, 38
+SECCOMP_MODE_FILTER, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 2, 0x50000, 0x7FFF0000
+CLONE3 = 435
+"""The number of the system call, on every architecture."""
 PROGRAM = "dovetail"
 LET_GO = 3
 """Exit code of a worker that was drained or replaced, and of one under a supervisor that the
@@ -23,10 +28,33 @@ coordinator wants no more: it is not to be started again."""
 def end_with(parent: int) -> None:
     """Have the kernel end this process when the one that started it ends, even by SIGKILL; asked
     too late, end at once."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit(0)
+
+
+def _prctl(option: int, *arguments: int) -> None:
+    numbers = map(ctypes.c_ulong, (*arguments, 0, 0, 0, 0)[:4])
+    if LIBC.prctl(option, *numbers) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{os.strerror(error)}: prctl({option})")
+
+
+def let_threads_start() -> None:
+    """Have clone3(2) answer ENOSYS in this process and its children where it answers EPERM, as in
+    containers whose engine does not know it: glibc starts threads without it only then."""
+    if LIBC.syscall(CLONE3, None, 0) == 0 or ctypes.get_errno() != errno.EPERM:
+        return
+    steps = (  # struct sock_filter of linux/filter.h: of other filters' answers the last one counts
+        (0x20, 0, 0, 0),  # load the number of the call
+        (0x15, 0, 1, CLONE3),  # another one: skip a step
+        (0x06, 0, 0, SECCOMP_RET_ERRNO | errno.ENOSYS),
+        (0x06, 0, 0, SECCOMP_RET_ALLOW),
+    )
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program))
 
 
 def end_when_told() -> None:
@@ -56,8 +84,7 @@ def show_stacks_when_asked() -> None:
 def name_process(role: str, model: str = "") -> None:
     """Set the command line of this process to `dovetail ROLE MODEL`, cut to the length of the
     original one, and its name to `dovetail:ROLE`, of which the kernel keeps 15 bytes."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_NAME, f"{PROGRAM}:{role}".encode(), 0, 0, 0)
+    LIBC.prctl(PR_SET_NAME, f"{PROGRAM}:{role}".encode(), 0, 0, 0)
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     title = " ".join(filter(None, (PROGRAM, role, model))).encode()[: end - begin - 1]

@@ -7,13 +7,14 @@ import gc
 import importlib
 import json
 import logging
+import math
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -30,6 +31,8 @@ PROGRAMS = ("dovetail", "cli.py")
 """The files that a command of ours is run from."""
 OURS = (nursery.COMMAND, nursery.__name__)
 """The modules that a command of ours runs in a fork of its own."""
+LOOK_S = 0.005
+"""How often a child is looked at that is waited for: pidfd_open(2) is newer than Linux 4.18."""
 
 
 def can_fork() -> bool:
@@ -55,7 +58,6 @@ class Forked:
     ) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self.returncode: int | Any = None
-        self._end = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         """Return how it ended, as `returncode` has it; None: it has not."""
@@ -63,15 +65,15 @@ class Forked:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
                 self.returncode = os.waitstatus_to_exitcode(status)
-                os.close(self._end)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it has ended; `subprocess.TimeoutExpired` where it has not in time."""
-        if self.poll() is None:
-            select.select([self._end], [], [], timeout)
-        if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        end_s = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() >= end_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(LOOK_S)
         return code
 
     def send_signal(self, number: int) -> None:

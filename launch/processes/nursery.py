@@ -13,9 +13,9 @@ import gc
 import importlib
 import json
 import os
-import select
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -102,15 +102,15 @@ def _grandchild() -> int:
         pid = int(os.read(read, 20))
         os.close(read)
         return pid
-    end = os.pidfd_open(os.getpid())
+    between = os.getpid()
     if os.fork():
         os._exit(0)
     os.setsid()  # before anybody knows its number, which may be used to end its whole group
     os.write(write, str(os.getpid()).encode())
     os.close(read)
     os.close(write)
-    select.select([end], [], [])
-    os.close(end)
+    while os.getppid() == between:
+        time.sleep(0.001)
     return 0
 
 

@@ -13,7 +13,6 @@ others.
 import contextlib
 import ctypes
 import os
-import select
 import shutil
 import signal
 import sys
@@ -22,6 +21,8 @@ import time
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 CHILD, FOLDER = b"child", b"folder"
 APART = "apart"
+LOOK_S = 0.02
+"""How often it is looked whether a child of a supervisor that is gone has ended."""
 
 
 def main() -> None:
@@ -37,50 +38,56 @@ def main() -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_NAME, b"dovetail:warden", 0, 0, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)  # it may be stopped when its supervisor goes
-    children: list[int] = []
+    children: dict[int, int] = {}
     folders: list[str] = []
     for line in sys.stdin.buffer:
         kind, _, value = line.rstrip(b"\n").partition(b" ")
         if kind == FOLDER:
             folders.append(os.fsdecode(value))
         elif kind == CHILD:
-            children = [*_alive(children, 0.0), *_watched(int(value))]
-    left = _alive(children, 0.0)
+            children = {**_alive(children), **_watched(int(value))}
+    left = _alive(children)
     for child in left:
         _signal(child, signal.SIGCONT)  # one that is stopped heeds SIGTERM then
     end_s = time.monotonic() + float(sys.argv[1])
-    while left and (wait_s := end_s - time.monotonic()) > 0:
-        left = _alive(left, wait_s)
+    while left and time.monotonic() < end_s:
+        time.sleep(LOOK_S)
+        left = _alive(left)
     for child in left:
         _signal(child, signal.SIGKILL)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _watched(pid: int) -> list[int]:
-    """A descriptor of this process, which no other one that is given its number later has; none if
-    it has ended already."""
+def _watched(pid: int) -> dict[int, int]:
+    """A process with a descriptor of its folder in /proc, which never becomes that of another
+    process with the same number; nothing if it has ended already. pidfd_open(2) is newer than Linux
+    4.18."""
     try:
-        return [os.pidfd_open(pid)]
-    except ProcessLookupError:
-        return []
+        return {pid: os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)}
+    except FileNotFoundError:
+        return {}
 
 
-def _alive(children: list[int], wait_s: float) -> list[int]:
-    """Wait until a child ends, at most `wait_s`; close those that have ended and return the
-    others."""
-    poll = select.poll()
-    for child in children:
-        poll.register(child, select.POLLIN)
-    ended = {child for child, _ in poll.poll(1e3 * wait_s)}
-    for child in ended:
-        os.close(child)
-    return [child for child in children if child not in ended]
+def _alive(children: dict[int, int]) -> dict[int, int]:
+    """Return the children that run; close the descriptors of the others."""
+    ended = {pid: folder for pid, folder in children.items() if _has_ended(folder)}
+    for folder in ended.values():
+        os.close(folder)
+    return {pid: folder for pid, folder in children.items() if pid not in ended}
+
+
+def _has_ended(folder: int) -> bool:
+    try:
+        with open(f"/proc/self/fd/{folder}/stat", "rb") as stat:  # noqa: PTH123 - pathlib takes time to import
+            return stat.read().rpartition(b") ")[2][:1] in b"ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _signal(child: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(child, number)
+        os.kill(child, number)
 
 
 if __name__ == "__main__":
