@@ -23,6 +23,8 @@ WORKERS_SUFFIX = ".w"
 """Behind the path of an ipc address: where workers connect, whose connections have heartbeats."""
 MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
 """sun_path of a Unix socket has 108 bytes and ends with a zero."""
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders for sockets where the name of the temporary directory is too long."""
 ABANDONED_S = 60.0
 """A folder of sockets that nobody holds is taken for abandoned when it is so old."""
 
@@ -143,13 +145,21 @@ class IpcPlace:
 
 
 def fresh_path() -> Path:
-    """Return a path in a folder under the temporary directory that does not exist yet. Folders that
-    killed coordinators of this user left there are removed."""
-    place = Path(tempfile.gettempdir()).absolute()
+    """Return a path in a folder that does not exist yet, under the temporary directory or, where
+    that has too long a name for a socket, under the first of `SHORT` that can be written. Folders
+    that killed coordinators of this user left there are removed."""
+    name = f"dovetail-{secrets.token_hex(8)}/coordinator"
+    places = [Path(tempfile.gettempdir()).absolute(), *map(Path, SHORT)]
+    usable = (p for p in places if _fits(p / name) and os.access(p, os.W_OK | os.X_OK))
+    place = next(usable, places[0])
     for folder in place.glob(f"dovetail-{'[0-9a-f]' * 16}"):
         with suppress(OSError):
             _remove_abandoned(folder)
-    return place / f"dovetail-{secrets.token_hex(8)}" / "coordinator"
+    return place / name
+
+
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) <= MAX_IPC_PATH_BYTES
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -178,10 +188,10 @@ def host_and_port(address: str) -> tuple[str, str]:
 
 
 def check_length(path: Path) -> None:
-    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+    if not _fits(path):
         raise UserError(
             f"the path {path} has {len(os.fsencode(path))} bytes, and a socket's has at most "
-            f"{MAX_IPC_PATH_BYTES}: choose a shorter one (or TMPDIR)"
+            f"{MAX_IPC_PATH_BYTES}: choose a shorter one"
         )
 
 

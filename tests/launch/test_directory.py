@@ -1,9 +1,11 @@
 """The coordinators that are announced and alive."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from dovetail.launch.files.directory import (
     writable_profile_path,
 )
 from dovetail.protocol.errors import UserError
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_a_process_that_was_killed_but_not_reaped_is_not_alive() -> None:
@@ -141,3 +145,24 @@ def test_a_user_without_a_home_has_no_profile_file(
     assert str(profile_path()) == "~/.cache/dovetail/profile.json"
     assert history_path() is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_temporary_directory_whose_name_is_too_long_for_a_socket_ends_no_start(
+    start: Callable[..., "subprocess.Popen[str]"], run: Run, temporary: Path
+) -> None:
+    """The socket is in a private folder elsewhere, where commands find it, and which goes with
+    it."""
+    long = temporary / ("job" * 40)
+    long.mkdir()
+    long.chmod(0o700)
+    more = {"TMPDIR": str(long), "XDG_RUNTIME_DIR": str(long)}
+    coordinator = start("coordinator", more=more)
+    assert coordinator.stdout is not None
+    address = coordinator.stdout.readline().strip()
+    folder = Path(address.removeprefix("ipc://")).parent
+    assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.geteuid())
+    found = run("status", "--json", env={**os.environ, **more})
+    assert json.loads(found.stdout)["address"] == address
+    coordinator.terminate()
+    assert coordinator.wait(60) == 0
+    assert not folder.exists()
