@@ -23,10 +23,15 @@ REMEDIES = {
     errno.EROFS: f"that disk is read-only: {ELSEWHERE}",
     errno.EISDIR: "that is a folder: name a file",
     errno.ENOTDIR: "a part of that path is a file: name a folder before the last /",
-    errno.ENOENT: "make its folder first",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOENT: "make its folder first",
     errno.EIO: f"the disk fails: {ELSEWHERE}",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOSYS: "this kernel lacks that call, or a container's filter hides it",
 }
+OF_WRITING = (errno.EACCES, errno.EPERM, errno.ENOENT)
+NO_TEMPORARY, USUAL = "No usable temporary directory", ("/tmp", "/var/tmp")
+"""What `tempfile` says where it finds no folder, and two that it has tried."""
 MOST_READ = 16 << 20
 """Largest size in bytes of a hand-written file."""
 MARKS = {
@@ -36,10 +41,27 @@ MARKS = {
 """Byte order marks; that of UTF-32 begins with one of UTF-16."""
 
 
-def refusal(error: OSError) -> str:
-    """Return what the system says of an error, and what to do about it."""
-    said = error.strerror or str(error)
-    return f"{said}; {REMEDIES[error.errno]}" if error.errno in REMEDIES else said
+def refusal(error: OSError, *, writes: bool = True) -> str:
+    """Return the system's text for an error, with a remedy where one is certain; `writes`: a file
+    was to be written."""
+    said, path = error.strerror or str(error), Path(str(error.filename or ""))
+    remedy = REMEDIES.get(error.errno or 0)
+    if error.errno in OF_WRITING and not (writes and error.filename):
+        remedy = None
+    if error.errno == errno.ENOENT and path.parent.exists():
+        remedy = None
+    if path.is_relative_to("/proc") and not Path("/proc/self").exists():
+        remedy = "mount /proc"
+    if said.startswith(NO_TEMPORARY) and not any(os.access(p, os.W_OK) for p in USUAL):
+        remedy = "set TMPDIR to a folder that your user can write to"
+    return f"{said}; {remedy}" if remedy else said
+
+
+def unread(error: OSError, absent: str) -> str:
+    """Return why a file was not read, with a remedy where one is certain; `absent`: that for a file
+    that is not there."""
+    remedy = {errno.ENOENT: absent, errno.EACCES: "let your user read it"}.get(error.errno or 0)
+    return f"{error.strerror}; {remedy}" if remedy else refusal(error, writes=False)
 
 
 def cache_folder() -> Path:

@@ -30,6 +30,7 @@ import zmq
 from zmq.utils import z85
 
 from dovetail.protocol.errors import KeysError
+from dovetail.protocol.files import unread
 from dovetail.protocol.messages import Role
 
 COORDINATOR = "coordinator"
@@ -272,8 +273,10 @@ def _read(path: Path, *, forbidden: int) -> dict[str, Any]:
             text = file.read(1 << 16)
     except OSError as error:
         raise KeysError(
-            f"cannot read the key file {path} ({error.strerror}): make keys with `dovetail "
-            "keygen`, or copy the file from where they were made"
+            f"cannot read the key file {path}: "
+            + unread(
+                error, "make keys with `dovetail keygen`, or copy it from its machine"
+            )
         ) from None
     if mode & forbidden:
         raise KeysError(

@@ -28,6 +28,7 @@ from dovetail.protocol.calibration import (
     Seconds,
 )
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.files import refusal
 from dovetail.protocol.settings import Frozen
 
 MAX_BYTES = 64 << 20
@@ -259,8 +260,8 @@ def rewrite_profile(path: Path, change: Callable[[Profile], Profile]) -> Profile
             _write(path, profile.model_dump_json(indent=1))
     except OSError as error:
         raise ProfileError(
-            f"the profile file {path} cannot be written ({error.strerror}): free some space there, "
-            "or set XDG_CACHE_HOME to another folder"
+            f"the profile file {path} cannot be written: {refusal(error)} (XDG_CACHE_HOME "
+            "names the folder of caches)"
         ) from None
     return profile
 

@@ -82,7 +82,8 @@ def runtime_directory() -> Path:
         if base and Path(base).is_dir()
         else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
     )
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise UserError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.files import decode
+from dovetail.protocol.files import decode, unread
 
 REMEDY = 'write a line such as {"id": "a", "turns": ["Why is the sky blue?"]} for each prompt'
 
@@ -26,8 +26,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"the prompts in {path} cannot be read: {error.strerror}; name a file of prompts, "
-            "one JSON object a line"
+            f"the prompts in {path} cannot be read: "
+            + unread(error, "name a file of prompts, one JSON object a line")
         ) from None
     lines = decode(content, str(path)).split(
         "\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import overload
 
 from dovetail.protocol.errors import SettingsError, UserError
-from dovetail.protocol.files import read_text
+from dovetail.protocol.files import read_text, unread
 from dovetail.protocol.settings import HttpSettings
 from dovetail.runtime.http.guard import is_loopback
 
@@ -88,8 +88,10 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
         text = read_text(path, f"http.api_key_file {path}")
     except OSError as error:
         raise SettingsError(
-            f"http.api_key_file {path} cannot be read: {error.strerror}; make one with "
-            f"`(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})`"
+            f"http.api_key_file {path} cannot be read: "
+            + unread(
+                error, f"`(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})` makes it"
+            )
         ) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise SettingsError(

@@ -26,7 +26,7 @@ from typing import Any
 
 from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft
 from dovetail.protocol.errors import SettingsError, UserError
-from dovetail.protocol.files import read_text, writing
+from dovetail.protocol.files import read_text, unread, writing
 from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Settings
 from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 
@@ -73,8 +73,8 @@ def read_thresholds(path: Path) -> Thresholds:
         content = tomllib.loads(read_text(path, f"the file of thresholds {path}"))
     except OSError as error:
         raise SettingsError(
-            f"the thresholds in {path} cannot be read: {error.strerror}; `dovetail stratify` "
-            "makes them"
+            f"the thresholds in {path} cannot be read: "
+            + unread(error, "`dovetail stratify` makes them")
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(

@@ -276,10 +276,17 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(
     monkeypatch.setattr(cli.group, "main", fail)
     assert cli.run([]) == 1
     full = "No space left on device; free some space there, or choose another place"
-    assert (
-        capsys.readouterr().err
-        == f"dovetail: the system refused to read or write /some/file: {full}\n"
+    assert capsys.readouterr().err == f"dovetail: the system refused /some/file: {full}\n"
+
+
+def test_an_error_of_the_system_names_the_call_and_the_path_and_no_remedy_that_is_wrong(
+    run: Run, environment: dict[str, str]
+) -> None:
+    done = run("status", env={**environment, "XDG_RUNTIME_DIR": "/proc/self"})
+    refused = (
+        f"dovetail: the system refused mkdir /proc/self/dovetail: {os.strerror(errno.ENOENT)}\n"
     )
+    assert (done.returncode, done.stderr) == (1, refused)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +295,7 @@ def test_an_error_of_the_system_that_nobody_expected_is_one_line(
         (
             "config show >/dev/full",
             1,
-            "dovetail: the system refused to read or write: No space left on device; free some "
+            "dovetail: the system refused write <stdout>: No space left on device; free some "
             "space there, or choose another place\n",
         ),
         ("config show >/dev/full 2>&1", 1, ""),

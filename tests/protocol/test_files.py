@@ -1,6 +1,7 @@
 """A file that the system refuses to read or write is told with its name, the place in it and a
 remedy."""
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.protocol import files
 from dovetail.protocol.errors import OutputError, UserError
 from dovetail.protocol.files import append, decode, read_text, tidy, writing
 
@@ -47,6 +49,25 @@ def test_so_is_every_other_refusal(tmp_path: Path, short_files: None) -> None:
         "Not a directory; a part of that path is a file: name a folder before the last /"
     )
     assert refusal(tmp_path / ("n" * 300)).endswith("File name too long; choose a shorter name")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FileNotFoundError(errno.ENOENT, "absent", "/proc/self/no"), "absent"),
+        (FileNotFoundError(errno.ENOENT, "absent", "/no/such"), "absent"),
+        (PermissionError(errno.EPERM, "refused"), "refused"),
+        (PermissionError(errno.EACCES, "refused", "/etc/shadow"), "refused"),
+        (
+            OSError(errno.EROFS, "refused", "/x"),
+            "refused; that disk is read-only: choose another place",
+        ),
+        (OSError(errno.EMFILE, "many"), "many; raise the limit of open files (ulimit -n)"),
+        (OSError(errno.EINVAL, "wrong", 7), "wrong"),
+    ],
+)
+def test_what_was_not_written_has_no_remedy_of_writing(error: OSError, words: str) -> None:
+    assert files.refusal(error, writes=False) == words
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -97,7 +97,7 @@ def test_a_missing_folder_or_file_is_named_with_the_remedy(folder: Path) -> None
     ):
         keys.load_own_key(folder / "nowhere", "draft")
     (folder / "draft.key").unlink()
-    with pytest.raises(KeysError, match=r"draft\.key \(No such file or directory\)"):
+    with pytest.raises(KeysError, match=r"draft\.key: No such file or directory; make keys"):
         keys.load_own_key(folder, "draft")
     (folder / "coordinator.pub").unlink()
     with pytest.raises(KeysError, match=r"coordinator\.pub"):

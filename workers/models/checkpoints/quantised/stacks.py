@@ -76,7 +76,7 @@ class Stack:
                 found = bytearray(self._read(source, index))
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be read any more ({refusal(error)}): start again"
+                f"{path} cannot be read any more ({refusal(error, writes=False)}): start again"
             ) from None
         return torch.frombuffer(found, dtype=torch.uint8).view(self._shape[1:])
 
