@@ -274,9 +274,7 @@ def _read(path: Path, *, forbidden: int) -> dict[str, Any]:
     except OSError as error:
         raise KeysError(
             f"cannot read the key file {path}: "
-            + unread(
-                error, "make keys with `dovetail keygen`, or copy it from its machine"
-            )
+            + unread(error, "make keys with `dovetail keygen`, or copy it from its machine")
         ) from None
     if mode & forbidden:
         raise KeysError(
