@@ -59,6 +59,7 @@ from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.journal.claims import Claims
 from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.moves.moving import MOST_LOOKED_AT, Moving
+from dovetail.runtime.moves.reading_ahead import ReadingAhead
 from dovetail.runtime.moves.rebalancing import Rebalancing
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
@@ -119,12 +120,18 @@ class Coordinator:
         )
         parts = (self.service, self._running, self.registry, self._placement)
         self._moving = Moving(*parts, self._failing, settings, clock_ns)
+        ahead = ReadingAhead(
+            self.service,
+            self._running,
+            self._placement,
+            self._moving,
+            clock_ns,
+            reuse=settings.reuse,
+        )
         self._changes = Changes(
-            self.epoch, self._running, self.registry, self._placement, self._moving, clock_ns
+            self.epoch, self._running, self.registry, self._placement, self._moving, ahead, clock_ns
         )
-        self._rebalancing = Rebalancing(
-            *parts, self._moving, self._tally, clock_ns, reuse=settings.reuse
-        )
+        self._rebalancing = Rebalancing(*parts, self._moving, self._tally, clock_ns, ahead)
         self._open_rooms(later)
 
     def _open_rooms(self, later: Later) -> None:

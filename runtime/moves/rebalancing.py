@@ -10,23 +10,23 @@ target changes nothing; afterwards it is a loss like any other. The next move is
 moved session has had some rounds, which show what passes take now.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from dovetail.protocol.messages import Failed, Finished, Hello, Message
+from dovetail.protocol.messages import Failed
 from dovetail.runtime.control.pairs import CPU, share_cores, share_device
 from dovetail.runtime.costs.pooled import PooledPasses
-from dovetail.runtime.engine.effects import Abandon, Effects, Say, Start
+from dovetail.runtime.engine.effects import Effects, Say
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.moves.gains import Gain, Place, Price, Seat, best_move
 from dovetail.runtime.moves.moving import Moving
+from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Tally
 
@@ -36,8 +36,6 @@ one is expected to need as many as it has had, since most end long before their 
 MOST_OPENING = 0.25
 """Share of sessions whose prompts are being read from which on nothing moves, since what the passes
 will take is not known until then."""
-MOST_LAG = 32
-"""Most tokens that a session may pause for when it moves: reading them takes about a few passes."""
 SETTLED_ROUNDS = 3
 """Rounds that a moved session has on its new target before the next move is looked for."""
 STAY_NS = 5_000_000_000
@@ -55,12 +53,8 @@ class Under:
     new: Worker
     gain: Gain
     phase: Literal["reading", "settling"] = "reading"
-    reader: RunningRequest | None = None
-    """The session that reads the log; None: the session itself will."""
-    heard: Finished | Failed | None = None
-    """The word with which the reader ended."""
-    unread: int = 0
-    """Tokens that the reader had to read."""
+    reading: Reading | None = None
+    """The log, as it is read ahead; None: the session itself will read it."""
     rounds: int = 0
     """Rounds that the session had had when it moved."""
 
@@ -77,13 +71,12 @@ class Rebalancing:
         moving: Moving,
         tally: Tally,
         clock_ns: Callable[[], int],
-        *,
-        reuse: bool,
+        ahead: ReadingAhead,
     ) -> None:
-        """`running`: the sessions by their numbers; `reuse`: sessions go on from what is kept."""
+        """`running`: the sessions by their numbers."""
         self._service, self._running, self._registry = service, running, registry
         self._placement, self._moving, self._tally = placement, moving, tally
-        self._now_ns, self._reuse = clock_ns, reuse
+        self._now_ns, self._ahead = clock_ns, ahead
         self._under: Under | None = None
         self._ways: tuple[bytes, bytes] | None = None
         """Old and new target of the best move at the last look; a move begins if they are the same
@@ -121,75 +114,28 @@ class Rebalancing:
             return
         if under.phase == "settling":
             self._settle(under)
-        elif isinstance(under.heard, Failed):
+        elif under.reading is not None and isinstance(under.reading.heard, Failed):
             self._refuse(under)
         elif changing or not self._is_open(under):
             yield from self.break_off()
-        elif under.heard is not None and self._lags(under):
-            yield from self._read(under)
-        elif under.heard is not None:
-            yield from self._go(under)
+        elif under.reading is not None and under.reading.heard is not None:
+            if self._ahead.lags(under.reading):
+                under.reading = yield from self._ahead.begin(under.running, under.new)
+            else:
+                yield from self._go(under)
 
     def break_off(self) -> Effects[None]:
         """Give up the move that is under way; the session stays where it is."""
         under, self._under = self._under, None
-        reader = under.reader if under is not None else None
-        if reader is not None and self._running.get(reader.session.number) is reader:
-            yield Abandon(reader)
+        yield from self._ahead.abandon(under.reading if under is not None else None)
 
     def _begin(self, gain: Gain) -> Effects[None]:
         running, workers = self._running[gain.session], self._registry.workers
         under = self._under = Under(running, workers[gain.old], workers[gain.new], gain)
-        if self._reads_ahead(running, under.new):
-            yield from self._read(under)
+        if self._ahead.able(running, under.new):
+            under.reading = yield from self._ahead.begin(running, under.new)
         else:
             yield from self._go(under)
-
-    def _read(self, under: Under) -> Effects[None]:
-        """Have the new target read the log as far as it has come."""
-        under.reader, under.heard = self._reader(under), None
-        under.unread = under.reader.session.new_tokens
-        base = under.reader.session.target_base
-        try:
-            yield from self._moving.make_room(under.running.session.request, under.new, base)
-        except BaseException:
-            if base is not None:
-                under.new.shelf.give_back(base)
-            raise
-        yield Start(under.reader)
-
-    def _lags(self, under: Under) -> bool:
-        """Return whether so many tokens have come while the log was read that they are better read
-        before the session moves, too."""
-        if under.reader is None:
-            return False
-        came = under.running.session.length - under.reader.session.length
-        return MOST_LAG < came <= under.unread // 2 and self._reads_ahead(under.running, under.new)
-
-    def _reader(self, under: Under) -> RunningRequest:
-        """Return a session that reads the log of another, and ends."""
-        session, hello = (
-            under.running.session,
-            Hello(
-                epoch=self._service.epoch, roles=("client",), name="move", host="", pid=os.getpid()
-            ),
-        )
-        log = replace(
-            session.request,
-            prompt=session.request.log(session.tokens, session.length),
-            max_tokens=0,
-            logprobs=None,
-            record=False,
-        )
-        ours = ClientPeer(b"", hello, hear=partial(self._hear, under))
-        reader = self._placement.read_log(ours, under.new, log, self._now_ns())
-        reader.reads_for = under.running
-        return reader
-
-    def _hear(self, under: Under, message: Message) -> None:
-        """Hear what the client of a reader is told."""
-        if isinstance(message, Finished | Failed):
-            under.heard = message
 
     def _go(self, under: Under) -> Effects[None]:
         """Have the session move."""
@@ -240,12 +186,6 @@ class Rebalancing:
         """Return whether a target has room for the session, and no other waits for that."""
         full = target.sessions >= target.limits.sessions or self._moving.awaits(target)
         return not full and self._moving.has_room(running, target)
-
-    def _reads_ahead(self, running: RunningRequest, target: Worker) -> bool:
-        """Return whether a target can read the log of a session for it to go on from."""
-        session = running.session
-        tokens = session.length + 1 + session.request.most_levels
-        return self._reuse and session.request.may_reuse and tokens <= target.limits.kept
 
     def _alike(self) -> Iterator[Sequence[Worker]]:
         """Yield the targets of each fingerprint of which there are several."""
@@ -326,7 +266,7 @@ class Rebalancing:
             row_s = running.target.verifying.at(1, session.length)
         reading_s = rows * row_s
         pass_s = running.target.verifying.at(1 + len(session.tree.tokens), session.length)
-        if self._reads_ahead(running, target):
+        if self._ahead.able(running, target):
             return Price(reading_s, pass_s, lag_s=reading_s)
         return Price(reading_s, pass_s + reading_s)
 

@@ -32,6 +32,7 @@ from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.moves.moving import Moving
+from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.moves.steps import (
     Action,
     Change,
@@ -61,11 +62,14 @@ class Changes:
         registry: Registry,
         placement: Placement,
         moving: Moving,
+        ahead: ReadingAhead,
         clock_ns: Callable[[], int],
     ) -> None:
         """`epoch`: the coordinator's; `running`: the sessions by their numbers."""
         self._epoch, self._running, self._registry = epoch, running, registry
-        self._moving = moving
+        self._moving, self._ahead = moving, ahead
+        self._log: Reading | None = None
+        """The log of the session that moves next, as its new target reads it ahead."""
         self._change: Change | None = None
         self._client: ClientPeer | None = None
         self._request = 0
@@ -268,7 +272,7 @@ class Changes:
         if running.target is not self._old or running.loss is not None:
             return "coming" if running.session.state in (State.WAITING, State.OPENING) else "over"
         begun = running.session.state in (State.DRAFTING, State.VERIFYING)
-        return "movable" if begun and self._moving.refuge(running) is not None else "held"
+        return "movable" if begun and self._refuge(running) is not None else "held"
 
     def _stranded(self, running: RunningRequest) -> bool:
         """Return whether a session has lost its target and cannot continue on the newcomer."""
@@ -346,8 +350,33 @@ class Changes:
         )
         if running.draft is self._old:
             yield from self._moving.change_draft(running)
-        elif (target := self._moving.refuge(running)) is not None:
+        elif (target := self._refuge(running)) is not None and not (
+            yield from self._reads_ahead(running, target)
+        ):
             yield from self._moving.move(running, target)
+
+    def _refuge(self, running: RunningRequest) -> Worker | None:
+        """Return the target that a session moves to: the one that reads its log already, if any."""
+        log = self._log
+        if log is not None and log.running is running and log.new.available:
+            return log.new
+        return self._moving.refuge(running)
+
+    def _reads_ahead(self, running: RunningRequest, target: Worker) -> Effects[bool]:
+        """Have a target read the log of a session that moves there; return whether it still
+        does."""
+        log = self._log
+        known = log is not None and (log.running, log.new) == (running, target)
+        if log is not None and known:
+            if log.heard is None:
+                return True
+            if isinstance(log.heard, Failed) or not self._ahead.lags(log):
+                return False
+        yield from self._ahead.abandon(log)
+        self._log = None
+        if self._ahead.able(running, target):
+            self._log = yield from self._ahead.begin(running, target)
+        return self._log is not None
 
     def _let_go(self, party: Party) -> Effects[None]:
         yield from self._trials.abandon()
@@ -358,6 +387,8 @@ class Changes:
         """Tell how it ended; the next change may come."""
         assert self._change is not None
         change, about = self._change, {"epoch": self._epoch, "request": self._request}
+        yield from self._ahead.abandon(self._log)
+        self._log = None
         what = {
             "moved": change.moved,
             "stayed": change.stayed,

@@ -36,9 +36,11 @@ def group(share: float) -> Iterator[Path]:
         own.mkdir()
         quota = str(int(share * PERIOD_US))
         if (own / "cpu.cfs_quota_us").exists():
+            (own / "cpu.shares").write_text("262144")  # whatever else runs
             (own / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (own / "cpu.cfs_quota_us").write_text(quota)
         else:
+            (own / "cpu.weight").write_text("10000")
             (own / "cpu.max").write_text(f"{quota} {PERIOD_US}")
     except OSError as error:
         raise click.ClickException(f"no control group with a quota can be made: {error}") from None

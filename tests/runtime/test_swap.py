@@ -33,11 +33,13 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
 from dovetail.runtime.control.on_off import OnOff
+from dovetail.runtime.moves.reading_ahead import MOST_LAG
 from dovetail.runtime.moves.steps import SILENT_NS
 from support.cases import everyday
 from support.houses import House
 from support.scripted import (
     READS,
+    ROOMY,
     VOCABULARY,
     ScriptedDraft,
     ScriptedTarget,
@@ -256,6 +258,18 @@ def test_a_target_takes_the_place_of_one_that_decides_as_it_does_and_the_session
     assert scene.names == ["draft", "target-2"]
     replies = scene.check_replies()
     assert {(reply.result.moves, reply.result.fingerprints) for reply in replies} == {(1, ())}
+
+
+def test_a_target_that_replaces_another_has_read_the_log_of_a_session_before_it_goes_over() -> None:
+    scene = Scene()
+    newcomer = scene.newcomer(ScriptedTarget, limits=ROOMY)
+    scene.begin()
+    swapped = scene.end(scene.swap(newcomer, scene.house.target))
+    assert (swapped.moved, swapped.stayed) == (len(PROMPTS), 0)
+    scene.check_replies()
+    opened = [one for one in newcomer.seen if isinstance(one, Open) and one.round]
+    assert len(opened) == len(PROMPTS)
+    assert all(one.kept and len(one.prompt) - one.kept <= MOST_LAG for one in opened)
 
 
 def lives(scene: Scene) -> Sequence[Any]:

@@ -1,0 +1,103 @@
+"""Reading ahead: before a session moves to another target, that one reads its log in a session of
+the coordinator's own, whose rows are kept when it ends, while the old target goes on serving. The
+session then goes on from these rows, and pauses only until the tokens that have come meanwhile are
+read."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from dovetail.protocol.messages import Failed, Finished, Hello, Message
+from dovetail.runtime.engine.effects import Abandon, Effects, Start
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.fleet.placement import Placement
+from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.moves.moving import Moving
+
+MOST_LAG = 32
+"""Most tokens that a session may pause for when it moves: reading them takes about a few passes."""
+
+
+@dataclass(eq=False)
+class Reading:
+    """A log that is read ahead."""
+
+    running: RunningRequest
+    """The session whose log it is."""
+    new: Worker
+    """The target that reads it."""
+    reader: RunningRequest | None = None
+    heard: Finished | Failed | None = None
+    """The word with which the reader ended."""
+    unread: int = 0
+    """Tokens that the reader had to read."""
+
+    def hear(self, message: Message) -> None:
+        """Hear what the client of a reader is told."""
+        if isinstance(message, Finished | Failed):
+            self.heard = message
+
+
+class ReadingAhead:
+    """Has targets read logs ahead."""
+
+    def __init__(
+        self,
+        service: Service,
+        running: Mapping[int, RunningRequest],
+        placement: Placement,
+        moving: Moving,
+        clock_ns: Callable[[], int],
+        *,
+        reuse: bool,
+    ) -> None:
+        """`running`: the sessions by their numbers; `reuse`: sessions go on from what is kept."""
+        self._service, self._running, self._placement = service, running, placement
+        self._moving, self._now_ns, self._reuse = moving, clock_ns, reuse
+
+    def able(self, running: RunningRequest, target: Worker) -> bool:
+        """Return whether a target can read the log of a session for it to go on from."""
+        session = running.session
+        tokens = session.length + 1 + session.request.most_levels
+        return self._reuse and session.request.may_reuse and tokens <= target.limits.kept
+
+    def begin(self, running: RunningRequest, target: Worker) -> Effects[Reading]:
+        """Have a target read the log of a session as far as it has come."""
+        reading = Reading(running, target)
+        session = running.session
+        log = replace(
+            session.request,
+            prompt=session.request.log(session.tokens, session.length),
+            max_tokens=0,
+            logprobs=None,
+            record=False,
+        )
+        epoch = self._service.epoch
+        hello = Hello(epoch=epoch, roles=("client",), name="move", host="", pid=os.getpid())
+        ours = ClientPeer(b"", hello, hear=reading.hear)
+        reader = self._placement.read_log(ours, target, log, self._now_ns())
+        reader.reads_for, reading.reader = running, reader
+        reading.unread = reader.session.new_tokens
+        base = reader.session.target_base
+        try:
+            yield from self._moving.make_room(session.request, target, base)
+        except BaseException:
+            if base is not None:
+                target.shelf.give_back(base)
+            raise
+        yield Start(reader)
+        return reading
+
+    def lags(self, reading: Reading) -> bool:
+        """Return whether so many tokens have come while the log was read that they are better read
+        before the session moves, too."""
+        assert reading.reader is not None
+        came = reading.running.session.length - reading.reader.session.length
+        return MOST_LAG < came <= reading.unread // 2 and self.able(reading.running, reading.new)
+
+    def abandon(self, reading: Reading | None) -> Effects[None]:
+        """End a reader if it still runs."""
+        reader = reading.reader if reading is not None else None
+        if reader is not None and self._running.get(reader.session.number) is reader:
+            yield Abandon(reader)
