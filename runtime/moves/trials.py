@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Hello, Message, Role, Submit
@@ -17,8 +18,9 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.moves.steps import Trial, TrialName
 
-TRIAL_TEXT = "one two three, one two three, one two three, one"
-"""Text whose words come again, so that a draft that looks back has something to find."""
+COMMON = 1024
+"""Tokens of a vocabulary among which those of a trial are: the first are the most frequent."""
+PLACES = (0.5, 0.625, 0.75)
 TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
 TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 """A policy that every kind of draft knows, and that drafts whether it pays or not."""
@@ -95,16 +97,6 @@ class Trials:
 
     def begin(self, trial: Trial) -> Effects[None]:
         """Run a trial, and hear what its client would be told."""
-        submit = Submit(
-            epoch=self._epoch,
-            request=0,
-            text=TRIAL_TEXT,
-            sampling=Sampling(temperature=1.0),
-            max_tokens=TRIAL_TOKENS,
-            seed=TRIAL_SEED,
-            end=(),
-            tree=TRIAL_TREE,
-        )
         target, draft = (
             self._registry.workers.get(trial.target),
             self._registry.workers.get(trial.draft or b""),
@@ -118,6 +110,16 @@ class Trials:
                 )
             )
             return
+        submit = Submit(
+            epoch=self._epoch,
+            request=0,
+            tokens=trial_tokens(target),
+            sampling=Sampling(temperature=1.0),
+            max_tokens=TRIAL_TOKENS,
+            seed=TRIAL_SEED,
+            end=(),
+            tree=TRIAL_TREE,
+        )
         try:
             running = self.session(submit, target, draft, partial(self._hear, trial.name, draft))
         except RequestError as error:
@@ -156,3 +158,15 @@ class Trials:
 def _decides_as(one: Worker, other: Worker) -> bool:
     """Return whether two targets compute the same for the same tokens."""
     return one.hello.fingerprint == other.hello.fingerprint and one.reads_as(other)
+
+
+def trial_tokens(target: Worker) -> tuple[int, ...]:
+    """Return a prompt of ordinary tokens that come again, so that a draft that looks back has
+    something to find. No tokenizer is read for it, which takes seconds."""
+    assert target.language is not None
+    table, begin = target.language.table, target.facts.begin
+    special = {*table.special.values(), *target.facts.end}
+    ordinary = (token for token in table if token < target.facts.size and token not in special)
+    common = [*islice(ordinary, COMMON)]
+    found = [common[int(place * len(common))] for place in PLACES]
+    return (*(() if begin is None else (begin,)), *found, *found, *found, found[0])

@@ -1,6 +1,5 @@
 """The commands about real models: fetch them, and measure how a service starts with one."""
 
-import os
 import statistics
 import sys
 import tempfile
@@ -12,7 +11,8 @@ from dovetail.launch.console.terminal import print_table
 from dovetail.protocol.errors import UserError
 from real.models import MODELS, fetch
 from real.quota import quota
-from real.servers import PROMPT, ask, memory, served
+from real.servers import PROMPT, ask, memory, own_places, served
+from real.serving import serve
 
 
 @click.group()
@@ -21,6 +21,7 @@ def main() -> None:
 
 
 main.add_command(quota)
+main.add_command(serve)
 
 
 @main.command("fetch")
@@ -47,12 +48,7 @@ def start(file: Path, peer: str | None, runs: int, context: int, more: tuple[str
     options of `dovetail serve`, behind `--`.
     """
     with tempfile.TemporaryDirectory(prefix="dovetail-real-") as folder:
-        (Path(folder) / "run").mkdir(mode=0o700)
-        given = {
-            **os.environ,
-            "XDG_CACHE_HOME": str(Path(folder) / "cache"),
-            "XDG_RUNTIME_DIR": str(Path(folder) / "run"),
-        }
+        given = own_places(folder)
         ours = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve", str(file)]
         ours += ["--target.context", str(context), *more]
         services = {"dovetail": (ours, "--http.port")}

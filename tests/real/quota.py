@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from real.servers import DIRECT, PATIENCE_S, PROMPT, served
+from real.servers import DIRECT, PATIENCE_S, PROMPT, own_places, served
 
 PERIOD_US = 100_000
 ROOT = Path("/sys/fs/cgroup")
@@ -127,9 +127,7 @@ def quota(file: Path, share: float, only: tuple[str, ...], more: tuple[str, ...]
     model = ["--target", str(file), "--target.context", "8192", *more]
     failures = []
     with tempfile.TemporaryDirectory(prefix="dovetail-quota-") as folder, group(share) as procs:
-        (Path(folder) / "run").mkdir(mode=0o700)
-        places = {"XDG_RUNTIME_DIR": "run", "XDG_CACHE_HOME": "cache", "XDG_STATE_HOME": "state"}
-        given = {**os.environ, **{name: str(Path(folder) / at) for name, at in places.items()}}
+        given = own_places(folder)
         commands = {
             "generate": ["generate", *model, "--max-tokens", "16", PROMPT],
             "selftest": ["selftest", *model, "--limit", "1"],

@@ -1,5 +1,6 @@
 """Servers that are started to be measured: ours and others, over HTTP."""
 
+import compileall
 import json
 import os
 import signal
@@ -12,15 +13,30 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 import psutil
 
+import dovetail
+
 PATIENCE_S = 600.0
 PROMPT = "The sky is blue because"
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens local URLs without a proxy."""
+
+
+def own_places(folder: str) -> dict[str, str]:
+    """Return the environment of a service whose caches, sockets and state are in a folder, and
+    whose code is compiled once, as that of an installed package is."""
+    places = {"XDG_RUNTIME_DIR": "run", "XDG_CACHE_HOME": "cache", "XDG_STATE_HOME": "state"}
+    Path(folder, "run").mkdir(mode=0o700)
+    given = {**os.environ, **{name: str(Path(folder, at)) for name, at in places.items()}}
+    given.pop("PYTHONDONTWRITEBYTECODE", None)
+    for part in ("protocol", "runtime", "workers", "launch"):
+        compileall.compile_dir(Path(dovetail.__path__[0], part), quiet=2)
+    return given
 
 
 @contextmanager

@@ -269,6 +269,8 @@ def test_a_target_that_replaces_another_has_read_the_log_of_a_session_before_it_
     scene.check_replies()
     opened = [one for one in newcomer.seen if isinstance(one, Open) and one.round]
     assert len(opened) == len(PROMPTS)
+    targets = (worker for worker in scene.house.coordinator.registry.workers.values())
+    assert not any("_codec" in vars(one.language) for one in targets)  # no tokenizer was read
     assert all(one.kept and len(one.prompt) - one.kept <= MOST_LAG for one in opened)
 
 
