@@ -64,8 +64,7 @@ class ReadingAhead:
 
     def begin(self, running: RunningRequest, target: Worker) -> Effects[Reading]:
         """Have a target read the log of a session as far as it has come."""
-        reading = Reading(running, target)
-        session = running.session
+        reading, session = Reading(running, target), running.session
         log = replace(
             session.request,
             prompt=session.request.log(session.tokens, session.length),

@@ -1,13 +1,11 @@
 """Rebalancing: running sessions move to a target of the same fingerprint that has joined, has
 returned or has fewer sessions than before, where `gains.py` says that it pays.
 
-One session moves at a time. The new target first reads its log, in a session of the coordinator's
-own whose rows are kept when it ends, while the old target goes on serving. Then the session goes on
-from these rows, and pauses only until the tokens that have come meanwhile are read. A target that
-keeps nothing has it pause until all of its log is read. The fingerprint is the same, so that no
-byte changes, and the draft goes on drafting. A move that fails before the session has left the old
-target changes nothing; afterwards it is a loss like any other. The next move is looked for when the
-moved session has had some rounds, which show what passes take now.
+One session moves at a time, once the new target has read its log (`reading_ahead.py`); one that
+keeps nothing has the session pause until all of its log is read. The fingerprint is the same, so
+that no byte changes, and the draft goes on drafting. A move that fails before the session has left
+the old target changes nothing; afterwards it is a loss like any other. The next move is looked for
+when the moved session has had some rounds, which show what passes take now.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
