@@ -112,7 +112,7 @@ def inside(command: Sequence[str], procs: Path) -> list[str]:
 @click.option(
     "--only",
     multiple=True,
-    type=click.Choice(["generate", "selftest", "profile", "swap"]),
+    type=click.Choice(["generate", "selftest", "profile", "draft", "target"]),
     help="Run these alone.",
 )
 @click.argument("more", nargs=-1)
@@ -130,8 +130,8 @@ def quota(file: Path, share: float, only: tuple[str, ...], more: tuple[str, ...]
         given = own_places(folder)
         commands = {
             "generate": ["generate", *model, "--max-tokens", "16", PROMPT],
-            "selftest": ["selftest", *model, "--limit", "1"],
-            "profile": ["profile", *model, "--prompt", PROMPT, "--out", folder],
+            "selftest": ["selftest", *model, "--draft", "ngram", "--limit", "1"],
+            "profile": ["profile", *model, "--draft", "ngram", "--prompt", PROMPT, "--out", folder],
         }
         for name, command in commands.items():
             if only and name not in only:
@@ -139,16 +139,21 @@ def quota(file: Path, share: float, only: tuple[str, ...], more: tuple[str, ...]
             seconds, failure = run([*dovetail, *command], given, procs)
             failures += [failure] if failure else []
             click.echo(f"{name}: {seconds:.1f} s{', failed: ' + failure if failure else ''}")
-        if not only or "swap" in only:
-            failures += swapped(dovetail, model, given, procs)
+        if roles := [role for role in ("draft", "target") if not only or role in only]:
+            failures += swapped(dovetail, model, roles, given, procs)
     if failures:
         raise click.ClickException(f"{len(failures)} of these failed")
 
 
 def swapped(
-    dovetail: Sequence[str], model: Sequence[str], given: Mapping[str, str], procs: Path
+    dovetail: Sequence[str],
+    model: Sequence[str],
+    roles: Sequence[str],
+    given: Mapping[str, str],
+    procs: Path,
 ) -> list[str]:
-    """Swap the draft and the target of a service under a stream; returns what failed."""
+    """Swap workers of a service under a stream, the draft for the target's own model; returns what
+    failed."""
     serve = inside([*dovetail, "serve", *model], procs)
     failures = []
     with served(serve, "--http.port", given) as (process, address, ready_s):
@@ -163,16 +168,17 @@ def swapped(
             f"median {statistics.median(usual):.3f} s, longest {max(usual):.3f} s"
         )
         draft = ["--draft", model[1], "--draft.kind", "small"]
-        for role, more in (("draft", draft), ("target", [])):
+        for role in roles:
             began = time.monotonic()
-            swap = [*dovetail, "swap", "--role", role, *more]
+            swap = [*dovetail, "swap", "--role", role, *(draft if role == "draft" else ())]
             seconds, failure = run(swap, given, procs)
             pauses = stream.gaps(began, time.monotonic()) or [0.0]
+            place = sum(pauses[: pauses.index(max(pauses))])
             failures += [failure] if failure else []
             click.echo(
                 f"swap of the {role}: {seconds:.1f} s{', failed: ' + failure if failure else ''}; "
                 f"pauses: median {statistics.median(pauses):.3f} s, longest {max(pauses):.3f} s, "
-                f"{max(pauses) - max(usual):+.3f} s"
+                f"{max(pauses) - max(usual):+.3f} s, after {place:.1f} s"
             )
         time.sleep(QUIET_S)
         after = {child.name(): child.pid for child in process.children(recursive=True)}
