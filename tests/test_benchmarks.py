@@ -14,9 +14,9 @@ from benchmarks.figures import llama_bound
 from benchmarks.measure import Estimate, estimate, limit_s, ratio, take_turns
 from benchmarks.models import Shape, draw_tree
 from benchmarks.sameness import Record
-from dovetail.launch.bench.llama.kinds import LLAMA_TYPES
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.verifier import tree_paths
+from peers.llama.kinds import LLAMA_TYPES
 from support.few_colours import MOST_BYTES, small_png
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"

@@ -33,7 +33,6 @@ DOORS = {
     "torch": ("workers/",),
     "transformers": (
         "workers/models/imports/lean.py",
-        "workers/baselines/assisted.py",
         "workers/training/",
     ),
     "sklearn": ("workers/training/stratify.py",),
@@ -43,8 +42,8 @@ DOORS = {
     "uvloop": ("launch/commands/http.py", "launch/commands/router.py"),
     "httptools": ("runtime/router/upstream.py",),
     "prometheus_client": ("runtime/http/exposition.py",),
-    "gguf": ("launch/bench/llama/",),
-    "llama_cpp": ("launch/bench/llama/",),
+    "gguf": (),
+    "llama_cpp": (),
     "click": ("launch/",),
     "ray": ("launch/processes/ray/",),
     "rich": ("launch/",),

@@ -1,20 +1,15 @@
 """The processes that decode for the methods of a benchmark, started when they are needed."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from dovetail.launch.bench.assisted import AssistedPeer, Peer
-from dovetail.launch.bench.assisted import check as check_peer
-from dovetail.launch.bench.llama.peer import LlamaPeer, Preparation, python_for
-from dovetail.launch.bench.llama.peer import check as check_llama
-from dovetail.launch.bench.llama.served import ServedPeer, find_program
-from dovetail.launch.bench.llama.served import check as check_server
 from dovetail.launch.bench.methods import Method
+from dovetail.launch.bench.peers import NAMES, Peer, Room
 from dovetail.launch.console.terminal import spinner
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.machine.cores import CoreLayout
@@ -179,12 +174,8 @@ def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
     for method in methods:
         settings = method.configuration.settings
         cores = sorted({*layout.target.cores, *layout.draft.cores})
-        if method.llama is not None:
-            check_llama(settings, method.llama, cores)
-        if method.server is not None:
-            check_server(settings, method.server, cores)
-        if not method.ours:
-            check_peer(settings, method.name.partition(",")[0])
+        if method.peer is not None:
+            method.peer.check(settings, method.options, cores)
             continue
         check_stack(method.configuration)
         thread_count("target", settings.target, layout.target)
@@ -192,30 +183,31 @@ def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
 
 @contextmanager
 def contenders(
-    methods: Sequence[Method], *, llama_python: Path | None = None, llama_server: Path | None = None
+    methods: Sequence[Method], programs: Mapping[str, Path | None] | None = None
 ) -> Iterator[dict[str, Contender]]:
     """Start the processes of each method on the same cores, and yield them by the methods' labels
     once all are ready; the first method is `none`.
 
-    All methods are looked at before a process is started. `llama_python`: the interpreter that has
-    llama.cpp, where it is not ours; `llama_server`: the program, where it is not in the PATH.
+    All methods are looked at before a process is started. `programs`: method of a peer -> its
+    program, or the Python that has it; without one it looks for it.
     """
+    programs = programs or dict.fromkeys(NAMES)
     layout = layout_of(methods[0].configuration.settings)
     check_methods(methods, layout)
-    python = (
-        python_for(llama_python) if any(method.llama is not None for method in methods) else None
-    )
-    program = find_program(llama_server) if any(method.server for method in methods) else None
+    for method in methods:
+        if method.peer is not None:
+            method.peer.find(programs[method.head])
     with ExitStack() as owned:
         supervisor = owned.enter_context(Supervisor())
-        preparation = Preparation(supervisor, python)
+        room = Room(supervisor, programs)
         found: dict[str, Contender] = {}
         shared: dict[str, Connection] = {}
         with spinner() as say:
             for method in methods:
                 say(f"starting {method.name}")
-                if not method.ours:
-                    peer = owned.enter_context(closing(_peer(preparation, program, method, layout)))
+                if method.peer is not None:
+                    opened = method.peer.open(room, method.configuration, layout, method.options)
+                    peer = owned.enter_context(closing(opened))
                     variants = [replace(method, threads=threads) for threads in peer.thread_counts]
                     found.update({variant.label: Theirs(variant, peer) for variant in variants})
                     continue
@@ -226,18 +218,6 @@ def contenders(
                     shared[method.shares] = connection
                 found[method.label] = Ours(method, connection)
         yield found
-
-
-def _peer(
-    preparation: Preparation, program: Path | None, method: Method, layout: CoreLayout
-) -> Peer:
-    configuration = method.configuration
-    if method.server is not None:
-        assert program is not None
-        return ServedPeer(preparation, program, configuration, layout, method.server)
-    if method.llama is None:
-        return AssistedPeer(preparation.supervisor, configuration, layout)
-    return LlamaPeer(preparation, configuration, layout, method.llama)
 
 
 def founder(methods: Sequence[Method], of: Method) -> Method:

@@ -215,8 +215,7 @@ def heading_of(
         "methods": {
             method.name: {
                 **_settings(method),
-                "llama.cpp": vars(method.llama) if method.llama else None,
-                "llama-server": vars(method.server) if method.server else None,
+                "peer": vars(method.options) if method.peer else None,
             }
             for method in methods
         },

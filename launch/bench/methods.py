@@ -10,24 +10,20 @@ it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dovetail.launch.bench.assisted import ASSISTED
-from dovetail.launch.bench.llama.kinds import read_config, type_of
-from dovetail.launch.bench.llama.peer import LLAMA, SERVER, LlamaOptions, read_option
-from dovetail.launch.bench.llama.served import OWN, ServerOptions
-from dovetail.launch.bench.llama.served import read_option as read_server_option
+from dovetail.launch.bench.peers import NAMES, PeerKind, peers
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.settings.configure import Configuration, parse_setting, read_file
-from dovetail.launch.settings.embedded import with_target
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS
-from dovetail.workers.models.checkpoints.gguf.view import files_of, mix_of
+from dovetail.workers.models.checkpoints.gguf.view import files_of
 
 NONE = "none"
-PEERS = (ASSISTED, LLAMA, SERVER)
-"""Other engines."""
+SERVER, OWN = "llama-server", "own"
+"""The peer that is given a GGUF file as it is, and its draft that is ours."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +39,15 @@ class Method:
     shares: str = ""
     """Methods that say the same share a stack of processes; those that say nothing have one of
     their own."""
-    llama: LlamaOptions | None = None
-    """The options of llama.cpp, if the method is that."""
-    server: ServerOptions | None = None
-    """The options of llama-server, if the method is that."""
+    peer: PeerKind | None = None
+    """Another engine; None: a method of ours."""
+    options: Any = None
+    """The options of the peer."""
+
+    @property
+    def head(self) -> str:
+        """Return its name without the settings."""
+        return self.name.partition(",")[0]
 
     @property
     def ours(self) -> bool:
@@ -60,24 +61,13 @@ class Method:
     def exact(self) -> bool:
         """Return whether a token that differs from that of `none` is a fault, as it is unless
         another engine computes with types of its own."""
-        return self.llama is None and self.server is None
+        return self.peer is None or self.peer.exact
 
     @property
     def weights(self) -> str:
         """Return what it computes with, as its engine calls it."""
-        weights = self.configuration.settings.target.weights
-        if self.ours:
-            return weights
-        if self.server is not None:
-            return mix_of(Path(self.configuration.settings.target.model)).partition(" ")[0]
-        if self.llama is not None:
-            return type_of(
-                weights,
-                read_config(
-                    Path(with_target(self.configuration.settings.target).model).expanduser()
-                ),
-            )
-        return "bf16" if weights == "bf16" else "fp32"
+        settings = self.configuration.settings
+        return settings.target.weights if self.peer is None else self.peer.weights(settings)
 
     @property
     def label(self) -> str:
@@ -122,8 +112,14 @@ def read_method(base: Configuration, text: str) -> Method:
     is that of their draft's tree."""
     head, *settings = text.split(",")
     origin = f"--method {text}"
-    if head in PEERS:
+    peer = peers().get(head) if head in NAMES else None
+    if peer is not None:
         configuration = base.over(origin, {})
+    elif head in NAMES:
+        raise UserError(
+            f"--method {head} is part of a checkout, not of an installation: run bench from there, "
+            "or measure its server with --url"
+        )
     elif head in POLICIES:
         if base.settings.draft.kind == NONE:
             raise UserError(
@@ -147,17 +143,13 @@ def read_method(base: Configuration, text: str) -> Method:
         raise UserError(
             f"--method {head!r} is not a method: name none, a kind of draft (small, dovetail, "
             "...), a tree policy (goodput, dynamic, ...), the folder of a draft, a settings file "
-            f"(.toml), {', '.join(PEERS[:-1])} or {PEERS[-1]}"
+            f"(.toml), {', '.join(NAMES[:-1])} or {NAMES[-1]}"
         )
     values = {}
-    options = LlamaOptions() if head == LLAMA else None
-    server = ServerOptions() if head == SERVER else None
+    options = peer and peer.defaults
     for setting in settings:
-        if options is not None and (told := read_option(options, setting)) is not None:
-            options = told
-            continue
-        if server is not None and (asked := read_server_option(server, setting)) is not None:
-            server = asked
+        if peer is not None and (read := peer.read_option(options, setting)) is not None:
+            options = read
             continue
         name, equals, value = setting.partition("=")
         if not equals:
@@ -169,9 +161,9 @@ def read_method(base: Configuration, text: str) -> Method:
     return Method(
         text,
         configuration.over(origin, values),
-        1 if head in PEERS else None,
-        llama=options,
-        server=server,
+        None if peer is None else 1,
+        peer=peer,
+        options=options,
     )
 
 

@@ -7,9 +7,9 @@ figures mean in `bench/figures.py`.
 - Of a prompt of several turns, the first is used.
 - With --out what is measured is kept reply by reply (`bench/journal.py`), so that the same command
   goes on where an earlier one was interrupted.
-- A method may be a peer, another engine with the same models on the same cores
-  (`bench/assisted.py`). What it can be measured with, it is measured with in turn; its best is its
-  row. At temperature 0 its tokens are compared as those of any method; above, it draws by itself.
+- A method may be a peer, another engine with the same models on the same cores (`bench/peers.py`).
+  What it can be measured with, it is measured with in turn; its best is its row. At temperature 0
+  its tokens are compared as those of any method; above, it draws by itself.
 - With --concurrency requests go over HTTP, many at once (`bench/load/`).
 """
 
@@ -31,6 +31,7 @@ from dovetail.launch.bench.load.measured import DEFAULT_LEVELS, DEFAULT_REQUESTS
 from dovetail.launch.bench.load.run import measure_and_tell
 from dovetail.launch.bench.methods import (
     NONE,
+    SERVER,
     Method,
     PromptSet,
     beside_llama_server,
@@ -217,7 +218,7 @@ def command(
     written as GGUF), with settings appended: --method small,tree.gamma=6,draft.ahead=false.
     llama-server also takes draft=FILE.gguf or draft=own (our draft's file), and max=N, threads=N,
     flash=on|off, of which it is given the fastest; llama.cpp threads=N, draft=lookup (its prompt
-    lookup), lookup=N and cache=f16|f32.
+    lookup), lookup=N and cache=f16|f32. These three are part of a checkout, not of an installation.
 
     Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a
     draft failed. llama.cpp and llama-server compute with types of their own, so their differences
@@ -258,7 +259,8 @@ def command(
     sets = _sets(files, limit)
     heats = _heats(configuration, temperatures)
     with open_journal(out, heading_of(every, sets, heats, repeat, seed)) as journal:
-        with _contenders(every, journal, llama_python, llama_server) as found:
+        programs = {"assisted": None, "llama.cpp": llama_python, SERVER: llama_server}
+        with _contenders(every, journal, programs) as found:
             measured = list(measure(found, sets, heats, repeat, seed, journal))
             result = _result(measured, found, seed)
         if sweeping is not None:
@@ -313,15 +315,14 @@ def _check_alone(context: click.Context) -> None:
 def _contenders(
     methods: Sequence[Method],
     journal: Journal,
-    llama_python: Path | None,
-    llama_server: Path | None,
+    programs: Mapping[str, Path | None],
 ) -> Iterator[Mapping[str, Contender]]:
     """Return what decodes for each method; where all has already been measured, nothing is
     started."""
     if journal.whole:
         yield journal.remembered(methods)
         return
-    with contenders(methods, llama_python=llama_python, llama_server=llama_server) as found:
+    with contenders(methods, programs) as found:
         yield journal.agree(found)
 
 

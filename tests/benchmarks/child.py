@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dovetail.launch.bench.llama.start import command_of
+from peers.llama.start import command_of
 
 PATIENCE_S = 10
 """Seconds in which a side ends by itself once nothing more is asked of it."""

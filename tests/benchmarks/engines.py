@@ -25,8 +25,8 @@ from benchmarks.options import (
     written_model,
 )
 from benchmarks.verification import WARM_UP, Comparison, Pass, compare
-from dovetail.launch.bench.llama.kinds import type_of
 from dovetail.launch.console.terminal import print_table, progress_bar
+from peers.llama.kinds import type_of
 
 MODEL_OPTIONS = (
     "weights",

@@ -16,8 +16,8 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.child import obey, timed
-from dovetail.launch.bench.llama.conversion import write_once
-from dovetail.launch.bench.llama.generation import keep_silent
+from peers.llama.conversion import write_once
+from peers.llama.generation import keep_silent
 
 FILLED = 1024
 """Cached tokens that are computed; those behind them have the same keys and values, rotated on."""

@@ -14,10 +14,10 @@ import click
 from benchmarks.child import Side, SideError
 from benchmarks.measure import Estimate, estimate
 from benchmarks.models import SHAPES, model_folder
-from dovetail.launch.bench.llama.kinds import LLAMA_TYPES
-from dovetail.launch.bench.llama.start import INSTALL, has_llama
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import Isa
+from peers.llama.kinds import LLAMA_TYPES
+from peers.llama.start import INSTALL, has_llama
 
 BEHIND = 512
 """Cached tokens behind which a verification is measured."""

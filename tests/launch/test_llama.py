@@ -12,9 +12,6 @@ import pytest
 
 from dovetail.launch.bench.contenders import check_methods
 from dovetail.launch.bench.figures import differences_told
-from dovetail.launch.bench.llama.kinds import type_of, uncut, unfit
-from dovetail.launch.bench.llama.peer import LlamaOptions, LlamaPeer, Preparation, read_option
-from dovetail.launch.bench.llama.start import find_python
 from dovetail.launch.bench.methods import PromptSet, read_method
 from dovetail.launch.bench.turns import Cell
 from dovetail.launch.machine.binding import Place
@@ -24,6 +21,9 @@ from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.record.comparison import NEAR_TIE, Difference
+from peers.llama.kinds import type_of, uncut, unfit
+from peers.llama.peer import LlamaOptions, LlamaPeer, Preparation, read_option
+from peers.llama.start import find_python
 from support.models import tiny_llama, tiny_qwen2
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
@@ -51,8 +51,8 @@ def test_its_options_and_our_settings_are_appended_to_its_name() -> None:
     method = read_method(
         base(), "llama.cpp,threads=2,draft=lookup,lookup=4,target.weights=half,cache=f32"
     )
-    assert method.llama == LlamaOptions(threads=2, draft="lookup", lookup=4, cache="f32")
-    assert (method.llama.proposed, LlamaOptions().proposed) == (4, 0)
+    assert method.options == LlamaOptions(threads=2, draft="lookup", lookup=4, cache="f32")
+    assert (method.options.proposed, LlamaOptions().proposed) == (4, 0)
     assert (method.ours, method.exact, method.weights) == (False, False, "F16")
     assert read_option(LlamaOptions(), "tree.gamma=3") is None
 

@@ -13,14 +13,14 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from dovetail.launch.bench.contenders import check_methods
-from dovetail.launch.bench.llama.served import ServerOptions, find_program, read_option
-from dovetail.launch.bench.llama.server import rounds_of
 from dovetail.launch.bench.methods import beside_llama_server, read_method
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
+from peers.llama.served import ServerOptions, find_program, read_option
+from peers.llama.server import rounds_of
 from support.gguf_files import tokens_of, write_gguf
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
@@ -50,7 +50,7 @@ def base(**settings: Any) -> Configuration:
 def test_its_options_and_our_settings_are_appended_to_its_name(pair: dict[str, Path]) -> None:
     configuration = base(target__model=pair["target"])
     method = read_method(configuration, "llama-server,draft=own,max=8,flash=on,threads=2")
-    assert method.server == ServerOptions(draft="own", max=8, threads=2, flash="on")
+    assert method.options == ServerOptions(draft="own", max=8, threads=2, flash="on")
     assert (method.ours, method.exact, method.weights) == (False, False, "Q8_0")
     assert read_option(ServerOptions(), "tree.gamma=3") is None
     for wrong in ("threads=0", "max=x", "flash=maybe", "draft="):

@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.bench.assisted import (
-    AssistedPeer,
-    assistant_of,
-    check,
-    near_the_fastest,
-    result_of,
-    thread_counts_of,
-)
+from dovetail.launch.bench import peers
+from dovetail.launch.bench.methods import read_method
 from dovetail.launch.machine.cores import lay_out_here
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration, configure
@@ -20,8 +14,16 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.text.tokenizer import TextCodec
-from dovetail.workers.baselines.generated import Generated, Round
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from peers.assisted import (
+    AssistedPeer,
+    assistant_of,
+    check,
+    near_the_fastest,
+    result_of,
+    thread_counts_of,
+)
+from peers.generated import Generated, Round
 from support.heads import write_head
 
 TURNS = ["Tell me a story about a small owl."]
@@ -136,3 +138,13 @@ def test_the_round_that_computes_the_prompt_is_none_of_decoding() -> None:
     assert (result.verify_s, result.draft_exposed_s) == (0.005, pytest.approx(0.003))
     assert result.finish_reason == "length"
     assert result.tokens_per_s == pytest.approx(5 / 0.008)
+
+
+def test_an_installation_has_no_peers_and_reports_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "CHECKOUT", tmp_path)
+    peers.peers.cache_clear()
+    with pytest.raises(UserError, match="--method assisted is part of a checkout, not of an inst"):
+        read_method(settings(), "assisted")
+    peers.peers.cache_clear()

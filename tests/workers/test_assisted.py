@@ -8,8 +8,8 @@ import torch
 
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling
-from dovetail.workers.baselines.assisted import AssistedModel, generation_config
-from dovetail.workers.baselines.generated import Generated
+from peers.generated import Generated
+from peers.model import AssistedModel, generation_config
 from support.models import reference_tokens
 
 PROMPT = [3, 17, 9, 30, 8, 22, 41, 5, 9, 11]

@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling
-from dovetail.workers.baselines.generated import Generated, Round
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import write_inflated
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
+from peers.generated import Generated, Round
 
 
 class AssistedModel:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.bench.assisted import thread_counts_of
-from dovetail.launch.bench.llama.peer import SERVER, Preparation, Talker, heard
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Settings
 from dovetail.workers.models.checkpoints.gguf.view import files_of, resolved
+from peers.assisted import thread_counts_of
+from peers.llama.peer import SERVER, Preparation, Talker, heard
 
 OPTIONS = "draft=FILE.gguf or draft=own (that of our settings), max=N, threads=N, flash=on|off"
 OWN = "own"
@@ -122,7 +122,7 @@ class ServedPeer(Talker):
         self._peak_rss_bytes = 0
         count = len(self.cores)
         command = [
-            *(sys.executable, "-P", "-m", "dovetail.launch.bench.llama.server"),
+            *(sys.executable, "-P", "-m", "peers.llama.server"),
             *(str(program), str(files_of(source)[0])),
             f"--draft={draft_of(settings, options)}",
             f"--cores={','.join(map(str, self.cores))}",

@@ -14,16 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.bench.assisted import (
-    Peer,
-    PeerReply,
-    near_the_fastest,
-    result_of,
-    thread_counts_of,
-)
-from dovetail.launch.bench.llama.kinds import read_config, type_of, uncut, unfit
-from dovetail.launch.bench.llama.lines import Question
-from dovetail.launch.bench.llama.start import INSTALL, command_of, find_python
+from dovetail.launch.bench.peers import PeerReply
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.configure import Configuration
@@ -32,8 +23,17 @@ from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling, Settings, TargetSettings
 from dovetail.runtime.text.tokenizer import TextCodec
-from dovetail.workers.baselines.generated import Generated, Round
 from dovetail.workers.models.checkpoints.gguf.view import FILE
+from peers.assisted import (
+    Engine,
+    near_the_fastest,
+    result_of,
+    thread_counts_of,
+)
+from peers.generated import Generated, Round
+from peers.llama.kinds import read_config, type_of, uncut, unfit
+from peers.llama.lines import Question
+from peers.llama.start import INSTALL, command_of, find_python
 
 LLAMA, SERVER = "llama.cpp", "llama-server"
 LOOKED_UP = 10
@@ -168,7 +168,7 @@ class Preparation:
         child = self.supervisor.start(
             f"{LLAMA}: reading the target",
             arguments,
-            module="dovetail.launch.bench.llama.prepare",
+            module="peers.llama.prepare",
             reads=True,
         )
         told = heard(child)
@@ -181,7 +181,7 @@ class Preparation:
         return out, source, folder, codec
 
 
-class Talker(Peer):
+class Talker(Engine):
     """A process that is asked line by line, and the pipe to it."""
 
     codec: TextCodec
@@ -251,7 +251,7 @@ class LlamaPeer(Talker):
         more = (f"--cores={cores}", f"--cache={options.cache}", f"--lookup={options.proposed}")
         command = command_of(
             preparation.python,
-            "dovetail.launch.bench.llama.generation",
+            "peers.llama.generation",
             (str(prepared.folder), prepared.kind, str(prepared.file), *more),
         )
         self._child = preparation.supervisor.start_command(

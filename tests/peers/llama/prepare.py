@@ -1,4 +1,4 @@
-"""`python -m dovetail.launch.bench.llama.prepare`: find the target's folder, inflate it if asked
+"""`python -m peers.llama.prepare`: find the target's folder, inflate it if asked
 to, and say on stdout where it lies and what its vocabulary is.
 
 A process of its own, since reading checkpoints takes torch.

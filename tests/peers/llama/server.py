@@ -1,4 +1,4 @@
-"""`python -m dovetail.launch.bench.llama.server`: llama-server with a GGUF file, alone or with its
+"""`python -m peers.llama.server`: llama-server with a GGUF file, alone or with its
 own draft model, asked reply by reply over HTTP at the flags that are fastest here.
 
 Flash attention, threads, and what it drafts at a time are tried with a few short replies, greedy
@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.bench.llama.lines import Question, answer
 from dovetail.launch.chat.web import Site
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
 from dovetail.protocol.errors import DovetailError
+from peers.llama.lines import Question, answer
 
 CONTEXT_STEP = 2048
 """A context has room for a multiple of so many tokens: as much as the longest reply so far

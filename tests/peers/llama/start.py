@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[3]
-"""The folder that `dovetail` is, installed or checked out."""
+"""The folder that `dovetail` is, a checkout."""
 START = (
     "import runpy, sys, types; package = sys.modules['dovetail'] = "
     "types.ModuleType('dovetail'); package.__path__ = [sys.argv[1]]; "
-    "del sys.argv[:2]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    "sys.path.append(sys.argv[1] + '/tests'); del sys.argv[:2]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 NEEDED = "llama_cpp, gguf"
 INSTALL = (

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from dovetail.launch.bench.llama.kinds import read_config
+from peers.llama.kinds import read_config
 
 TYPES = {
     "F32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),

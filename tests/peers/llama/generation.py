@@ -18,9 +18,9 @@ from typing import Any
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from dovetail.launch.bench.llama.conversion import write_once
-from dovetail.launch.bench.llama.lines import Question, answer
 from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
+from peers.llama.conversion import write_once
+from peers.llama.lines import Question, answer
 
 CONTEXT_STEP = 512
 """A context has room for a multiple of so many tokens: as much as the longest reply so far

@@ -7,7 +7,7 @@ and with a single thread too, which is the faster one for small models: `bench` 
 A trial leaves out what is far from it, such as threads that wait for each other because something
 else is running.
 
-`python -m dovetail.launch.bench.assisted` is that process; nothing but it imports torch.
+`python -m peers.assisted` is that process; nothing but it imports torch.
 """
 
 import importlib.metadata
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dovetail.launch.bench.peers import PeerReply
 from dovetail.launch.cli import run
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.machine.binding import Place, bind
@@ -37,13 +38,13 @@ from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import Sampling, Settings, byte_count
-from dovetail.workers.baselines.generated import Generated
+from peers.generated import Generated
 
 if TYPE_CHECKING:
     from dovetail.runtime.text.tokenizer import TextCodec
 
 ASSISTED = "assisted"
-MODULE = "dovetail.launch.bench.assisted"
+MODULE = "peers.assisted"
 MOST_CORES_FOR_ONE_THREAD = 8
 """The most cores with which a single thread is tried: with more it is not the faster choice, and
 trying it would take as long as all else."""
@@ -54,15 +55,11 @@ POLL_MS = 1000
 
 
 @dataclass(frozen=True)
-class PeerReply:
-    """A reply of the peer; `together` tokens of it came with the first round, which computed the
-    prompt too, the others after it."""
-
-    result: Result
-    together: int
+class Options:
+    """It has none."""
 
 
-class Peer(ABC):
+class Engine(ABC):
     """Another engine in a process of its own."""
 
     identity: str
@@ -95,7 +92,7 @@ class Peer(ABC):
         return reply.result.wall_s
 
 
-class AssistedPeer(Peer):
+class AssistedPeer(Engine):
     """The process of transformers, and a link to it."""
 
     def __init__(
@@ -271,7 +268,7 @@ class _Assisted:
 
     def __init__(self, settings: Settings) -> None:
         from dovetail.runtime.text.tokenizer import TextCodec
-        from dovetail.workers.baselines.assisted import (
+        from peers.model import (
             AssistedModel,  # torch comes in here, after the binding
         )
 

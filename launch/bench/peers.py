@@ -1,0 +1,106 @@
+"""Peers: other engines that decode for a method of `dovetail bench`, with the same models on the
+same cores. They are no part of an installation: a checkout has them in `tests/peers`."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from dovetail.launch.machine.cores import CoreLayout
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.configure import Configuration
+from dovetail.protocol.messages import Result
+from dovetail.protocol.settings import Sampling, Settings
+
+CHECKOUT = Path(__file__).resolve().parents[2] / "tests"
+NAMES = ("assisted", "llama.cpp", "llama-server")
+
+
+@dataclass(frozen=True)
+class PeerReply:
+    """A reply of a peer; `together` tokens of it came with the first round, which computed the
+    prompt too, the others after it."""
+
+    result: Result
+    together: int
+
+
+class Peer(Protocol):
+    """An engine in a process of its own."""
+
+    @property
+    def identity(self) -> str:
+        """The engine that decodes; the models are those of the settings."""
+
+    @property
+    def thread_counts(self) -> tuple[int, ...]:
+        """The numbers of threads that it is measured with."""
+
+    def decode(
+        self, turns: Sequence[str], *, sampling: Sampling, max_tokens: int, seed: int, threads: int
+    ) -> PeerReply:
+        """Decode one reply to its end."""
+
+    def peak_rss_mb(self) -> float:
+        """The most memory that it ever held, in 10^6 bytes."""
+
+    def close(self) -> None:
+        """End the connection; the process ends with its supervisor."""
+
+
+@dataclass
+class Room:
+    """What the peers of a run share."""
+
+    supervisor: Supervisor
+    programs: Mapping[str, Path | None]
+    """Method -> the program or the Python that the command line names for it."""
+    made: dict[str, Any] = field(default_factory=dict)
+    """Whatever peers make once."""
+
+
+class PeerKind(Protocol):
+    """A kind of peer, which a method names."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes the target's own tokens at temperature 0."""
+
+    @property
+    def defaults(self) -> Any:
+        """Its options, a dataclass, where none is given."""
+
+    def read_option(self, options: Any, text: str) -> Any:
+        """Return the options with what "NAME=VALUE" says; None if it is none of its options,
+        `UserError` if it is and the value is not possible."""
+
+    def weights(self, settings: Settings) -> str:
+        """Return what it computes with, as its engine calls it."""
+
+    def check(self, settings: Settings, options: Any, cores: Sequence[int]) -> None:
+        """`UserError` for what it would not do as we do it."""
+
+    def find(self, program: Path | None) -> None:
+        """`UserError` if the program that is named, or that it needs, is not there."""
+
+    def open(
+        self, room: Room, configuration: Configuration, layout: CoreLayout, options: Any
+    ) -> Peer:
+        """Start its process, and return when that is ready."""
+
+
+@cache
+def peers() -> Mapping[str, PeerKind]:
+    """Return the kinds of peers by the names of their methods; none outside a checkout."""
+    if not (CHECKOUT / "peers").is_dir():
+        return {}
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    paths = (os.environ.get("PYTHONPATH"), str(CHECKOUT))  # for their processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    kinds: Mapping[str, PeerKind] = import_module("peers.kinds").KINDS
+    return kinds

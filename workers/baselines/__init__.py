@@ -1,1 +1,0 @@
-"""Other engines that the benchmarks compare against; no worker uses them."""
