@@ -160,10 +160,11 @@ def with_choices(configuration: Configuration) -> Configuration:
     draft = not (configuration.given("draft.kind") or configuration.given("draft.model"))
     if not configuration.settings.target.model or not (weights or draft):
         return configuration
-    check_target(configuration.settings)
-    from dovetail.launch.planning import choice  # what most commands do not need
-
     with spinner() as say:
+        say(f"reading {configuration.settings.target.model}")
+        check_target(configuration.settings)
+        from dovetail.launch.planning import choice  # what most commands do not need
+
         configuration, said = choice.with_choices(configuration, say)
     for line in said:
         note(line)

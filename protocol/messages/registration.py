@@ -202,6 +202,10 @@ class Hello(Message):
     """Sessions of a coordinator that has gone, for one that knows them from its journal."""
 
 
+UNCOUNTED = {"reading": "tokenizer", "proving": "model"}
+"""What a worker does without counting bytes, and with what."""
+
+
 class LoadingState(Frozen):
     """The progress of a worker with the weights of its model, before it introduces itself."""
 
@@ -210,10 +214,10 @@ class LoadingState(Frozen):
     host: Name
     pid: Count
     model: Name
-    doing: Literal["reading", "checking", "loading"]
-    """reading: its tokenizer, whose size is not counted; checking: files that are not known yet are
-    read to the end, for their digest and for what is no number, before they are loaded by a proof
-    of an earlier start."""
+    doing: Literal["reading", "checking", "loading", "proving"]
+    """reading: its tokenizer; proving: its model, after it was loaded; neither counts bytes.
+    checking: files that are not known yet are read to the end, for their digest and for what is no
+    number, before they are loaded by a proof of an earlier start."""
     done: Count
     """Bytes that are done."""
     total: Count
@@ -236,8 +240,8 @@ class LoadingState(Frozen):
         )
         role = "+".join(self.roles)
         called = role if self.name == role else f"{role} {self.name}"
-        if self.doing == "reading":
-            return f"the {called} is reading its tokenizer"
+        if self.doing in UNCOUNTED:
+            return f"the {called} is {self.doing} its {UNCOUNTED[self.doing]}"
         unit, size, digits = ("GB", 1e9, 2) if self.total >= 1e9 else ("MB", 1e6, 1)
         read = f"{self.done / size:.{digits}f} of {self.total / size:.{digits}f} {unit}"
         return f"the {called} is {self.doing} its weights: {read}{rate}{left}"

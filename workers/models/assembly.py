@@ -101,7 +101,7 @@ def assemble(
     language_model = LanguageModel(
         model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real
     )
-    with provable(checkpoint, model):
+    with loading("proving", 0), provable(checkpoint, model):
         check_attention(language_model)
         if isinstance(back_end, Library):
             prove_whole(

@@ -171,3 +171,13 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_none_for_what_is_so
     clock.now_s += SAY_EVERY_S
     intervals.tell((state(),))
     assert len(said) == 3
+
+
+def test_a_worker_that_reads_or_proves_names_no_bytes() -> None:
+    shown = [replaced.words for replaced in map(doing, ("reading", "proving"))]
+    assert shown == ["the target is reading its tokenizer", "the target is proving its model"]
+
+
+def doing(what: str) -> LoadingState:
+    """Return the state of a worker that does something without counting bytes."""
+    return LoadingState.model_validate({**state().model_dump(), "doing": what, "total": 0})
