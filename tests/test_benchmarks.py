@@ -13,7 +13,6 @@ from benchmarks.child import Side, SideError
 from benchmarks.figures import llama_bound
 from benchmarks.measure import Estimate, estimate, limit_s, ratio, take_turns
 from benchmarks.models import Shape, draw_tree
-from benchmarks.sameness import Record
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.verifier import tree_paths
 from peers.llama.kinds import LLAMA_TYPES
@@ -102,14 +101,6 @@ def test_a_random_checkpoint_can_be_loaded_and_is_written_once(tmp_path: Path) -
         ).vocabulary_size
         == 512
     )
-
-
-def test_a_single_bit_is_a_difference() -> None:
-    record = Record(*(torch.zeros(3, 2) for _ in range(4)))
-    other = Record(*(torch.zeros(3, 2) for _ in range(4)))
-    assert record.differing(other) == []
-    other.features[1, 1] = -0.0
-    assert record.differing(other) == ["features"]
 
 
 def test_an_error_of_logits_does_not_count_what_is_added_to_a_whole_row() -> None:

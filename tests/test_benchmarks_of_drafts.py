@@ -14,7 +14,6 @@ from benchmarks.duet import Duet, Reply, open_draft, open_target
 from benchmarks.levels import Subject
 from benchmarks.measure import Estimate, ratio_of_sums
 from benchmarks.papers import HEADS, SMALL, passes_of, rows_of
-from benchmarks.training import rate_of
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Sampling, TreeSettings
@@ -130,11 +129,6 @@ def test_a_ratio_of_rates_is_over_all_prompts_and_lies_in_its_interval() -> None
     assert found.median == pytest.approx(2.0)
     assert found.low <= 2.0 <= found.high
     assert ratio_of_sums(left, left) == Estimate(1.0, 1.0, 1.0)
-
-
-def test_the_rate_of_a_training_is_that_of_its_inner_steps() -> None:
-    ends = [(0.0, 100), (1.0, 200), (3.0, 300), (9.0, 400)]
-    assert rate_of(ends)["tokens_per_s"]["median"] == 75.0
 
 
 @pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built")

@@ -26,14 +26,12 @@ PEERS = {
     "passes": "llama.cpp's llama-bench",
     "picture": "Chromium",
     "ray": "the extra ray",
-    "training": "features, which `dovetail train` collects",
 }
 """Command -> what it needs beside the project."""
 SHAPE = "--shape small --pairs 2"
 COMMANDS = {
     "ahead": "--ratios 1 --pairs 2 --largest 64MiB --max-tokens 16",
     "beginnings": "--prompt 200 --requests 2 --pairs 1 --inflate 32MiB",
-    "bytes": "--weights int8 --chunks 1,7 --length 32 --shape small --layers 1",
     "coupling": "--limit 1 --max-tokens 8 --keys 1 --children 1,2",
     "experts": "--rows 1,2 --shape small --pairs 2",
     "fleet": "--inflate 32MiB --replicas 1 --loads 0.3 --seconds 5 --turns 2",

@@ -29,10 +29,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "building.build_llama",
         "Build llama-server, llama-bench and llama-quantize with kernels for every CPU.",
     ),
-    "bytes": (
-        "sameness.bytes_command",
-        "Check that what a token leaves in the model is the same bytes everywhere.",
-    ),
     "context": (
         "context.context",
         "T_V(M) behind so many cached tokens, against llama.cpp's attention.",
@@ -188,10 +184,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "targets": (
         "targets.targets",
         "Tokens a second of streams on two targets behind one draft, over one target.",
-    ),
-    "training": (
-        "training.training",
-        "Training tokens a second of each kind of head.",
     ),
     "transformers": (
         "engines.transformers",
