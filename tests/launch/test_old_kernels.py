@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from support.cases import everyday
-from support.served import GONE_S, assert_nothing_is_left, ready, streamed
+from support.patience import PATIENCE_S
+from support.served import assert_nothing_is_left, ready, streamed
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -73,7 +74,7 @@ def test_a_service_replaces_killed_workers_and_swaps_them_within_a_reply(
         assert streamed(facts["url"], change) == text
     pids += [process.pid for process in psutil.Process(server.pid).children(recursive=True)]
     server.send_signal(signal.SIGTERM)
-    server.wait(GONE_S)
+    server.wait(PATIENCE_S)
     assert_nothing_is_left(pids, tmp_path)
 
 
@@ -86,5 +87,24 @@ def test_stopped_processes_go_with_a_killed_service(start: Start, answer: str) -
         child.suspend()
     server.kill()
     server.wait()
-    _, alive = psutil.wait_procs(children, timeout=GONE_S)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert not alive
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"]).returncode != 0, reason="no namespaces here"
+)
+def test_weights_that_end_a_process_on_a_cpu_without_avx_are_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    """torch multiplies int8 by AVX without asking for it."""
+    cpu = Path("/proc/cpuinfo").read_text().replace(" avx ", " ")
+    (tmp_path / "cpuinfo").write_text(cpu)
+    script = f'mount --bind {tmp_path / "cpuinfo"} /proc/cpuinfo && exec "$@"'
+    done = run(
+        *("generate", "A", "--weights", "int8-per-tensor", "--draft", "none"),
+        command_prefix=("unshare", "-rm", "sh", "-c", script, "sh"),
+    )
+    assert done.returncode == 2
+    assert "an illegal instruction without AVX" in done.stderr.splitlines()[-1]
+    assert "use weights fp32" in done.stderr.splitlines()[-1]
