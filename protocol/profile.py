@@ -275,6 +275,13 @@ def machine_key(cpuinfo: Path = Path("/proc/cpuinfo"), *, cores: int | None = No
     return _digest([*facts, str(cores or os.cpu_count())])
 
 
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return the flags of the first processor, on x86-64 and aarch64."""
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(line.partition(":")[2].split())
+
+
 def shapes_key(shapes: Sequence[tuple[int, int]], *others: object) -> str:
     """A digest of the shapes [n, k] of a model's linears, with how often each occurs, and of
     whatever else its speed depends on; 16 hexadecimal digits."""

@@ -23,7 +23,7 @@ from dovetail.launch.machine.topology import Topology, read_topology
 from dovetail.launch.machine.wheels import Capability, parse_capability
 from dovetail.launch.processes.preflight import free_memory_bytes, memory_bytes
 from dovetail.protocol.files import cache_folder
-from dovetail.protocol.profile import ProfileError, load_profile
+from dovetail.protocol.profile import ProfileError, cpu_flags, load_profile
 from dovetail.workers.kernels.build import compiler
 
 TIMEOUT_S = 120
@@ -92,7 +92,7 @@ def gather() -> Facts:
     gpus, driver_problem = read_gpus()
     return Facts(
         machine=platform.machine(),
-        flags=_flags(CPUINFO.read_text(encoding="utf-8", errors="replace")),
+        flags=cpu_flags(CPUINFO),
         topology=topology,
         online_cores=os.cpu_count() or len(topology.threads),
         memory_refusal=memory_refusal(
@@ -189,14 +189,6 @@ def _inventory() -> dict[str, Any]:
         said = result.stderr.strip().splitlines()
         return {"broken": said[-1] if said else f"ended with exit code {result.returncode}"}
     return found
-
-
-def _flags(cpuinfo: str) -> frozenset[str]:
-    """The flags of the first processor, on x86-64 and aarch64."""
-    line = next(
-        (line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), ""
-    )
-    return frozenset(line.partition(":")[2].split())
 
 
 def _chosen(path: Path) -> str:

@@ -6,6 +6,7 @@ CPU; which of them is used for a shape, `selection.py` decides by a short measur
 matrices, not models.
 """
 
+import platform
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+
+from dovetail.protocol.profile import cpu_flags
 
 Product = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out], both fp32."""
@@ -106,6 +109,8 @@ def _fbgemm_fp16(weight: Tensor, bias: Tensor | None) -> Product:
 def _int8_per_tensor(weight: Tensor, bias: Tensor | None) -> Product:
     """torch's own dynamic quantisation: one scale for all rows of a call, so that a row's result
     depends on its neighbours."""
+    if platform.machine() == "x86_64" and "avx" not in cpu_flags():
+        raise RuntimeError("an illegal instruction without AVX")
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     module.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
