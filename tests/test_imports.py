@@ -26,7 +26,7 @@ DOORS = {
         "runtime/journal/entries.py",
     ),
     "tokenizers": ("runtime/text/tokenizer.py", "workers/training/"),
-    "jinja2": ("runtime/text/rendering.py",),
+    "jinja2": ("runtime/text/rendering.py", "launch/files/deployment/templates.py"),
     "safetensors": ("workers/models/checkpoints/checkpoint.py", "workers/training/"),
     "hqq": ("workers/models/substitutes/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),

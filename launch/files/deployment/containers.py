@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dovetail.launch.cli import installed_version
 from dovetail.launch.files.deployment.parts import WORKER_ROLES, keeping, key_files
 from dovetail.launch.settings.configure import Configuration
@@ -65,10 +63,3 @@ def key_names(folder: Path, name: str) -> list[str]:
         return ["coordinator.key", *(f"{role}.pub" for role in ("target", "draft", "client"))]
     own = (f"{role}.key" for role in WORKER_ROLES.get(name, ("client",)))
     return [*own, "coordinator.pub"]
-
-
-def documents(comment: str, *content: Mapping[str, Any]) -> str:
-    """Return YAML documents below a comment."""
-    head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-    body: str = yaml.safe_dump_all(content, sort_keys=False, width=100)
-    return head + body

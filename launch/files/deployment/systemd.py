@@ -24,6 +24,7 @@ from dovetail.launch.files.deployment.parts import (
     settled,
     whole_model,
 )
+from dovetail.launch.files.deployment.templates import text
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.supervise import GRACE_S
@@ -48,64 +49,6 @@ DEPTH = 3
 UNPRIVILEGED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 STOP_S = round(3 * GRACE_S)
 UNPLAIN = re.compile(r"[^\w@%+=:,./-]")
-COMMON = f"""\
-# a worker ends in order, too, when its coordinator is told to end
-Restart=always
-RestartSec=5
-UMask=0077
-OOMPolicy=stop
-DynamicUser=yes
-User={USER}
-NoNewPrivileges=yes
-CapabilityBoundingSet=
-AmbientCapabilities=
-PrivateUsers=yes
-PrivateTmp=yes
-PrivateMounts=yes
-ProtectSystem=strict
-ProtectProc=invisible
-ProtectClock=yes
-ProtectHostname=yes
-ProtectKernelLogs=yes
-ProtectKernelModules=yes
-ProtectKernelTunables=yes
-ProtectControlGroups=yes
-RestrictNamespaces=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-RemoveIPC=yes
-KeyringMode=private
-LockPersonality=yes
-SystemCallArchitectures=native
-# what binds threads and memory to cores and nodes is among @system-service
-SystemCallFilter=@system-service
-SystemCallFilter=~@privileged
-SystemCallErrorNumber=EPERM"""
-AWAY = f"""\
-# one that an operator drained or replaced stays away, until its unit is started
-RestartPreventExitStatus={LET_GO}
-SuccessExitStatus={LET_GO}"""
-TORCH = """\
-# no MemoryDenyWriteExecute: torch generates code for this processor
-Environment=XDG_CACHE_HOME=%C HF_HUB_OFFLINE=1
-# what calibrate measured and what was proved of a model is kept: /var/cache/dovetail
-CacheDirectory=dovetail
-CacheDirectoryMode=0700
-# weights lie in huge pages where transparent_hugepage is madvise or always; nothing is locked
-LimitMEMLOCK=8M
-LimitNOFILE=4096"""
-PLAIN = """\
-MemoryDenyWriteExecute=yes"""
-GPU = """\
-# a GPU: its driver maps memory of its own choice and locks it
-LimitMEMLOCK=infinity
-DevicePolicy=closed
-DeviceAllow=char-nvidia rw
-DeviceAllow=char-nvidia-frontend rw
-DeviceAllow=char-nvidia-uvm rw
-DeviceAllow=char-drm rw
-DeviceAllow=/dev/kfd rw
-SupplementaryGroups=video render"""
 
 
 def systemd_units(configuration: Configuration) -> dict[str, str]:
@@ -144,14 +87,7 @@ def systemd_units(configuration: Configuration) -> dict[str, str]:
     for model in sorted({model for part in parts for model in part.models}):
         _check_readable(model)
     files = {f"{_unit(part.name)}.service": _service(part, settings) for part in parts}
-    wants = " ".join(files)
-    return {
-        GROUP: f"# to start: systemctl daemon-reload; systemctl enable --now {GROUP}\n"
-        f"# after a change: systemctl daemon-reload; systemctl restart {GROUP}\n"
-        f"[Unit]\nDescription=Dovetail, speculative decoding\nWants={wants}\n\n"
-        "[Install]\nWantedBy=multi-user.target\n",
-        **files,
-    }
+    return {GROUP: text("dovetail.target", group=GROUP, wants=" ".join(files)), **files}
 
 
 def _check_readable(model: Path) -> None:
@@ -198,40 +134,20 @@ def _least_port() -> int:
 
 def _service(part: Part, settings: Settings) -> str:
     """Return one unit."""
-    coordinator = part.name == "coordinator"
-    after = [] if coordinator else [f"{_unit('coordinator')}.service"]
-    lines = [
-        "[Unit]",
-        f"Description=Dovetail: the {_title(part)}",
-        f"PartOf={GROUP}",
-        # no Wants=: a worker that comes back would start a coordinator that was stopped
-        f"After={' '.join(['network.target', *after])}",
-        "StartLimitIntervalSec=0",
-        "",
-        "[Service]",
-        "Type=notify",
-        "NotifyAccess=main",
-        *_keys(part, settings),
-        f"ExecStart={' '.join(map(_quoted, [*program(), *part.arguments]))}",
-        "# fed from where work is done, never by a timer",
-        f"WatchdogSec={WATCHDOG * settings.coordinator.stuck_s:g}",
-        f"TimeoutStopSec={STOP_S}",
-        *(
-            ["# a worker asks for more time while it reads its model", "TimeoutStartSec=15min"]
-            if part.is_worker
-            else ["TimeoutStartSec=30"]
-        ),
-        *COMMON.splitlines(),
-        *((AWAY if part.is_worker else "").splitlines()),
-        *_folders(part),
-        *_network(part, settings),
-        *_resources(part),
-        *(GPU if part.gpu else "PrivateDevices=yes").splitlines(),
-        *((TORCH if part.is_worker else PLAIN).splitlines()),
-    ]
-    if part.gpu:
-        lines.remove("LimitMEMLOCK=8M")
-    return "\n".join(lines) + "\n"
+    return text(
+        "unit.service",
+        part=part,
+        title=_title(part),
+        group=GROUP,
+        user=USER,
+        coordinator=_unit("coordinator"),
+        keys=[*_keys(part, settings)],
+        command=" ".join(map(_quoted, [*program(), *part.arguments])),
+        watchdog=f"{WATCHDOG * settings.coordinator.stuck_s:g}",
+        stop_s=STOP_S,
+        let_go=LET_GO,
+        rules=[*_folders(part), *_network(part, settings), *_resources(part)],
+    )
 
 
 def _resources(part: Part) -> Iterator[str]:

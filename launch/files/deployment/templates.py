@@ -1,0 +1,36 @@
+"""The templates of deployments, and what they are given: Jinja, a file each in `templates/`."""
+
+from itertools import takewhile
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+FOLDER = Path(__file__).with_name("templates")
+
+
+def text(name: str, /, **facts: Any) -> str:
+    """Return a template with these facts; what can be called is a filter there, too."""
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    environment.filters |= {"quote": quote} | {
+        name: fact for name, fact in facts.items() if callable(fact)
+    }
+    return environment.get_template(name).render(facts)
+
+
+def documents(name: str, /, **facts: Any) -> str:
+    """Return the YAML documents of a template in the layout of PyYAML, below the comment with which
+    the template begins."""
+    rendered = text(name, **facts)
+    head = "".join(takewhile(lambda line: line.startswith("#"), rendered.splitlines(True)))
+    body: str = yaml.safe_dump_all(yaml.safe_load_all(rendered), sort_keys=False, width=100)
+    return head + body
