@@ -22,6 +22,7 @@ from dovetail.launch.files.directory import (
     writable_profile_path,
 )
 from dovetail.protocol.errors import UserError
+from support.patience import PATIENCE_S
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -164,5 +165,5 @@ def test_a_temporary_directory_whose_name_is_too_long_for_a_socket_ends_no_start
     found = run("status", "--json", env={**os.environ, **more})
     assert json.loads(found.stdout)["address"] == address
     coordinator.terminate()
-    assert coordinator.wait(60) == 0
+    assert coordinator.wait(PATIENCE_S) == 0
     assert not folder.exists()
