@@ -15,8 +15,8 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.moves.moving import Moving
 
-MOST_LAG = 32
-"""Most tokens that a session may pause for when it moves: reading them takes about a few passes."""
+MOST_LAG = 8
+"""Most tokens that a session may pause for when it moves: reading them takes about two passes."""
 
 
 @dataclass(eq=False)

@@ -223,7 +223,7 @@ def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCode
     since reading a large one takes seconds."""
     if earlier is not None and earlier.content == described.tokenizer.data:
         codec = copy.copy(earlier)
-        codec.facts = described.vocabulary
+        codec.facts, codec.content = described.vocabulary, described.tokenizer.data  # held once
         return codec
     table = None if described.table is None else TokenTable.unpacked(described.table.data)
     return TextCodec(described.tokenizer.data, described.vocabulary, table)

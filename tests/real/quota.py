@@ -156,7 +156,7 @@ def swapped(
     failed."""
     serve = inside([*dovetail, "serve", *model], procs)
     failures = []
-    with served(serve, "--http.port", given) as (process, address, ready_s):
+    with served(serve, "--http.port", given, watched=True) as (process, address, ready_s):
         click.echo(f"serve: ready after {ready_s:.1f} s")
         pids = {child.name(): child.pid for child in process.children(recursive=True)}
         stream = Stream(address)

@@ -3,10 +3,10 @@
 import compileall
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -23,6 +23,7 @@ import dovetail
 
 PATIENCE_S = 600.0
 PROMPT = "The sky is blue because"
+TROUBLE = re.compile(r"WARNING|ERROR|alive but|restarted in|not started|giving up")
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens local URLs without a proxy."""
 
@@ -41,10 +42,10 @@ def own_places(folder: str) -> dict[str, str]:
 
 @contextmanager
 def served(
-    command: Sequence[str], port_option: str, given: Mapping[str, str]
+    command: Sequence[str], port_option: str, given: Mapping[str, str], *, watched: bool = False
 ) -> Iterator[tuple[psutil.Process, str, float]]:
     """Run a server on a free port until the block ends; yields its process, its URL and the seconds
-    until it was ready."""
+    until it was ready. `watched`: what its log says of trouble is printed when it has ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -65,9 +66,11 @@ def served(
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
-            if os.environ.get("LOG"):
-                log.seek(0)
-                sys.stderr.write(log.read().decode(errors="replace"))
+            log.seek(0)
+            lines = log.read().decode(errors="replace").splitlines()
+            for line in lines if watched else ():
+                if TROUBLE.search(line):
+                    click.echo(line, err=True)
 
 
 def is_ready(address: str) -> bool:
