@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import click
@@ -173,12 +173,13 @@ def swapped(
             swap = [*dovetail, "swap", "--role", role, *(draft if role == "draft" else ())]
             seconds, failure = run(swap, given, procs)
             pauses = stream.gaps(began, time.monotonic()) or [0.0]
-            place = sum(pauses[: pauses.index(max(pauses))])
+            longest = sorted(zip(pauses, accumulate(pauses), strict=True), reverse=True)[:3]
             failures += [failure] if failure else []
             click.echo(
                 f"swap of the {role}: {seconds:.1f} s{', failed: ' + failure if failure else ''}; "
-                f"pauses: median {statistics.median(pauses):.3f} s, longest {max(pauses):.3f} s, "
-                f"{max(pauses) - max(usual):+.3f} s, after {place:.1f} s"
+                f"pauses: median {statistics.median(pauses):.3f} s, longest "
+                + ", ".join(f"{pause:.3f} s (until {end:.1f} s)" for pause, end in longest)
+                + f"; the longest by {max(pauses) - max(usual):+.3f} s"
             )
         time.sleep(QUIET_S)
         after = {child.name(): child.pid for child in process.children(recursive=True)}
