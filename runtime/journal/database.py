@@ -10,13 +10,11 @@ import logging
 import os
 import sqlite3
 import stat
-import struct
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 from dovetail.protocol.errors import UserError
@@ -59,16 +57,14 @@ Stored = tuple[int, int, int, bytes, int]
 
 def checksum(reply: int, number: int, record: bytes) -> int:
     """Return the checksum of a row."""
-    return zlib.crc32(record, zlib.crc32(struct.pack("<qq", reply, number)))
+    return zlib.crc32(record, (reply << 16 ^ number) & 0xFFFFFFFF)
 
 
-def fits(row: tuple[object, ...]) -> bool:
-    """Return whether what was read as a row is one, with its checksum."""
-    match row:
-        case (int(), int() as reply, int() as number, bytes() as record, int() as check):
-            return check == checksum(reply, number, record)
-        case _:
-            return False
+def fits(row: Stored) -> bool:
+    """Return whether a row that was read is whole; damage changes types, too."""
+    _, reply, number, record, check = row
+    typed = isinstance(record, bytes) and isinstance(reply, int) and isinstance(number, int)
+    return typed and check == checksum(reply, number, record)
 
 
 class Database:
@@ -121,15 +117,25 @@ class Database:
 
     def _check(self) -> None:
         """Read everything; begin the file anew with what is whole, if that is not all."""
-        wrong = "a checksum is wrong"
+        wrong, counts = "", Counter[int]()
         try:
-            if all(whole for _, whole in self._groups(self._rows())):
-                return
+            for row in self._base.execute(f"{ROWS} order by place"):
+                if not self._follows(row, counts):
+                    wrong = "a checksum is wrong, or a row is missing"
         except sqlite3.DatabaseError as error:
             wrong = self._damage(error)
-        groups = self._groups(self._readable())
-        self._base.close()
-        self._renew(wrong, [row for rows, _ in groups for row in rows])
+        if wrong:
+            rows, counts = self._readable(), Counter()
+            self._base.close()
+            self._renew(wrong, [row for row in rows if self._follows(row, counts)])
+
+    def _follows(self, row: Stored, counts: Counter[int]) -> bool:
+        """Return whether a row is whole and the next one of its reply, and count it if so."""
+        if not fits(row) or row[2] != counts[row[1]]:
+            return False
+        counts[row[1]] += 1
+        self._spread(row[0], row[1])
+        return True
 
     def _renew(self, why: str, rows: Sequence[Stored]) -> None:
         """Begin the file anew with these rows."""
@@ -148,51 +154,28 @@ class Database:
         self._base.executemany(INSERT, rows)
         self._base.execute("commit")
 
-    def _rows(self) -> Iterator[Stored]:
-        """Yield all rows by their replies and numbers; only their places are sorted."""
-        for at in self._base.execute("select place from records order by reply, number"):
-            row = self._base.execute(f"{ROWS} where place = ?", at).fetchone()
-            if row is None:
-                raise sqlite3.DatabaseError(f"row {at[0]} is not in its place")
-            yield row
-
     def _readable(self) -> list[Stored]:
-        """Return the rows in front of the first damaged page, and those behind the last one,
-        sorted."""
+        """Return the rows in front of the first damaged page, and those behind the last one, by
+        their places."""
         rows = {}
         for order in ("asc", "desc"):
             with suppress(sqlite3.DatabaseError):
-                sql = f"{ROWS} order by place {order}"
-                for row in self._base.execute(sql):
-                    if fits(row):
-                        rows[row[0]] = row
-        return sorted(rows.values(), key=itemgetter(1, 2))
-
-    def _groups(self, rows: Iterable[Stored]) -> Iterator[tuple[list[Stored], bool]]:
-        """Yield the rows of each reply up to the first that is damaged or missing, and whether
-        these are all. `rows` are sorted."""
-        for reply, group in groupby(rows, itemgetter(1)):
-            good: list[Stored] = []
-            whole = True
-            for row in group:
-                whole = whole and row[2] == len(good) and fits(row)
-                if whole:
-                    good.append(row)
-                    self._spread(row[0], reply)
-            yield good, whole
+                for row in self._base.execute(f"{ROWS} order by place {order}"):
+                    rows[row[0]] = row
+        return [rows[place] for place in sorted(rows)]
 
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self) -> Iterator[tuple[int, list[bytes]]]:
         """Yield each reply: its number, and its records."""
-        for rows, _ in self._groups(self._rows()):
-            yield rows[0][1], [record for *_, record, _ in rows]
+        for reply in sorted(self._spans):
+            yield reply, self.find(reply)
 
     def find(self, reply: int) -> list[bytes]:
         """Return the records of a reply."""
-        sql = f"{ROWS} where place between ? and ? and reply = ?"
+        sql = "select record from records where place between ? and ? and reply = ?"
         rows = self._base.execute(sql, (*self._spans.get(reply, (0, -1)), reply))
-        return [record for good, _ in self._groups(rows) for *_, record, _ in good]
+        return [record for (record,) in rows]
 
     # -- writing -----------------------------------------------------------------------------------
 
