@@ -100,8 +100,8 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in COMMANDS and args[0] in migration.COMMANDS:
-            hint = migration.COMMANDS[args[0]]
+        if args[0] not in COMMANDS and args[0] in migration.names().commands:
+            hint = migration.names().commands[args[0]]
             raise click.UsageError(f"there is no command {args[0]!r}; in dovetail: {hint}", ctx)
         if args[0] not in COMMANDS and (near := _near(args[0])):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)

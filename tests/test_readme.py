@@ -212,11 +212,11 @@ def test_the_tables_of_migrants_are_what_the_command_line_answers_with() -> None
     rows = re.findall(r"^\| (`-.*) \| (.*) \| (.*) \|$", manual, re.MULTILINE)
     assert rows == [
         (", ".join(f"`{name}`" for name in foreign.names), foreign.whose, foreign.here)
-        for foreign in migration.FLAGS
+        for foreign in migration.names().options
     ]
     after = manual.partition("| `ollama`, `vllm` | here |")[2]
     assert dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", after, re.MULTILINE)) == (
-        migration.COMMANDS
+        migration.names().commands
     )
     requests = (ROOT / "runtime" / "README.md").read_text(encoding="utf-8")
     table = requests.partition("### Fields of other servers")[2].partition("\n#")[0]

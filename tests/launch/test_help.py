@@ -136,7 +136,7 @@ def test_every_foreign_option_is_answered_on_every_command_without_it(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     own = {opt for p in ALL[command].params for opt in p.opts}
-    for foreign in migration.FLAGS:
+    for foreign in migration.names().options:
         for name in {*foreign.names} - own:
             assert cli.run((command, name, "7")) == 2
             assert foreign.here in capsys.readouterr().err, (command, name)
@@ -169,7 +169,9 @@ def test_an_option_that_nobody_has_is_answered_as_before(
 
 def test_the_hints_name_options_and_commands_that_there_are() -> None:
     options = {opt for command in ALL.values() for p in command.params for opt in p.opts}
-    texts = [foreign.here for foreign in migration.FLAGS] + list(migration.COMMANDS.values())
+    texts = [foreign.here for foreign in migration.names().options] + list(
+        migration.names().commands.values()
+    )
     named = {option for text in texts for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)}
     assert named <= options
     assert named >= {"--target", "--tree.gamma", "--http.port"}  # found at all
@@ -180,8 +182,8 @@ def test_the_hints_name_options_and_commands_that_there_are() -> None:
 
 
 def test_a_name_stands_in_the_table_once_and_is_not_one_of_ours_on_serve() -> None:
-    names = [name for foreign in migration.FLAGS for name in foreign.names]
+    names = [name for foreign in migration.names().options for name in foreign.names]
     assert len(names) == len(set(names))
     ours = {opt for p in ALL["serve"].params for opt in p.opts} | {"-h"}
     assert ours & set(names) == {"-c"}
-    assert set(migration.COMMANDS) & set(cli.COMMANDS) == set()
+    assert set(migration.names().commands) & set(cli.COMMANDS) == set()
