@@ -67,8 +67,7 @@ GROUPS = {
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 STARTERS = ("generate", "chat", "serve")
-"""Commands that start workers, unless a service runs already, and import much themselves. `serve`
-starts an HTTP process besides, so that both cores have enough to do."""
+"""Commands that fork their processes, unless they use a service that runs already."""
 INTERRUPTED = 130
 
 
@@ -106,6 +105,7 @@ class LazyGroup(click.Group):
         if args[0] not in COMMANDS and (near := _near(args[0])):
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
         if args[0] in STARTERS:
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork would lack its threads
             from dovetail.launch.processes import ahead  # only they need it
 
             ahead.begin_for(args[1:])

@@ -32,7 +32,7 @@ DOORS = {
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),
     "torch": ("workers/",),
     "transformers": (
-        "workers/models/imports/lean.py",
+        "workers/models/transformers.py",
         "workers/training/",
     ),
     "sklearn": ("workers/training/stratify.py",),

@@ -121,8 +121,16 @@ def spinner() -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.markup import escape
 
-    with Console(stderr=True).status("") as status:
-        yield lambda text: status.update(escape(text))
+    status = Console(stderr=True).status("")
+
+    def say(text: str) -> None:
+        status.update(escape(text))
+        status.start()
+
+    try:
+        yield say
+    finally:
+        status.stop()
 
 
 @contextmanager

@@ -108,9 +108,9 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
 def _completed(config: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     """Return the fields of a config.json as transformers completes them; as they are where its
     model type is not known there, as of some heads."""
-    from dovetail.workers.models.imports import lean  # torch comes in here
+    from dovetail.workers.models import transformers  # torch comes in here
 
-    if config.get("model_type") not in lean.CONFIG_MAPPING:
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
         return config
     from dovetail.workers.models.checkpoints.configured import full_config
 

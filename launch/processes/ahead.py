@@ -12,7 +12,7 @@ from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes import nursery
 from dovetail.launch.processes.forked import Process, Talk, can_fork, new_log, run_module
 
-ELSEWHERE = ("--connect", *NAMES_OF_HELP)
+ELSEWHERE = ("--connect", "--engine", *NAMES_OF_HELP)
 """Options with which a command starts no worker."""
 
 

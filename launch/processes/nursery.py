@@ -34,7 +34,6 @@ THREAD_VARIABLES = (
 COMMAND = "dovetail.launch.cli"
 """The module that commands run in."""
 MODULES = (
-    "dovetail.workers.models.imports.lean_torch",
     "dovetail.launch.commands.worker",
     "dovetail.workers.loop",
     "dovetail.workers.serving.loading",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -50,8 +49,6 @@ connect at first, or is tried again: a handshake takes three and a half round tr
 
 TOLD = "-"
 """The address of a worker that is told it on standard input."""
-LEAN = "dovetail.workers.models.imports.lean_torch"
-"""The module that a worker imports torch by."""
 NOWHERE = Place(())
 
 
@@ -59,7 +56,7 @@ def await_address(configuration: Configuration, role: Role) -> str:
     """Return the line of standard input that says where the coordinator is; what a worker imports
     is imported before it is read, so that both begin at the same time."""
     if role != "draft" or configuration.settings.draft.kind != "ngram":
-        import_at_once([LEAN, "dovetail.workers.loop", "dovetail.workers.models.loading"])
+        import_at_once(["dovetail.workers.loop", "dovetail.workers.models.loading"])
     address = sys.stdin.readline().strip()
     if not address:  # whoever started us ends
         sys.exit(0)
@@ -187,8 +184,6 @@ class WorkerProcess:
 
     def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
         """Open the worker of each part, while the coordinator hears how far its model is."""
-        if self.role != "draft" or self.configuration.settings.draft.kind != "ngram":
-            import_module(LEAN)  # torch comes in here, after binding
         from dovetail.workers.progress import hearing_loads
         from dovetail.workers.serving.loading import Telling
 

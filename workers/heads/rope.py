@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.heads.config import HeadConfig, MisfitError, RotaryConfig
-from dovetail.workers.models.imports import lean
+from dovetail.workers.models import transformers
 
 THETA = 10000.0
 """The base of a configuration that names none: that of the EAGLE family's code."""
@@ -43,14 +43,14 @@ def frequencies(
         "partial_rotary_factor": share,
     }
     try:
-        layer = lean.LlamaConfig(
+        layer = transformers.LlamaConfig(
             hidden_size=heads * head_dim,
             num_attention_heads=heads,
             head_dim=head_dim,
             max_position_embeddings=context,
             rope_parameters=parameters,
         )
-        found, scaling = lean.ROPE_INIT_FUNCTIONS[kind](layer, torch.device("cpu"))
+        found, scaling = transformers.ROPE_INIT_FUNCTIONS[kind](layer, torch.device("cpu"))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise MisfitError(
             f"has rotary positions of type {kind!r} that cannot be computed "

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from dovetail.workers.models import transformers
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.imports import lean
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.timing import timing
 from dovetail.workers.progress import beat
@@ -371,4 +371,4 @@ def attend_by_scores(
 
 def register() -> None:
     """Make the implementation known to transformers; again and again is harmless."""
-    lean.AttentionInterface.register(IMPLEMENTATION, attend)
+    transformers.AttentionInterface.register(IMPLEMENTATION, attend)

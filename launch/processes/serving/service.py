@@ -120,10 +120,11 @@ class Service:
         told = sys.stderr.isatty()  # then `say` shows it, else the log has it once models are left
         while not self._watch.serving:
             self.step()
-            say(
-                f"starting {' and '.join(self._watch.missing)}"
-                + (loading_text(self.state.loading) if self.state is not None else "")
-            )
+            if HTTP in self._begun:  # a spinner has a thread, too
+                say(
+                    f"starting {' and '.join(self._watch.missing)}"
+                    + (loading_text(self.state.loading) if self.state is not None else "")
+                )
             if not told and (told := set(self._watch.missing) <= self._workers.keys()):
                 self._log(
                     f"not ready yet, loading models: {' and '.join(self._watch.missing)}; requests "
@@ -186,7 +187,8 @@ class Service:
         for name in self._watch.waiting:
             if name not in self._workers and self._says_ready(name, self._running[name]):
                 self._perform(self._watch.ready(name, now_s))
-        if self._inquiry is not None and COORDINATOR not in self._watch.missing:
+        forked = HTTP in self._begun  # a link has threads, behind which nothing can be forked
+        if self._inquiry is not None and forked and COORDINATOR not in self._watch.missing:
             self._ask(self._inquiry, now_s)
         self._look_after(now_s)
         self._perform(self._watch.due(now_s))

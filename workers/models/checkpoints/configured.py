@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models import attention
+from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.architecture import (
     REMEDY,
     bidirectional,
@@ -30,7 +30,6 @@ from dovetail.workers.models.checkpoints.composite import is_composite, text_par
 from dovetail.workers.models.checkpoints.context import limit_context
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
-from dovetail.workers.models.imports import lean
 
 CORRECT = "correct it, or take the config.json that belongs to the weights"
 BESIDE_TEXT = {"phi4_multimodal": "model.embed_tokens_extend"}
@@ -69,28 +68,28 @@ def read_config(file: Path) -> Any:
     refuse_unknown(
         content,
         file,
-        known=content["model_type"] in lean.CONFIG_MAPPING,
-        version=lean.transformers.__version__,
+        known=content["model_type"] in transformers.CONFIG_MAPPING,
+        version=transformers.__version__,
     )
     try:
         with quiet():
             config = (
-                lean.AutoConfig.from_pretrained(
+                transformers.AutoConfig.from_pretrained(
                     str(file), trust_remote_code=False, local_files_only=True
                 )
                 if content is whole
-                else lean.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+                else transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
             )
     except Exception as error:  # whatever transformers' lines happen to stumble over
         why = said_by(error) or _culprit(
-            content, lean.CONFIG_MAPPING[content["model_type"]].from_dict
+            content, transformers.CONFIG_MAPPING[content["model_type"]].from_dict
         )
         raise CheckpointError(
             f"{file} is not what transformers reads for model type {content['model_type']}: "
             f"{why}; {CORRECT}"
         ) from error
-    with lean.lean():
-        causal = lean.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    with transformers.importing():
+        causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     refuse_config(config, causal, file)
     return config
 
@@ -169,8 +168,8 @@ class _Uninitialised(TorchFunctionMode):
 def empty(config: Any, implementation: str) -> Any:
     """The model on no device."""
     without = _Uninitialised()
-    with lean.lean(), quiet(), torch.inference_mode(False), torch.device("meta"), without:
-        return lean.AutoModelForCausalLM.from_config(
+    with quiet(), torch.inference_mode(False), torch.device("meta"), without:
+        return transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=implementation, trust_remote_code=False
         )
 
@@ -293,17 +292,17 @@ def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], obj
 def quiet() -> Iterator[None]:
     """Without transformers' progress bar and report; what they say is checked by the caller."""
     bar, verbosity = (
-        lean.transformers.logging.is_progress_bar_enabled(),
-        lean.transformers.logging.get_verbosity(),
+        transformers.logging.is_progress_bar_enabled(),
+        transformers.logging.get_verbosity(),
     )
-    lean.transformers.logging.disable_progress_bar()
-    lean.transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
     try:
         yield
     finally:
-        lean.transformers.logging.set_verbosity(verbosity)
+        transformers.logging.set_verbosity(verbosity)
         if bar:
-            lean.transformers.logging.enable_progress_bar()
+            transformers.logging.enable_progress_bar()
 
 
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.devices.memory import is_out_of_memory
-from dovetail.workers.models import attention
+from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
 from dovetail.workers.models.checkpoints.configured import (
@@ -42,7 +42,6 @@ from dovetail.workers.models.checkpoints.pieces import (
     within_fp32,
 )
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
-from dovetail.workers.models.imports import lean
 from dovetail.workers.models.memory import refuse_beyond
 from dovetail.workers.progress import loading
 
@@ -275,7 +274,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         torch.inference_mode(False),
         loading("loading", size) as count,
     ):
-        model, info = lean.AutoModelForCausalLM.from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),
             config=config,
             dtype=dtype,
@@ -362,7 +361,7 @@ def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
     changes = [
         change
         for kind in (model.config.model_type, type(model).__name__)
-        for change in lean.get_checkpoint_conversion_mapping(kind) or ()
+        for change in transformers.get_checkpoint_conversion_mapping(kind) or ()
     ]
     if any(hasattr(change, "operations") for change in changes) or any(
         re.search(pattern, name)
@@ -402,7 +401,7 @@ def linearise(model: Any) -> frozenset[str]:
     of those weights."""
     transposed = set()
     for name, module in list(model.named_modules()):
-        if isinstance(module, lean.Conv1D):
+        if isinstance(module, transformers.Conv1D):
             inputs, outputs = module.weight.shape
             linear = nn.Linear(inputs, outputs, device="meta")
             if not module.weight.is_meta:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dovetail.workers.models.imports.lean import DynamicCache
+from dovetail.workers.models.transformers import DynamicCache
 
 
 class ClaimedCache(DynamicCache):  # type: ignore[misc]

@@ -20,7 +20,6 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
-from dovetail.workers.models.imports.lean import DynamicCache
 from dovetail.workers.models.parity.claimed_cache import ClaimedCache
 from dovetail.workers.models.parity.following import (
     EAGER,
@@ -33,6 +32,7 @@ from dovetail.workers.models.parity.following import (
     stand_in,
 )
 from dovetail.workers.models.parity.oracle import Oracle
+from dovetail.workers.models.transformers import DynamicCache
 
 PART = 128
 """Tokens of a text that are read at a time."""

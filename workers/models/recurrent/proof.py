@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dovetail.workers.models import transformers
 from dovetail.workers.models.checkpoints.configured import quiet
-from dovetail.workers.models.imports import lean
 from dovetail.workers.models.parity.following import Call, first_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def run_recurrently(oracle: "Oracle", layer: nn.Module, index: int, states: Tensor) -> Tensor:
     """Return what transformers' layer makes of states [count, hidden] one after the other, by the
     function that it has for one row at a time."""
-    cache, rows = lean.DynamicCache(config=oracle.config), []
+    cache, rows = transformers.DynamicCache(config=oracle.config), []
     call = oracle.arranged(index, cache)
     with oracle.eagerly(layer), quiet():
         for row, state in enumerate(states):

@@ -1,1 +1,0 @@
-"""A large library is imported here without what no worker needs."""
