@@ -77,12 +77,17 @@ class Stream:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        while not self.failure:
+            self._read_once()
+
+    def _read_once(self) -> None:
+        """Read one reply to its end; the next one goes on behind it."""
         try:
             with DIRECT.open(self._request, timeout=PATIENCE_S) as reply:
                 for line in reply:
                     if line.startswith(b"data: {"):
                         self.times.append(time.monotonic())
-                        if b'"error"' in line or b'"finish_reason":"' in line:
+                        if b'"error":' in line:
                             self.failure = line.decode()
         except OSError as error:
             self.failure = str(error)
