@@ -52,8 +52,6 @@ class Published:
     """Fitted to EAGLE-2's 3.95 with 15 and 4.49 with 59 nodes (Dovetail paper, Tables 3 and 6)."""
 
 
-LOOKUP = "ngram"
-"""The kind of draft that proposes what followed the last tokens earlier."""
 PUBLISHED = {
     "small": Published(
         4.85,

@@ -8,15 +8,11 @@ tokenizer alone; of several the planner says which. Loads nothing.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
-from dovetail.launch.planning.acceptance import LOOKUP
-from dovetail.launch.planning.alternatives import ready_of
-from dovetail.launch.planning.candidates import Candidate, Reader
-from dovetail.launch.planning.designs import design_of, read_config
-from dovetail.launch.planning.subject import folder_of, subject_here
+from dovetail.launch.planning.designs import LOOKUP, design_of, read_config
 from dovetail.launch.planning.weights import on_kernels
 from dovetail.launch.processes.stack import layout_of, processes_of
 from dovetail.launch.settings.blocks import keeps_blocks
@@ -38,6 +34,9 @@ from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf, models_in
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import cached_folders, local_folder
+
+if TYPE_CHECKING:
+    from dovetail.launch.planning.candidates import Candidate, Reader
 
 SMALLER = 2
 """A model drafts for another one that has at least so many times as many parameters."""
@@ -140,8 +139,11 @@ def _lookup(configuration: Configuration, why: str) -> tuple[Configuration, list
 
 
 def _best(
-    configuration: Configuration, found: Sequence[Candidate], say: Say
+    configuration: Configuration, found: "Sequence[Candidate]", say: Say
 ) -> tuple[Configuration, list[str]]:
+    from dovetail.launch.planning.alternatives import ready_of
+    from dovetail.launch.planning.subject import subject_here
+
     spread = choice_of(configuration.settings.target).numa == "shard"
     searched = subject_here(configuration, say).search(found, lambda _: None)
     every = [one for one in searched if (one.option.nodes > 1) is spread]
@@ -157,19 +159,22 @@ def _best(
 
 
 def _draft(
-    configuration: Configuration, candidate: Candidate, why: str
+    configuration: Configuration, candidate: "Candidate", why: str
 ) -> tuple[Configuration, list[str]]:
     model = candidate.settings.model
     chosen = configuration.over("chosen", {"draft.model": model})
     return chosen, [f"draft {view.spelled(model)} ({candidate.name}): {why}; --draft names another"]
 
 
-def _reader(configuration: Configuration, target: Path) -> Reader:
+def _reader(configuration: Configuration, target: Path) -> "Reader":
+    from dovetail.launch.planning.candidates import Reader  # numpy comes in here, and its threads
+    from dovetail.launch.planning.subject import folder_of
+
     design = design_of(read_config(target, "target model"), target)
     return Reader(configuration, design, [], folder_of, embedded=False, width=None)
 
 
-def drafts_there(configuration: Configuration, target: Path) -> Iterator[Candidate]:
+def drafts_there(configuration: Configuration, target: Path) -> "Iterator[Candidate]":
     """Yield the drafts of a target that are there: heads of it, and smaller models of its
     vocabulary, beside it or in the Hugging Face cache."""
     size = _size(target)

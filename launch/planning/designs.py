@@ -44,6 +44,8 @@ from dovetail.workers.models.recurrent.sizes import traffic_of
 if TYPE_CHECKING:
     from dovetail.workers.calibration import subject
 
+LOOKUP = "ngram"
+"""The kind of draft that proposes what followed the last tokens earlier."""
 HALF = 2
 """Bytes of a draft's number."""
 SAID = ("llama", "gpt2", "gpt_bigcode")
