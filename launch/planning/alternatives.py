@@ -8,8 +8,9 @@ Knows candidates and costs; not how they are told.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.launch.planning.acceptance import LOOKUP, Recorded
+from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.candidates import Candidate
+from dovetail.launch.planning.designs import LOOKUP
 from dovetail.launch.simulation.figures import figures
 from dovetail.launch.simulation.machines import ROWS
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.launch.planning.acceptance import (
-    LOOKUP,
     UNCOUNTED,
     Acceptance,
     Assumed,
@@ -21,6 +20,7 @@ from dovetail.launch.planning.acceptance import (
     published,
 )
 from dovetail.launch.planning.designs import (
+    LOOKUP,
     Design,
     DraftSize,
     design_of,

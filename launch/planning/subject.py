@@ -7,7 +7,6 @@ from typing import Any
 
 from dovetail.launch.machine.sharding import choice_of
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.planning.acceptance import LOOKUP
 from dovetail.launch.planning.alternatives import (
     Alternative,
     Offered,
@@ -16,7 +15,7 @@ from dovetail.launch.planning.alternatives import (
     ready_of,
 )
 from dovetail.launch.planning.candidates import Candidate
-from dovetail.launch.planning.designs import Design, read_config
+from dovetail.launch.planning.designs import LOOKUP, Design, read_config
 from dovetail.launch.planning.prices import (
     MEASURED,
     Hardware,

@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.launch.planning.acceptance import LOOKUP
 from dovetail.launch.planning.alternatives import Alternative
+from dovetail.launch.planning.designs import LOOKUP
 from dovetail.launch.profiling.bounds import Bounds, Model, Offloading
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
