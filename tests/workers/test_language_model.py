@@ -12,9 +12,11 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.models.backends import fused
 from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.checkpoints.tables import PackedEmbedding
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.models.segment import Paths, Segment
+from support.architectures import write_tiny
 from support.models import (
     CONTEXT,
     reference_logits,
@@ -285,6 +287,18 @@ def test_keys_that_16_bits_cannot_hold_are_refused_with_the_setting_that_can(
     load_language_model(str(folder), **given, cache="fp32")
     with pytest.raises(CheckpointError, match=r"move the logits .*: use target\.cache fp32"):
         load_language_model(str(folder), **given, cache="half")
+
+
+@needs_kernels
+def test_a_tied_table_in_16_bits_is_looked_up_in_the_packed_head_whatever_its_factor(
+    tmp_path: Path,
+) -> None:
+    """Gemma's factor, the root of the hidden size, is no power of two here."""
+    write_tiny("gemma3_text", tmp_path / "m", dtype=torch.bfloat16, hidden_size=40)
+    model = load_language_model(
+        str(tmp_path / "m"), weights="half", device="cpu", backend="kernels"
+    )
+    assert isinstance(model.back_end._model.get_input_embeddings(), PackedEmbedding)  # type: ignore[attr-defined]
 
 
 @needs_kernels

@@ -35,18 +35,18 @@ PROVED_ROWS = 8
 
 
 def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
-    """Have a model look its tokens up in its packed head, where this holds the numbers of the
-    embedding; `UnsupportedError` where rows of it differ from those of the embedding."""
+    """Look tokens up in the packed head if it is their table; `UnsupportedError` if it differs."""
     table = model.get_input_embeddings()
     if isinstance(table, BlockEmbedding):
-        same = table.rows is rows_of(head)
+        same, held = table.rows is rows_of(head), table
     else:
         same = is_table(table) and table.weight is head.weight
         same &= matrix.kind in (Kind.FP32, EXACT_KINDS.get(table.weight.dtype))
+        held = WidenedEmbedding(table.weight, scale_of(table))
     if not same:
         return
     own, ids = PackedEmbedding(matrix, scale_of(table)), sampled_rows(matrix.n)
-    if not torch.equal(own(ids), table(ids).float()):
+    if not torch.equal(own(ids), held(ids)):
         raise UnsupportedError("rows of its packed head differ from those of its embedding")
     model.set_submodule(next(path for path, part in model.named_modules() if part is table), own)
 
