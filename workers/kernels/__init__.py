@@ -76,6 +76,8 @@ class Isa(IntEnum):
 
 TITLES = {
     Isa.PLAIN: "plain C++",
+    Isa.SSE41: "SSE4.1",
+    Isa.AVX: "AVX",
     Isa.AVX2: "AVX2",
     Isa.AVX512: "AVX-512",
     Isa.VNNI: "AVX-512 VNNI",
