@@ -74,15 +74,8 @@ class Isa(IntEnum):
     NEON = 6
 
 
-TITLES = {
-    Isa.PLAIN: "plain C++",
-    Isa.SSE41: "SSE4.1",
-    Isa.AVX: "AVX",
-    Isa.AVX2: "AVX2",
-    Isa.AVX512: "AVX-512",
-    Isa.VNNI: "AVX-512 VNNI",
-    Isa.NEON: "NEON",
-}
+NAMES = ("plain C++", "SSE4.1", "AVX", "AVX2", "AVX-512", "AVX-512 VNNI", "NEON")
+TITLES = dict(zip(Isa, NAMES, strict=True))
 """Instruction set -> its name in words."""
 WHY_PLAIN = {
     "x86_64": "this processor has no SSE4.1, and they are many times slower",
