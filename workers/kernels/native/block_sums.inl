@@ -148,14 +148,21 @@ static DT_INLINE void hold(Pairs& p) { asm("" : "+x"(p.a), "+x"(p.b)); }
 struct Pairs { __m128i v[4]; };
 struct Signed { Codes size, w; };
 struct Four { __m128i v; };
-static DT_INLINE Four four(const char* x) { return {_mm_set1_epi32(*(const int32_t*)x)}; }
+static DT_INLINE Four four(const char* x) { return {inputs4(x)}; }
 static DT_INLINE Codes sizes(Codes w) { DT_EACH(Codes, _mm_abs_epi8(w.v[i])); }
 static DT_INLINE Signed as_signed(Codes w) { return {sizes(w), w}; }
 static DT_INLINE Pairs products(Codes w, Four x) { DT_EACH(Pairs, _mm_maddubs_epi16(w.v[i], x.v)); }
 static DT_INLINE Pairs products(Signed w, Four x) { DT_EACH(Pairs, _mm_maddubs_epi16(w.size.v[i], _mm_sign_epi8(x.v, w.w.v[i]))); }
 static DT_INLINE Pairs add(Pairs p, Pairs q) { DT_EACH(Pairs, _mm_add_epi16(p.v[i], q.v[i])); }
 static DT_INLINE I16 added(Pairs p) { DT_EACH(I16, _mm_madd_epi16(p.v[i], _mm_set1_epi16(1))); }
-static DT_INLINE void hold(Pairs&) {}
+// Codes as a byte each, for several rows; on AVX behind them the sizes of signed ones.
+template <class F>
+struct Unpacked : F { static constexpr int BITS = 8; };
+template <class F>
+constexpr bool is_unpacked = false;
+template <class F>
+constexpr bool is_unpacked<Unpacked<F>> = true;
+static DT_INLINE void hold(Pairs& p) { asm("" : "+x"(p.v[0]), "+x"(p.v[1]), "+x"(p.v[2]), "+x"(p.v[3])); }
 #undef DT_EACH
 #define DT_PAIRS 1
 #else
@@ -183,6 +190,10 @@ static DT_INLINE void add_steps_of(const char* codes, const char* x, Pairs (&pai
         constexpr int TURN = (STEP - FIRST) % together<F>();
         const Codes w = codes_of<F, STEP>(codes);
         const auto factors = [&] {
+#if defined(DT_AVX)
+            if constexpr (dovetail::signed_codes<F>() && is_unpacked<F>) return Signed{load_codes(codes + 64 * (STEPS + STEP)), w};
+            else
+#endif
             if constexpr (dovetail::signed_codes<F>()) return as_signed(w);
             else return w;
         }();

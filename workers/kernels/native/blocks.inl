@@ -75,13 +75,20 @@ struct Walker {
 
 #endif
 
-// ---- packed x: for each tile and block the int8 values [step][row of the tile], then of each row D, E, -X, and -X of the first 16
+// ---- packed x: for each tile and block the int8 values [step][row of the tile], then of each row D, E, -X, and -X of the first 16. Without fused products
+// each row has all of this by itself, and D and E behind it as doubles, D negative where sums could leave the normal floats.
 
-constexpr int64_t BLOCK_VALUES = STEPS + 4;  // of four bytes, for each row
+#if defined(DT_SSE)
+constexpr int64_t BLOCK_VALUES = STEPS + 8;  // of four bytes, for each row
+#else
+constexpr int64_t BLOCK_VALUES = STEPS + 4;
+#endif
 constexpr int64_t BLOCKS_AHEAD = 6144;       // bytes from a block to its prefetch
 
 #if defined(DT_AVX512)
 constexpr int BLOCK_ROWS = 8;
+#elif defined(DT_SSE)
+constexpr int BLOCK_ROWS = 16;
 #else
 constexpr int BLOCK_ROWS = DT_LANES ? 4 : 1;
 #endif
@@ -110,13 +117,26 @@ static void pack_block(const float* x, char* packed, int64_t height, int64_t row
     memcpy(packed + 4 * ((STEPS + 1) * height + row), about + 1, 4);
     memcpy(packed + 4 * ((STEPS + 2) * height + row), &whole, 4);
     memcpy(packed + 4 * ((STEPS + 3) * height + row), &half, 4);
+#if defined(DT_SSE)
+    // All numbers of a sum are multiples of 2^-24, as scales are, times the last bit of D: zero, or normal. No weight is larger than 2^24.
+    const bool normal = about[0] == 0 || (about[0] >= 0x1p-79f && about[0] <= 0x1p60f);
+    const double wide[2] = {normal ? about[0] : -__builtin_fabs(about[0]), about[1]};
+    memcpy(packed + 4 * (STEPS + 4), wide, sizeof wide);
+#endif
 }
 
 // The blocks first .. end of all rows.
 static void pack_blocks_of(const BlockCut& cut, const float* x, int64_t x_stride, int64_t first, int64_t end, char* packed) {
     for (int64_t t = 0; t < cut.tiles; t++)
         for (int64_t r = 0; r < cut.height(t); r++)
-            for (int64_t b = first; b < end; b++) pack_block(x + (cut.row(t) + r) * x_stride + b * WIDTH, packed + cut.at(t, b), cut.height(t), r);
+            for (int64_t b = first; b < end; b++) {
+                const float* const from = x + (cut.row(t) + r) * x_stride + b * WIDTH;
+#if defined(DT_SSE)
+                pack_block(from, packed + cut.at(t, b) + 4 * BLOCK_VALUES * r, 1, 0);
+#else
+                pack_block(from, packed + cut.at(t, b), cut.height(t), r);
+#endif
+            }
 }
 
 #if DT_LANES
@@ -169,6 +189,152 @@ static DT_INLINE void add_block(const char* codes, const Scale& scale, const cha
     }
 }
 
+#if defined(DT_SSE)
+
+// Without fused products: sums are doubles that hold floats, so that nothing is converted from block to block. The integers of all rows come first, then their
+// products, since the processor has few of either under way at a time.
+
+template <class F, int STEP = 0>
+static DT_INLINE void unpack_codes(const char* codes, Codes* to) {
+    if constexpr (STEP < STEPS) {
+        to[STEP] = codes_of<F, STEP>(codes);
+#if defined(DT_AVX)
+        if constexpr (dovetail::signed_codes<F>()) to[STEPS + STEP] = sizes(to[STEP]);
+#endif
+        unpack_codes<F, STEP + 1>(codes, to);
+    }
+}
+
+// Of a row the sums of 32 inputs times their scale; where 16 have one, those of the first, and the sums of the others as they are.
+template <class F>
+static DT_INLINE void scaled_sums(const char* codes, const Scale& scale, const char* x, F16 (&to)[2]) {
+    constexpr bool HALVES = dovetail::by_sixteens(F::SCALES);
+    const int32_t* const less = (const int32_t*)(x + 4 * (STEPS + 2));
+    I16 sums[1];
+    sums_of<F, 0, HALVES ? STEPS / 2 : STEPS, 1>(codes, x, {iset1(less[HALVES])}, sums);
+    to[0] = mul(to_float(sums[0]), scale.w[0]);
+    if constexpr (HALVES) {
+        sums_of<F, STEPS / 2, STEPS, 1>(codes, x, {iset1(less[0] - less[1])}, sums);
+        to[1] = to_float(sums[0]);
+    }
+}
+
+// Four registers of sums at a time, or what half as many registers hold.
+#if defined(DT_AVX)
+constexpr int AT_ONCE = 4;
+#else
+constexpr int AT_ONCE = 2;
+#endif
+struct Few { Doubles v[AT_ONCE]; };
+
+// a b + c, each rounded to a float, or `doubt` where that may be wrong.
+template <class A, class B>
+static DT_INLINE Few fused(const A& a, const B& b, Few c, Doubt& doubt) {
+    Few large;
+#pragma GCC unroll 4
+    for (int i = 0; i < AT_ONCE; i++) c.v[i] = plus(times(a(i), b(i)), c.v[i]);
+#pragma GCC unroll 2
+    for (int i = 0; i < AT_ONCE; i += 2) doubt = either(doubt, half_way(c.v[i], c.v[i + 1]));
+    // A difference from 2^29 times as much has no bits below a float's, and is rounded to the even one of two.
+#pragma GCC unroll 4
+    for (int i = 0; i < AT_ONCE; i++) large.v[i] = times(c.v[i], all_of(0x1p29));
+#pragma GCC unroll 4
+    for (int i = 0; i < AT_ONCE; i++) c.v[i] = minus(large.v[i], c.v[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < AT_ONCE; i++) c.v[i] = minus(large.v[i], c.v[i]);
+    return c;
+}
+
+// The products of a row. False, and y is as it was, where one has to be computed otherwise.
+template <class F>
+static DT_INLINE bool add_products(const F16 (&sums)[2], const Scale& scale, const Doubles (&more)[2][4], const char* x, Doubles (&y)[4]) {
+    constexpr bool HALVES = dovetail::by_sixteens(F::SCALES);
+    const float* const factors = (const float*)(x + 4 * STEPS);
+    const int32_t* const less = (const int32_t*)(factors + 2);
+    const double* const wide = (const double*)(factors + 4);
+    Few found[4 / AT_ONCE];
+    Doubt doubt{};
+#pragma GCC unroll 2
+    for (int first = 0; first < 4; first += AT_ONCE) {
+        Few p, s;
+#pragma GCC unroll 4
+        for (int i = 0; i < AT_ONCE; i++) p.v[i] = doubles(sums[0].v[first + i]), s.v[i] = y[first + i];
+        if constexpr (HALVES)
+            p = fused([&](int i) { return doubles(sums[1].v[first + i]); }, [&](int i) { return doubles(scale.w[1].v[first + i]); }, p, doubt);
+        s = fused([&](int i) { return p.v[i]; }, [&](int) { return all_of(wide[0]); }, s, doubt);
+        if constexpr (adds<F>() && !HALVES) s = fused([&](int i) { return more[0][first + i]; }, [&](int) { return all_of(wide[1]); }, s, doubt);
+        if constexpr (adds<F>() && HALVES) {
+            const float inputs[2] = {(float)-less[1], (float)(less[1] - less[0])};
+            s = fused([&](int i) { return more[0][first + i]; }, [&](int) { return all_of(factors[0] * inputs[0]); }, s, doubt);
+            s = fused([&](int i) { return more[1][first + i]; }, [&](int) { return all_of(factors[0] * inputs[1]); }, s, doubt);
+        }
+        found[first / AT_ONCE] = s;
+    }
+    if (__builtin_expect(any(doubt) || ((const int32_t*)wide)[1] < 0, 0)) return false;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) y[i] = found[i / AT_ONCE].v[i % AT_ONCE];
+    return true;
+}
+
+template <class F>
+static __attribute__((noinline)) void add_block_exactly(const char* codes, const Scale& scale, const char* x, Doubles (&y)[4]) {
+    F16 own[1];
+    for (int i = 0; i < 4; i++) own[0].v[i] = floats(y[i]);
+    add_block<F, 1>(codes, scale, x, own);
+    for (int i = 0; i < 4; i++) y[i] = doubles(own[0].v[i]);
+}
+
+// MOST: one row, whose codes are used as they are unpacked, or up to BLOCK_ROWS.
+template <class F, int MOST>
+static void row_tile(int64_t rows, const BlockRun& run) {
+    constexpr int64_t BYTES = dovetail::part_block_bytes<F>();
+    using Own = std::conditional_t<MOST == 1, F, Unpacked<F>>;
+    Walker<F> walker(run.packed);
+    const char* x = run.x;
+    Doubles y[MOST][4];
+    F16 sums[MOST][2];
+    for (int64_t r = 0; r < rows; r++)
+        for (int i = 0; i < 4; i++) y[r][i] = all_of(0);
+    for (int64_t b = 0; b < run.blocks; b++, x += 4 * BLOCK_VALUES * rows) {
+        walker.begin(b);
+        if (run.ahead)
+            for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(walker.at + BLOCKS_AHEAD + line, 0, 3);
+        const Scale scale = scale_of<F>(walker.at, walker.d, walker.dmin);
+        Doubles more[2][4];
+        for (int half = 0; adds<F>() && half <= dovetail::by_sixteens(F::SCALES); half++)
+            for (int i = 0; i < 4; i++) more[half][i] = doubles(scale.m[half].v[i]);
+        const bool wild = F::SCALES == dovetail::POWER && (any_less(scale.w[0], set1(0x1p-24f)) || any_less(set1(0x1p24f), scale.w[0]));
+        const char* codes = walker.codes();
+        Codes unpacked[2 * STEPS];
+        if constexpr (MOST > 1) {
+            unpack_codes<F>(codes, unpacked);
+            codes = (const char*)unpacked;
+            asm("" : "+r"(codes) : : "memory");  // they stay there, since they are more than the registers
+        }
+        const auto row = [&](int64_t r) { return x + 4 * BLOCK_VALUES * r; };
+        for (int64_t r = 0; r < rows; r++) scaled_sums<Own>(codes, scale, row(r), sums[r]);
+        for (int64_t r = 0; r < rows; r++)
+            if (wild || !add_products<Own>(sums[r], scale, more, row(r), y[r])) add_block_exactly<Own>(codes, scale, row(r), y[r]);
+        walker.end();
+    }
+    const bool whole = run.count == LANES;
+    for (int64_t r = 0; r < rows; r++) {
+        F16 own;
+        for (int i = 0; i < 4; i++) own.v[i] = floats(y[r][i]);
+        if (run.bias != nullptr) own = add(own, whole ? load(run.bias) : load_first(run.bias, run.count));
+        if (whole) store(run.y + r * run.y_stride, own);
+        else store_first(run.y + r * run.y_stride, own, run.count);
+    }
+}
+
+template <class F>
+static void run_block_tile(int64_t rows, const BlockRun& run) {
+    if (rows == 1) row_tile<F, 1>(1, run);
+    else row_tile<F, BLOCK_ROWS>(rows, run);
+}
+
+#else
+
 template <class F, int R>
 static void block_tile(const BlockRun& run) {
     constexpr int64_t BYTES = dovetail::part_block_bytes<F>();
@@ -200,6 +366,8 @@ static void run_block_tile(int64_t rows, const BlockRun& run) {
         else run_block_tile<F, R - 1>(rows, run);
     }
 }
+
+#endif
 
 // ---- weights in fp32
 

@@ -59,7 +59,7 @@ static DT_INLINE Codes only(Codes a, int mask) { DT_EACH(_mm_and_si128(a.v[i], _
 static DT_INLINE Codes either(Codes a, Codes b) { DT_EACH(_mm_or_si128(a.v[i], b.v[i])); }
 #undef DT_EACH
 static DT_INLINE I16 add_codes(I16 sum, Codes w, const char* x) {
-    const __m128i values = _mm_set1_epi32(*(const int32_t*)x);
+    const __m128i values = inputs4(x);
     for (int i = 0; i < 4; i++) sum.v[i] = _mm_add_epi32(sum.v[i], _mm_madd_epi16(_mm_maddubs_epi16(w.v[i], values), _mm_set1_epi16(1)));
     return sum;
 }

@@ -188,8 +188,17 @@ static DT_INLINE bool any_less(F16 a, F16 b) {
     for (int i = 0; i < 4; i++) less = _mm_or_ps(less, _mm_cmplt_ps(a.v[i], b.v[i]));
     return _mm_movemask_ps(less) != 0;
 }
-static DT_INLINE I16 pinned(I16 a) { return a; }
+static DT_INLINE I16 pinned(I16 a) { asm("" : "+x"(a.v[0]), "+x"(a.v[1]), "+x"(a.v[2]), "+x"(a.v[3])); return a; }
 #undef DT_EACH
+
+// Four bytes, four times.
+static DT_INLINE __m128i inputs4(const char* p) {
+#if defined(DT_AVX)
+    return _mm_castps_si128(_mm_broadcast_ss((const float*)p));
+#else
+    return _mm_set1_epi32(*(const int32_t*)p);
+#endif
+}
 
 // a b + c rounded once. The product of two floats is exact as a double, and the sum, rounded to a double and then to a float, is right but for two cases, which
 // are found by their bits and computed by the error of the sum: the double lies half way between two floats, or the float is below the normal ones.
@@ -211,29 +220,36 @@ static __attribute__((noinline)) __m128 fused_exactly(__m128 a, __m128 b, __m128
 
 #if defined(DT_AVX)
 using Doubles = __m256d;  // of four lanes
+using Doubt = __m256;
 static DT_INLINE Doubles doubles(__m128 a) { return _mm256_cvtps_pd(a); }
+static DT_INLINE Doubles all_of(double a) { return _mm256_set1_pd(a); }
 static DT_INLINE Doubles plus(Doubles a, Doubles b) { return _mm256_add_pd(a, b); }
+static DT_INLINE Doubles minus(Doubles a, Doubles b) { return _mm256_sub_pd(a, b); }
 static DT_INLINE Doubles times(Doubles a, Doubles b) { return _mm256_mul_pd(a, b); }
 static DT_INLINE __m128 floats(Doubles a) { return _mm256_cvtpd_ps(a); }
 // All bits where one of eight doubles lies half way between two floats: 1 and 28 zeros below a float's bits. With all above them set, no number is subnormal.
-static DT_INLINE __m256 half_way(Doubles a, Doubles b) {
+static DT_INLINE Doubt half_way(Doubles a, Doubles b) {
     const __m256 low = _mm256_shuffle_ps(_mm256_castpd_ps(a), _mm256_castpd_ps(b), 0x88);
     return _mm256_cmp_ps(_mm256_or_ps(low, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xe0000000))), _mm256_castsi256_ps(_mm256_set1_epi32((int)0xf0000000)), _CMP_EQ_OQ);
 }
-static DT_INLINE bool any_half_way(const Doubles (&a)[4]) { return _mm256_movemask_ps(_mm256_or_ps(half_way(a[0], a[1]), half_way(a[2], a[3]))) != 0; }
+static DT_INLINE Doubt either(Doubt a, Doubt b) { return _mm256_or_ps(a, b); }
+static DT_INLINE bool any(Doubt a) { return _mm256_movemask_ps(a) != 0; }
 #else
 struct Doubles { __m128d a, b; };
+using Doubt = __m128i;
 static DT_INLINE Doubles doubles(__m128 a) { return {_mm_cvtps_pd(a), _mm_cvtps_pd(_mm_movehl_ps(a, a))}; }
+static DT_INLINE Doubles all_of(double a) { return {_mm_set1_pd(a), _mm_set1_pd(a)}; }
 static DT_INLINE Doubles plus(Doubles a, Doubles b) { return {_mm_add_pd(a.a, b.a), _mm_add_pd(a.b, b.b)}; }
+static DT_INLINE Doubles minus(Doubles a, Doubles b) { return {_mm_sub_pd(a.a, b.a), _mm_sub_pd(a.b, b.b)}; }
 static DT_INLINE Doubles times(Doubles a, Doubles b) { return {_mm_mul_pd(a.a, b.a), _mm_mul_pd(a.b, b.b)}; }
 static DT_INLINE __m128 floats(Doubles a) { return _mm_movelh_ps(_mm_cvtpd_ps(a.a), _mm_cvtpd_ps(a.b)); }
-static DT_INLINE __m128i half_way(Doubles a) {
+static DT_INLINE Doubt half_way(Doubles a) {
     const __m128i low = _mm_castps_si128(_mm_shuffle_ps(_mm_castpd_ps(a.a), _mm_castpd_ps(a.b), 0x88));
     return _mm_cmpeq_epi32(_mm_or_si128(low, _mm_set1_epi32((int)0xe0000000)), _mm_set1_epi32((int)0xf0000000));
 }
-static DT_INLINE bool any_half_way(const Doubles (&a)[4]) {
-    return _mm_movemask_epi8(_mm_or_si128(_mm_or_si128(half_way(a[0]), half_way(a[1])), _mm_or_si128(half_way(a[2]), half_way(a[3])))) != 0;
-}
+static DT_INLINE Doubt half_way(Doubles a, Doubles b) { return _mm_or_si128(half_way(a), half_way(b)); }
+static DT_INLINE Doubt either(Doubt a, Doubt b) { return _mm_or_si128(a, b); }
+static DT_INLINE bool any(Doubt a) { return _mm_movemask_epi8(a) != 0; }
 #endif
 
 static DT_INLINE F16 fma(F16 a, F16 b, F16 c) {
@@ -246,7 +262,7 @@ static DT_INLINE F16 fma(F16 a, F16 b, F16 c) {
         r.v[i] = floats(sums[i]);
         least = _mm_min_ps(least, _mm_and_ps(r.v[i], _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff))));
     }
-    if (__builtin_expect(any_half_way(sums) || _mm_movemask_ps(_mm_cmple_ps(least, _mm_set1_ps(0x1p-126f))) != 0, 0))
+    if (__builtin_expect(any(either(half_way(sums[0], sums[1]), half_way(sums[2], sums[3]))) || _mm_movemask_ps(_mm_cmple_ps(least, _mm_set1_ps(0x1p-126f))) != 0, 0))
         for (int i = 0; i < 4; i++) r.v[i] = fused_exactly(a.v[i], b.v[i], c.v[i]);
     return r;
 }

@@ -95,7 +95,7 @@ struct Step<dovetail::INT8> {
         for (int i = 0; i < 4; i++) w.v[i] = _mm_loadu_si128((const __m128i*)p + i);
         return w;
     }
-    static DT_INLINE X broadcast(const char* p) { return _mm_set1_epi32(*(const int32_t*)p); }
+    static DT_INLINE X broadcast(const char* p) { return inputs4(p); }
     static DT_INLINE Sum add_product(X x, Weights w, Sum sum) {
         for (int i = 0; i < 4; i++)
             sum.v[i] = _mm_add_epi32(sum.v[i], _mm_madd_epi16(_mm_maddubs_epi16(_mm_abs_epi8(w.v[i]), _mm_sign_epi8(x, w.v[i])), _mm_set1_epi16(1)));

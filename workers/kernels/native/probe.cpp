@@ -53,6 +53,39 @@ double plain_int8(int64_t rounds) {
 
 #if defined(__x86_64__)
 
+// Without FMA: products and sums of doubles, each rounded to a float.
+template <class Doubles>
+inline __attribute__((always_inline)) double fused_by_doubles(int64_t rounds) {
+    Doubles sums[CHAINS] = {};
+    for (int64_t r = 0; r < rounds; r++) {
+#pragma GCC unroll 12
+        for (int c = 0; c < CHAINS; c++) {
+            const Doubles sum = sums[c] * 0.5 + 1.0, large = sum * 0x1p29;
+            sums[c] = large - (large - sum);
+            keep(sums[c]);
+        }
+    }
+    for (auto& sum : sums) keep(sum);
+    return 2.0 * CHAINS * (sizeof(Doubles) / sizeof(double));
+}
+
+double sse_fma(int64_t rounds) { return fused_by_doubles<__m128d>(rounds); }
+__attribute__((target("avx"))) double avx_fma(int64_t rounds) { return fused_by_doubles<__m256d>(rounds); }
+
+__attribute__((target("ssse3"))) double sse_int8(int64_t rounds) {
+    __m128i sums[CHAINS], a = _mm_set1_epi8(3), b = _mm_set1_epi8(4), ones = _mm_set1_epi16(1);
+    for (auto& sum : sums) sum = _mm_setzero_si128();
+    for (int64_t r = 0; r < rounds; r++) {
+#pragma GCC unroll 12
+        for (int c = 0; c < CHAINS; c++) {
+            keep(a);
+            sums[c] = _mm_add_epi32(sums[c], _mm_madd_epi16(_mm_maddubs_epi16(a, b), ones));
+        }
+    }
+    for (auto& sum : sums) keep(sum);
+    return 2.0 * CHAINS * 16;
+}
+
 __attribute__((target("avx2,fma"))) double avx2_fma(int64_t rounds) {
     __m256 sums[CHAINS], half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(1.0f);
     for (auto& sum : sums) sum = _mm256_setzero_ps();
@@ -197,8 +230,15 @@ Step step_of(int arithmetic) {
     const int isa = dovetail::active().isa;
 #if defined(__x86_64__)
     if (arithmetic == BF16_DOT) return isa >= dovetail::AVX512 && __builtin_cpu_supports("avx512bf16") ? avx512_bf16 : nullptr;
-    if (arithmetic == INT8_DOT) return isa == dovetail::VNNI ? vnni_int8 : isa == dovetail::AVX512 ? avx512_int8 : isa == dovetail::AVX2 ? avx2_int8 : plain_int8;
-    return isa >= dovetail::AVX512 ? avx512_fma : isa == dovetail::AVX2 ? avx2_fma : plain_fma;
+    const bool bytes = arithmetic == INT8_DOT;
+    switch (isa) {
+        case dovetail::SSE41: return bytes ? sse_int8 : sse_fma;
+        case dovetail::AVX: return bytes ? sse_int8 : avx_fma;
+        case dovetail::AVX2: return bytes ? avx2_int8 : avx2_fma;
+        case dovetail::AVX512: return bytes ? avx512_int8 : avx512_fma;
+        case dovetail::VNNI: return bytes ? vnni_int8 : avx512_fma;
+        default: return bytes ? plain_int8 : plain_fma;
+    }
 #else
     if (arithmetic == BF16_DOT) return nullptr;
 #if defined(__aarch64__)
