@@ -1,6 +1,8 @@
 """The commands about real models: fetch them, and measure how a service starts with one."""
 
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -8,7 +10,12 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.terminal import print_table
+from dovetail.launch.machine.fit import needs_of
+from dovetail.launch.processes.stack import processes_of
+from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
+from dovetail.workers.models.checkpoints.footprint import CACHED_ROWS
+from real.groups import group, table_row
 from real.models import MODELS, fetch
 from real.quota import quota
 from real.servers import PROMPT, ask, memory, own_places, served
@@ -74,3 +81,47 @@ def start(file: Path, peer: str | None, runs: int, context: int, more: tuple[str
             for name, (first, *rest) in found.items()
         ],
     )
+
+
+@main.command("memory")
+@click.argument("file", type=click.Path(exists=True, path_type=Path))
+@click.option("--weights", default="file", show_default=True)
+@click.option("--draft", default="ngram", show_default=True, help="A draft without a model.")
+@click.option("--context", default=4096, show_default=True)
+def memory_command(file: Path, weights: str, draft: str, context: int) -> None:
+    """Run a service with FILE in a control group of exactly the memory that its footprint is.
+
+    Needs root. The first start, with empty caches, and the next; after each a conversation of as
+    many tokens as the footprint counts. Then the group is a fifth smaller: the service has to be
+    refused in one line. Prints what was stated and what was taken at most, files apart.
+    """
+    flags = {"target.model": str(file), "target.weights": weights, "draft.kind": draft}
+    flags |= {"target.context": str(context)}
+    settings = configure(flags=flags, environment={}).settings
+    roles = ("serve", "coordinator", "http", *processes_of(settings))
+    stated = sum(need.size for need in needs_of(settings, roles))
+    with tempfile.TemporaryDirectory(prefix="dovetail-real-") as folder:
+        (Path(folder) / "run").mkdir(mode=0o700)
+        given = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(Path(folder) / "cache"),
+            "XDG_RUNTIME_DIR": str(Path(folder) / "run"),
+        }
+        ours = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve"]
+        ours += [f"--{name}={value}" for name, value in flags.items()]
+        rows = []
+        for name in ("first start", "next start"):
+            with group(stated) as found:
+                command = [*found.prefix(), *ours]
+                with served(command, "--http.port", given) as (_, address, _):
+                    body = {"prompt": " the" * (min(context, CACHED_ROWS) - 40), "max_tokens": 32}
+                    used = ask(f"{address}/v1/completions", body)["usage"]
+                rows.append([*table_row(name, stated, found), f"{used['total_tokens']}"])
+                if found.kills:
+                    raise click.ClickException(f"{found.kills} processes were killed")
+        with group(round(0.8 * stated)) as found:
+            refused = subprocess.run(
+                [*found.prefix(), *ours], env=given, capture_output=True, text=True
+            )
+    print_table(["", "stated, MB", "taken, MB", "share", "by process, MB", "tokens"], rows)
+    click.echo(f"at 0.8 of it: exit code {refused.returncode}: {refused.stderr.splitlines()[-1]}")

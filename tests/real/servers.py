@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ def memory(process: psutil.Process) -> dict[str, float]:
     """Return the PSS in MB of a process and all its children, by their names."""
     sizes: dict[str, float] = {}
     for one in (process, *process.children(recursive=True)):
-        name = one.name()
-        sizes[name] = sizes.get(name, 0.0) + one.memory_full_info().pss / 1e6
+        with suppress(psutil.NoSuchProcess):  # a renderer of templates ends by itself
+            name, size = one.name(), one.memory_full_info().pss / 1e6
+            sizes[name] = sizes.get(name, 0.0) + size
     return sizes
