@@ -87,7 +87,10 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
     configuration, taken = with_generation_config(configuration)
     _check_addresses(configuration)
     configuration = with_choices(configuration)
-    (check_stack if engine == "local" else check_models)(configuration)
+    if engine == "local":
+        check_stack(configuration, "http")
+    else:
+        check_models(configuration)
     for said in (taken, blocks_in_words(configuration.settings.target)):
         if said:
             note(said)

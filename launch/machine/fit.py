@@ -1,10 +1,10 @@
 """Checks that the models that are to be started together fit into memory, before anything is
 loaded.
 
-Needs are estimated from the headers of weight files and compared with what the kernel would still
-give: to all processes of the machine and its control groups, to those on one memory node, and to
-each process. Refuses with the settings that would fit. Knows settings and sizes, and of processes
-the one alone that workers are forked from.
+Footprints follow from the headers of weight files and are compared with what the kernel would
+still give: to all processes of the machine and its control groups, to those on one memory node, and
+to each process. Refuses with the settings that would fit. Knows settings and sizes, and of
+processes the one alone that workers are forked from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dovetail.launch.machine.binding import Place
-from dovetail.launch.machine.draft_memory import (
-    head_loading_bytes,
-    substitute_loading_bytes,
-)
 from dovetail.launch.processes import ahead
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
@@ -25,16 +21,27 @@ from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_BYTES,
     PROCESS_SPACE,
+    Footprint,
     Tensor,
+    head_footprint,
+    host_footprint,
     in_pieces,
-    loading_bytes,
     read_tensors,
     rearranged,
+    sizes_in,
+    substitute_footprint,
     types_below,
 )
 
-SMALL_PROCESS_BYTES = 40_000_000
-"""The size of a process without torch: the coordinator."""
+HUBS = {
+    "serve": ("service", 55_000_000, 2.0),
+    "coordinator": ("coordinator", 45_000_000, 5.0),
+    "http": ("HTTP server", 60_000_000, 9.0),
+}
+"""Processes without a model: what they are called, the bytes of each, and bytes for each byte of
+the target's tokenizer.json."""
+LOOKUP_BYTES = 30_000_000
+"""The size of a draft that looks up."""
 BITS = {"auto": 4, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
 """Types of a draft's weights in the words of a target's, by their sizes."""
@@ -42,13 +49,17 @@ DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
 
 @dataclass(frozen=True)
 class Need:
-    """The most memory that one process takes while it loads."""
+    """The memory that one process takes."""
 
     what: str
-    size: int
-    """Bytes of memory."""
+    footprint: Footprint
     nodes: tuple[int, ...] = ()
     """The memory nodes that it is bound to, each of which holds an equal share; empty: any."""
+
+    @property
+    def size(self) -> int:
+        """Return its bytes."""
+        return self.footprint.size
 
 
 def check_memory(
@@ -58,7 +69,7 @@ def check_memory(
     nodes: tuple[int, ...] = (),
     room: Room | None = None,
 ) -> None:
-    """`SettingsError` unless processes of these roles (target, draft, unified, coordinator),
+    """`SettingsError` unless processes of these roles (target, draft, unified, coordinator, http),
     started together, fit into memory.
 
     `nodes`: the memory nodes that the target is bound to, as `nodes_of` has them; `room`: what
@@ -87,8 +98,8 @@ def check_memory(
 
 
 def needed_bytes(settings: Settings, role: str) -> int:
-    """Return the most host memory in bytes that a process of this role takes while it loads; 0
-    where the files do not tell."""
+    """Return the host memory in bytes that a process of this role takes; 0 where the files do not
+    tell."""
     return sum(need.size for need in needs_of(settings, [role], ()))
 
 
@@ -120,7 +131,7 @@ def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
         own = process_room()
         if (
             own is not None
-            and need.size > SMALL_PROCESS_BYTES
+            and need.footprint.weights
             and need.size - PROCESS_BYTES + PROCESS_SPACE > own.size
         ):
             return (
@@ -144,71 +155,82 @@ def _refusal_of_nodes(need: Need) -> str:
 def needs_of(
     settings: Settings, roles: Sequence[str], nodes: tuple[int, ...] = ()
 ) -> Iterator[Need]:
-    """Yield what each role takes while it loads, as far as the files tell."""
+    """Yield what each role takes, as far as the files tell."""
     target = with_target(settings.target)
-    tensors = _tensors(target.model)
+    folder = _folder(target.model)
+    tensors = [] if folder is None else read_tensors(folder)
     in_memory = memory_of(target.device) is not Memory.OWN and not target.split.device
     for role in roles:
-        if role == "target" and tensors and in_memory:
-            yield Need(
-                f"the target with {target.weights} weights", _target_bytes(settings, tensors), nodes
-            )
+        if role in HUBS:
+            name, process, share = HUBS[role]
+            yield Need(f"the {name}", Footprint(process, tokenizer=_text(folder, share)))
         elif role == "draft":
             yield from _draft_need(settings, tensors)
-        elif role == "unified" and tensors and in_memory:
-            codes = (
-                substitute_loading_bytes(tensors, BITS.get(settings.draft.weights, 4))
-                - PROCESS_BYTES
-            )
-            yield Need(
-                f"the target with {target.weights} weights and its substitute",
-                _target_bytes(settings, tensors) + codes,
-                nodes,
-            )
-        elif role == "coordinator":
-            yield Need("the coordinator", SMALL_PROCESS_BYTES)
+        elif folder is not None and tensors and in_memory:
+            own = _target_footprint(settings, folder, tensors)
+            what = f"the target with {target.weights} weights"
+            if role == "unified":
+                codes = substitute_footprint(tensors, _bits(settings)).model
+                own = replace(own, weights=own.weights + codes)
+                what += " and its substitute"
+            yield Need(what, own, nodes)
 
 
-def _target_bytes(settings: Settings, tensors: Sequence[Tensor]) -> int:
+def _text(folder: Path | None, share: float) -> int:
+    """Return what a process takes for the tokenizer of a model, by the size of its file."""
+    file = None if folder is None else folder / "tokenizer.json"
+    return round(share * file.stat().st_size) if file is not None and file.is_file() else 0
+
+
+def _target_footprint(settings: Settings, folder: Path, tensors: Sequence[Tensor]) -> Footprint:
     target = settings.target
+    sizes = sizes_in(
+        folder,
+        tensors,
+        target.weights,
+        target.cached,
+        longest=target.longest,
+        library=_by_library(settings, tensors),
+    )
     try:
         inflate_bytes = byte_count(target.inflate) if target.inflate else 0
     except ValueError:  # `check_inflation` says so
         inflate_bytes = 0
-    return loading_bytes(
-        tensors, target.weights, library=_by_library(settings, tensors), inflate_bytes=inflate_bytes
-    )
+    if inflate_bytes:
+        numbers = sum(tensor.numbers for tensor in tensors if tensor.is_matrix)
+        grown = max(1.0, inflate_bytes / 4 / max(1, numbers))
+        sizes = replace(sizes, layer=round(sizes.layer * grown))
+    return host_footprint(sizes, rows=1 + settings.tree.gamma)
 
 
 def _draft_need(settings: Settings, target: Sequence[Tensor]) -> Iterator[Need]:
     if settings.draft.kind == "none":
         return
-    if settings.draft.kind == "ngram":  # a look-up has no weights, and imports torch
-        yield Need("the draft", PROCESS_BYTES)
+    if settings.draft.kind == "ngram":
+        yield Need("the look-up draft", Footprint(LOOKUP_BYTES))
         return
     if memory_of(settings.draft.device) is Memory.OWN:
         return
     if settings.draft.kind == "substitute":
         if target:
-            yield Need(
-                "the substitute",
-                substitute_loading_bytes(target, BITS.get(settings.draft.weights, 4)),
-            )
+            yield Need("the substitute", substitute_footprint(target, _bits(settings)))
         return
     draft = with_draft(settings.draft)
-    if not (tensors := _tensors(draft.model)):
+    folder = _folder(draft.model)
+    if folder is None or not (tensors := read_tensors(folder)):
         return
     if draft.kind == "small" or any(tensor.is_table for tensor in tensors):
-        weights = (
-            draft.weights
-            if draft.weights != "auto"
-            else "half"
-            if tensors[0].kind in ("F16", "BF16")
-            else "fp32"
-        )
-        yield Need("the draft", loading_bytes(tensors, DRAFT_TYPES.get(weights, weights)))
+        stored = "half" if tensors[0].kind in ("F16", "BF16") else "fp32"
+        weights = stored if draft.weights == "auto" else draft.weights
+        sizes = sizes_in(folder, tensors, DRAFT_TYPES.get(weights, weights), "fp32")
+        yield Need("the draft", host_footprint(sizes, rows=1 + settings.tree.gamma))
     else:
-        yield Need("the draft head", head_loading_bytes(tensors, target))
+        yield Need("the draft head", head_footprint(tensors, target))
+
+
+def _bits(settings: Settings) -> int:
+    """Return the bits of a substitute's codes."""
+    return BITS.get(settings.draft.weights, 4)
 
 
 def _by_library(settings: Settings, tensors: Sequence[Tensor]) -> bool:
@@ -276,10 +298,7 @@ def _listed(needs: Sequence[Need]) -> str:
     if len(needs) == 1:
         return f"{needs[0].what} takes {_gb(needs[0].size)} of memory"
     each = ", ".join(f"{need.what} {_gb(need.size)}" for need in needs)
-    return (
-        f"together these take {_gb(sum(need.size for need in needs))} of memory while they "
-        f"load ({each})"
-    )
+    return f"together these take {_gb(sum(need.size for need in needs))} of memory ({each})"
 
 
 def _gb(size: int) -> str:

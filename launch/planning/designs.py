@@ -18,11 +18,8 @@ from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.planner import Target
 from dovetail.workers.models.backends.placement import (
-    cache_bytes,
     coded_bytes,
-    host_bytes,
     needed_bytes,
-    pass_bytes,
     substitute_bytes,
 )
 from dovetail.workers.models.backends.sizes import (
@@ -37,7 +34,14 @@ from dovetail.workers.models.backends.sizes import (
 )
 from dovetail.workers.models.checkpoints.architecture import refuse_content
 from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.footprint import Tensor, read_tensors, sizes_in_blocks
+from dovetail.workers.models.checkpoints.footprint import (
+    Tensor,
+    cache_bytes,
+    host_footprint,
+    pass_bytes,
+    read_tensors,
+    sizes_by_tensors,
+)
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.recurrent.sizes import traffic_of
 
@@ -69,9 +73,8 @@ def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
     transformers, since families with experts, states or heads that differ name it in their own
     ways."""
     tensors = read_tensors(folder)
-    tensors = tensors if any(tensor.packed_bytes for tensor in tensors) else []
     if config.get("model_type") in SAID:
-        return Design(config, blocks=tensors)
+        return Design(config, tensors=tensors)
     from dovetail.workers.calibration import subject  # torch comes in here
 
     return Design(config, subject.read_design(TargetSettings(model=str(folder))), tensors)
@@ -142,8 +145,8 @@ class Design:
     config: Mapping[str, Any]
     weighed: "subject.Design | None" = None
     """Its parts, as transformers builds it; None: its config.json says all that is counted."""
-    blocks: Sequence[Tensor] = ()
-    """The tensors of its GGUF file, if their numbers are blocks; empty for any other model."""
+    tensors: Sequence[Tensor] = ()
+    """The tensors of its checkpoint; empty where it is not here."""
     file_bytes: int = 0
     """The size of a GGUF file of it that is not here; 0: none was named."""
 
@@ -168,12 +171,10 @@ class Design:
         if weights == FILE and self.file_bytes:
             tied = bool(self.config.get("tie_word_embeddings"))
             return in_a_file(self.sizes("half", cache), self.file_bytes, tied=tied)
-        if weights == FILE:
-            return sizes_in_blocks(sizes_of(self.config, "int8", cache), self.blocks)
-        sizes = sizes_of(self.config, weights, cache)
-        if self.weighed is None:
-            return sizes
-        return weighed(sizes, weights, self.weighed.matrices)
+        sizes = sizes_of(self.config, "int8" if weights == FILE else weights, cache)
+        if self.tensors:
+            return sizes_by_tensors(sizes, self.tensors, weights)
+        return sizes if self.weighed is None else weighed(sizes, weights, self.weighed.matrices)
 
     def width(self, weights: str) -> float:
         """Return the bytes of one weight of a type, of blocks on an average."""
@@ -199,7 +200,7 @@ class Design:
             sizes.layer,
             sizes.head,
             on_device,
-            partial(host_bytes, sizes),
+            lambda computed, resident: host_footprint(sizes, computed, resident).size,
             self.mixture,
             StateTraffic(*(part / sizes.layers for part in (traffic.states, traffic.row))),
         )
@@ -274,7 +275,7 @@ class DraftSize:
 
 def small_size(own: Design) -> DraftSize:
     """A smaller model, in 16 bits, or in the blocks of its file."""
-    if not own.blocks:
+    if not any(tensor.packed_bytes for tensor in own.tensors):
         return _in_16_bits(own, own.layers, 0)
     sizes = own.sizes(FILE)
     beside = own.working_bytes(own.layers)

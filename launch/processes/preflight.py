@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from dovetail.launch.machine.draft_memory import tables_lacking
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError, UserError
 from dovetail.protocol.memory import read_room, total_bytes
@@ -30,7 +29,11 @@ from dovetail.workers.models.backends.placement import substitute_bytes
 from dovetail.workers.models.backends.sizes import WEIGHT_BYTES, Sizes, has_sizes, sizes_of
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, NOT_THERE, why_no_folder
 from dovetail.workers.models.checkpoints.composite import text_part
-from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
+from dovetail.workers.models.checkpoints.footprint import (
+    read_tensors,
+    tables_lacking,
+    weights_bytes,
+)
 from dovetail.workers.models.checkpoints.gguf.view import (
     files_of,
     local_folder,

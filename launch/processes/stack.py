@@ -156,13 +156,13 @@ def begin_workers(
     return started
 
 
-def check_stack(configuration: Configuration) -> None:
+def check_stack(configuration: Configuration, *hubs: str) -> None:
     """`UserError` for what these settings ask for and this machine cannot start, as far as a look
-    at the models tells."""
+    at the models tells. `hubs`: processes without a model beside the coordinator."""
     check_models(configuration)
     check_memory(
         configuration.settings,
-        ("coordinator", *processes_of(configuration.settings)),
+        ("coordinator", *hubs, *processes_of(configuration.settings)),
         nodes=nodes_of(layout_of(configuration.settings).target),
     )
 

@@ -33,7 +33,8 @@ from dovetail.protocol.settings import (
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.models.backends.placement import CACHED_ROWS, Placement
+from dovetail.workers.models.backends.placement import Placement
+from dovetail.workers.models.checkpoints.footprint import CACHED_ROWS
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.serving.spread import spread_of
 from dovetail.workers.verifier import Verifier

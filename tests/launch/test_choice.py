@@ -153,13 +153,13 @@ def test_weights_are_int4_where_only_these_fit(tmp_path: Path) -> None:
     target = tmp_path / "large"
     write_outline(target)
     found = {}
-    for limit in ("4GB", "1.8GB", "1.2GB", "0.7GB"):
+    for limit in ("4GB", "2.2GB", "1.6GB", "0.7GB"):
         configuration, said = chosen(target, memory__ram=limit, draft__kind="none")
         found[limit] = configuration.settings.target.weights, said[0].split("; ")[0]
     assert found == {
         "4GB": ("half", "weights half: the checkpoint's own 16 bits"),
-        "1.8GB": ("int8", "weights int8: half does not fit into memory"),
-        "1.2GB": ("int4", "weights int4: neither half nor int8 fits into memory"),
+        "2.2GB": ("int8", "weights int8: half does not fit into memory"),
+        "1.6GB": ("int4", "weights int4: neither half nor int8 fits into memory"),
         "0.7GB": ("int8", "weights int8: half does not fit into memory"),
     }
 

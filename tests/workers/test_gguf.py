@@ -26,11 +26,9 @@ from dovetail.workers.kernels import Isa, Kind
 from dovetail.workers.models.backends.packing import pack
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.footprint import (
-    PROCESS_BYTES,
     PROOF_BYTES,
-    loading_bytes,
     read_tensors,
-    weights_bytes,
+    sizes_in,
 )
 from dovetail.workers.models.checkpoints.gguf.files import read_model
 from dovetail.workers.models.checkpoints.gguf.formats import unpacked
@@ -446,9 +444,9 @@ def test_experts_of_blocks_are_read_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(numbers, skeleton.read(name)[index])
         assert torch.equal(numbers, unread.numbers(index))
     tensors = read_tensors(view_of(file))
-    beside = loading_bytes(tensors, "file") - weights_bytes(tensors, "file")
+    beside = sizes_in(view_of(file), tensors, "file", "half").loading
     layer = sum(tensor.stored_bytes for tensor in tensors if ".1.mlp.experts." in tensor.name)
-    assert beside - PROCESS_BYTES - PROOF_BYTES < layer / 2
+    assert beside - PROOF_BYTES < layer / 2
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.architecture import KERNELS_ALONE
 from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.context import LONGEST
-from dovetail.workers.models.checkpoints.footprint import IN_BLOCKS, sizes_in_blocks
+from dovetail.workers.models.checkpoints.footprint import IN_BLOCKS, sizes_by_tensors
+from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
 
@@ -187,7 +188,7 @@ class Spread:
 def _sizes(config: Mapping[str, Any], weights: str, matrices: Matrices, cache: str) -> Sizes:
     """Return the sizes of a model; `weights`: a name as `weight_types.type_of` gives it."""
     if weights in FILE_KINDS:
-        return sizes_in_blocks(sizes_of(config, "int8", cache), matrices.tensors)
+        return sizes_by_tensors(sizes_of(config, "int8", cache), matrices.tensors, FILE)
     weights = INT4 if weights in BLOCK_WEIGHTS else weights
     return mixed(sizes_of(config, weights, cache), weights, matrices)
 

@@ -17,27 +17,21 @@ from dovetail.workers.models.backends.sizes import (
     Sizes,
     with_host_experts,
 )
+from dovetail.workers.models.checkpoints.footprint import (
+    cache_bytes,
+    host_footprint,
+    long_rows,
+    pass_bytes,
+    seen_bytes,
+)
 
 BUFFERS = 2
 """Buffers that streamed layers pass through: one is computed from while the next is filled."""
-CACHED_ROWS = 4096
-"""Rows of keys and values that a limit leaves room for: a long conversation, and a prompt of it
-that is read at once."""
-PASS_ROWS = {"cpu": 256, "gpu": 1024}
-"""Rows of a prompt that go through a layer at a time."""
 TREES_AHEAD = 8
 """A draft that shares its target's cache has rows for so many trees there (`drafters/tree.py`)."""
-LOGITS = 2
-"""So often the host has them beside who computes them: with the noise of the target, and with a
-session's processors done to them."""
-WIDENED_BYTES = 64 << 20
-"""Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device/layer.py`)."""
 LEVEL_ROWS, LEVEL_LOGITS = 64, 4
 """Rows of the largest pass that is captured (`device/levels.py`), and how many copies of their
 logits there are: as computed, in fp32, and in the ranking of children."""
-PACKED_LAYERS = 2
-"""While a model is loaded one layer is there as it was stored and as it is packed, before it lies
-where it stays."""
 
 
 class Place(Enum):
@@ -149,7 +143,7 @@ def place_layers(sizes: Sizes, demand: Demand) -> Placement:
         codes = "codes of the others, " if demand.codes else ""
         raise SettingsError(
             f"{demand.device} would need {_gb(needed)} for {resident} of {computed} layers "
-            f"resident, {codes}the head, a pass and {_rows(sizes)} tokens, "
+            f"resident, {codes}the head, a pass and {long_rows(sizes)} tokens, "
             f"and memory.vram leaves {_gb(demand.device_bytes)}: give the device fewer layers "
             "(target.split.layers, target.resident) or shorter texts (target.context), "
             "or raise memory.vram"
@@ -169,7 +163,9 @@ def _tokens(sizes: Sizes, computed: int, room: int | None, needed: int) -> int |
     of them with one conversation: a longer one needs more for a pass, too."""
     if room is None:
         return None
-    return _rows(sizes) + TREE_ROWS + (room - needed) // (computed * sizes.row + _seen_bytes(sizes))
+    return (
+        long_rows(sizes) + TREE_ROWS + (room - needed) // (computed * sizes.row + seen_bytes(sizes))
+    )
 
 
 def all_on_cpu(sizes: Sizes, limit: int | None) -> Placement:
@@ -179,7 +175,7 @@ def all_on_cpu(sizes: Sizes, limit: int | None) -> Placement:
 
 
 def _on_host(sizes: Sizes, computed: int, resident: int, limit: int | None) -> int:
-    host = host_bytes(sizes, computed, resident)
+    host = host_footprint(sizes, computed, resident).model
     if limit is not None and host > limit:
         raise SettingsError(
             f"{sizes.layers - resident} layers, the embedding and a pass take {_gb(host)} of "
@@ -193,7 +189,7 @@ def _on_host(sizes: Sizes, computed: int, resident: int, limit: int | None) -> i
 def needed_bytes(sizes: Sizes, computed: int, resident: int, device: str = "cuda:0") -> int:
     """Return what a device needs that computes so many layers and keeps so many of them."""
     buffers = min(BUFFERS, computed - resident)
-    copied = sizes.lent * (_rows(sizes) + TREE_ROWS) if computed < sizes.layers else 0
+    copied = sizes.lent * (long_rows(sizes) + TREE_ROWS) if computed < sizes.layers else 0
     return (
         (resident + buffers) * (sizes.layer + sizes.wider - sizes.apart)
         + sizes.matrix
@@ -211,51 +207,6 @@ def _with_codes(sizes: Sizes, demand: Demand, computed: int, resident: int) -> i
     return needed_bytes(sizes, computed, resident, demand.device) + codes
 
 
-def cache_bytes(sizes: Sizes) -> int:
-    """The keys and values, or the state, of one layer: of a long conversation, and of a tree behind
-    it."""
-    return sizes.row * (_rows(sizes) + TREE_ROWS) + sizes.states
-
-
-def host_bytes(sizes: Sizes, computed: int, resident: int) -> int:
-    """Return what the host needs beside a device that computes so many layers and keeps so many of
-    them."""
-    own = sizes.layers - computed
-    at_work = LOGITS * TREE_ROWS * sizes.logits + (0 if computed else sizes.head)
-    if own:
-        at_work += own * cache_bytes(sizes) + pass_bytes(sizes, "cpu", head=not computed)
-    return (
-        sizes.embedding
-        + (sizes.layers - resident) * sizes.layer
-        + resident * sizes.apart
-        + max(at_work, PACKED_LAYERS * sizes.layer)
-    )
-
-
-def pass_bytes(sizes: Sizes, device: str, *, head: bool = True) -> int:
-    """Return what is held while rows are computed: the states of a whole prompt, what its rows take
-    within a layer, so many at a time, and logits."""
-    on_gpu = device != "cpu"
-    chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], _rows(sizes))
-    seen = _rows(sizes) * _seen_bytes(sizes) + WIDENED_BYTES if on_gpu else 0
-    return (
-        _rows(sizes) * (2 * sizes.state + sizes.inputs)
-        + chunk * sizes.inner
-        + seen
-        + (TREE_ROWS * sizes.logits if head else 0)
-    )
-
-
-def _seen_bytes(sizes: Sizes) -> int:
-    """Return what a GPU holds for each row that a chunk of a prompt sees."""
-    chunk = min(PASS_ROWS["gpu"], _rows(sizes))
-    return chunk * sizes.groups * NUMBER_BYTES + sizes.widened
-
-
-def _rows(sizes: Sizes) -> int:
-    return min(CACHED_ROWS, sizes.context)
-
-
 def code_bytes(sizes: Sizes, weights: str, bits: int) -> int:
     """Return what the codes of one layer take: 4 bits a weight or twice that, and for each 4 bits
     of 64 weights two numbers of 16."""
@@ -270,7 +221,7 @@ def bytes_of_codes(numbers: int, bits: int) -> int:
 def level_bytes(sizes: Sizes) -> int:
     """Return what graphs hold, all in one memory: the states of the largest pass that is captured,
     what its rows see, and their logits."""
-    seen = _rows(sizes) + TREES_AHEAD * TREE_ROWS
+    seen = long_rows(sizes) + TREES_AHEAD * TREE_ROWS
     row = 2 * sizes.state + sizes.inputs + sizes.inner + LEVEL_LOGITS * sizes.logits
     masks = 2 * LEVEL_ROWS * sizes.groups * NUMBER_BYTES
     return LEVEL_ROWS * row + seen * (masks + sizes.widened)
@@ -311,8 +262,8 @@ def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
     return (
         min(BUFFERS, sizes.layers) * sizes.layer
         + sizes.matrix
-        + (sizes.row + sizes.lent) * _rows(sizes)
-        + pass_bytes(sizes, device, head=False)
+        + (sizes.row + sizes.lent) * long_rows(sizes)
+        + pass_bytes(sizes, device, rows=0)
     )
 
 

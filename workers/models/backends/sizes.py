@@ -68,6 +68,12 @@ class Sizes:
     where it computes the others alone."""
     inputs: int = 0
     """The inputs that all layers have of their own for one row."""
+    tied: int = 0
+    """Bytes of the embedding that take no memory where the CPU computes the head, in which its
+    numbers lie."""
+    loading: int = 0
+    """The most bytes beside the weights while a checkpoint is loaded; 0: its tensors are not
+    known."""
 
 
 Shapes = Sequence[tuple[int, int]]
@@ -126,6 +132,7 @@ def in_a_file(sizes: Sizes, file_bytes: int, *, tied: bool) -> Sizes:
         matrix=round(share * sizes.matrix),
         head=round(share * sizes.head),
         embedding=0 if tied else round(share * sizes.head),
+        tied=0,
         experts=round(share * sizes.experts),
     )
 
@@ -216,6 +223,7 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
     wide = shared.widened * sum(matrices[-2:])
     wide_mean = -(-shared.layers * wide // layers)
     wider = shared.wider and matrix_bytes(weights, 2 * heads * shared.wider, hidden)
+    table = _table_bytes(weights, vocabulary, hidden, stored)
     own_width = int(config.get("hidden_size_per_layer_input") or 0)
     own = 3 * matrix_bytes(weights, own_width, hidden) if own_width else 0
     return Sizes(
@@ -227,8 +235,8 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
         + 4 * hidden * NUMBER_BYTES,
         matrix=(1 + shared.widened) * max(matrices),
         head=matrix_bytes(weights, vocabulary, hidden, end=True) + 2 * hidden * NUMBER_BYTES,
-        embedding=_table_bytes(weights, vocabulary, hidden, stored)
-        + _own_inputs_bytes(config, weights, stored),
+        embedding=table + _own_inputs_bytes(config, weights, stored),
+        tied=table if config.get("tie_word_embeddings") and weights != "int8" else 0,
         row=mix.average(mixer.cached * CACHE_BYTES[cache], mix.token_bytes),
         context=int(
             config.get(LONGEST) or scaled_positions(config, number("max_position_embeddings"))

@@ -1,9 +1,9 @@
-"""The memory that a model takes while it is loaded, by what its files say of themselves: names and
-shapes of tensors, and types of numbers.
+"""The footprint of a model: the bytes that its process takes for itself, its weights, keys and
+values, a pass, and for loading all that.
 
-Counted is what cannot be given back: the process itself, weights as they will lie, and the most
-that is there beside them on the way. Keys and values of sessions come later and are not counted.
-Functions of shapes; reads headers alone, needs no torch.
+One sum for admission, plans, limits and placements, of the sizes of a model: by its configuration,
+or by its tensors where these are here. Counted is what cannot be given back. Functions of shapes;
+reads headers alone, needs no torch.
 """
 
 import json
@@ -16,8 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES, Sizes, matrix_bytes
+from dovetail.workers.models.backends.sizes import (
+    INT4,
+    NUMBER_BYTES,
+    TREE_ROWS,
+    WEIGHT_BYTES,
+    Sizes,
+    has_sizes,
+    matrix_bytes,
+    sizes_of,
+)
 from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.context import LONGEST
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, MXFP4, Q4_K, int4_kind
 from dovetail.workers.models.checkpoints.gguf.view import FILE, described_tensors
@@ -28,11 +38,23 @@ from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 PROCESS_BYTES = 300_000_000
 """Memory of a process that has imported torch and transformers and holds no model (torch 2.13,
 measured: 295 MB)."""
+MIXTURE_BYTES = 230_000_000
+"""Memory of it that proving a model with experts takes, whatever its size (measured)."""
 PROCESS_SPACE = 1_300_000_000
 """Bytes of its address space."""
 EXPERTS_READ = 4
 """Matrices of one expert that are there at a time as they were stored: gate and up, one by one and
 together."""
+CACHED_ROWS = 4096
+"""Rows of keys and values that a limit leaves room for: a long conversation, and a prompt of it
+that is read at once."""
+PASS_ROWS = {"cpu": 256, "gpu": 1024}
+"""Rows of a prompt that go through a layer at a time."""
+WIDENED_BYTES = 64 << 20
+"""Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device/layer.py`)."""
+PACKED_LAYERS = 2
+"""While a model is loaded one layer is there as it was stored and as it is packed, before it lies
+where it stays."""
 PROOF_BYTES = 48 << 20
 """A piece of a matrix in fp32 while it is packed, and the rows on which a layer is proved
 (`backends/fused.py`)."""
@@ -186,79 +208,221 @@ def in_pieces(folder: Path) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """The memory that a process takes, in bytes: its own, not that of files on a disk."""
+
+    process: int
+    """The interpreter, and what it imports."""
+    weights: int = 0
+    """Packed matrices, tables, norms."""
+    caches: int = 0
+    """Keys and values, or states, of a long conversation and of a tree behind it."""
+    scratch: int = 0
+    """What a pass holds: states, the inside of a layer, logits."""
+    loading: int = 0
+    """The most that is there beside process and weights while these are loaded."""
+    tokenizer: int = 0
+
+    @property
+    def model(self) -> int:
+        """Return what the model takes."""
+        return self.weights + max(self.loading, self.caches + self.scratch)
+
+    @property
+    def size(self) -> int:
+        """Return the whole."""
+        return self.process + self.tokenizer + self.model
+
+
+def host_footprint(
+    sizes: Sizes, computed: int = 0, resident: int = 0, *, rows: int = TREE_ROWS
+) -> Footprint:
+    """Return what the process of a model takes of the host's memory, beside a device that computes
+    so many layers and keeps so many of them; `rows`: of a pass that have logits."""
+    own = sizes.layers - computed
+    inside = pass_bytes(sizes, "cpu", rows=0) if own else 0
+    head = 0 if computed else sizes.head - sizes.tied
+    return Footprint(
+        PROCESS_BYTES + (MIXTURE_BYTES if sizes.experts else 0),
+        sizes.embedding + head + (sizes.layers - resident) * sizes.layer + resident * sizes.apart,
+        caches=own * cache_bytes(sizes),
+        scratch=rows * sizes.logits + inside,
+        loading=sizes.loading or PACKED_LAYERS * sizes.layer,
+    )
+
+
+def cache_bytes(sizes: Sizes) -> int:
+    """The keys and values, or the state, of one layer: of a long conversation, and of a tree behind
+    it."""
+    return sizes.row * (long_rows(sizes) + TREE_ROWS) + sizes.states
+
+
+def pass_bytes(sizes: Sizes, device: str, *, rows: int = TREE_ROWS) -> int:
+    """Return what is held while rows are computed: the states of a whole prompt, what its rows take
+    within a layer, so many at a time, and the logits of `rows`."""
+    on_gpu = device != "cpu"
+    chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], long_rows(sizes))
+    seen = long_rows(sizes) * seen_bytes(sizes) + WIDENED_BYTES if on_gpu else 0
+    held = long_rows(sizes) if on_gpu else chunk
+    return (
+        held * (2 * sizes.state + sizes.inputs) + chunk * sizes.inner + seen + rows * sizes.logits
+    )
+
+
+def seen_bytes(sizes: Sizes) -> int:
+    """Return what a GPU holds for each row that a chunk of a prompt sees."""
+    chunk = min(PASS_ROWS["gpu"], long_rows(sizes))
+    return chunk * sizes.groups * NUMBER_BYTES + sizes.widened
+
+
+def long_rows(sizes: Sizes) -> int:
+    """Return the rows of a long conversation."""
+    return min(CACHED_ROWS, sizes.context)
+
+
+def sizes_in(
+    folder: Path,
+    tensors: Sequence[Tensor],
+    weights: str,
+    cache: str,
+    *,
+    longest: int | None = None,
+    library: bool = False,
+) -> Sizes:
+    """Return the sizes of the model in a folder, which has these tensors: keys and values of a type
+    (fp32, half) as far as its config.json tells, for sequences of `longest` tokens at most."""
+    try:
+        config = text_part(read_json(folder / "config.json"))
+    except CheckpointError:
+        config = {}
+    count = max(1, len(layers_in(tensors)))
+    sizes = Sizes(count, 0, 0, 0, 0, row=0, context=0, state=0, inner=0, groups=1, logits=0)
+    if has_sizes(config):
+        longer = {**config, LONGEST: longest} if longest else config
+        sizes = sizes_of(longer, weights if weights in WEIGHT_BYTES else "int8", cache)
+    return sizes_by_tensors(sizes, tensors, weights, library=library)
+
+
+def substitute_footprint(tensors: Sequence[Tensor], bits: int) -> Footprint:
+    """Return what the process of a substitute in codes of so many bits takes, once these have been
+    made."""
+    layers = layers_in(tensors)
+    numbers = sum(tensor.numbers for layer in layers for tensor in layer if tensor.is_matrix)
+    inside = {tensor.name for layer in layers for tensor in layer}
+    rest = [tensor for tensor in tensors if tensor.name not in inside] + tied_head(tensors)
+    stored = [sum(tensor.stored_bytes for tensor in part) for part in (*layers, *zip(rest))]
+    codes = -(-numbers // 64) * (32 + 4) * (1 if bits <= 4 else 2)
+    ends = sum(tensor.stored_bytes for tensor in rest)
+    return Footprint(PROCESS_BYTES, codes + ends, loading=max(stored, default=0))
+
+
+def head_footprint(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Footprint:
+    """Return what the process of a draft head takes as it is stored, with the embedding and the
+    output head of its target where it lacks them."""
+    whole = (*tensors, *tables_lacking(tensors, target))
+    return Footprint(PROCESS_BYTES, sum(tensor.stored_bytes for tensor in whole))
+
+
+def tables_lacking(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the embedding and the output head of a target as far as a draft head lacks them."""
+    lacks = [
+        found for found in (TABLE, HEAD) if not any(found.search(tensor.name) for tensor in tensors)
+    ]
+    return [tensor for tensor in target if any(found.search(tensor.name) for found in lacks)]
+
+
 def weights_bytes(tensors: Sequence[Tensor], weights: str) -> int:
-    """Return what weights of a type take once they are there: packed matrices, tables as they are
-    stored, a head beside the table that it is tied to."""
-    return sum(_kept_bytes(tensor, weights) for tensor in [*tensors, *tied_head(tensors)])
+    """Return what weights of a type take once they are there: packed matrices, and tables as they
+    are stored, but for one that lies in the head."""
+    tied = _in_the_head(tensors, weights)
+    return sum(_kept_bytes(tensor, weights) for tensor in [*tensors, *tied_head(tensors)]) - tied
 
 
-def loading_bytes(
-    tensors: Sequence[Tensor], weights: str, *, library: bool = False, inflate_bytes: int = 0
-) -> int:
-    """Return the most that a process holds while it loads a model with weights of a type;
-    `inflate_bytes`: of its linears in fp32, 0 for no inflation.
+def _in_the_head(tensors: Sequence[Tensor], weights: str) -> int:
+    """Return the bytes of a table whose numbers lie in the packed head."""
+    if weights.startswith("int8"):
+        return 0
+    return sum(
+        _kept_bytes(replace(table, name="embed_tokens.weight"), weights)
+        for table in tied_head(tensors)
+    )
 
-    `library`: torch computes it, and each matrix is there as stored and in the type that is
-    computed with.
-    """
-    if weights == FILE:
-        return _file_loading_bytes(tensors)
+
+def sizes_by_tensors(
+    sizes: Sizes, tensors: Sequence[Tensor], weights: str, *, library: bool = False
+) -> Sizes:
+    """Return the sizes of a model by the tensors of its checkpoint, in weights of a type; `sizes`:
+    of the same model by its configuration, in any weights. `library`: torch computes it, and each
+    matrix is there as it is stored and as it is computed with."""
+    layers = layers_in(tensors)
+    inside = [tensor for layer in layers for tensor in layer]
+    mean = -(-_bytes_of(inside, weights) // sizes.layers)
+    heads = _heads(tensors)
+    experts = [tensor for tensor in inside if tensor.is_expert and len(tensor.shape) > 1]
+    found = replace(
+        sizes,
+        layer=mean,
+        wider=max((_bytes_of(layer, weights) for layer in layers), default=mean) - mean,
+        matrix=max((_bytes_of([tensor], weights) for tensor in inside), default=0),
+        head=_bytes_of(heads, weights) + 2 * sizes.state,
+        embedding=_bytes_of([tensor for tensor in tensors if tensor.is_table], weights),
+        tied=0 if library else _in_the_head(tensors, weights),
+        experts=-(-_bytes_of(experts, weights) // sizes.layers),
+        unrounded=0,
+    )
+    return replace(found, loading=_loading_bytes(found, tensors, weights, library=library))
+
+
+def _loading_bytes(sizes: Sizes, tensors: Sequence[Tensor], weights: str, *, library: bool) -> int:
+    """Return the most that there is beside packed weights while they are loaded: table and head as
+    they are stored, and either parts of a layer, or the packed head, for which all layers are
+    there."""
     if library and rearranged(tensors):
         largest = max((tensor.numbers for tensor in tensors if tensor.is_matrix), default=0)
-        return PROCESS_BYTES + 4 * (sum(tensor.numbers for tensor in tensors) + largest)
-    heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or tied_head(tensors)
-    whole = weights_bytes(tensors, weights)
-    layers = layers_in(tensors)
-    matrices = sum(tensor.numbers for layer in layers for tensor in layer if tensor.is_matrix)
-    grown = 1.0
-    if inflate_bytes and matrices:
-        of_heads = sum(tensor.numbers for tensor in heads)
-        grown = max(1.0, (inflate_bytes / 4 - of_heads) / matrices)
-        whole += int((grown - 1.0) * matrices * WEIGHT_BYTES.get(weights, 4))
-        grown = max(1.0, grown / 2)  # half of it are more layers
-    # experts are read, packed and proved one by one
-    layers, expert = _without_experts(layers)
-    packed = max(
-        (int(grown * sum(_kept_bytes(tensor, weights) for tensor in layer)) for layer in layers),
-        default=0,
-    )
-    stored = max(
-        (int(grown * sum(tensor.stored_bytes for tensor in layer)) for layer in layers), default=0
-    )
-    if inflate_bytes:  # a layer grows in the type that it is packed from
-        number = 2 if WEIGHT_BYTES.get(weights) == 2 else 4
-        stored = max(
-            (int(grown * number * sum(tensor.numbers for tensor in layer)) for layer in layers),
-            default=0,
-        )
-    head_stored = max((tensor.stored_bytes for tensor in heads), default=0)
-    of_heads = sum(_kept_bytes(tensor, weights) for tensor in heads)
-    tables = sum(tensor.stored_bytes for tensor in tensors if tensor.is_table)
-    # a layer is proved before it is packed: as it was stored, as the kernels have that, and as
-    # transformers computes it, in fp32
-    widest = max(
-        (
-            int(grown * 4 * sum(tensor.numbers for tensor in layer if not tensor.is_expert))
-            for layer in layers
-        ),
-        default=0,
-    )
-    at_layers = whole - of_heads - tables - packed + 2 * stored + widest + EXPERTS_READ * expert
-    # embedding and head are read when all layers are packed
-    widened = 4 * max((tensor.numbers for tensor in heads), default=0) if library else 0
-    at_head = whole + head_stored + widened
-    return PROCESS_BYTES + PROOF_BYTES + max(whole, at_layers, at_head)
-
-
-def _file_loading_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the most that a process holds while it loads a model as the blocks of its file: beside
-    what is packed a layer as it is read, one of its experts in numbers, and the head."""
-    heads = [tensor for tensor in tensors if HEAD.search(tensor.name)] or tied_head(tensors)
+        whole = 4 * (sum(tensor.numbers for tensor in tensors) + largest)
+        return max(1, whole - weights_bytes(tensors, weights))
     layers, expert = _without_experts(layers_in(tensors))
-    sizes = (sum(_kept_bytes(tensor, FILE) for tensor in layer) for layer in layers)
-    read = max(sizes, default=0) + sum(_kept_bytes(tensor, FILE) for tensor in heads)
-    whole = weights_bytes(tensors, FILE)
-    return PROCESS_BYTES + PROOF_BYTES + whole + read + EXPERTS_READ * expert
+    heads, ends = _heads(tensors), [tensor for tensor in tensors if _is_end(tensor)]
+    dense = [tensor for tensor in ends if not _stays_in_blocks(tensor, weights)]
+    held = sum(tensor.stored_bytes for tensor in dense)
+    at_layer = max((_at_layer(layer, weights) for layer in layers), default=0)
+    if weights == INT4:  # table and head become blocks before there are any layers
+        held = sum(_kept_bytes(tensor, weights) for tensor in ends)
+        first = max((tensor.stored_bytes for tensor in ends), default=0)
+        inside = [tensor.stored_bytes for layer in layers for tensor in layer]
+        at_layer = max(first - sizes.layers * sizes.layer, *inside, 0)
+    widened = 4 * max((tensor.numbers for tensor in heads), default=0) if library else 0
+    packed = sizes.head + widened
+    kept = sizes.head + sizes.embedding - sizes.tied
+    return max(1, PROOF_BYTES + held + max(at_layer + EXPERTS_READ * expert, packed) - kept)
+
+
+def _at_layer(layer: Sequence[Tensor], weights: str) -> int:
+    """Return what there is at most beside the packed matrices of all layers while one is packed:
+    its last three matrices as they are stored, before the last of them is packed."""
+    dense = [tensor for tensor in layer if not _stays_in_blocks(tensor, weights)]
+    largest = max(dense, key=lambda tensor: tensor.stored_bytes, default=None)
+    if largest is None:
+        return 0
+    stored = min(3 * largest.stored_bytes, sum(tensor.stored_bytes for tensor in dense))
+    return max(0, stored - _kept_bytes(largest, weights))
+
+
+def _stays_in_blocks(tensor: Tensor, weights: str) -> bool:
+    return weights == FILE and tensor.packed_bytes > 0
+
+
+def _is_end(tensor: Tensor) -> bool:
+    return tensor.is_table or HEAD.search(tensor.name) is not None
+
+
+def _heads(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if HEAD.search(tensor.name)] or tied_head(tensors)
+
+
+def _bytes_of(tensors: Sequence[Tensor], weights: str) -> int:
+    return sum(_kept_bytes(tensor, weights) for tensor in tensors)
 
 
 def _without_experts(layers: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], int]:
@@ -317,26 +481,6 @@ def tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [] if largest is None else [replace(largest, name="lm_head.weight")]
 
 
-def sizes_in_blocks(sizes: Sizes, tensors: Sequence[Tensor]) -> Sizes:
-    """Return the sizes of a model whose matrices are the blocks of a GGUF file; `sizes`: of the
-    same model in any weights."""
-    matrices = _matrices(tensors)
-    inside = [tensor for tensor in matrices if LAYER.search(f".{tensor.name}")]
-    layers, head = _in_bytes(inside), _in_bytes(matrices) - _in_bytes(inside)
-    mean = -(-layers // sizes.layers)
-    experts = -(-_in_bytes([tensor for tensor in inside if tensor.is_expert]) // sizes.layers)
-    return replace(
-        sizes,
-        layer=mean + 4 * sizes.state,
-        wider=max(map(_in_bytes, layers_in(inside))) - mean,
-        matrix=max(_in_bytes([tensor]) for tensor in inside),
-        head=head + 2 * sizes.state,
-        embedding=_in_bytes([tensor for tensor in tensors if tensor.is_table]),
-        experts=experts,
-        unrounded=0,
-    )
-
-
 def linears_bytes(tensors: Sequence[Tensor], weights: str = FILE) -> int:
     """Return what the matrices of a checkpoint take as blocks, the head's included: those of its
     GGUF file, or with weights int4 those that are searched for."""
@@ -358,10 +502,6 @@ def _matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return all that a row is multiplied with, the head among it."""
     every = [*tensors, *tied_head(tensors)]
     return [tensor for tensor in every if len(tensor.shape) > 1 and not tensor.is_table]
-
-
-def _in_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(_kept_bytes(tensor, FILE) for tensor in tensors)
 
 
 def layers_in(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
