@@ -233,7 +233,7 @@ def _elsewhere(
         else read_design(folder_of(with_target(current.target).model))
     )
     design = replace(design, file_bytes=file_bytes)
-    in_file = file_bytes or design.blocks
+    in_file = file_bytes or any(tensor.packed_bytes for tensor in design.tensors)
     weights = (
         current.target.weights
         if configuration.given("target.weights")

@@ -37,6 +37,7 @@ PROVED_ROWS = 8
 def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
     """Look tokens up in the packed head if it is their table; `UnsupportedError` if it differs."""
     table = model.get_input_embeddings()
+    held: nn.Module
     if isinstance(table, BlockEmbedding):
         same, held = table.rows is rows_of(head), table
     else:
