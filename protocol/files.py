@@ -31,7 +31,7 @@ REMEDIES = {
 }
 OF_WRITING = (errno.EACCES, errno.EPERM, errno.ENOENT)
 NO_TEMPORARY, USUAL = "No usable temporary directory", ("/tmp", "/var/tmp")
-"""What `tempfile` says where it finds no folder, and two that it has tried."""
+"""The error of `tempfile` where it finds no folder, and two that it has tried."""
 MOST_READ = 16 << 20
 """Largest size in bytes of a hand-written file."""
 MARKS = {
@@ -42,8 +42,8 @@ MARKS = {
 
 
 def refusal(error: OSError, *, writes: bool = True) -> str:
-    """Return the system's text for an error, with a remedy where one is certain; `writes`: a file
-    was to be written."""
+    """Return the system's text for an error, with a remedy where one is certain; `writes`: the file
+    was opened for writing."""
     said, path = error.strerror or str(error), Path(str(error.filename or ""))
     remedy = REMEDIES.get(error.errno or 0)
     if error.errno in OF_WRITING and not (writes and error.filename):
@@ -58,8 +58,8 @@ def refusal(error: OSError, *, writes: bool = True) -> str:
 
 
 def unread(error: OSError, absent: str) -> str:
-    """Return why a file was not read, with a remedy where one is certain; `absent`: that for a file
-    that is not there."""
+    """Return why a file was not read, with a remedy where one is certain; `absent`: the remedy for
+    a missing file."""
     remedy = {errno.ENOENT: absent, errno.EACCES: "let your user read it"}.get(error.errno or 0)
     return f"{error.strerror}; {remedy}" if remedy else refusal(error, writes=False)
 

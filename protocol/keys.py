@@ -160,8 +160,8 @@ def load_own_key(folder: Path, name: str) -> OwnKey:
 
 
 def own_key_for(folder: Path, role: str) -> OwnKey:
-    """Return the key pair with which this machine takes `role`: the one named like it, else the
-    only one that may; `KeysError` if there is none."""
+    """Return the key pair with which this machine takes `role`: the one of that name, else the only
+    one that may; `KeysError` if there is none."""
     check_folder(folder)
     if (folder / f"{role}.key").exists():
         return load_own_key(folder, role)

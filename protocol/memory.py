@@ -38,7 +38,7 @@ def release_memory() -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Do not look for garbage within the block, which makes very many objects and few cycles."""
+    """Suspend garbage collection within the block, which makes very many objects and few cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -188,8 +188,8 @@ def contenders(
     """Start the processes of each method on the same cores, and yield them by the methods' labels
     once all are ready; the first method is `none`.
 
-    All methods are looked at before a process is started. `programs`: method of a peer -> its
-    program, or the Python that has it; without one it looks for it.
+    All methods are checked before a process is started. `programs`: method of a peer -> its
+    program, or the Python that has its package; a peer without an entry searches for it.
     """
     programs = programs or dict.fromkeys(NAMES)
     layout = layout_of(methods[0].configuration.settings)

@@ -23,24 +23,24 @@ from dovetail.workers.models.checkpoints.gguf.view import files_of
 
 NONE = "none"
 SERVER, OWN = "llama-server", "own"
-"""The peer that is given a GGUF file as it is, and its draft that is ours."""
+"""The peer that reads the target's GGUF file itself, and its setting for our draft's file."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to decode: the name it was given on the command line, and the settings that this
-    means."""
+    """One way to decode: its name on the command line, and the settings that the name stands
+    for."""
 
     name: str
     configuration: Configuration
     threads: int | None = None
-    """The threads of a peer, which is measured with several numbers of them; none: a method of
+    """The threads of a peer, which is measured with several numbers of them; None: a method of
     ours."""
     shares: str = ""
-    """Methods that say the same share a stack of processes; those that say nothing have one of
-    their own."""
+    """Methods with the same text share a stack of processes; those with an empty one have their
+    own."""
     peer: PeerKind | None = None
-    """Another engine; None: a method of ours."""
+    """The kind of the other engine; None: a method of ours."""
     options: Any = None
     """The options of the peer."""
 

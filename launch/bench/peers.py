@@ -1,5 +1,5 @@
-"""Peers: other engines that decode for a method of `dovetail bench`, with the same models on the
-same cores. They are no part of an installation: a checkout has them in `tests/peers`."""
+"""Peers: other engines that `dovetail bench` measures, with the same models on the same cores. They
+are not installed: a checkout has them in `tests/peers`."""
 
 import os
 import sys
@@ -22,8 +22,8 @@ NAMES = ("assisted", "llama.cpp", "llama-server")
 
 @dataclass(frozen=True)
 class PeerReply:
-    """A reply of a peer; `together` tokens of it came with the first round, which computed the
-    prompt too, the others after it."""
+    """A reply of a peer. Its first `together` tokens came with the first round, which also computed
+    the prompt."""
 
     result: Result
     together: int
@@ -60,7 +60,7 @@ class Room:
     programs: Mapping[str, Path | None]
     """Method -> the program or the Python that the command line names for it."""
     made: dict[str, Any] = field(default_factory=dict)
-    """Whatever peers make once."""
+    """What peers create once and share."""
 
 
 class PeerKind(Protocol):
@@ -72,30 +72,30 @@ class PeerKind(Protocol):
 
     @property
     def defaults(self) -> Any:
-        """Its options, a dataclass, where none is given."""
+        """Its default options, a dataclass."""
 
     def read_option(self, options: Any, text: str) -> Any:
-        """Return the options with what "NAME=VALUE" says; None if it is none of its options,
-        `UserError` if it is and the value is not possible."""
+        """Return the options with "NAME=VALUE" applied; None if the peer has no such option,
+        `UserError` for a value that is not possible."""
 
     def weights(self, settings: Settings) -> str:
         """Return what it computes with, as its engine calls it."""
 
     def check(self, settings: Settings, options: Any, cores: Sequence[int]) -> None:
-        """`UserError` for what it would not do as we do it."""
+        """Raise `UserError` for settings that the peer does not implement as we do."""
 
     def find(self, program: Path | None) -> None:
-        """`UserError` if the program that is named, or that it needs, is not there."""
+        """Raise `UserError` if the program that is named or needed is missing."""
 
     def open(
         self, room: Room, configuration: Configuration, layout: CoreLayout, options: Any
     ) -> Peer:
-        """Start its process, and return when that is ready."""
+        """Start its process and return when it is ready."""
 
 
 @cache
 def peers() -> Mapping[str, PeerKind]:
-    """Return the kinds of peers by the names of their methods; none outside a checkout."""
+    """Return the kinds of peers by the names of their methods; empty outside a checkout."""
     if not (CHECKOUT / "peers").is_dir():
         return {}
     if str(CHECKOUT) not in sys.path:

@@ -8,8 +8,8 @@ figures mean in `bench/figures.py`.
 - With --out what is measured is kept reply by reply (`bench/journal.py`), so that the same command
   goes on where an earlier one was interrupted.
 - A method may be a peer, another engine with the same models on the same cores (`bench/peers.py`).
-  What it can be measured with, it is measured with in turn; its best is its row. At temperature 0
-  its tokens are compared as those of any method; above, it draws by itself.
+  Each of its settings is measured in turn, and the fastest is its row. At temperature 0 its tokens
+  are compared like those of any method; above 0 it samples with its own random numbers.
 - With --concurrency requests go over HTTP, many at once (`bench/load/`).
 """
 
@@ -214,16 +214,15 @@ def command(
     MODEL is the target, as `dovetail serve` takes it. METHOD is none, a kind of draft, a tree
     policy (the draft of the settings with this policy), the folder of a draft, a settings file
     (NAME.toml), assisted (transformers' assisted generation with the same two models), llama-server
-    (with the very GGUF file of the target) or llama.cpp (llama-cpp-python with another target,
-    written as GGUF), with settings appended: --method small,tree.gamma=6,draft.ahead=false.
-    llama-server also takes draft=FILE.gguf or draft=own (our draft's file), and max=N, threads=N,
-    flash=on|off, of which it is given the fastest; llama.cpp threads=N, draft=lookup (its prompt
-    lookup), lookup=N and cache=f16|f32. These three are part of a checkout, not of an installation.
+    (with the target's own GGUF file) or llama.cpp (llama-cpp-python with another target, written as
+    GGUF), with settings appended: --method small,tree.gamma=6,draft.ahead=false. llama-server also
+    takes draft=FILE.gguf or draft=own (our draft's file), and max=N, threads=N, flash=on|off, by
+    default the fastest that is measured; llama.cpp threads=N, draft=lookup (its prompt lookup),
+    lookup=N and cache=f16|f32. These three are part of a checkout, not of an installation.
 
     Exit code 1 if a method's tokens differ from those of none by more than a near-tie, or if a
-    draft failed. llama.cpp and llama-server compute with types of their own, so their differences
-    are told with their margin and count for nothing. With --concurrency: exit code 1 if a request
-    failed.
+    draft failed. llama.cpp and llama-server compute with other number types: their differences are
+    printed with their margin and do not count. With --concurrency: exit code 1 if a request failed.
     """
     if values is not None and sweep is None:
         raise UserError(

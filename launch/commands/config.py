@@ -92,7 +92,7 @@ def compose(configuration: Configuration) -> None:
 @settings_flags(*SERVED, shown=SERVING, named=True)
 def kubernetes(configuration: Configuration) -> None:
     """Print a LeaderWorkerSet: a pod with the coordinator, the HTTP API and the target, and one
-    with the draft. The keys are Secrets; a comment has the commands that make them."""
+    with the draft. The keys are Secrets; a comment lists the commands that make them."""
     from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
 
     click.echo(kubernetes_manifest(configuration), nl=False)

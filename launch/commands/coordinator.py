@@ -70,10 +70,10 @@ def command(
 ) -> None:
     """Run a coordinator until SIGTERM, SIGHUP, Ctrl-C or a client's Stop.
 
-    Its address goes to stdout as one line. Other commands of this user on this machine find it
+    It prints its address to stdout as one line. Other commands of this user on this machine find it
     without --connect.
 
-    One that is started again at the same address goes on with the requests of its journal.
+    Started again at the same address, it continues the requests in its journal.
     """
     if parent is not None:
         end_with(parent)

@@ -1,7 +1,7 @@
 """The names that llama-server, vLLM and ollama have for things, and ours.
 
-They lie in `foreign.toml`. An unknown option or command is answered with them, and a test compares
-them with the tables of `launch/README.md`. Nothing here is accepted as an option.
+They are in `foreign.toml`. The error for an unknown option or command names ours, and a test
+compares them with the tables of `launch/README.md`. Nothing here is accepted as an option.
 """
 
 import tomllib
@@ -51,10 +51,10 @@ def names() -> Names:
 
 
 def advice(arguments: Sequence[str], option: str) -> str | None:
-    """Return what to write instead of the unknown `option` of this command line, if it is one of
-    another program or of an earlier release; None if it is neither.
+    """Return what to write instead of an unknown `option` that another program or an earlier
+    release has; None if neither has it.
 
-    The parser names one letter of an option such as `-ngl`, so that it is looked for in
+    The parser reports one letter of an option such as `-ngl`, so the option is looked up in
     `arguments`.
     """
     if option in names().removed:
@@ -79,7 +79,7 @@ def context_size(value: str) -> str | None:
     if value.isdigit():
         own = names().option("--max-model-len")
         assert own is not None
-        return f"-c names a file of settings, and {value} is none: {own.here}"
+        return f"-c names a settings file, and {value} is not one: {own.here}"
     return advice((f"-c{value}",), "-c")
 
 

@@ -53,8 +53,8 @@ def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
 
 
 def rounds_in(path: Path) -> Iterator[tuple[str, int, RoundRecord]]:
-    """The prompt, the turn and the record of each round in a file but for a torn last line;
-    `UserError` names the line that is no round."""
+    """The prompt, the turn and the record of each round in a file, without a torn last line;
+    `UserError` names a line that is not a round."""
     for number, line in enumerate(_read(path), start=1):
         if line.endswith(b"\n"):
             yield _round(line, f"{path} line {number}")

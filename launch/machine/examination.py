@@ -82,7 +82,7 @@ def _kernels(facts: Facts) -> Iterator[Check]:
         return
     used, slow = facts.inventory["kernels"], ":" in facts.inventory["kernels"]
     found = f"{used}; this machine can use {', '.join(facts.inventory['isas'])}"
-    remedy = "take a newer machine; in a virtual one pass the host's processor through (-cpu host)"
+    remedy = "use a newer machine; a virtual machine needs the host's processor (qemu: -cpu host)"
     yield Check("kernels", not slow, found, remedy if slow else "")
     advice = (
         f"set target.backend = library, which loses {LOST}; rebuild the kernels ({sys.executable} "

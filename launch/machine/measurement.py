@@ -39,7 +39,7 @@ TORCH_CAPS = {
     "avx512": ("AVX512_CORE", "AVX512"),
     "vnni": ("AVX512_CORE_VNNI", "AVX512_VNNI"),
 }
-"""What holds torch's libraries to an instruction set, or to the oldest that they know."""
+"""Values that limit torch's libraries to an instruction set, or to the oldest that they support."""
 
 
 def beside_cpu(configuration: Configuration) -> str:

@@ -41,13 +41,14 @@ def _prctl(option: int, *arguments: int) -> None:
 
 
 def let_threads_start() -> None:
-    """Have clone3(2) answer ENOSYS in this process and its children where it answers EPERM, as in
-    containers whose engine does not know it: glibc starts threads without it only then."""
+    """Make clone3(2) return ENOSYS in this process and its children where it returns EPERM, as in
+    containers whose engine does not know it: only after ENOSYS does glibc start threads without
+    it."""
     if LIBC.syscall(CLONE3, None, 0) == 0 or ctypes.get_errno() != errno.EPERM:
         return
-    steps = (  # struct sock_filter of linux/filter.h: of other filters' answers the last one counts
+    steps = (  # struct sock_filter of linux/filter.h; of two errors the newer filter's counts
         (0x20, 0, 0, 0),  # load the number of the call
-        (0x15, 0, 1, CLONE3),  # another one: skip a step
+        (0x15, 0, 1, CLONE3),  # another call: skip a step
         (0x06, 0, 0, SECCOMP_RET_ERRNO | errno.ENOSYS),
         (0x06, 0, 0, SECCOMP_RET_ALLOW),
     )

@@ -205,7 +205,7 @@ def kernels_of(state: Reported) -> str:
 
 
 def slow_kernels(state: Reported) -> list[str]:
-    """Warn of the workers whose kernels are slow or missing, with the reason; a sentence each."""
+    """Return a warning for each worker whose kernels are slow or missing, with the reason."""
     slow = (worker for worker in state.workers if ":" in worker.kernels)
     return [printable(f"kernels of {worker.name}: {worker.kernels}") for worker in slow]
 

@@ -32,7 +32,7 @@ PROGRAMS = ("dovetail", "cli.py")
 OURS = (nursery.COMMAND, nursery.__name__)
 """The modules that a command of ours runs in a fork of its own."""
 LOOK_S = 0.005
-"""How often a child is looked at that is waited for: pidfd_open(2) is newer than Linux 4.18."""
+"""Interval at which a child is polled until it ends: pidfd_open(2) is newer than Linux 4.18."""
 
 
 def can_fork() -> bool:

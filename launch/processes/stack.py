@@ -127,11 +127,11 @@ def begin_stack(
 def begin_workers(
     supervisor: Supervisor, settings: Settings, commands: Mapping[str, Sequence[str]]
 ) -> Callable[[], dict[str, Child]]:
-    """Begin to start workers, by name, that are told on stdin where the coordinator is: their
-    imports take the longest. Returns a function that waits until they are there. Two that have
-    models are forked from one process that imports for both; so is a single one if that process was
-    started ahead. A look-up draft is started by itself: it needs none of these imports. On a
-    machine with several memory nodes a note says whether the target is spread over them, and
+    """Begin to start workers, by name; they read the coordinator's address from stdin, since their
+    imports take the longest. Returns a function that waits until they have started. Two workers
+    with models are forked from one process that imports for both; so is a single one if that
+    process was started ahead. A look-up draft starts by itself: it needs none of these imports. On
+    a machine with several memory nodes a note reports whether the target is spread over them, and
     why."""
     if words := choice_of(settings.target, shares=settings.draft.share is True).words:
         note(words)

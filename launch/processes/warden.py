@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 CHILD, FOLDER = b"child", b"folder"
 APART = "apart"
 LOOK_S = 0.02
-"""How often it is looked whether a child of a supervisor that is gone has ended."""
+"""Interval at which the children of a lost supervisor are polled."""
 
 
 def main() -> None:
@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def _watched(pid: int) -> dict[int, int]:
-    """A process with a descriptor of its folder in /proc, which never becomes that of another
-    process with the same number; nothing if it has ended already. pidfd_open(2) is newer than Linux
+    """A process with a descriptor of its folder in /proc, which never refers to a later process
+    with the same number; nothing if it has ended already. pidfd_open(2) is newer than Linux
     4.18."""
     try:
         return {pid: os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)}

@@ -146,8 +146,8 @@ class IpcPlace:
 
 def fresh_path() -> Path:
     """Return a path in a folder that does not exist yet, under the temporary directory or, where
-    that has too long a name for a socket, under the first of `SHORT` that can be written. Folders
-    that killed coordinators of this user left there are removed."""
+    its name is too long for a socket, under the first of `SHORT` that can be written. Folders left
+    there by killed coordinators of this user are removed."""
     name = f"dovetail-{secrets.token_hex(8)}/coordinator"
     places = [Path(tempfile.gettempdir()).absolute(), *map(Path, SHORT)]
     usable = (p for p in places if _fits(p / name) and os.access(p, os.W_OK | os.X_OK))

@@ -36,7 +36,7 @@ class AllowedPeers:
     """The peers whose keys the coordinator accepts, as the `.pub` files of a folder name them now.
 
     A file that appears, changes or goes while this is in use counts at once: a key that was read is
-    believed only while its file is the very same (device, inode and time of change).
+    accepted only while its file is the same (device, inode and time of change).
     """
 
     def __init__(self, folder: Path) -> None:

@@ -158,7 +158,7 @@ class Hello(Message):
     """To which cores and memory nodes the process is bound, and why to no more: begins with full,
     cores or none."""
     kernels: Name = ""
-    """The instruction set of its kernels; behind a colon the reason where they are slow."""
+    """The instruction set of its kernels; where they are slow, a colon and the reason follow."""
     fingerprint: Fingerprint | None = None
     limits: Limits | None = None
     vocabulary: VocabularyFacts | None = None
@@ -203,7 +203,7 @@ class Hello(Message):
 
 
 UNCOUNTED = {"reading": "tokenizer", "proving": "model"}
-"""What a worker does without counting bytes, and with what."""
+"""What a worker does without counting bytes, and what it does that to."""
 
 
 class LoadingState(Frozen):
@@ -215,9 +215,9 @@ class LoadingState(Frozen):
     pid: Count
     model: Name
     doing: Literal["reading", "checking", "loading", "proving"]
-    """reading: its tokenizer; proving: its model, after it was loaded; neither counts bytes.
-    checking: files that are not known yet are read to the end, for their digest and for what is no
-    number, before they are loaded by a proof of an earlier start."""
+    """reading: its tokenizer; proving: its model, after loading; neither counts bytes. checking:
+    new files are read in full, for their digest and for NaN or infinity, before they are loaded
+    with the proof of an earlier start."""
     done: Count
     """Bytes that are done."""
     total: Count

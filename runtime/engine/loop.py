@@ -1,8 +1,8 @@
 """The coordinator's life: one asyncio loop around its hub, from the first message to the last.
 
 Sends nothing itself; after everything that may have sent, `_arrived` reads the hub until it is
-empty, since its descriptor fires on edges only. When it is to end, it lets its sessions end and
-sends the workers home.
+empty, since its descriptor fires on edges only. At the end it lets its sessions finish and releases
+the workers.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ async def coordinate(
     progress: Callable[[], None] | None = None,
     supervised: int | None = None,
 ) -> None:
-    """Run a coordinator on a hub until a client says Stop or a signal comes; closes nothing but
-    what it opened. `recorder`: notes its sessions; `journal`: keeps its requests; `progress` hears
-    of every turn of the loop; `supervised`: the pipe from which a supervisor's words are read."""
+    """Run a coordinator on a hub until a client sends Stop or a signal arrives; closes only what it
+    opened. `recorder` records its sessions; `journal` keeps its requests; `progress` is called at
+    every turn of the loop; `supervised`: the pipe of a supervisor, to read from."""
     life = _Life(hub, settings, recorder, journal)
     with life.listening(supervised):
         gc.freeze()
@@ -145,7 +145,7 @@ class _Life:
     # -- from the first turn to the last -----------------------------------------------------------
 
     async def serve(self, progress: Callable[[], None] | None) -> None:
-        """Do what is due again and again until the service ends."""
+        """Do whatever is due, repeatedly, until the service ends."""
         while not self._ended.is_set():
             self.coordinator.tick()
             self._left()

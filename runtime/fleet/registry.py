@@ -200,7 +200,7 @@ class Registry:
                 f"the target worker {hello.name} introduced itself without a fingerprint",
             )
         language = read_language(hello)
-        if hello.roles == ("draft",):  # nobody asks for these
+        if hello.roles == ("draft",):  # nobody requests these of a draft
             hello = hello.model_copy(update={"tokenizer": None, "table": None})
         assert hello.limits is not None
         worker = Worker(

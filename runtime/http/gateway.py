@@ -85,8 +85,8 @@ class Gateway:
         read: Callable[[], TextCodec | None] = lambda: None,
     ) -> None:
         """`connect` opens a link, blocking, or raises why there is none; `first` is open.
-        `answer_s`: how long an answer may take. `read` reads ahead the codec that the first target
-        will have; None: it is not known."""
+        `answer_s`: how long an answer may take. `read` reads the codec of the first target in
+        advance; None: it is not known."""
         self._read_ahead = read
         self._ahead: asyncio.Future[TextCodec | None] | None = None
         self._answer_s = answer_s
@@ -115,8 +115,7 @@ class Gateway:
         self._describing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Keep the link: connect, and connect again when the coordinator has gone, until
-        cancelled."""
+        """Keep the link: connect, and reconnect when the coordinator is lost, until cancelled."""
         wait_s = RETRY_S
         self._ahead = asyncio.get_running_loop().run_in_executor(None, self._read_ahead)
         try:

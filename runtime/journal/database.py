@@ -1,8 +1,8 @@
 """Records on disk: one SQLite database in a folder, in WAL mode.
 
-A row is a record of a reply, its number there, and a checksum. A transaction that was written
-outlives the process; `sync`, for a thread, has the disk hold it. The folder is its owner's alone,
-and one process's at a time. Knows nothing of what the records say.
+A row has a record of a reply, its number within the reply, and a checksum. A committed transaction
+outlives the process; `sync`, for a thread, flushes it to disk. Only its owner may open the folder,
+one process at a time. Nothing here depends on the content of records.
 """
 
 import fcntl
@@ -29,12 +29,12 @@ OURS = (FILE, LOGGED, f"{FILE}-shm", LOCK)
 EARLIER = "segment-*"
 """The files of a journal of an earlier release."""
 PRAGMAS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=0", "secure_delete=on")
-"""A commit waits for no disk: `sync` does. What is deleted is overwritten."""
+"""A commit does not wait for the disk: `sync` does. Deleted rows are overwritten."""
 TABLE = (
     "create table if not exists records (place integer primary key, reply integer, "
     "number integer, record blob, checksum integer)"
 )
-"""Rows are written one behind the other, since a transaction takes as long as it has pages."""
+"""Rows are written one after the other, since the time of a transaction grows with its pages."""
 ROWS = "select place, reply, number, record, checksum from records"
 INSERT = "insert or replace into records values (?, ?, ?, ?, ?)"
 DAMAGED = (
@@ -43,11 +43,11 @@ DAMAGED = (
     sqlite3.SQLITE_ERROR,
     sqlite3.SQLITE_FORMAT,
 )
-"""The errors of a file whose content is wrong, and of no disk."""
+"""The errors of a file whose content is wrong, not of its disk."""
 WAL_BYTES = 16 << 20
 """Size of the write-ahead log at which it is moved into the database."""
 ERASED_S = 60.0
-"""What was deleted may stay in the write-ahead log this long."""
+"""How long deleted rows may stay in the write-ahead log."""
 
 Row = tuple[int, int, bytes]
 """The number of a reply, the number of a record in it, counted from 0, and the record."""
@@ -61,7 +61,7 @@ def checksum(reply: int, number: int, record: bytes) -> int:
 
 
 def fits(row: Stored) -> bool:
-    """Return whether a row that was read is whole; damage changes types, too."""
+    """Return whether a row that was read is intact; damage changes types, too."""
     _, reply, number, record, check = row
     typed = isinstance(record, bytes) and isinstance(reply, int) and isinstance(number, int)
     return typed and check == checksum(reply, number, record)
@@ -107,7 +107,7 @@ class Database:
         return base
 
     def _damage(self, error: sqlite3.DatabaseError) -> str:
-        """Return how the file is damaged; `UserError` if it is not, and cannot be read."""
+        """Return how the file is damaged; `UserError` if it is intact and cannot be read."""
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in DAMAGED:
             return str(error)
         raise UserError(
@@ -116,7 +116,7 @@ class Database:
         ) from None
 
     def _check(self) -> None:
-        """Read everything; begin the file anew with what is whole, if that is not all."""
+        """Read everything; if some of it is damaged, rewrite the file with the intact rows."""
         wrong, counts = "", Counter[int]()
         try:
             for row in self._base.execute(f"{ROWS} order by place"):
@@ -130,7 +130,7 @@ class Database:
             self._renew(wrong, [row for row in rows if self._follows(row, counts)])
 
     def _follows(self, row: Stored, counts: Counter[int]) -> bool:
-        """Return whether a row is whole and the next one of its reply, and count it if so."""
+        """Return whether a row is intact and the next one of its reply, and count it if so."""
         if not fits(row) or row[2] != counts[row[1]]:
             return False
         counts[row[1]] += 1
@@ -138,11 +138,11 @@ class Database:
         return True
 
     def _renew(self, why: str, rows: Sequence[Stored]) -> None:
-        """Begin the file anew with these rows."""
+        """Rewrite the file with these rows."""
         self.damaged = True
         log.error(
-            "%s is damaged (%s): %d records of it are read; replies go on from their last token in "
-            "front of the damage",
+            "%s is damaged (%s): %d records of it are read; replies continue from their last token "
+            "before the damage",
             self._file,
             why,
             len(rows),
@@ -155,8 +155,8 @@ class Database:
         self._base.execute("commit")
 
     def _readable(self) -> list[Stored]:
-        """Return the rows in front of the first damaged page, and those behind the last one, by
-        their places."""
+        """Return the rows before the first damaged page, and those after the last one, by their
+        places."""
         rows = {}
         for order in ("asc", "desc"):
             with suppress(sqlite3.DatabaseError):
@@ -180,8 +180,8 @@ class Database:
     # -- writing -----------------------------------------------------------------------------------
 
     def write(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
-        """Write rows and delete replies, in one transaction; a record of reply 0 replaces the one
-        before."""
+        """Write rows and delete replies, in one transaction; a record of reply 0 replaces the
+        previous one."""
         self._base.execute("begin immediate")
         try:
             self._base.executemany(
@@ -210,7 +210,7 @@ class Database:
         self._place = max(self._place, place)
 
     def sync(self) -> None:
-        """Have the disk hold what was written; takes its time, and may be called in a thread."""
+        """Flush what was written to disk; slow, and may be called in a thread."""
         with (self.folder / LOGGED).open("rb") as log_file:
             os.fdatasync(log_file.fileno())
             size = os.fstat(log_file.fileno()).st_size
@@ -239,14 +239,14 @@ class Database:
 
 
 def _locked(folder: Path) -> int:
-    """Return the lock of a folder that is there then, and its owner's alone."""
+    """Create a folder if it is missing, let only its owner open it, and return its lock."""
     why = ""
     try:
         folder.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
         if (earlier := next(folder.glob(EARLIER), None)) and not (folder / FILE).exists():
             why = (
-                f"{earlier} is of a journal of an earlier release: remove that folder, or name "
-                "another one with coordinator.journal"
+                f"{earlier} belongs to a journal of an earlier release: remove that folder, or "
+                "name another one with coordinator.journal"
             )
         elif other := _other(folder):
             why = (
@@ -257,11 +257,13 @@ def _locked(folder: Path) -> int:
             open_to_others = folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
             folder.chmod(OWNER_ALONE)
             if open_to_others:
-                log.warning("%s, which others could open, is open to its owner alone now", folder)
+                log.warning(
+                    "%s, which other users could open, is now open to its owner only", folder
+                )
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         why = (
-            f"the journal cannot be kept in {folder}, which is no folder: name one with "
+            f"the journal cannot be kept in {folder}, which is not a folder: name one with "
             "coordinator.journal"
         )
     except OSError as error:
@@ -276,15 +278,16 @@ def _locked(folder: Path) -> int:
     except OSError:
         os.close(lock)
         raise UserError(
-            f"the journal in {folder} is another coordinator's, which runs: stop that one, or "
+            f"the journal in {folder} is used by another coordinator: stop that one, or "
             "name another folder with coordinator.journal"
         ) from None
     return lock
 
 
 def _other(folder: Path) -> str | None:
-    """Return the name of a file that no journal has: one of another name in a folder that has no
-    journal, whose rights are somebody else's to set, or a name of ours that is no plain file."""
+    """Return the name of a file that is not a journal's: any other file in a folder without a
+    journal, whose permissions are not ours to set, or one with a journal's name that is not a
+    regular file."""
     names = sorted(path.name for path in folder.iterdir())
     if FILE not in names and (other := next((name for name in names if name not in OURS), None)):
         return other

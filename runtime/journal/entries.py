@@ -1,7 +1,7 @@
-"""Entries of the journal: a request and what was committed for it, and the records that say so.
+"""Entries of the journal: a request, the tokens committed for it, and the records of both.
 
-A record is MessagePack: its kind, then its fields. `rebuilt` makes the entry of a reply from its
-records, the one that the coordinator had that wrote them. Pure.
+A record is MessagePack: its kind, then its fields. `rebuilt` restores the entry of a reply from its
+records, as it was in the coordinator that wrote them. Pure.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +18,9 @@ from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.kept import pack
 
 PIECE = 8192
-"""Tokens of a record at most."""
+"""The most tokens in a record."""
 ROW_BYTES = 32
-"""Bytes of a row of the database beside its record, approximately."""
+"""Bytes of a row of the database without its record, approximately."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Entry:
     finished: Finished | None = None
     """The words that its client was told at the end; None: it has not ended, or was left."""
     reply: int = field(default=0, compare=False)
-    """Its number on disk, and below how many records and bytes it has there."""
+    """Its number on disk; below, its records and bytes there."""
     rows: int = field(default=0, compare=False)
     stored: int = field(default=0, compare=False)
 
@@ -133,7 +133,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A reply that has ended, whose entry is on disk alone: thousands are kept, few are requested
+    """A reply that has ended, whose entry is only on disk: thousands are kept, few are requested
     again."""
 
     sessions: tuple[int, ...]
@@ -149,7 +149,7 @@ class Ended:
 
 
 def rebuilt(reply: int, records: Sequence[bytes]) -> Entry:
-    """Return the entry of a reply from its records; `DecodeError` if these are none of ours."""
+    """Return the entry of a reply from its records; `DecodeError` if they are not valid."""
     try:
         (kind, *what), *later = (msgpack.unpackb(record, use_list=False) for record in records)
         if kind != "begun":
@@ -170,13 +170,13 @@ def stored_size(record: bytes) -> int:
 
 
 def coordinated(epochs: Iterable[int], sessions: int) -> bytes:
-    """Return the record of the coordinators that have been, by their epochs; `sessions`: the
-    highest number that a session has had."""
+    """Return the record of earlier coordinators, by their epochs; `sessions`: the highest number of
+    a session."""
     return _record("coordinated", [*epochs], sessions)
 
 
 def coordinators(record: bytes) -> tuple[set[int], int]:
-    """Return what `coordinated` was given; `DecodeError` if it is none of ours."""
+    """Return the arguments of `coordinated`; `DecodeError` if the record is not valid."""
     try:
         _kind, epochs, sessions = msgpack.unpackb(record)
         return set(map(int, epochs)), int(sessions)

@@ -1,12 +1,12 @@
-"""The journal of a coordinator: what a later one has to know to go on with its requests.
+"""The journal of a coordinator: what a later one needs to continue its requests.
 
-A request that has a ticket is written down when it is accepted, and every token before its client
-gets it, in one transaction for all sessions that have committed something. What was written
-outlives the process; a thread has the disk hold it some times a second, so that a machine that
-fails loses less than that, which can be decoded again, to the same tokens.
+A request with a ticket is written when it is accepted, and every token before its client gets it,
+in one transaction for all sessions that have committed tokens. What was written outlives the
+process. A thread flushes it to disk several times a second; if the machine fails, the tokens since
+then are decoded again, to the same ones.
 
-Replies that have ended are on disk alone, for some minutes, for clients that come back. A disk that
-takes nothing more ends the journal, which is reported, and nothing else.
+Replies that have ended are only on disk, for some minutes, for clients that reconnect. When the
+disk fails, the journal ends, which is reported; the service goes on.
 """
 
 import logging
@@ -36,10 +36,10 @@ log = logging.getLogger("dovetail.coordinator")
 
 KEEP_S = 600.0
 MOST_BYTES = 256 << 20
-"""Limit of all replies on disk, and of those in memory; beyond it the oldest that do not run are
-dropped."""
+"""Limit of all replies on disk, and of those in memory; beyond it the oldest that are not running
+are dropped."""
 FORGET_EVERY_S = 5.0
-"""All replies are looked at this often, of which there may be thousands."""
+"""Interval at which all replies are checked, of which there may be thousands."""
 READ_AT_ONCE = 256
 """Replies that are read before the oldest are dropped."""
 COORDINATORS = 0
@@ -65,19 +65,19 @@ class Journal:
         now_s: Callable[[], float] = time.time,
         aside: Aside = _at_once,
     ) -> None:
-        """`keep_s`: how long a reply is kept that does not run. `most`: limit in bytes of all
+        """`keep_s`: how long a reply that is not running is kept. `most`: limit in bytes of all
         replies on disk, and of those in memory. `aside`: waits for the disk in the background."""
         self._base, self._keep_s, self._most, self._now_s = base, keep_s, most, now_s
         self.aside = aside
         self._entries: dict[str, Entry] = {}
         """Entries of replies that have not ended."""
         self._ended: dict[str, Ended] = {}
-        """Replies that have ended; a ticket is in one of both."""
+        """Replies that have ended; a ticket is either here or above."""
         self._epochs: set[int] = set()
         self.sessions = 0
-        """The highest number that a session of any coordinator has had."""
+        """The highest number of a session of any coordinator."""
         self._replies = COORDINATORS
-        """The highest number that a reply has on disk."""
+        """The highest number of a reply on disk."""
         self._stored = 0
         """Bytes on disk, approximately."""
         self._rows: list[Row] = []
@@ -116,11 +116,11 @@ class Journal:
             if reply % READ_AT_ONCE == 0:
                 self._forget(self._now_s())
         self._forget(self._now_s())
-        if self._base.damaged:  # numbers of sessions may have been given again
+        if self._base.damaged:  # numbers of sessions may have been reused
             self._epochs.clear()
 
     def _take(self, entry: Entry) -> None:
-        """Take in an entry that was read."""
+        """Add an entry that was read."""
         if entry.left_s is None:
             entry.left(self._now_s())
         self._entries[entry.ticket] = entry
@@ -137,7 +137,7 @@ class Journal:
         return None if ticket is None else self._find(ticket)
 
     def find(self, ticket: str, owner: str) -> Entry | None:
-        """Return the owner's entry of this ticket, to be read."""
+        """Return the owner's entry of this ticket, for reading."""
         entry = self._find(ticket)
         return entry if entry is not None and entry.owner == owner else None
 
@@ -250,7 +250,7 @@ class Journal:
             self._note(entry, entry.left(self._now_s()))
 
     def _settle(self, entry: Entry) -> None:
-        """Leave an entry that has ended to the disk, unless that takes nothing more."""
+        """Keep an entry that has ended only on disk, unless the disk has failed."""
         if entry.finished is not None and not self.failed:
             del self._entries[entry.ticket]
             self._ended[entry.ticket] = Ended.of(entry)
@@ -277,7 +277,7 @@ class Journal:
         self._rows, self._deleted = [], []
 
     def tick(self) -> None:
-        """Have the disk hold what was written, and forget what is too old."""
+        """Flush what was written to disk, and drop what is too old."""
         now_s = self._now_s()
         if abs(now_s - self._forgot_s) >= FORGET_EVERY_S or self._stored > self._most:
             self._forgot_s = now_s
@@ -302,7 +302,8 @@ class Journal:
         return entries + OBJECT_BYTES * len(self._ended) + unwritten
 
     def give_up(self, size: int) -> None:
-        """Drop replies in memory that do not run, oldest first, until `size` bytes are free."""
+        """Drop replies in memory that are not running, oldest first, until `size` bytes are
+        free."""
         for ticket, one in self._idle():
             if size <= 0:
                 break
@@ -311,7 +312,7 @@ class Journal:
                 self._drop(ticket)
 
     def _idle(self) -> list[tuple[str, Entry | Ended]]:
-        """Return the replies that do not run, oldest first."""
+        """Return the replies that are not running, oldest first."""
         kept = [item for item in self._known().items() if item[1].left_s is not None]
         return sorted(kept, key=lambda item: item[1].left_s or 0.0)
 

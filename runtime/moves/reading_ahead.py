@@ -1,7 +1,6 @@
-"""Reading ahead: before a session moves to another target, that one reads its log in a session of
-the coordinator's own, whose rows are kept when it ends, while the old target goes on serving. The
-session then goes on from these rows, and pauses only until the tokens that have come meanwhile are
-read."""
+"""Reading ahead: before a session moves to another target, the new target prefills its log in a
+session of the coordinator's own, while the old target goes on serving. The rows are kept, and the
+session continues from them: it pauses only until the tokens committed meanwhile are read."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -63,7 +62,7 @@ class ReadingAhead:
         return self._reuse and session.request.may_reuse and tokens <= target.limits.kept
 
     def begin(self, running: RunningRequest, target: Worker) -> Effects[Reading]:
-        """Have a target read the log of a session as far as it has come."""
+        """Have a target read the log of a session up to now."""
         reading, session = Reading(running, target), running.session
         log = replace(
             session.request,

@@ -1,9 +1,9 @@
 """Rebalancing: running sessions move to a target of the same fingerprint that has joined, has
 returned or has fewer sessions than before, where `gains.py` says that it pays.
 
-One session moves at a time, once the new target has read its log (`reading_ahead.py`); one that
-keeps nothing has the session pause until all of its log is read. The fingerprint is the same, so
-that no byte changes, and the draft goes on drafting. A move that fails before the session has left
+One session moves at a time, once the new target has read its log (`reading_ahead.py`); if that
+target keeps no rows, the session pauses until all of its log is read. The fingerprint is the same,
+so no byte changes, and the draft goes on drafting. A move that fails before the session has left
 the old target changes nothing; afterwards it is a loss like any other. The next move is looked for
 when the moved session has had some rounds, which show what passes take now.
 """

@@ -69,7 +69,7 @@ class Changes:
         self._epoch, self._running, self._registry = epoch, running, registry
         self._moving, self._ahead = moving, ahead
         self._log: Reading | None = None
-        """The log of the session that moves next, as its new target reads it ahead."""
+        """The log of the session that moves next, which its new target reads ahead."""
         self._change: Change | None = None
         self._client: ClientPeer | None = None
         self._request = 0

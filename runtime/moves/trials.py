@@ -19,7 +19,7 @@ from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.moves.steps import Trial, TrialName
 
 COMMON = 1024
-"""Tokens of a vocabulary among which those of a trial are: the first are the most frequent."""
+"""A trial's tokens are among this many of a vocabulary, the first, which are the most frequent."""
 PLACES = (0.5, 0.625, 0.75)
 TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
 TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
@@ -161,8 +161,8 @@ def _decides_as(one: Worker, other: Worker) -> bool:
 
 
 def trial_tokens(target: Worker) -> tuple[int, ...]:
-    """Return a prompt of ordinary tokens that come again, so that a draft that looks back has
-    something to find. No tokenizer is read for it, which takes seconds."""
+    """Return a prompt of ordinary tokens that repeat, so that a look-up draft finds something. No
+    tokenizer is read for it: that takes seconds."""
     assert target.language is not None
     table, begin = target.language.table, target.facts.begin
     special = {*table.special.values(), *target.facts.end}

@@ -270,5 +270,5 @@ def test_a_journal_that_has_stopped_forgets_all_the_same(tmp_path: Path) -> None
 
 def test_a_file_is_no_folder_for_a_journal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="which is no folder: name one with"):
+    with pytest.raises(UserError, match="which is not a folder: name one with"):
         Database(tmp_path / "file")

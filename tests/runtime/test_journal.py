@@ -227,7 +227,7 @@ def test_a_journal_is_its_owners_alone_and_one_coordinators_at_a_time(tmp_path: 
     assert {path.name for path in folder.iterdir()} == {*OURS}
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     assert folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(UserError, match=r"another coordinator's.*name another folder"):
+    with pytest.raises(UserError, match=r"used by another coordinator.*name another folder"):
         Database(folder)
     base.close(remove=True)
     assert not folder.exists()
@@ -238,7 +238,7 @@ def test_a_journal_is_its_owners_alone_and_one_coordinators_at_a_time(tmp_path: 
 
 def test_a_journal_of_an_earlier_release_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "segment-00000001").write_bytes(b"dovetail journal 1\n")
-    with pytest.raises(UserError, match=r"segment-00000001 is of a journal of an earlier "):
+    with pytest.raises(UserError, match=r"segment-00000001 belongs to a journal of an earlier "):
         Database(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["segment-00000001"]
 
@@ -279,7 +279,7 @@ def test_a_folder_that_was_open_to_others_is_closed_and_that_is_said(
     assert folder.stat().st_mode & 0o777 == 0o700
     Database(folder).close()
     (said,) = caplog.messages
-    assert said == f"{folder}, which others could open, is open to its owner alone now"
+    assert said == f"{folder}, which other users could open, is now open to its owner only"
 
 
 def two_replies(folder: Path) -> tuple[Lives, dict[str, Entry]]:

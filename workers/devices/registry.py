@@ -1,8 +1,8 @@
 """The table of devices: one entry a kind, found by the name that it has in the settings.
 
-What a command line has to know of a device stands here, since torch, which the kinds' own files
-need, takes seconds to import. Such a file is imported by `load`. Devices that are not part of
-dovetail are added by the environment variable `DOVETAIL_DEVICES`.
+What a command line needs to know about a device is here: the devices' own files, which `load`
+imports, need torch, which takes seconds to import. The environment variable `DOVETAIL_DEVICES` adds
+devices that are not part of dovetail.
 """
 
 import os
@@ -37,7 +37,7 @@ class Entry:
     pattern: str
     """A regular expression that matches the names of its devices in the settings."""
     said: str
-    """The names of its devices as an error message lists them; empty: it does not."""
+    """The names of its devices in an error message's list; empty: they are not in it."""
     memory: Memory
 
 
@@ -78,7 +78,7 @@ ENTRIES: Sequence[Entry] = (
     Entry(_mps, "mps", "mps (Apple)", Memory.SHARED),
     Entry(_cpu, "cpu", "cpu", Memory.HOST),
 )
-"""The kinds of devices of dovetail, the one that a draft runs fastest on first."""
+"""dovetail's own kinds of devices, the fastest for a draft first."""
 VARIABLE = "DOVETAIL_DEVICES"
 """The environment variable that adds devices: import paths of their entries, such as
 `package.module:ENTRY`, separated by commas."""
@@ -86,8 +86,8 @@ VARIABLE = "DOVETAIL_DEVICES"
 
 @cache
 def entries() -> Sequence[Entry]:
-    """Return all kinds of devices, those that `VARIABLE` adds first; `SettingsError` if a path of
-    it leads to no `Entry`."""
+    """Return all kinds of devices, those that `VARIABLE` adds first; `SettingsError` if one of its
+    paths is not an `Entry`."""
     added = filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))
     return (*map(_added, added), *ENTRIES)
 

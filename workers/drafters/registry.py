@@ -251,7 +251,7 @@ def _fastest(wanted: Wanted, device: "Device", excluded: Mapping[str, str] | Non
 
 def check_shared(draft: str, target: str) -> None:
     """Raise `CheckpointError` for a draft of another vocabulary than the target's, before anything
-    is loaded; whether it fits a target that is elsewhere, the coordinator finds out."""
+    is loaded; for a target elsewhere the coordinator checks that."""
     from dovetail.workers.models.checkpoints.hub import local_folder
     from dovetail.workers.models.checkpoints.tokenizer import table_in
 

@@ -81,7 +81,7 @@ WHY_PLAIN = {
     "x86_64": "this processor has no SSE4.1, and they are many times slower",
     **dict.fromkeys(("i686", "armv7l"), "this is a 32-bit system, and they are many times slower"),
 }
-"""Why there are no others, on machines of a kind that has some."""
+"""Machine -> why it has only plain kernels, where others of its kind have faster ones."""
 STORED = {
     "float32": Kind.FP32,
     "float16": Kind.FP16,
@@ -192,8 +192,8 @@ def isa() -> Isa:
 
 
 def in_words() -> str:
-    """Return the name of the instruction set in use; where the kernels are missing, or plain on a
-    processor whose kind has others, a colon and the reason behind it."""
+    """Return the name of the instruction set in use; a colon and the reason follow where the
+    kernels are missing, or plain on an architecture with faster ones."""
     if missing := why_not():
         return f"none: {missing}"
     why = WHY_PLAIN.get(platform.machine()) if isas() == (Isa.PLAIN,) else None
@@ -286,8 +286,8 @@ class PackedMatrix:
         return found[0]
 
     def unpack(self, indices: Sequence[int], out: Array) -> None:
-        """Unpack rows as they are multiplied with into float32 out [count, k]; IndexError for a row
-        that the matrix has not."""
+        """Unpack rows, as products use them, into float32 out [count, k]; IndexError for a row
+        outside the matrix."""
         start = address_of(out, (len(indices), self.k), ("float32",))
         if indices and not 0 <= min(indices) <= max(indices) < self.n:
             raise IndexError(f"rows {min(indices)} to {max(indices)} of a matrix of {self.n}")

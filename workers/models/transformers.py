@@ -1,5 +1,5 @@
-"""The door to transformers, which takes seconds to import: nothing of it is imported before one of
-these members is used. A model whose proof is remembered and that the kernels compute needs none.
+"""The door to transformers, which takes seconds to import: a member is imported when it is first
+used. A model on the kernels whose proof is on record needs none.
 """
 
 import gc
@@ -27,8 +27,8 @@ MODULES = {
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import within without collecting garbage, which takes a quarter of the time and finds none:
-    what modules hold stays."""
+    """Suspend garbage collection during imports: it takes a quarter of their time and finds
+    nothing, since modules stay."""
     enabled = gc.isenabled()
     gc.disable()
     try:

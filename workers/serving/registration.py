@@ -33,7 +33,7 @@ half a minute or longer (coordinator.recovery_s)."""
 
 
 LATER = ("capacity",)
-"""Refusals of a worker that may be let in later."""
+"""Refusals after which a worker may be accepted later."""
 
 
 class Worker(Protocol):
@@ -121,7 +121,7 @@ class Standing:
 
     def welcomed(self, welcomed: Welcome) -> None:
         """Notify the listener that the worker is registered, and free the sessions that the
-        coordinator cannot go on from."""
+        coordinator cannot continue."""
         if self.kept is not None:
             self.kept.only(welcomed.keeps)
             self.kept = None

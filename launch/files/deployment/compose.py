@@ -34,8 +34,8 @@ SECRETS = "/run/secrets"
 
 def compose_file(configuration: Configuration) -> str:
     """Return the compose file for these settings on this machine. `UserError` for a model that is
-    not here and for a coordinator that is to listen elsewhere; `SettingsError` and `KeysError` for
-    keys that are here and would be refused."""
+    not on this machine and for a coordinator with an address of its own; `SettingsError` and
+    `KeysError` for existing keys that would be refused."""
     if (listen := configuration.settings.coordinator.listen) != "ipc":
         raise UserError(
             f"coordinator.listen = {listen!r}, and the containers of a compose file use a socket "

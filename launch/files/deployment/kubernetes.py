@@ -1,9 +1,8 @@
 """A LeaderWorkerSet of Kubernetes for the processes of `dovetail serve`: a leader pod with the
-coordinator and the HTTP API, and a worker pod beside it.
+coordinator and the HTTP API, and a worker pod.
 
-The leader has the target too where there is a draft, which then may have a node with a GPU of its
-own. Nothing here is about the machine on which the manifest is written but the sizes of models
-and the number of cores.
+With a draft, the leader also has the target, so that the draft may run on a GPU node of its own. Of
+the machine that writes the manifest, only the sizes of the models and the number of cores are used.
 """
 
 from pathlib import Path
@@ -42,9 +41,9 @@ LEADER = "$(LWS_LEADER_ADDRESS)"
 
 
 def kubernetes_manifest(configuration: Configuration) -> str:
-    """Return the manifest for these settings. `UserError` for a model that is not here, whose size
-    determines the memory, and for a coordinator that is to listen elsewhere; `SettingsError` and
-    `KeysError` for keys that are here and would be refused."""
+    """Return the manifest for these settings. `UserError` for a model that is not on this machine,
+    since its size determines the memory, and for a coordinator with an address of its own;
+    `SettingsError` and `KeysError` for existing keys that would be refused."""
     listen = configuration.settings.coordinator.listen
     if listen not in ("ipc", LISTEN):
         raise UserError(
@@ -94,7 +93,7 @@ def _secret_files(name: str, folder: Path, api_keys: Path) -> dict[str, Path]:
 
 
 def _amounts(part: Part) -> dict[str, str]:
-    """Return what a container may take."""
+    """Return the limits of a container: CPUs, memory, GPUs."""
     cpu = str(len(set(part.place.cores))) if part.is_worker else "500m"
     memory = {} if part.memory is None else {"memory": str(part.memory)}
     return {"cpu": cpu, **memory, **({"nvidia.com/gpu": "1"} if part.gpu else {})}

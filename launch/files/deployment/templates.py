@@ -1,4 +1,4 @@
-"""The templates of deployments, and what they are given: Jinja, a file each in `templates/`."""
+"""Deployments are rendered from Jinja templates, one file each in `templates/`."""
 
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).with_name("templates")
 
 
 def text(name: str, /, **facts: Any) -> str:
-    """Return a template with these facts; what can be called is a filter there, too."""
+    """Render a template with these values; functions among them are filters, too."""
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
         undefined=StrictUndefined,
@@ -28,8 +28,8 @@ def text(name: str, /, **facts: Any) -> str:
 
 
 def documents(name: str, /, **facts: Any) -> str:
-    """Return the YAML documents of a template in the layout of PyYAML, below the comment with which
-    the template begins."""
+    """Return the YAML documents of a template as PyYAML lays them out, below the comment at the top
+    of the template."""
     rendered = text(name, **facts)
     head = "".join(takewhile(lambda line: line.startswith("#"), rendered.splitlines(True)))
     body: str = yaml.safe_dump_all(yaml.safe_load_all(rendered), sort_keys=False, width=100)

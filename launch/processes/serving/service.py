@@ -187,7 +187,7 @@ class Service:
         for name in self._watch.waiting:
             if name not in self._workers and self._says_ready(name, self._running[name]):
                 self._perform(self._watch.ready(name, now_s))
-        forked = HTTP in self._begun  # a link has threads, behind which nothing can be forked
+        forked = HTTP in self._begun  # a link has threads: nothing can be forked after it
         if self._inquiry is not None and forked and COORDINATOR not in self._watch.missing:
             self._ask(self._inquiry, now_s)
         self._look_after(now_s)

@@ -53,8 +53,8 @@ def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
 
 
 def widen_embeddings(model: Any) -> None:
-    """Replace the embeddings of a model, in place, so that all of them give float32; one of an
-    unknown kind is widened as a whole, and blocks are held in memory."""
+    """Replace the embeddings of a model, in place, so that all return float32; one of an unknown
+    kind is converted as a whole, and blocks are held in memory."""
     for name, module in list(model.named_modules()):
         if isinstance(module, BlockEmbedding):
             module.hold()

@@ -152,8 +152,8 @@ def with_buffers(model: Any) -> Any:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Leave tensors on no device as they are where torch would give them first values: for that it
-    imports its compiler, which takes seconds."""
+    """Skip torch's initialisation of tensors on the meta device, which would import its compiler
+    and take seconds."""
 
     def __torch_function__(
         self, function: Any, _types: Any, given: Any = (), named: Any = None
@@ -166,7 +166,7 @@ class _Uninitialised(TorchFunctionMode):
 
 
 def empty(config: Any, implementation: str) -> Any:
-    """The model on no device."""
+    """Return the model on the meta device."""
     without = _Uninitialised()
     with quiet(), torch.inference_mode(False), torch.device("meta"), without:
         return transformers.AutoModelForCausalLM.from_config(

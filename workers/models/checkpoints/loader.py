@@ -81,7 +81,7 @@ class Skeleton:
     """The experts of a parameter that holds those of a layer, to be read one by one; None: they are
     read together."""
     tied: Mapping[str, str] | None = None
-    """Tensor -> another that stands for it in the checkpoint, where tensors are read from pieces;
+    """Tensor -> the one that stands for it in the checkpoint, where tensors are read from pieces;
     None: they are not."""
     rows: Callable[[str, nn.Module], Rows | Pile | None] | None = None
     """The blocks of the weight of a module, by its name, None where it is none of blocks; None:
@@ -123,15 +123,15 @@ class Skeleton:
                     part.register_buffer(name, self.read(full).float())
 
     def _own(self, name: str) -> str:
-        """Return a name that tied parameters have in common, and no others."""
+        """Return a parameter's name in the checkpoint, the same for parameters that are tied."""
         return ((self.stored or {}) if self.tied is None else self.tied).get(name, name)
 
     def _fill_blocks(
         self, module: nn.Module, prefix: str, path: str, found: dict[str, Rows | Pile]
     ) -> bool:
-        """Give a part of a module its weight as blocks, if it has one of these; a table becomes
-        another part. `found`: the rows of other parts, which a tied part shares. True if nothing
-        else of it is left to be filled."""
+        """Give a part of a module its weight as blocks, if the checkpoint has it in blocks; an
+        embedding is replaced by another module. `found`: the rows of other parts, which a tied part
+        shares. Returns True if nothing else of the part is left to fill."""
         full = ".".join(filter(None, (prefix, path, "weight")))
         part: Any = module.get_submodule(path)
         able = ((table := is_table(part)) or type(part) is nn.Linear) and rows_of(part) is None

@@ -1,5 +1,5 @@
-"""Embeddings that stay as their checkpoint has them, or lie in a packed head that has the same
-numbers, and are widened as they are looked up: they take that much less memory."""
+"""Embeddings that keep the type of their checkpoint, or are read from a packed head with the same
+numbers, and are converted to float32 at look-up, which saves memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,8 +48,8 @@ class BlockEmbedding(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """ids [...] -> float32 [..., hidden], times `scale` if there is one: rows of a packed matrix,
-    which is the head, too."""
+    """ids [...] -> float32 [..., hidden], times `scale` if there is one: rows of a packed matrix
+    that is also the head."""
 
     def __init__(self, matrix: PackedMatrix, scale: float | None) -> None:
         super().__init__()

@@ -159,8 +159,8 @@ def mix_of(folder: Path) -> str:
 
 
 def model_of(folder: Path) -> "Model | None":
-    """Return the model that a folder is the view of, without the texts of its vocabulary, which the
-    view has; None if it is no view. `CheckpointError` where its files have been changed since."""
+    """Return the model that a folder is a view of, without the texts of its vocabulary, which the
+    view has; None if it is not a view. `CheckpointError` if its files have changed since."""
     from dovetail.workers.models.checkpoints.gguf.files import read_model
 
     mark = _mark(folder)
