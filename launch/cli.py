@@ -25,12 +25,12 @@ from dovetail.protocol.files import refusal
 GROUPS = {
     "Decode": {
         "generate": "Decode one prompt, or a file of prompts.",
-        "chat": "Talk with the models, turn by turn.",
+        "chat": "Chat with the model in the terminal.",
         "serve": "Serve the OpenAI API over HTTP.",
     },
-    "Look after a server": {
+    "Operate a server": {
         "status": "Show the coordinator, its workers and its sessions.",
-        "top": "Show what happens in a coordinator, live.",
+        "top": "Show the activity of a coordinator, live.",
         "swap": "Replace a worker while requests run.",
         "drain": "Remove a worker while requests run.",
     },
@@ -41,28 +41,27 @@ GROUPS = {
         "router": "Spread requests over several services.",
         "keygen": "Make, rotate and revoke the keys that tcp needs.",
     },
-    "Look at a machine, and plan": {
-        "doctor": "Check this machine, and say what to change.",
+    "Check a machine, and plan": {
+        "doctor": "Check this machine and list what to change.",
         "selftest": (
             "Check that the target computes its checkpoint and that speculation changes no token."
         ),
-        "calibrate": "Measure what a pass of the target costs here, beside the limit of the "
-        "hardware.",
-        "plan": "Say what this hardware should do with this model.",
-        "config": "Show the settings in force.",
+        "calibrate": "Measure the time of a target pass on this machine, and the hardware's limit.",
+        "plan": "Recommend a placement, draft and tree for a model on this hardware.",
+        "config": "Show the effective settings, or export deployment files.",
     },
     "Measure": {
         "bench": "Measure methods side by side.",
-        "profile": "See where the time of a run goes, and what would make it faster.",
-        "replay": "Play a recorded session again, and compare.",
+        "profile": "Show where the time of a run goes, and what would make it faster.",
+        "replay": "Replay a recorded session and compare the results.",
     },
     "Train": {
-        "features": "Store what draft heads are trained on.",
-        "train": "Train models.",
-        "stratify": "Find the thresholds of the policy heterospec.",
+        "features": "Store the hidden states that draft heads are trained on.",
+        "train": "Train draft heads and small draft models.",
+        "stratify": "Find the thresholds of the heterospec policy.",
     },
 }
-"""Heading -> name -> what `dovetail --help` says of it. The click command is `command` in
+"""Heading -> name -> its line in `dovetail --help`. The click command is `command` in
 `dovetail.launch.commands.NAME`."""
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
@@ -88,7 +87,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        gc.disable()  # what is imported stays: looking for garbage in it takes a tenth of the time
+        gc.disable()  # modules stay: collecting garbage would take a tenth of the time
         try:
             module = importlib.import_module(f"dovetail.launch.commands.{cmd_name}")
         finally:

@@ -50,12 +50,12 @@ WAKE_S = 0.5
     "--connect",
     metavar="ADDRESS|URL",
     help="The coordinator or server to use.  [default: the only coordinator of this user, else one "
-    "that is started here]",
+    "is started]",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, MAX_SEED),
-    help="Seed of the sampling.  [default: a random one for each reply]",
+    help="Sampling seed.  [default: a random one for each reply]",
 )
 @click.option(
     "--stop",
@@ -76,7 +76,7 @@ def command(
     stop: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Talk with the models, turn by turn; /help tells the commands.
+    """Chat with the model, turn by turn; /help lists the commands.
 
     MODEL is the target, as `dovetail serve` takes it.
 

@@ -23,11 +23,11 @@ SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http"
 
 @click.group()
 def command() -> None:
-    """The settings in force, and where each of them came from; files for other programs."""
+    """Show the effective settings and where each came from, or export files for other programs."""
 
 
 @command.command("show", cls=HelpCommand)
-@click.option("--origin", is_flag=True, help="Say for each setting where it came from.")
+@click.option("--origin", is_flag=True, help="Show where each setting came from.")
 @json_option("One JSON object instead of TOML.")
 @settings_flags(*ALL_SECTIONS)
 def show(configuration: Configuration, origin: bool, as_json: bool) -> None:

@@ -24,8 +24,8 @@ from dovetail.launch.machine.facts import gather
 @json_option()
 @click.pass_context
 def command(context: click.Context, as_json: bool) -> None:
-    """Check this machine: instruction sets, kernels, torch and GPUs, memory nodes, limits; say
-    what to change. Exit code 1 if there is anything."""
+    """Check this machine: instruction sets, kernels, torch and GPUs, memory nodes, limits; list
+    what to change. Exit code 1 if anything should change."""
     with spinner() as say:
         say("checking this machine")
         checks = list(examine(gather()))

@@ -33,10 +33,10 @@ from dovetail.protocol.errors import DovetailError, LinkError
 def command(
     configuration: Configuration, worker: str, connect: str | None, last: bool, as_json: bool
 ) -> None:
-    """Drain WORKER, by its name or pid in `dovetail status`: it gets no more sessions, and ends
-    when it has none left.
+    """Drain WORKER, by its name or pid in `dovetail status`: it gets no new sessions and ends when
+    it has none left.
 
-    `dovetail serve` does not start it again, and `dovetail status` says so until another worker has
+    `dovetail serve` does not restart it, and `dovetail status` shows that until another worker has
     its role.
 
     Sessions of a draft continue with another draft, or with the target alone, from their next round

@@ -42,17 +42,17 @@ from dovetail.protocol.noise import random_seed
     "--connect",
     metavar="ADDRESS|URL",
     help="The coordinator or server to use.  [default: the only coordinator of this user, else one "
-    "that is started here]",
+    "is started]",
 )
 @click.option(
     "--prompts",
     type=FILE,
-    help='File of prompts, a line {"id", "turns"} each.',
+    help='File of prompts, one {"id", "turns"} per line.',
 )
 @click.option(
     "--out",
     type=FILE,
-    help='File that gets a line {"id", "results"} for each; prompts that it already '
+    help='File for the replies, one {"id", "results"} per line; prompts that it already '
     "answers are skipped.",
 )
 @click.option(
@@ -69,7 +69,7 @@ from dovetail.protocol.noise import random_seed
 @click.option(
     "--seed",
     type=SEED,
-    help="Seed of the sampling.  [default: a random one, reported]",
+    help="Sampling seed.  [default: a random one, reported]",
 )
 @click.option(
     "--stop",
@@ -88,7 +88,7 @@ from dovetail.protocol.noise import random_seed
     "--record",
     type=FILE,
     cls=Rare,
-    help="File that gets a line for every round: offered, verified, accepted, times.",
+    help="File for a line per round: offered, verified, accepted, times.",
 )
 @template_option
 @json_option("The result as one JSON object on stdout.")
@@ -110,9 +110,9 @@ def command(
 ) -> None:
     """Decode PROMPT, or standard input, and stream the reply; or a file of prompts.
 
-    The text goes to stdout, a summary to stderr, with a warning where the draft failed, which
-    changes no token. A server over HTTP is sent the first API key of the file --http.api_key_file,
-    else $DOVETAIL_API_KEY.
+    The text is printed to stdout, a summary to stderr, with a warning if the draft failed, which
+    changes no token. The API key for a server is the first in the file --http.api_key_file, else
+    $DOVETAIL_API_KEY.
     """
     check_stops(stop)
     if raw and template:

@@ -67,7 +67,7 @@ WEIGHTS = {
     multiple=True,
     metavar="MODEL|KIND|none",
     help="A draft to plan with; can be repeated.  [default: heads and smaller "
-    "models that are there, and what the target could have]",
+    "models on this machine, and those that the target could have]",
 )
 @click.option(
     "--machine",
@@ -102,8 +102,8 @@ def command(
     rounds: tuple[Path, ...],
     as_json: bool,
 ) -> None:
-    """Print the command that serves this model best on this machine, and below it placements side
-    by side, with predicted tokens/s and memory.
+    """Print the best command to serve this model on this machine, and a table of placements with
+    predicted tokens/s and memory.
 
     With --target.split.device cpu the CPU stands for a GPU.
     """

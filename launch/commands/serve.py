@@ -71,15 +71,15 @@ ANYWHERE = ("0.0.0.0", "[::]")
 def command(configuration: Configuration, engine: str, as_json: bool) -> None:
     """Serve the OpenAI API over HTTP until SIGTERM, SIGHUP or Ctrl-C.
 
-    MODEL is the target: a folder, a GGUF file or the id of a model on the hub; weights that fit and
-    the best draft that is there are chosen, if they are not named. Without it the embedded pair is
-    served.
+    MODEL is the target: a folder, a GGUF file or the id of a model on the hub. Unless you name
+    them, weights that fit and the best available draft are chosen. Without MODEL the embedded pair
+    is served.
 
-    Starts a coordinator, its workers and the HTTP API, and restarts what fails. When all is
-    ready, the URL goes to stdout as one line. Other commands of this user on this machine find the
-    coordinator without --connect. The first signal lets requests that run finish for some seconds,
-    a second one does not. The settings of the tree and of sampling hold for requests that do not
-    say otherwise.
+    Starts a coordinator, its workers and the HTTP API, and restarts what fails. When all are ready,
+    the URL is printed to stdout as one line. Other commands of this user on this machine find the
+    coordinator without --connect. After the first signal running requests have some seconds to
+    finish; a second one ends them. The settings of the tree and of sampling are the defaults of
+    requests.
     """
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     log.setLevel(logging.INFO)

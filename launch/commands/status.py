@@ -1,5 +1,5 @@
-"""`dovetail status`: the coordinator, its workers, its sessions, and what drafts and targets bring
-together."""
+"""`dovetail status`: the coordinator, its workers, its sessions, and the results of drafts and
+targets."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from dovetail.protocol.messages import (
 )
 
 SHOWN_DECISIONS = 8
-"""The number of decisions shown, the latest ones; `--json` has them all."""
+"""The number of latest decisions shown; `--json` has all."""
 
 
 @click.command(cls=HelpCommand)
@@ -37,8 +37,8 @@ SHOWN_DECISIONS = 8
 def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:
     """Show the state of a coordinator.
 
-    "busy so far" is a worker's share of the time since it registered; `dovetail top` shows what it
-    is at present. "trip" is the fastest recent round trip.
+    "busy so far" is the share of the time since it registered that a worker was busy; `dovetail
+    top` shows the current share. "trip" is the fastest recent round trip.
     """
     with find_coordinator(configuration, connect) as client:
         state = client.status()

@@ -64,12 +64,12 @@ Picture = dict[str, Any]
 @json_option("The same as one JSON object on stdout.")
 @settings_flags("coordinator.keys", "coordinator.answer_s", "http", shown=("coordinator.keys",))
 def command(configuration: Configuration, connect: str | None, once: bool, as_json: bool) -> None:
-    """Show what happens in a coordinator, live.
+    """Show the activity of a coordinator, live.
 
     Devices and how busy they are, tokens/s, tau and acceptance by position, where a round's time
-    goes, the current tree, sessions, workers, decisions. Keys: q ends, p pauses, left and right
-    turn the pages, up and down choose the session. Without a terminal it shows one second, and
-    ends.
+    goes, the current tree, sessions, workers, decisions. Keys: q quits, p pauses, left and right
+    change the page, up and down choose the session. Without a terminal it measures for one second,
+    prints that and ends.
     """
     with ExitStack() as opened:
         eye: Eye = (

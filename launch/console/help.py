@@ -14,7 +14,7 @@ import click
 from dovetail.launch.console.migration import advice, extra_argument
 
 FEW = 13
-"""A command with at most so many options shows all of them at once."""
+"""A command with at most this many options shows all of them."""
 HELP_ALL = "--help-all"
 NAMES_OF_HELP = ["-h", "--help", HELP_ALL]
 """Options of help for groups of commands, whose help has one length."""
@@ -77,11 +77,11 @@ class HelpCommand(click.Command):
             )
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what follows the options, such as the words of a table, in the full help alone."""
+        """Write what follows the options, such as the columns of a table, only in the full help."""
         if HELP_ALL in ctx.meta:
             super().format_epilog(ctx, formatter)
         elif self.epilog:
-            formatter.write_text(f"The words of its tables: {ctx.command_path} {HELP_ALL}")
+            formatter.write_text(f"The columns of its tables: {ctx.command_path} {HELP_ALL}")
 
 
 def common(options: Sequence[click.Option]) -> list[click.Option]:

@@ -17,8 +17,8 @@ CACHES = ("auto", "fp32", "half")
 Proving = Literal["auto", "anew", "off"]
 """The ways to prove a model against transformers as it is loaded."""
 PROVING = (
-    "auto (a proof of the same files, code and libraries that is remembered is enough), anew (it "
-    "is made again) or off (it is made again, and none is remembered)"
+    "auto (an earlier proof of the same files, code and libraries is enough), anew (prove "
+    "again) or off (prove again, and do not remember it)"
 )
 DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "file", "int4", "int3", "int2")
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
@@ -47,8 +47,8 @@ class SplitSettings(Frozen):
     )
     layers: Annotated[int, Field(ge=1, le=1 << 16)] | Literal["auto"] = Field(
         "auto",
-        description="number of the last layers, beside the head; auto: as many as memory.vram, or "
-        "the device's free memory, holds",
+        description="number of the last layers, not counting the head; auto: as many as fit into "
+        "memory.vram, or the device's free memory",
     )
 
     parts: Literal["layer", "mixer"] = Field(
@@ -67,19 +67,19 @@ class TargetSettings(Frozen):
     )
     weights: str = Field(
         "fp32",
-        description="fp32, half (the checkpoint's 16 bits), int8, int4 (blocks of 4 bits, which "
-        "are searched for once and kept) or file (a GGUF file's own blocks, and its default); bf16 "
-        "and int8-per-tensor change the function, the last one is not lossless",
+        description="fp32, half (the checkpoint's 16 bits), int8, int4 (4-bit blocks, made "
+        "once and cached) or file (a GGUF file's own blocks, its default); bf16 and "
+        "int8-per-tensor change the model's function, and int8-per-tensor is not lossless",
     )
     activations: str = Field(
         "int8",
-        description="what weights int4 and file are multiplied with: int8 (each 32 numbers of a "
-        "row are rounded to 8 bits) or fp32 (the blocks' exact function, slower)",
+        description="type of activations with int4 and file weights: int8 (rounded to 8 bits in "
+        "groups of 32) or fp32 (exact, slower)",
     )
     backend: str = Field(
         "auto",
-        description="what computes on a CPU: kernels (ours, in C++), library (torch's) or auto "
-        "(kernels where they can)",
+        description="code for a CPU: kernels (dovetail's, in C++), library (torch) or auto "
+        "(kernels where they support the model)",
     )
     cache: str = Field(
         "auto",
@@ -89,9 +89,9 @@ class TargetSettings(Frozen):
     )
     context: Annotated[int, Field(ge=2, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
-        description="the longest sequence, in tokens; auto: what the model has positions for, or "
-        "of two longrope tables (Phi-3.5, Phi-4-mini) the length of the first; with more than that "
-        "the second computes texts of every length",
+        description="the longest sequence, in tokens; auto: the model's own limit, or with two "
+        "longrope tables (Phi-3.5, Phi-4-mini) the length of the first; above that, the second is "
+        "used for texts of every length",
     )
     device: str = Field(
         "cpu",
@@ -104,7 +104,7 @@ class TargetSettings(Frozen):
         "calibrate found that faster, else the best one), off, a node, or a list such as 0,1",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
-        "auto", description="CPU threads; auto: one a physical core, leaving one to the draft"
+        "auto", description="CPU threads; auto: one per physical core, less one for the draft"
     )
     inflate: str = Field(
         "",
@@ -113,15 +113,15 @@ class TargetSettings(Frozen):
     )
     resident: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
         "auto",
-        description="number of the layers computed by a device that keep their weights there; "
-        "those of the others stream through it; auto: as many as memory.vram, or the device's free "
-        "memory, holds",
+        description="number of a device's layers that keep their weights there; the weights of the "
+        "others are streamed to it; auto: as many as fit into memory.vram, or the device's free "
+        "memory",
     )
     prefill: str = Field(
         "auto",
-        description="who reads prompts for layers on the CPU: local (the CPU), a device "
-        "through which their weights stream (cuda:N, xpu:N, mps; cpu stands for one in "
-        "tests), or auto (the device that the profile file says is faster for prompts of that "
+        description="where prompts are prefilled for layers on the CPU: local (the CPU), a "
+        "device to which their weights are streamed (cuda:N, xpu:N, mps; cpu stands for one in "
+        "tests), or auto (whichever the profile file has as faster for prompts of that "
         "length)",
     )
     proof: Proving = Field("auto", description=f"proof against transformers: {PROVING}")
@@ -181,7 +181,7 @@ class DraftSettings(Frozen):
         "auto",
         description="auto (recognised from the folder), small (a smaller model), a head of the "
         f"target's ({', '.join(HEAD_KINDS)}), "
-        "ngram (looks up what was said before), substitute (the target itself in a few bits) "
+        "ngram (looks up earlier text), substitute (the target itself in a few bits) "
         "or none (the target alone)",
     )
     model: str = Field(
@@ -189,10 +189,10 @@ class DraftSettings(Frozen):
     )
     weights: str = Field(
         "auto",
-        description="fp32, fp16, bf16, int8, int4 or file (the blocks of a GGUF file); of a "
-        "substitute int8, int4, int3 or int2; auto: as the checkpoint has them on a CPU; on a "
-        "GPU the blocks of a GGUF file, else the type of 16 or 32 bits that is fastest on that "
-        "card; of a substitute int4",
+        description="fp32, fp16, bf16, int8, int4 or file (the blocks of a GGUF file); for a "
+        "substitute int8, int4, int3 or int2; auto: the checkpoint's type on a CPU; on a GPU the "
+        "blocks of a GGUF file, else the type of 16 or 32 bits that is fastest on that card; for "
+        "a substitute int4",
     )
     device: str = Field(
         "auto",
@@ -206,13 +206,13 @@ class DraftSettings(Frozen):
     )
     contrast: bool | Literal["auto"] = Field(
         "auto",
-        description="whether a head's contrast output (jakiro) guesses the last level without "
+        description="whether a head's contrast output (jakiro) drafts the last level without "
         "a pass of its own; auto: where the head has one",
     )
     ahead: bool | Literal["auto"] = Field(
         "auto",
         description="keep drafting while the target verifies; auto: where the two share no "
-        "device, or where measuring says that it pays, and never on a core that both have",
+        "device, or where it is measured to pay, and never on a shared core",
     )
     pickled: bool = Field(
         False,

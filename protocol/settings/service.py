@@ -28,11 +28,12 @@ class MemorySettings(Frozen):
 
     vram: str = Field(
         "auto",
-        description="memory of a GPU that target and draft may take, such as 7GB (10^9) or 7GiB "
-        "(2^30), the draft's alone if only that is there, and then the CPU reads prompts; auto: "
-        "what is free",
+        description="GPU memory that target and draft may use, such as 7GB (10^9) or 7GiB (2^30); "
+        "only the draft's if the target is not on it, then the CPU prefills; auto: what is free",
     )
-    ram: str = Field("auto", description="the same of the host, such as 16GB; auto: what is free")
+    ram: str = Field(
+        "auto", description="the same for host memory, such as 16GB; auto: what is free"
+    )
 
     @field_validator("vram", "ram")
     @classmethod
@@ -68,21 +69,21 @@ class CoordinatorSettings(Frozen):
     )
     recovery_s: Annotated[float, Field(ge=0.0, le=86400.0)] | Literal["auto"] = Field(
         "auto",
-        description="how long a session whose target was lost waits for another one; auto: 30 "
-        "s and twice the time that the lost one took to load",
+        description="how long a session waits for another target when its own is lost; auto: 30 "
+        "s plus twice the time that the lost one took to load",
     )
     stuck_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
         10.0, description="a process without progress for this long is replaced"
     )
     answer_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
         ANSWER_S,
-        description="how long commands, the HTTP API and workers wait for an answer of the "
+        description="how long commands, the HTTP API and workers wait for an answer from the "
         "coordinator",
     )
     latency_ms: Annotated[float, Field(gt=0.0, le=1e6)] | Literal["auto"] = Field(
         "auto",
         description="the longest target pass that may include a chunk of a prompt, so that running "
-        "streams go on; auto: so that a round takes three times as long as one without",
+        "streams go on; auto: three times a round without one",
     )
     queue: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
         256,
@@ -94,7 +95,7 @@ class CoordinatorSettings(Frozen):
     )
     key_sessions: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
         0,
-        description="how many requests of one API key may run at a time; others wait; 0: no limit",
+        description="how many requests of one API key may run at once; others wait; 0: no limit",
     )
     memory: Size = Field(
         "256MiB",
@@ -108,19 +109,19 @@ class CoordinatorSettings(Frozen):
     )
     journal: Annotated[str, Field(min_length=1)] = Field(
         "auto",
-        description="folder that keeps requests and their tokens, so that a coordinator that is "
-        "started again goes on with them; auto: one in ~/.local/state/dovetail; off: they end with "
-        "the coordinator",
+        description="folder of the journal of requests and their tokens, which a restarted "
+        "coordinator continues; auto: one in ~/.local/state/dovetail; off: requests end with the "
+        "coordinator",
     )
     journal_s: Annotated[float, Field(ge=1.0, le=86400.0)] = Field(
         600.0,
-        description="how long the journal keeps a reply that has ended or was left, for clients "
-        "that come back",
+        description="how long the journal keeps a reply that has ended or lost its client, for "
+        "clients that reconnect",
     )
     record: str = Field(
         "",
-        description="folder that gets a file of every session, for `dovetail replay`: all its "
-        "messages, what users say among them",
+        description="folder for a recording of every session, for `dovetail replay`: all its "
+        "messages, including the text of users",
     )
 
 
@@ -129,12 +130,12 @@ class HttpSettings(Frozen):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        8000, description="port to listen on; 0: one that is free"
+        8000, description="port to listen on; 0: any free one"
     )
     api_key_file: str = Field(
         "",
-        description="file with the keys that clients send, one a line, mode 0600, read again when "
-        "it changes; required beyond loopback",
+        description="file with the API keys of clients, one per line, mode 0600, reread when it "
+        "changes; required beyond loopback",
     )
     model: str = Field("", description="name under which the target is served; empty: its own")
     deadline_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(
@@ -142,11 +143,11 @@ class HttpSettings(Frozen):
     )
     receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
         20.0,
-        description="a request must arrive within this time, and a client must read on within it",
+        description="time limit for receiving a request, and for a client that stops reading",
     )
     body: Size = Field("2MiB", description="largest body of a request")
     connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
-        4096, description="connections held at a time; further ones are refused with 503"
+        4096, description="most open connections; further ones are refused with 503"
     )
     dashboard: Literal["auto", "full", "anonymous", "off"] = Field(
         "auto",
@@ -160,13 +161,13 @@ class HttpSettings(Frozen):
     )
     fit: bool = Field(
         True,
-        description="lower a max_tokens that does not fit into the context to what fits, and "
-        "report that in the reply; false: refuse such a request",
+        description="reduce a max_tokens that does not fit into the context, and report it in the "
+        "reply; false: refuse such a request",
     )
     chat_template_kwargs: str = Field(
         "",
-        description="JSON object: values for the target's chat template in chats that do not say "
-        "otherwise, such as enable_thinking",
+        description="JSON object: default values for the target's chat template, such as "
+        "enable_thinking",
     )
 
     @field_validator("chat_template_kwargs")

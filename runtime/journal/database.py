@@ -155,8 +155,7 @@ class Database:
         self._base.execute("commit")
 
     def _readable(self) -> list[Stored]:
-        """Return the rows before the first damaged page, and those after the last one, by their
-        places."""
+        """Return the rows before the first damaged page and after the last one, by their places."""
         rows = {}
         for order in ("asc", "desc"):
             with suppress(sqlite3.DatabaseError):
@@ -181,7 +180,7 @@ class Database:
 
     def write(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
         """Write rows and delete replies, in one transaction; a record of reply 0 replaces the
-        previous one."""
+        last."""
         self._base.execute("begin immediate")
         try:
             self._base.executemany(

@@ -170,8 +170,8 @@ def stored_size(record: bytes) -> int:
 
 
 def coordinated(epochs: Iterable[int], sessions: int) -> bytes:
-    """Return the record of earlier coordinators, by their epochs; `sessions`: the highest number of
-    a session."""
+    """Return the record of earlier coordinators, by epoch; `sessions`: the highest session
+    number."""
     return _record("coordinated", [*epochs], sessions)
 
 

@@ -302,8 +302,7 @@ class Journal:
         return entries + OBJECT_BYTES * len(self._ended) + unwritten
 
     def give_up(self, size: int) -> None:
-        """Drop replies in memory that are not running, oldest first, until `size` bytes are
-        free."""
+        """Drop replies in memory that do not run, oldest first, until `size` bytes are free."""
         for ticket, one in self._idle():
             if size <= 0:
                 break
