@@ -55,7 +55,7 @@ LOST = (
 
 
 def examine(facts: Facts) -> Iterator[Check]:
-    """Every check, in the order in which one would mend things."""
+    """Yield every check, in the order in which to fix things."""
     for check in CHECKS:
         yield from check(facts)
 
@@ -76,7 +76,7 @@ def _kernels(facts: Facts) -> Iterator[Check]:
         install = "" if facts.compiler else "install a C++ compiler (apt-get install g++), then "
         remedy = (
             f"{install}build them: {sys.executable} -m dovetail.workers.kernels.build, or "
-            "install dovetail again"
+            "reinstall dovetail"
         )
         yield Check("kernels", False, f"{missing.partition(';')[0]}; lost: {LOST}", remedy)
         return
@@ -90,8 +90,7 @@ def _kernels(facts: Facts) -> Iterator[Check]:
     )
     found = (
         "; ".join(failures)
-        or "every kind of weights, on every instruction set, has the right product and the "
-        "same bytes"
+        or "products are right, with the same bytes, for every kind of weights and instruction set"
     )
     yield Check("kernels' self-test", not failures, found, advice if failures else "")
 
@@ -102,13 +101,13 @@ def _torch(facts: Facts) -> Iterator[Check]:
             "torch",
             False,
             f"cannot be imported: {facts.inventory['broken']}",
-            "install it again: pip install --force-reinstall 'torch>=2.8,<2.14'",
+            "reinstall it: pip install --force-reinstall 'torch>=2.8,<2.14'",
         )
         return
     yield Check(
         "torch",
         True,
-        f"{facts.inventory['torch']}, {build_of(facts.inventory)}, computes on this CPU with "
+        f"{facts.inventory['torch']}, {build_of(facts.inventory)}, uses "
         f"{facts.inventory['cpu_capability']}",
     )
 
@@ -119,7 +118,7 @@ def _cores(facts: Facts) -> Iterator[Check]:
     physical = sum(len(node.cores) for node in topology.nodes)
     found = (
         f"{physical} physical, {usable} of "
-        f"{counted(facts.online_cores, 'hardware thread')} may be used "
+        f"{counted(facts.online_cores, 'hardware thread')} usable "
         f"({format_numbers(topology.threads)})"
     )
     places = (
@@ -127,9 +126,13 @@ def _cores(facts: Facts) -> Iterator[Check]:
         f"{format_numbers(layout.draft.cores)}"
     )
     if layout.shared:
-        places += " in turns with it"
+        places += ", which they share"
     alone = layout.shared == layout.target.cores
-    advice = "give this process a second core: a pass is as fast as its cores" if alone else ""
+    advice = (
+        "give this process a second core, so that draft and target do not share one"
+        if alone
+        else ""
+    )
     yield Check("cores", not alone, f"{found}; {places}", advice)
     if topology.quota is not None:
         whole = topology.quota >= 1 and topology.quota == int(topology.quota)
@@ -144,7 +147,7 @@ def _cores(facts: Facts) -> Iterator[Check]:
             ""
             if whole
             else "a quota that is not a whole number stops all threads for a part of each period: "
-            "make it whole, or a cpuset",
+            "make it whole, or use a cpuset",
         )
 
 
@@ -156,7 +159,7 @@ def _memory_nodes(facts: Facts) -> Iterator[Check]:
         for n in nodes
     )
     if len(nodes) < 2:
-        yield Check("memory nodes", True, f"{said}; one node, so that only cores have to be bound")
+        yield Check("memory nodes", True, f"{said}; one node: only cores are bound")
     elif facts.memory_refusal:
         remedy = (
             "let this container bind memory (--cap-add SYS_NICE), or start it bound from "
@@ -174,8 +177,8 @@ def _memory_nodes(facts: Facts) -> Iterator[Check]:
         yield Check(
             "memory nodes",
             True,
-            f"{said}; memory can be bound; the target's is node {format_numbers(place.nodes)}"
-            + (", or all with cores by --target.numa shard" if several else ""),
+            f"{said}; memory can be bound; the target uses node {format_numbers(place.nodes)}"
+            + (", or all nodes with cores by --target.numa shard" if several else ""),
         )
 
 
@@ -185,7 +188,7 @@ def _huge_pages(facts: Facts) -> Iterator[Check]:
         ""
         if fine
         else f"echo madvise | sudo tee {HUGE_PAGES}: a pass reads all weights, and with small "
-        "pages every 4 KB cost a look-up"
+        "pages every 4 KB need a TLB entry"
     )
     yield Check(
         "huge pages",
@@ -198,7 +201,7 @@ def _huge_pages(facts: Facts) -> Iterator[Check]:
 def _others(facts: Facts) -> Iterator[Check]:
     """The load of other programs, which always passes."""
     if (load := facts.others) is not None:
-        busy = "; measurements hold only for a machine that is as busy"
+        busy = "; measurements are valid only under the same load"
         yield Check("other programs", True, load.words + (busy if load.share > OTHERS else ""))
 
 
@@ -284,8 +287,8 @@ def _profile(facts: Facts) -> Iterator[Check]:
 def _caches(facts: Facts) -> Iterator[Check]:
     sizes = sorted(facts.caches.items(), key=lambda one: (-one[1], one[0]))
     parts = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes)
-    kept = f"{facts.cache}: {parts}; any of it may be removed, and is made again"
-    yield Check("caches", True, kept if sizes else f"{facts.cache}: nothing kept yet")
+    kept = f"{facts.cache}: {parts}; any of it may be removed and is rebuilt when needed"
+    yield Check("caches", True, kept if sizes else f"{facts.cache}: empty")
 
 
 CHECKS: Sequence[Callable[[Facts], Iterable[Check]]] = (

@@ -31,9 +31,7 @@ class MemorySettings(Frozen):
         description="GPU memory that target and draft may use, such as 7GB (10^9) or 7GiB (2^30); "
         "only the draft's if the target is not on it, then the CPU prefills; auto: what is free",
     )
-    ram: str = Field(
-        "auto", description="the same for host memory, such as 16GB; auto: what is free"
-    )
+    ram: str = Field("auto", description="the same of host RAM, such as 16GB; auto: what is free")
 
     @field_validator("vram", "ram")
     @classmethod

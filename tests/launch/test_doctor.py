@@ -60,7 +60,7 @@ def test_it_reports_the_load_of_other_programs() -> None:
 
 
 def test_it_says_what_lies_in_the_caches(tmp_path: Path) -> None:
-    assert check("caches", cache=tmp_path).found == f"{tmp_path}: nothing kept yet"
+    assert check("caches", cache=tmp_path).found == f"{tmp_path}: empty"
     (tmp_path / "int4" / "model").mkdir(parents=True)
     (tmp_path / "int4" / "model" / "blocks").write_bytes(bytes(3_000_000))
     (tmp_path / "profile.json").write_text("{}")
@@ -165,7 +165,7 @@ def test_memory_that_may_not_be_bound_matters_on_several_nodes_only(tmp_path: Pa
         "SYS_NICE"
         in check("memory nodes", topology=topology, memory_refusal="Operation not permitted").advice
     )
-    assert "the target's is node 0" in check("memory nodes", topology=topology).found
+    assert "the target uses node 0" in check("memory nodes", topology=topology).found
     assert check("memory nodes", memory_refusal="Operation not permitted").ok
 
 
