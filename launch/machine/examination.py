@@ -128,11 +128,7 @@ def _cores(facts: Facts) -> Iterator[Check]:
     if layout.shared:
         places += ", which they share"
     alone = layout.shared == layout.target.cores
-    advice = (
-        "give this process a second core, so that draft and target do not share one"
-        if alone
-        else ""
-    )
+    advice = "give this process a second core: draft and target share one" if alone else ""
     yield Check("cores", not alone, f"{found}; {places}", advice)
     if topology.quota is not None:
         whole = topology.quota >= 1 and topology.quota == int(topology.quota)

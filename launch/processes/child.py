@@ -42,8 +42,7 @@ def _prctl(option: int, *arguments: int) -> None:
 
 def let_threads_start() -> None:
     """Make clone3(2) return ENOSYS in this process and its children where it returns EPERM, as in
-    containers whose engine does not know it: only after ENOSYS does glibc start threads without
-    it."""
+    containers whose engine does not know it: glibc falls back to clone(2) only after ENOSYS."""
     if LIBC.syscall(CLONE3, None, 0) == 0 or ctypes.get_errno() != errno.EPERM:
         return
     steps = (  # struct sock_filter of linux/filter.h; of two errors the newer filter's counts
