@@ -148,7 +148,7 @@ def _check_addresses(configuration: Configuration) -> None:
 def _introduce(
     service: "Service | Replicas", configuration: Configuration, *, as_json: bool
 ) -> None:
-    """Say where we are, and what to type to use it."""
+    """Print the URL, and commands to try it with."""
     if no_chats := preflight.no_chats(configuration.settings.target):
         note(f"  {no_chats}")
     if as_json:
@@ -196,6 +196,6 @@ def _introduce(
     )
     page = f", or {url} in a browser" if configuration.settings.http.dashboard != "off" else ""
     note(
-        f"  talk:    dovetail chat        look: dovetail top{page}        end: Ctrl-C, or kill "
+        f"  chat:    dovetail chat        monitor: dovetail top{page}        stop: Ctrl-C, or kill "
         f"{os.getpid()}"
     )

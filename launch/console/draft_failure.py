@@ -8,10 +8,10 @@ from dovetail.protocol.messages import DraftFailure, Result
 
 def failure_told(failure: DraftFailure) -> str:
     """Return a warning of one line."""
-    when = f"in round {failure.round}, {failure.after_s:.2f} s after the request came"
+    when = f"in round {failure.round}, {failure.after_s:.2f} s after the request arrived"
     return (
         f"warning: the draft worker {printable(failure.draft)} failed {when}: "
-        f"{printable(failure.error)}; every token is still the target's"
+        f"{printable(failure.error)}; all tokens are still the target's"
     )
 
 

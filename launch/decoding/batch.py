@@ -51,7 +51,7 @@ def decode_file(
     with open_answers(out) as answers:
         left = [prompt for prompt in prompts if prompt.id not in answers.done]
         if len(left) < len(prompts):
-            note(f"{len(prompts) - len(left)} of {len(prompts)} prompts are done already")
+            note(f"{len(prompts) - len(left)} of {len(prompts)} prompts are already done")
         if not left:
             return
         with (

@@ -14,16 +14,16 @@ asks the draft, and waits for it."""
 
 
 def tell_full_context(result: Result, most: int) -> None:
-    """Say so if a reply of at most `most` tokens ended earlier because the context was full."""
+    """Note that a reply of at most `most` tokens ended earlier because the context was full."""
     if result.finish_reason == "length" and result.completion_tokens < most:
         note(
-            "the reply ends where the context of the target is full, before --max-tokens "
+            "the reply ended because the target's context is full, before --max-tokens "
             f"{most}: prompt and reply share it"
         )
 
 
 def summary(result: Result, models: str) -> str:
-    """One line on what a request cost, in the field's words."""
+    """Return a line with the figures of a request."""
     parts = [
         f"{counted(result.completion_tokens, 'token')} in {result.wall_s:.2f} s, the first after "
         f"{result.time_to_first_token_s:.2f} s",
@@ -59,9 +59,9 @@ def summary(result: Result, models: str) -> str:
 
 
 def other_targets(result: Result) -> str:
-    """Say that a reply began on one target and continued on others, which compute otherwise."""
+    """Return a note on a reply that moved to targets with other fingerprints."""
     return (
-        "this reply was written by targets that differ, and none of them would write it alone: "
+        "this reply comes from targets that compute differently; none of them alone would give it: "
         f"{', then '.join(result.fingerprints)}"
     )
 
@@ -75,7 +75,7 @@ def _predicted(result: Result) -> str:
 
 
 def missing_draft(before: Reported, after: Reported) -> str:
-    """Say that no draft worker is left; empty if there is one."""
+    """Return why there is no draft worker; empty if there is one."""
     had, has = (
         any(
             "draft" in worker.roles and not (worker.standby or worker.leaving)

@@ -276,11 +276,11 @@ def cache_of(worker: WorkerState) -> str:
 
 
 def _tell_of_losses(workers: Iterable[WorkerState]) -> None:
-    """A worker that we started has said so where nobody reads it."""
+    """Note that a target is not lossless; its worker's warning went to a log file."""
     if any(is_lossy(worker) for worker in workers):
         note(
             f"{LOSSY} is not lossless: one scale for all rows of a pass makes a token depend "
-            "on what is computed beside it"
+            "on the other rows"
         )
 
 

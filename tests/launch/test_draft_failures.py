@@ -144,7 +144,7 @@ def test_every_command_says_it(target: tuple[Stack, Client], run: Run) -> None:
         assert f"draft failed {when} · " in told.stderr
         assert (
             f"warning: the draft worker draft failed {when}, "
-            f"{result['draft_failure']['after_s']:.2f} s after the request came" in told.stderr
+            f"{result['draft_failure']['after_s']:.2f} s after the request arrived" in told.stderr
         )
         chatted = run("chat", *flags, "--seed", "1", input="Tell me a story about an owl.\n")
         assert words in chatted.stderr, chatted.stdout
@@ -197,7 +197,7 @@ def test_a_server_says_it_to_who_asks_about_the_draft_and_in_no_openai_body(
         )
         assert told.returncode == 0
         assert words in json.loads(told.stdout)["draft_failure"]["error"]
-        assert f"IndexError: {words}; every token is still the target's" in told.stderr
+        assert f"IndexError: {words}; all tokens are still the target's" in told.stderr
 
 
 @pytest.mark.slow

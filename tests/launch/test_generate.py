@@ -328,7 +328,7 @@ def test_the_summary_tells_of_moves_and_which_targets_wrote_a_reply_where_they_d
     assert "move" not in summary(a_result(), "")
     assert "· 2 moves to another target ·" in summary(a_result(moves=2), "")
     assert other_targets(a_result(fingerprints=("one", "two"))).endswith(
-        "and none of them would write it alone: one, then two"
+        "none of them alone would give it: one, then two"
     )
 
 
@@ -597,7 +597,7 @@ def test_a_reply_that_fills_the_context_says_so(invoke: Run) -> None:
         )
     assert done.returncode == 0, done.stderr
     assert (
-        "the reply ends where the context of the target is full, before --max-tokens 40"
+        "the reply ended because the target's context is full, before --max-tokens 40"
         in done.stderr
     )
 
@@ -652,7 +652,7 @@ def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopp
     lines = out.read_text().splitlines(keepends=True)
     out.write_text(lines[0] + lines[1] + lines[2][:40])
     done = invoke(*command)
-    assert done.stderr.startswith("2 of 3 prompts are done already")
+    assert done.stderr.startswith("2 of 3 prompts are already done")
     again = answers(out)
     assert {id: [r["token_ids"] for r in results] for id, results in again.items()} == {
         id: [r["token_ids"] for r in results] for id, results in first.items()

@@ -69,7 +69,7 @@ def test_the_embedded_pair_is_served_and_the_start_says_what_computes(
     said = []
     for line in server.stderr:
         said.append(line)
-        if "talk:" in line:
+        if "chat:" in line:
             break
     assert any("by torch's own operations" in line for line in said), said
     done = run("status", "--json", env=bare)

@@ -165,7 +165,7 @@ def _warn(settings: TargetSettings, name: str) -> None:
     if settings.weights == "int8-per-tensor":
         print(
             f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
-            "a token depend on what is computed beside it",
+            "a token depend on the other rows",
             file=sys.stderr,
         )
 
