@@ -1,6 +1,6 @@
 // The exact sums of the products of codes with rows of x in int8 (blocks.h), on every instruction set but the plain one, and the numbers of sixteen outputs.
 //
-// All of x86 without VNNI add pairs of products up in 16 bits, as many steps as the largest code of a format leaves room for.
+// x86 without VNNI adds pairs of products in 16 bits, for as many steps as the largest code of a format allows.
 #include "blocks.h"
 
 namespace DT_NS {
@@ -155,7 +155,7 @@ static DT_INLINE Pairs products(Codes w, Four x) { DT_EACH(Pairs, _mm_maddubs_ep
 static DT_INLINE Pairs products(Signed w, Four x) { DT_EACH(Pairs, _mm_maddubs_epi16(w.size.v[i], _mm_sign_epi8(x.v, w.w.v[i]))); }
 static DT_INLINE Pairs add(Pairs p, Pairs q) { DT_EACH(Pairs, _mm_add_epi16(p.v[i], q.v[i])); }
 static DT_INLINE I16 added(Pairs p) { DT_EACH(I16, _mm_madd_epi16(p.v[i], _mm_set1_epi16(1))); }
-// Codes as a byte each, for several rows; on AVX behind them the sizes of signed ones.
+// One byte per code, for several rows; on AVX the absolute values of signed codes follow.
 template <class F>
 struct Unpacked : F { static constexpr int BITS = 8; };
 template <class F>

@@ -75,8 +75,8 @@ struct Walker {
 
 #endif
 
-// ---- packed x: for each tile and block the int8 values [step][row of the tile], then of each row D, E, -X, and -X of the first 16. Without fused products
-// each row has all of this by itself, and D and E behind it as doubles, D negative where sums could leave the normal floats.
+// ---- packed x: for each tile and block the int8 values [step][row of the tile], then D, E, -X, and -X of the first 16 for each row. Without fused products
+// each row has all of this to itself, then D and E as doubles, D negative where sums might not be normal floats.
 
 #if defined(DT_SSE)
 constexpr int64_t BLOCK_VALUES = STEPS + 8;  // of four bytes, for each row
@@ -191,7 +191,7 @@ static DT_INLINE void add_block(const char* codes, const Scale& scale, const cha
 
 #if defined(DT_SSE)
 
-// Without fused products: sums are doubles that hold floats, so that nothing is converted from block to block. The integers of all rows come first, then their
+// Without fused products: sums are doubles that hold floats, so nothing is converted between blocks. The integers of all rows come first, then their
 // products, since the processor has few of either under way at a time.
 
 template <class F, int STEP = 0>
@@ -205,7 +205,7 @@ static DT_INLINE void unpack_codes(const char* codes, Codes* to) {
     }
 }
 
-// Of a row the sums of 32 inputs times their scale; where 16 have one, those of the first, and the sums of the others as they are.
+// A row's sums of 32 inputs times their scale; where 16 share a scale, scaled sums of the first 16 and plain sums of the others.
 template <class F>
 static DT_INLINE void scaled_sums(const char* codes, const Scale& scale, const char* x, F16 (&to)[2]) {
     constexpr bool HALVES = dovetail::by_sixteens(F::SCALES);
@@ -245,7 +245,7 @@ static DT_INLINE Few fused(const A& a, const B& b, Few c, Doubt& doubt) {
     return c;
 }
 
-// The products of a row. False, and y is as it was, where one has to be computed otherwise.
+// The products of a row. Returns false and leaves y unchanged where one needs the slower exact sum.
 template <class F>
 static DT_INLINE bool add_products(const F16 (&sums)[2], const Scale& scale, const Doubles (&more)[2][4], const char* x, Doubles (&y)[4]) {
     constexpr bool HALVES = dovetail::by_sixteens(F::SCALES);
@@ -309,7 +309,7 @@ static void row_tile(int64_t rows, const BlockRun& run) {
         if constexpr (MOST > 1) {
             unpack_codes<F>(codes, unpacked);
             codes = (const char*)unpacked;
-            asm("" : "+r"(codes) : : "memory");  // they stay there, since they are more than the registers
+            asm("" : "+r"(codes) : : "memory");  // reloaded from memory: there are more codes than registers
         }
         const auto row = [&](int64_t r) { return x + 4 * BLOCK_VALUES * r; };
         for (int64_t r = 0; r < rows; r++) scaled_sums<Own>(codes, scale, row(r), sums[r]);

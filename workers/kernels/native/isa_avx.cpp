@@ -1,4 +1,4 @@
-// The kernels for x86-64 with AVX, and F16C where it is there: Xeons E5 of 2012 and 2013, which have neither AVX2 nor FMA.
+// The kernels for x86-64 with AVX, and F16C where available: Xeons E5 of 2012 and 2013, which have neither AVX2 nor FMA.
 #if defined(__x86_64__)
 #include "layer.h"
 #include "pool.h"

@@ -80,7 +80,7 @@ const Kernels& active();
 // of the time).
 extern const bool prefetches_to_l2;
 
-// Whether the kernels for AVX find instructions for halves, which came one generation later.
+// Whether the CPU of the AVX kernels has F16C, which came one generation later.
 extern const bool has_f16c;
 
 // Held during a call from outside: threads, scratch and the choice of the instruction set belong to one caller at a time.

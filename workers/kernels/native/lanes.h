@@ -148,7 +148,7 @@ static DT_INLINE F16 zero() { DT_EACH(F16, _mm_setzero_ps()); }
 static DT_INLINE F16 set1(float a) { DT_EACH(F16, _mm_set1_ps(a)); }
 static DT_INLINE F16 load(const float* p) { DT_EACH(F16, _mm_loadu_ps(p + 4 * i)); }
 static DT_INLINE void store(float* p, F16 a) { for (int i = 0; i < 4; i++) _mm_storeu_ps(p + 4 * i, a.v[i]); }
-// Without F16C by integers: a multiplication by a power of two would be slow where the half is subnormal, as scales of weights are.
+// Without F16C by integers: a multiplication by a power of two would be slow where the half is subnormal, as scales of weights often are.
 static DT_INLINE __m128 half4(const uint16_t* p) {
 #if defined(DT_AVX)
     if (dovetail::has_f16c) {
@@ -201,7 +201,7 @@ static DT_INLINE __m128i inputs4(const char* p) {
 }
 
 // a b + c rounded once. The product of two floats is exact as a double, and the sum, rounded to a double and then to a float, is right but for two cases, which
-// are found by their bits and computed by the error of the sum: the double lies half way between two floats, or the float is below the normal ones.
+// are recognised by their bits and corrected by the error of the sum: the double lies half way between two floats, or the float is below the normal ones.
 static __attribute__((noinline)) __m128 fused_exactly(__m128 a, __m128 b, __m128 c) {
     alignas(16) float x[4], y[4], z[4];
     _mm_store_ps(x, a), _mm_store_ps(y, b), _mm_store_ps(z, c);
