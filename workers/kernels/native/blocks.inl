@@ -253,14 +253,14 @@ static DT_INLINE bool add_products(const F16 (&sums)[2], const Scale& scale, con
     const int32_t* const less = (const int32_t*)(factors + 2);
     const double* const wide = (const double*)(factors + 4);
     Few found[4 / AT_ONCE];
-    Doubt doubt{};
+    Doubt doubt{}, exact{};  // scales are at most 2^19 times the last bit of d, and sums 2^17: a double holds the sum of two products, and halves are no doubt
 #pragma GCC unroll 2
     for (int first = 0; first < 4; first += AT_ONCE) {
         Few p, s;
 #pragma GCC unroll 4
         for (int i = 0; i < AT_ONCE; i++) p.v[i] = doubles(sums[0].v[first + i]), s.v[i] = y[first + i];
         if constexpr (HALVES)
-            p = fused([&](int i) { return doubles(sums[1].v[first + i]); }, [&](int i) { return doubles(scale.w[1].v[first + i]); }, p, doubt);
+            p = fused([&](int i) { return doubles(sums[1].v[first + i]); }, [&](int i) { return doubles(scale.w[1].v[first + i]); }, p, exact);
         s = fused([&](int i) { return p.v[i]; }, [&](int) { return all_of(wide[0]); }, s, doubt);
         if constexpr (adds<F>() && !HALVES) s = fused([&](int i) { return more[0][first + i]; }, [&](int) { return all_of(wide[1]); }, s, doubt);
         if constexpr (adds<F>() && HALVES) {
