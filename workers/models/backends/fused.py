@@ -10,6 +10,7 @@ With these kernels a token's keys, values, hidden states and logits are the same
 are computed beside it. Knows layers and slots.
 """
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -62,6 +63,8 @@ from dovetail.workers.models.states import LAST, Kept, keeping
 
 VERSION = "dovetail-3"
 """The version of the functions that the kernels compute, to the last bit; part of fingerprints."""
+if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+    VERSION += "-sse"  # torch's powers, of which rotary frequencies are made, round otherwise
 
 
 class Kernels:
