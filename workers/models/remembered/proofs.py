@@ -81,6 +81,7 @@ def basis() -> str:
         platform.python_version(),
         platform.machine(),
         kernels.isa().name,
+        torch.backends.cpu.get_cpu_capability(),  # of rotary frequencies
         (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns),
     )
     whole.update(repr(facts).encode())
