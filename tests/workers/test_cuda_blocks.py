@@ -63,7 +63,7 @@ def test_a_row_has_the_bytes_of_the_kernels(
     monkeypatch: pytest.MonkeyPatch, type: int, kind: Kind, units: str
 ) -> None:
     """The threads of a block go on in either order, for one format or the other."""
-    if FORMATS.index(type) % 2:
+    if list(FORMATS).index(type) % 2:
         monkeypatch.setenv("DT_BACKWARDS", "1")
     matrix = random_blocks([Part(type, 20)], 1280, torch.linspace(-1, 1, 20), 1, kind)
     memory = torch.frombuffer(matrix.memory, dtype=torch.uint8)

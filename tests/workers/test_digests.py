@@ -397,4 +397,4 @@ def test_what_is_read_is_counted_while_weights_are_checked_and_loaded(tmp_path: 
     heard.clear()
     with hearing_loads(lambda *told: heard.append(told)):
         open_checkpoint(str(folder))
-    assert heard == []  # it is known by now
+    assert not any(total for *_, total in heard)  # it is known by now
