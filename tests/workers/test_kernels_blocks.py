@@ -16,6 +16,7 @@ from dovetail.workers.kernels.blocks import WIDTH, BlockMatrix, Part, part_bytes
 from dovetail.workers.models.backends.packing import product_of
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from support.gguf_files import BLOCKED, HALVES, coded
+from support.kernels import every_isa, use
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not built"),
@@ -70,6 +71,20 @@ def test_rows_stand_for_the_numbers_of_the_package_bit_for_bit(kind: Type) -> No
     rows = np.stack([matrix.row(index) for index in range(N)])
     assert (found.view(np.uint32) == rows.view(np.uint32)).all()
     assert (found == numbers).all()
+
+
+@every_isa
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_sum_that_overflows_stays_infinite(count: int, isa: Isa) -> None:
+    use(isa)
+    x = rows_of(count)
+    x[0, :WIDTH], x[0, WIDTH:] = 3e38, 1.0
+    matrix = BlockMatrix(Kind.BLOCKS, [Part(Type.Q8_0, 1)], K)
+    block = np.concatenate(
+        [np.array([100.0], np.float16).view(np.uint8), np.full(WIDTH, 9, np.uint8)]
+    )
+    matrix.pack_part(0, np.tile(block, (1, K // WIDTH)))
+    assert matrix.linear(x)[0].item() == torch.inf
 
 
 @every_format

@@ -125,7 +125,13 @@ def test_products_are_rounded_once_where_a_double_is_half_way_between_two_floats
     for scale in (1.0, -1.0, 2.0**-127, 2.0**-137):
         rows = torch.from_numpy(x * np.float32(scale))
         own = torch.from_numpy(weight)
-        assert same_bytes(packed(Kind.FP32, own).linear(rows), oracle(Kind.FP32, rows, own, None))
+        expected = oracle(Kind.FP32, rows, own, None)
+        assert same_bytes(packed(Kind.FP32, own).linear(rows), expected)
+        own[4:8] = torch.nan  # beside numbers below the normal ones
+        y = packed(Kind.FP32, own).linear(rows)
+        assert y[:, 4:8].isnan().all()
+        y[:, 4:8] = expected[:, 4:8]
+        assert same_bytes(y, expected)
 
 
 @needs_kernels

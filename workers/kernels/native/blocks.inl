@@ -276,12 +276,14 @@ static DT_INLINE bool add_products(const F16 (&sums)[2], const Scale& scale, con
     return true;
 }
 
+// Returns whether all sums are finite: add_products makes no number of an infinite one.
 template <class F>
-static __attribute__((noinline)) void add_block_exactly(const char* codes, const Scale& scale, const char* x, Doubles (&y)[4]) {
+static __attribute__((noinline)) bool add_block_exactly(const char* codes, const Scale& scale, const char* x, Doubles (&y)[4]) {
     F16 own[1];
     for (int i = 0; i < 4; i++) own[0].v[i] = floats(y[i]);
     add_block<F, 1>(codes, scale, x, own);
     for (int i = 0; i < 4; i++) y[i] = doubles(own[0].v[i]);
+    return !any_less(set1(0x1.fffffep127f), abs(own[0]));
 }
 
 // MOST: one row, whose codes are used as they are unpacked, or up to BLOCK_ROWS.
@@ -293,6 +295,8 @@ static void row_tile(int64_t rows, const BlockRun& run) {
     const char* x = run.x;
     Doubles y[MOST][4];
     F16 sums[MOST][2];
+    bool finite[MOST];
+    for (int64_t r = 0; r < rows; r++) finite[r] = true;
     for (int64_t r = 0; r < rows; r++)
         for (int i = 0; i < 4; i++) y[r][i] = all_of(0);
     for (int64_t b = 0; b < run.blocks; b++, x += 4 * BLOCK_VALUES * rows) {
@@ -314,7 +318,7 @@ static void row_tile(int64_t rows, const BlockRun& run) {
         const auto row = [&](int64_t r) { return x + 4 * BLOCK_VALUES * r; };
         for (int64_t r = 0; r < rows; r++) scaled_sums<Own>(codes, scale, row(r), sums[r]);
         for (int64_t r = 0; r < rows; r++)
-            if (wild || !add_products<Own>(sums[r], scale, more, row(r), y[r])) add_block_exactly<Own>(codes, scale, row(r), y[r]);
+            if (wild || !finite[r] || !add_products<Own>(sums[r], scale, more, row(r), y[r])) finite[r] = add_block_exactly<Own>(codes, scale, row(r), y[r]);
         walker.end();
     }
     const bool whole = run.count == LANES;

@@ -260,7 +260,7 @@ static DT_INLINE F16 fma(F16 a, F16 b, F16 c) {
     for (int i = 0; i < 4; i++) {
         sums[i] = plus(times(doubles(a.v[i]), doubles(b.v[i])), doubles(c.v[i]));
         r.v[i] = floats(sums[i]);
-        least = _mm_min_ps(least, _mm_and_ps(r.v[i], _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff))));
+        least = _mm_min_ps(_mm_and_ps(r.v[i], _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff))), least);  // the second, where the first is no number
     }
     if (__builtin_expect(any(either(half_way(sums[0], sums[1]), half_way(sums[2], sums[3]))) || _mm_movemask_ps(_mm_cmple_ps(least, _mm_set1_ps(0x1p-126f))) != 0, 0))
         for (int i = 0; i < 4; i++) r.v[i] = fused_exactly(a.v[i], b.v[i], c.v[i]);
