@@ -216,9 +216,10 @@ class Database:
         now_s = time.monotonic()
         if size > WAL_BYTES or (self._erased and now_s - self._moved_s > ERASED_S):
             self._erased, self._moved_s = False, now_s
-            with closing(sqlite3.connect(self._file, isolation_level=None)) as base:
+            with closing(sqlite3.connect(self._file, timeout=0, isolation_level=None)) as base:
                 base.execute("pragma wal_checkpoint(passive)")  # writers do not wait for most of it
-                base.execute("pragma wal_checkpoint(truncate)")
+                if base.execute("pragma wal_checkpoint(truncate)").fetchone()[0]:
+                    self._erased = True  # not yet: somebody reads it
 
     @property
     def size(self) -> int:

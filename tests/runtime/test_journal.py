@@ -4,7 +4,10 @@ is the same request without it: what its client is told in all is the same."""
 import os
 import re
 import shutil
+import sqlite3
+import threading
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -458,3 +461,23 @@ def test_everybody_who_has_no_ticket_ends_with_the_coordinator(tmp_path: Path) -
     assert lives.journal.state().replies == 0
     assert lives.house.workers[0].__class__ is ScriptedTarget
     assert lives.house.workers[1].__class__ is ScriptedDraft
+
+
+def test_who_reads_the_file_holds_up_nobody_who_writes(tmp_path: Path) -> None:
+    base = Database(tmp_path)
+    with closing(sqlite3.connect(tmp_path / FILE)) as reader:
+        base.write([(1, 0, bytes(WAL_BYTES))])
+        reader.execute("begin")
+        reader.execute("select count(*) from records").fetchone()
+        base.write([(1, 1, b"more")])
+        base._base.execute("pragma busy_timeout = 0")
+        syncing = threading.Thread(target=base.sync)
+        syncing.start()
+        number = 2
+        while syncing.is_alive():
+            base.write([(1, number, b"more")])
+            number += 1
+        syncing.join()
+    base.sync()
+    assert (tmp_path / LOGGED).stat().st_size == 0
+    base.close()
