@@ -157,8 +157,8 @@ def begin_workers(
 
 
 def check_stack(configuration: Configuration, *hubs: str) -> None:
-    """`UserError` for what these settings ask for and this machine cannot start, as far as a look
-    at the models tells. `hubs`: processes without a model beside the coordinator."""
+    """`UserError` for what these settings ask for and this machine cannot start, as far as the
+    models' configurations show. `hubs`: further processes that hold no model."""
     check_models(configuration)
     check_memory(
         configuration.settings,

@@ -28,12 +28,12 @@ class Reading:
     """The target that reads it."""
     reader: RunningRequest | None = None
     heard: Finished | Failed | None = None
-    """The word with which the reader ended."""
+    """The message with which the reader ended."""
     unread: int = 0
     """Tokens that the reader had to read."""
 
     def hear(self, message: Message) -> None:
-        """Hear what the client of a reader is told."""
+        """Keep the message that ends the reader."""
         if isinstance(message, Finished | Failed):
             self.heard = message
 
@@ -88,8 +88,8 @@ class ReadingAhead:
         return reading
 
     def lags(self, reading: Reading) -> bool:
-        """Return whether so many tokens have come while the log was read that they are better read
-        before the session moves, too."""
+        """Return whether enough tokens came while the log was read to read those, too, before the
+        session moves."""
         assert reading.reader is not None
         came = reading.running.session.length - reading.reader.session.length
         return MOST_LAG < came <= reading.unread // 2 and self.able(reading.running, reading.new)

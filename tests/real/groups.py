@@ -57,7 +57,7 @@ class Group:
 
 @contextmanager
 def group(size: int) -> Iterator[Group]:
-    """Make a control group of so many bytes, and watch it until the block ends."""
+    """Make a control group limited to `size` bytes, and watch it until the block ends."""
     first_kind = (ROOT / "memory").is_dir()
     folder = (ROOT / "memory" if first_kind else ROOT) / f"dovetail-real-{os.getpid()}"
     folder.mkdir()

@@ -38,7 +38,7 @@ ROOM = 8192
 
 
 def prompts(tokens: int) -> Iterator[str]:
-    """Yield prompts of about so many tokens, no two of which begin alike."""
+    """Yield prompts of about `tokens` tokens, each with a different beginning."""
     letters = 4 * tokens
     for number in itertools.count():
         begin = number * 1009 % (len(TEXTS) - letters)
@@ -72,7 +72,7 @@ def serve(file: Path, peer: str | None, tokens: int, rounds: int, more: tuple[st
         texts = prompts(30)
 
         def load(site: Site, text: Iterator[str], users: int, count: int, body: Any) -> Load:
-            """Send completions of different prompts, so many at a time."""
+            """Send completions of different prompts, `users` at a time."""
             bodies = [
                 {"prompt": next(text), "max_tokens": tokens, "ignore_eos": True, **body}
                 for _ in range(count)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.memory import uncollected
 from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.architecture import (
     REMEDY,
@@ -88,7 +89,7 @@ def read_config(file: Path) -> Any:
             f"{file} is not what transformers reads for model type {content['model_type']}: "
             f"{why}; {CORRECT}"
         ) from error
-    with transformers.importing():
+    with uncollected():
         causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     refuse_config(config, causal, file)
     return config

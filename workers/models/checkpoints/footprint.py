@@ -238,8 +238,8 @@ class Footprint:
 def host_footprint(
     sizes: Sizes, computed: int = 0, resident: int = 0, *, rows: int = TREE_ROWS
 ) -> Footprint:
-    """Return what the process of a model takes of the host's memory, beside a device that computes
-    so many layers and keeps so many of them; `rows`: of a pass that have logits."""
+    """Return the host memory of a model's process if a device computes `computed` layers and keeps
+    `resident` of them; `rows`: the rows of a pass that have logits."""
     own = sizes.layers - computed
     inside = pass_bytes(sizes, "cpu", rows=0) if own else 0
     head = 0 if computed else sizes.head - sizes.tied
@@ -259,8 +259,8 @@ def cache_bytes(sizes: Sizes) -> int:
 
 
 def pass_bytes(sizes: Sizes, device: str, *, rows: int = TREE_ROWS) -> int:
-    """Return what is held while rows are computed: the states of a whole prompt, what its rows take
-    within a layer, so many at a time, and the logits of `rows`."""
+    """Return what is held while rows are computed: the states of a whole prompt, one chunk of rows
+    within a layer, and the logits of `rows`."""
     on_gpu = device != "cpu"
     chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], long_rows(sizes))
     seen = long_rows(sizes) * seen_bytes(sizes) + WIDENED_BYTES if on_gpu else 0
@@ -291,7 +291,7 @@ def sizes_in(
     library: bool = False,
 ) -> Sizes:
     """Return the sizes of the model in a folder, which has these tensors: keys and values of a type
-    (fp32, half) as far as its config.json tells, for sequences of `longest` tokens at most."""
+    (fp32, half) if its config.json has the sizes, for sequences of at most `longest` tokens."""
     try:
         config = text_part(read_json(folder / "config.json"))
     except CheckpointError:
@@ -305,8 +305,7 @@ def sizes_in(
 
 
 def substitute_footprint(tensors: Sequence[Tensor], bits: int) -> Footprint:
-    """Return what the process of a substitute in codes of so many bits takes, once these have been
-    made."""
+    """Return the memory of a substitute's process whose codes have `bits` bits, once they exist."""
     layers = layers_in(tensors)
     numbers = sum(tensor.numbers for layer in layers for tensor in layer if tensor.is_matrix)
     inside = {tensor.name for layer in layers for tensor in layer}
