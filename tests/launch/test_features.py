@@ -1,11 +1,10 @@
-"""`dovetail features` as users have it: from a recipe's chats to features of the embedded target,
+"""`dovetail features` as users have it: from chats to features of the embedded target,
 and what is wrong in one line."""
 
 import contextlib
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from support.features import samples
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
 Refused = Callable[..., str]
-RECIPE = Path(__file__).resolve().parents[1] / "demo_recipe"
+PROMPTS = Path(__file__).resolve().parents[2] / "launch" / "demo" / "prompts.jsonl"
 LOOK_S = 0.02
 """Seconds between two looks for answers: seldom enough to leave the processor to who writes
 them."""
@@ -27,11 +26,11 @@ them."""
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
+    """The shipped prompts, each with an answer of 30 words."""
     file = tmp_path / "chats.jsonl"
-    subprocess.run(
-        [sys.executable, RECIPE, "text", "--documents", "40", "--seed", "3", "--out", file],
-        check=True,
-    )
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    said = [{"turns": [row["turns"][0], " ".join(["word"] * 30)]} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in said))
     return file
 
 
@@ -51,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 
 
 @pytest.mark.slow
-def test_recipe_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: Path) -> None:
+def test_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: Path) -> None:
     command = (
         "features",
         "--data",
