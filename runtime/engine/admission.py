@@ -14,7 +14,6 @@ from dovetail.protocol.messages import (
     Welcome,
 )
 from dovetail.protocol.messages import Request as ClientRequest
-from dovetail.runtime.engine.effects import Admitted, ClientGone, Effects, Gone, Send
 from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.shared import Shared
@@ -33,10 +32,10 @@ class Admission:
     def __init__(self, shared: Shared, post: Outgoing, claims: Claims) -> None:
         self._hub, self._post, self._service = shared.hub, post, shared.service
         self._registry, self._dropped = shared.registry, shared.dropped
-        self._claims, self._journal = claims, shared.journal
+        self._claims, self._journal, self._acts = claims, shared.journal, shared.acts
         self._strikes: dict[bytes, int] = {}
 
-    def strike(self, peer: bytes, error: DecodeError) -> Effects[None]:
+    def strike(self, peer: bytes, error: DecodeError) -> None:
         """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
         A client is told that its request is not read, unless one of that number is open: that one
         goes on.
@@ -72,11 +71,11 @@ class Admission:
                 peer, "protocol", f"{strikes} messages broke the protocol: {str(error)[:200]}"
             )
             if worker is not None:
-                yield Gone(worker, "broke the protocol")
+                self._acts.worker_lost(worker, "broke the protocol")
             if client is not None:
-                yield ClientGone(client)
+                self._acts.client_lost(client)
 
-    def newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> Effects[None]:
+    def newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> None:
         """Let a peer in that says Hello, if it goes with those that are here."""
         if self._strikes.get(peer, 0) >= MAX_STRIKES:
             self._dropped.refused += 1
@@ -98,11 +97,11 @@ class Admission:
         welcome = Welcome(epoch=self._service.epoch, keeps=keeps, journal=journal)
         reached = self._post.reaches(peer, welcome)
         if isinstance(admitted, Worker):
-            yield from self._let_in(admitted)
+            self._let_in(admitted)
         elif not reached:  # it left before this coordinator began, and is probed by nobody
-            yield ClientGone(admitted)
+            self._acts.client_lost(admitted)
 
-    def _let_in(self, worker: Worker) -> Effects[None]:
+    def _let_in(self, worker: Worker) -> None:
         hello = worker.hello
         log.info(
             "%s worker %s registered: %s on %s, %s",
@@ -115,12 +114,12 @@ class Admission:
         if worker.plays("target"):
             for misfit, reason in self._registry.misfits(worker):
                 self.refuse(misfit.peer, reason)
-                yield Gone(misfit, "does not fit the target")
+                self._acts.worker_lost(misfit, "does not fit the target")
         for warning in self._registry.warnings(worker):
             log.warning("%s", warning)
         if hello.standby and not worker.standby:
-            yield Send(worker, Engage(epoch=self._service.epoch))
-        yield Admitted(worker)
+            self._acts.send(worker, Engage(epoch=self._service.epoch))
+        self._acts.admitted(worker)
 
     def refuse(self, peer: bytes, error: RequestError) -> None:
         """Tell a peer why it is not let in, or not listened to any more."""
@@ -146,13 +145,13 @@ class Admission:
         self._hub.turn_away(worker.peer, encode(farewell))
         return True
 
-    def let_revoked_go(self) -> Effects[None]:
+    def let_revoked_go(self) -> None:
         """Part with peers whose keys were revoked or no longer allow their roles: what they say
         does not arrive any more, and nobody is to wait for it."""
         for worker in list(self._registry.workers.values()):
             if self.let_go_if_revoked(worker):
-                yield Gone(worker, LOST_KEY)
+                self._acts.worker_lost(worker, LOST_KEY)
         for client in list(self._registry.clients.values()):
             key = self._hub.user(client.peer)
             if key is not None and not key.may_be(client.hello.roles):
-                yield ClientGone(client)
+                self._acts.client_lost(client)

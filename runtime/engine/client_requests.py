@@ -19,6 +19,7 @@ from dovetail.protocol.messages import (
     Failed,
     Hello,
     Look,
+    Message,
     Observe,
     Recall,
     Reported,
@@ -29,9 +30,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.protocol.settings import byte_count
-from dovetail.runtime.engine import effects
 from dovetail.runtime.engine.census import waits
-from dovetail.runtime.engine.effects import Defer, Effects, End, Send, Tell, Unanswered
 from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.shared import Shared
@@ -67,47 +66,48 @@ class ClientRequests:
         self._registry, self._placement = shared.registry, shared.placement
         self._changes, self._observing = shared.changes, shared.observing
         self._report, self._claims, self._starting = report, claims, starting
+        self._acts = shared.acts
 
     def _user(self, client: ClientPeer) -> PeerKey | None:
         """Return the key that a client has shown; None over ipc."""
         return self._hub.user(client.peer)
 
-    def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> Effects[None]:
+    def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> None:
         """Handle a request; `StaleError` where it is another incarnation's."""
         if request.epoch != client.hello.epoch:
             raise StaleError("a request from another incarnation of a client")
         match request:
             case Submit():
-                yield from self._asked(client, request, now_ns)
+                self._asked(client, request, now_ns)
             case Recall():
-                yield self._recall(client, request)
+                self._recall(client, request)
             case Cancel():
                 if (number := client.sessions.get(request.request)) is not None:
-                    yield effects.Cancel(self._running[number])
+                    self._acts.cancel(self._running[number])
                 elif request.request in client.reading:
                     client.reading[request.request] = False
                 else:
-                    yield from self._give_up(client, request.request)
+                    self._give_up(client, request.request)
             case Status():
-                yield Tell(client, self._report())
+                self._acts.reply(client, self._report())
             case Describe():
-                yield Tell(client, self._describe())
+                self._acts.reply(client, self._describe())
             case Look():
-                yield from self._look(client, request)
+                self._look(client, request)
             case Swap() | Dismiss():
-                yield from self._change(client, request, now_ns)
+                self._change(client, request, now_ns)
             case Stop() if self._user(client) is None:
-                yield End()
+                self._service.ending = True
             case Stop():
                 text = (
                     "only a client on the coordinator's own machine may stop it: connect to "
                     "its ipc address"
                 )
-                yield Tell(client, refusal(self._service.epoch, RequestError("role", text)))
+                self._acts.reply(client, refusal(self._service.epoch, RequestError("role", text)))
             case Hello():
                 raise StaleError("a client sent Hello twice")
 
-    def _look(self, client: ClientPeer, request: Look) -> Effects[None]:
+    def _look(self, client: ClientPeer, request: Look) -> None:
         """Answer a Look: over ipc, and to an operator, with the tokens of all requests, else with
         those of the client's own."""
         key = self._user(client)
@@ -119,10 +119,10 @@ class ClientRequests:
             lambda worker: waits(worker, self._running.values()),
             own=own,
         )
-        yield from observe(self._observing, self._registry, self._service.epoch)
-        yield Tell(client, seen)
+        observe(self._observing, self._registry, self._service.epoch, self._acts.send)
+        self._acts.reply(client, seen)
 
-    def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> Effects[None]:
+    def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> None:
         """Have a worker come or go, if that is possible. Over ipc whoever is let in is the owner;
         over tcp the key says who may."""
         key = self._user(client)
@@ -136,11 +136,11 @@ class ClientRequests:
             if self._service.ending:
                 raise self._service.refusal()
             if isinstance(request, Swap):
-                yield from self._changes.swap(client, request, now_ns)
+                self._changes.swap(client, request, now_ns)
             else:
-                yield from self._changes.dismiss(client, request, now_ns)
+                self._changes.dismiss(client, request, now_ns)
         except RequestError as error:
-            yield Tell(client, refusal(self._service.epoch, error, request.request))
+            self._acts.reply(client, refusal(self._service.epoch, error, request.request))
 
     def _target(self) -> Worker | RequestError:
         """The target that a request would be decoded with."""
@@ -169,79 +169,81 @@ class ClientRequests:
             table=target.hello.table,
         )
 
-    def _give_up(self, client: ClientPeer, number: int) -> Effects[None]:
+    def _give_up(self, client: ClientPeer, number: int) -> None:
         """Turn a request down that waits and that its client has cancelled."""
         for submit in self._claims.give_up(client, number):
-            yield self._starting.turn_down(client, submit, given_up())
+            self._starting.turn_down(client, submit, given_up())
 
-    def _recall(self, client: ClientPeer, request: Recall) -> Tell:
+    def _recall(self, client: ClientPeer, request: Recall) -> None:
         try:
-            return Tell(client, self._claims.recall(request, self._starting.key(client)))
+            self._acts.reply(client, self._claims.recall(request, self._starting.key(client)))
         except RequestError as error:
-            return Tell(client, refusal(self._service.epoch, error))
+            self._acts.reply(client, refusal(self._service.epoch, error))
 
-    def _asked(self, client: ClientPeer, submit: Submit, now_ns: int) -> Effects[None]:
+    def _asked(self, client: ClientPeer, submit: Submit, now_ns: int) -> None:
         """Take a request. One whose ticket is known goes on where it is."""
         try:
             entry = self._claims.known(submit, self._starting.key(client))
         except RequestError as error:  # of a reply that may be another's, and runs
-            yield Tell(client, refusal(self._service.epoch, error, submit.request))
+            self._acts.reply(client, refusal(self._service.epoch, error, submit.request))
             return
         if entry is not None:
-            yield from self._claimed(client, submit, entry)
+            self._claimed(client, submit, entry)
         elif (over := self.relieve(size_of(submit))) > 0:
             text = (
                 f"this request exceeds coordinator.memory ({self._most_bytes} bytes for requests "
                 f"and replies) by {over} bytes; {LATER}"
             )
-            yield self._starting.turn_down(client, submit, RequestError("capacity", text))
+            self._starting.turn_down(client, submit, RequestError("capacity", text))
         elif self._service.ending or not self._needs_target(submit):
-            yield from self._submit(client, submit, self._target(), now_ns)
+            self._submit(client, submit, self._target(), now_ns)
         else:
-            yield from self._wait(client, submit, None)
+            self._wait(client, submit, None)
 
     def _needs_target(self, submit: Submit) -> bool:
         """Return whether a request that the journal does not know waits for a target: for one that
         computes what its client has to the same bytes, or for any if its client comes back."""
         return bool(submit.told.tokens) or (submit.again and self._placement.reader() is None)
 
-    def _wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> Effects[None]:
+    def _wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> None:
         """Have a reply wait for a target; earlier claims to it end."""
         for claim in self._claims.wait(client, submit, entry):
-            yield Tell(claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request))
+            self._acts.reply(
+                claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request)
+            )
 
-    def _claimed(self, client: ClientPeer, submit: Submit, entry: Entry) -> Effects[None]:
+    def _claimed(self, client: ClientPeer, submit: Submit, entry: Entry) -> None:
         """Give a client what it does not have of a reply, and the rest as it comes."""
         if entry.finished is not None and self._claims.begun(submit.told, entry):
             for message in self._claims.ended(submit, entry):
-                yield Tell(client, message)
+                self._acts.reply(client, message)
             return
-        if (yield from self._starting.take_over(client, submit, entry)):
+        if self._starting.take_over(client, submit, entry):
             return
         own = ("epoch", "request", "told", "trace", "again")
         again = {name: getattr(submit, name) for name in own}
-        yield from self._wait(client, entry.submit.model_copy(update=again), entry)
+        self._wait(client, entry.submit.model_copy(update=again), entry)
 
-    def claim(self) -> Effects[None]:
+    def claim(self) -> None:
         """Read the requests again that wait for a target, for which one is there."""
         clients = self._registry.clients
         self._claims.withdraw(lambda claim: clients.get(claim.client.peer) is not claim.client)
         if not self._service.ending:
             for claim, target in self._claims.met():
-                yield from self._read(claim, target)
+                self._read(claim, target)
         for claim, error in self._claims.late(self._service):
-            yield from self._read(claim, error)
+            self._read(claim, error)
 
-    def _read(self, claim: Claim, target: Worker | RequestError) -> Effects[None]:
+    def _read(self, claim: Claim, target: Worker | RequestError) -> None:
         """Read a request that has waited for a target; a fault of ours ends it, since it waits no
         more."""
         client, submit = claim.client, claim.submit
         try:
-            yield from self._submit(client, submit, target, claim.since_ns, claim.entry)
+            self._submit(client, submit, target, claim.since_ns, claim.entry)
         except BaseException as error:
             reraise_exits(error)
             log.exception("request %d of client %s is not read", submit.request, client.hello.name)
-            yield Unanswered(client, submit.request, error)
+            self._acts.unanswered(client, submit.request, error)
 
     def _submit(
         self,
@@ -250,12 +252,12 @@ class ClientRequests:
         target: Worker | RequestError,
         now_ns: int,
         entry: Entry | None = None,
-    ) -> Effects[None]:
+    ) -> None:
         """Read the prompt, elsewhere: a long one takes its time."""
         if isinstance(target, RequestError):
-            yield self._starting.turn_down(client, submit, target)
+            self._starting.turn_down(client, submit, target)
         elif self._claims.is_open(client, submit.request):
-            yield self._starting.turn_down(
+            self._starting.turn_down(
                 client,
                 submit,
                 RequestError("protocol", f"request {submit.request} is already running"),
@@ -264,11 +266,11 @@ class ClientRequests:
             client.reading[submit.request], size = True, size_of(submit)
             client.reading_bytes += size
 
-            def begin(outcome: Request | RequestError) -> Effects[None]:
+            def begin(outcome: Request | RequestError) -> None:
                 client.reading_bytes -= size
-                return self._starting.begin(client, submit, target, outcome, now_ns, entry)
+                self._starting.begin(client, submit, target, outcome, now_ns, entry)
 
-            yield Defer(partial(attempt, submit, target, self._starting.key(client)), begin)
+            self._acts.defer(partial(attempt, submit, target, self._starting.key(client)), begin)
 
     def relieve(self, more: int = 0) -> int:
         """Drop finished replies from the journal until all that is kept and `more` bytes fit into
@@ -283,7 +285,9 @@ class ClientRequests:
         return over
 
 
-def observe(observing: EventLog, registry: Registry, epoch: int) -> Effects[None]:
+def observe(
+    observing: EventLog, registry: Registry, epoch: int, send: Callable[[Worker, Message], object]
+) -> None:
     """Have the workers record what somebody looks for."""
     for worker, fine in observing.orders(registry.workers.values()):
-        yield Send(worker, Observe(epoch=epoch, fine=fine))
+        send(worker, Observe(epoch=epoch, fine=fine))

@@ -22,7 +22,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from dovetail.protocol.codec import EVENT, INBOUND, REQUEST
-from dovetail.protocol.errors import DecodeError, OverError, RequestError, StaleError
+from dovetail.protocol.errors import DecodeError, OverError, StaleError
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import (
     Drain,
@@ -34,11 +34,10 @@ from dovetail.protocol.messages import (
     Verified,
 )
 from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.engine.acts import Acts, Outcome
 from dovetail.runtime.engine.admission import Admission
-from dovetail.runtime.engine.carrier import Carrier, Elsewhere
 from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
-from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
 from dovetail.runtime.engine.outgoing import Later, Outgoing
 from dovetail.runtime.engine.peers import Peers
@@ -63,7 +62,6 @@ from dovetail.runtime.moves.reading_ahead import ReadingAhead
 from dovetail.runtime.moves.rebalancing import Rebalancing
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.record.recorder import Recorder
-from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
 
@@ -73,10 +71,11 @@ T = TypeVar("T")
 
 DEFAULTS = CoordinatorSettings()
 
+Elsewhere = Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]
+"""Does a piece of work that takes long, elsewhere, and hands its outcome back."""
 
-def _at_once(
-    work: Callable[[], Request | RequestError], done: Callable[[Request | RequestError], None]
-) -> None:
+
+def _at_once(work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
     done(work())
 
 
@@ -119,25 +118,26 @@ class Coordinator:
             sessions=journal.sessions if journal is not None else 0,
         )
         parts = (self.service, self._running, self.registry, self._placement)
-        self._moving = Moving(*parts, self._failing, settings, clock_ns)
+        acts = self._acts = Acts()
+        self._moving = Moving(*parts, self._failing, settings, acts, clock_ns)
         ahead = ReadingAhead(
             self.service,
             self._running,
             self._placement,
             self._moving,
+            acts,
             clock_ns,
             reuse=settings.reuse,
         )
-        self._changes = Changes(
-            self.epoch, self._running, self.registry, self._placement, self._moving, ahead, clock_ns
-        )
-        self._rebalancing = Rebalancing(*parts, self._moving, self._tally, clock_ns, ahead)
+        self._changes = Changes(*parts, self._moving, ahead, acts, clock_ns)
+        self._rebalancing = Rebalancing(*parts, self._moving, self._tally, acts, clock_ns, ahead)
         self._open_rooms(later)
 
     def _open_rooms(self, later: Later) -> None:
         """Make the parts that take messages, and those that send."""
         shared = self._shared = Shared(
             self._hub,
+            self._acts,
             self._settings,
             self.service,
             self._running,
@@ -159,23 +159,17 @@ class Coordinator:
         post = self._post = Outgoing(
             self._hub,
             self._observing,
+            self._acts,
             later,
             sent=self._sent,
-            worker_lost=lambda worker: self._peers.unreachable(worker),
-            client_lost=lambda client: self._peers.client_lost(client),
-            client_deaf=lambda client: self._peers.client_deaf(client),
-            unsaid=lambda client, request, error: self._peers.unsaid(client, request, error),
         )
         self._admission = Admission(shared, post, claims)
-        self._dispatch = CommandSender(
-            shared, post, lambda running, error: self._sessions.broken(running, error)
-        )
+        self._dispatch = CommandSender(shared, post)
         self._sessions = Sessions(
             shared,
             self._dispatch,
             post,
             Replies(shared, post),
-            carry_out=self.carry_out,
             begun=self._begun,
         )
         self._answers = WorkerEvents(shared)
@@ -190,19 +184,26 @@ class Coordinator:
             self._sessions,
             self._dispatch,
             self._status,
-            carry_out=self.carry_out,
             decide=self.decide,
         )
-        self._carrier = Carrier(
-            self.service,
-            self._sessions,
-            self._peers,
-            self._dispatch,
-            post,
-            decide=self.decide,
-            defer=lambda work, done: self._defer(work, done),
-            resume=self._resume,
+        self._bind()
+
+    def _bind(self) -> None:
+        """Let the parts that decide call those that act."""
+        acts, sessions, peers, post = self._acts, self._sessions, self._peers, self._post
+        acts.start, acts.perform, acts.cancel = sessions.start, sessions.perform, sessions.cancel
+        acts.drop, acts.fail, acts.broken = sessions.drop, sessions.fail, sessions.broken
+        acts.forget_on, acts.free = sessions.forget_on, self._dispatch.next
+        acts.admitted, acts.join, acts.let_go = peers.admitted, peers.join, peers.let_go
+        acts.lose, acts.worker_lost, acts.unreachable = (
+            peers.lose,
+            peers.worker_lost,
+            peers.unreachable,
         )
+        acts.unanswered, acts.unsaid = peers.unanswered, peers.unsaid
+        acts.client_lost, acts.client_deaf = peers.client_lost, peers.client_deaf
+        acts.send, acts.reply = post.to_worker, post.reply
+        acts.defer, acts.decide = self._read_elsewhere, self.decide
 
     # -- what arrives ------------------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ class Coordinator:
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
         except DecodeError as error:
-            self._peers.handle(self._admission.strike, peer, error)
+            aside(self._admission.strike, peer, error)
             self._conclude()
             return
         if self._recorder is not None and (known := worker or client) is not None:
@@ -238,10 +239,10 @@ class Coordinator:
             elif worker is not None:
                 self._answered(worker, message, now_ns, sum(map(len, frames)))  # type: ignore[arg-type]
             elif client is not None:
-                self.carry_out(self._intake.take(client, message, now_ns))  # type: ignore[arg-type]
+                self._intake.take(client, message, now_ns)  # type: ignore[arg-type]
             else:
                 aside(self._post.bid_farewell)
-                self.carry_out(self._admission.newcomer(peer, message, now_ns))
+                self._admission.newcomer(peer, message, now_ns)
         except StaleError as error:
             self._dropped.stale += not isinstance(error, OverError)
         except BaseException as error:
@@ -259,7 +260,7 @@ class Coordinator:
         together = isinstance(event, Verified) and len(event.items) > 1
         try:
             with self._dispatch.gathering() if together else nullcontext():
-                self._carrier.carry_out(self._answers.take(worker, event, now_ns, size))
+                self._answers.take(worker, event, now_ns, size)
         finally:
             self._dispatch.next(worker)
 
@@ -270,23 +271,23 @@ class Coordinator:
         session; a fault of ours ends it."""
         if self._changes.under_way:
             try:
-                self.carry_out(self._changes.step(now_ns))
+                self._changes.step(now_ns)
             except BaseException as error:
                 reraise_exits(error)
                 log.exception("the change of workers is abandoned")
-                self._peers.handle(self._changes.break_off, told(error))
+                aside(self._changes.break_off, told(error))
         if self._rebalancing.under_way:
             self._rebalance(partial(self._rebalancing.step, changing=self._changes.under_way))
 
-    def _rebalance(self, handle: Callable[[], Effects[None]]) -> None:
+    def _rebalance(self, handle: Callable[[], None]) -> None:
         """Do something about moves of sessions to better targets; a fault of ours ends the one that
         is under way."""
         try:
-            self.carry_out(handle())
+            handle()
         except BaseException as error:
             reraise_exits(error)
             log.exception("the move of a session is abandoned")
-            self._peers.handle(self._rebalancing.break_off)
+            aside(self._rebalancing.break_off)
 
     def _record(self, note: Callable[[Recorder], None]) -> None:
         """Have something recorded. A recorder that fails is not asked again: no session is to
@@ -306,14 +307,14 @@ class Coordinator:
     def tick(self) -> None:
         """Do what is due: probes to workers that have answered the last one, drafts that are too
         late, sessions that have waited, replies that clients have not taken."""
-        self._peers.handle(self._admission.let_revoked_go)
+        aside(self._admission.let_revoked_go)
         aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
         for worker in list(self.registry.workers.values()):
             aside(self._peers.look_after, worker, now_ns - before_ns)
-        self._peers.handle(observe, self._observing, self.registry, self.epoch)
+        aside(observe, self._observing, self.registry, self.epoch, self._post.to_worker)
         self._step_change(self.now_ns())
-        self._peers.handle(self._moving.tick)
+        aside(self._moving.tick)
         if not self._changes.under_way:
             self._rebalance(self._rebalancing.look)
         self._conclude()
@@ -331,25 +332,23 @@ class Coordinator:
         log.log(level, "%s", words)
         self._status.decided(words)
 
-    def carry_out(self, effects: Effects[T]) -> T:
-        """Carry out effects one after the other and return their outcome."""
-        return self._carrier.carry_out(effects)
+    def _read_elsewhere(self, work: Callable[[], Outcome], then: Callable[[Outcome], None]) -> None:
+        def done(outcome: Outcome) -> None:
+            then(outcome)
+            self._conclude()
 
-    def _resume(self, effects: Effects[None]) -> None:
-        """Go on behind what was done elsewhere."""
-        self.carry_out(effects)
-        self._conclude()
+        self._defer(work, done)
 
     def _conclude(self) -> None:
         """Do what waits until workers have been asked: part with those that have gone, give what is
         free to sessions that wait and then to requests, keep the books, and tell clients."""
         self._peers.part()
         if self._moving.waits:
-            self._peers.handle(self._moving.resettle, MOST_LOOKED_AT)
+            aside(self._moving.resettle, MOST_LOOKED_AT)
         if len(self._claims):
-            self._peers.handle(self._intake.claim)
+            aside(self._intake.claim)
         if len(self._shared.queue):
-            self._peers.handle(self._starting.admit)
+            aside(self._starting.admit)
         self._shared.keep_books()
         self._sessions.settle()
         self._census.forget()
@@ -392,7 +391,7 @@ class Coordinator:
         self.service.supervised, self.service.supervised_ns = told, self.now_ns()
         if told.ending:
             self.service.given_up, self.service.ending = told.ending, True
-            self.carry_out(self._moving.resettle())
+            self._moving.resettle()
             self._conclude()
 
     def end(self) -> None:

@@ -12,6 +12,7 @@ from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import LinkError, PeerBusy
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Failed, Message
+from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.faults import aside, reraise_exits
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.telemetry.event_log import EventLog
@@ -37,24 +38,14 @@ class Outgoing:
         self,
         hub: Hub,
         observing: EventLog,
+        acts: Acts,
         later: Later,
         *,
         sent: Sent,
-        worker_lost: Callable[[Worker], None],
-        client_lost: Callable[[ClientPeer], None],
-        client_deaf: Callable[[ClientPeer], None],
-        unsaid: Callable[[ClientPeer, int | None, BaseException], None],
     ) -> None:
-        """`client_deaf` hears of one that reads nothing. `unsaid` hears of a request of which
-        something could not be said; None: it was about none."""
-        self._hub, self._observing, self._later = hub, observing, later
-        self._sent, self._worker_lost, self._client_lost, self._unsaid = (
-            sent,
-            worker_lost,
-            client_lost,
-            unsaid,
-        )
-        self._client_deaf = client_deaf
+        """`later` calls a function after some seconds; `sent` is called with what was sent."""
+        self._hub, self._observing, self._acts = hub, observing, acts
+        self._later, self._sent = later, sent
         self._farewells: dict[bytes, deque[Message]] = {}
         """Last words to clients that read nothing, by address."""
 
@@ -79,7 +70,7 @@ class Outgoing:
             self._hub.send(worker.peer, frames)
         except LinkError as error:
             log.debug("%s", error)
-            self._worker_lost(worker)
+            self._acts.unreachable(worker)
             return 0, left_ns
         if observing.fine:
             observing.finely("send", left_ns, message)
@@ -96,11 +87,18 @@ class Outgoing:
             return
         client.outbox.add(message)
         if client.outbox.bytes > MAX_BYTES_WAITING:
-            self._client_deaf(client)
+            self._acts.client_deaf(client)
         elif client.outbox.due(self._observing.now_ns()):
             self.flush(client)
         elif client.outbox.remind():
             self._later(client.outbox.patience_ns / 1e9, lambda: self.flush(client))
+
+    def reply(self, client: ClientPeer, message: Message) -> None:
+        """Send a client an answer or a refusal."""
+        if isinstance(message, Failed):
+            self.refuse(client, message)
+        else:
+            self.to_client(client, message)
 
     def refuse(self, client: ClientPeer, told: Failed) -> None:
         """Tell a client that a request failed. If that fails too, what waits about this request is
@@ -134,10 +132,10 @@ class Outgoing:
                     client.hello.pid,
                     error,
                 )
-                self._client_lost(client)
+                self._acts.client_lost(client)
             except BaseException as error:
                 reraise_exits(error)
-                self._unsaid(client, client.outbox.drop(), error)
+                self._acts.unsaid(client, client.outbox.drop(), error)
                 continue
             return
 

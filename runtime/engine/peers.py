@@ -9,11 +9,10 @@ from typing import ParamSpec
 
 from dovetail.protocol.messages import Drain, Failed, Probe, Welcome
 from dovetail.runtime.engine.admission import LOST_KEY, Admission
-from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import aside, fault, refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.sending import CommandSender
-from dovetail.runtime.engine.sessions import CarryOut, Sessions
+from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.status import Status
 from dovetail.runtime.fleet.draft_failures import note_failure
@@ -38,7 +37,6 @@ class Peers:
         dispatch: CommandSender,
         status: Status,
         *,
-        carry_out: CarryOut,
         decide: Callable[[str], None],
     ) -> None:
         """`decide` tells and keeps a sentence for `status`."""
@@ -48,7 +46,7 @@ class Peers:
         self._settings, self._now_ns = shared.settings, shared.now_ns
         self._post, self._admission, self._sessions = post, admission, sessions
         self._dispatch, self._status, self._claims = dispatch, status, claims
-        self._carry_out, self._decide = carry_out, decide
+        self._decide = decide
         self._gone: deque[tuple[Worker, str]] = deque()
         """Workers that are no longer registered and whose sessions have not been seen to, each with
         what became of it."""
@@ -70,7 +68,7 @@ class Peers:
         if worker.plays("draft"):
             self._status.draft_there()
         self._service.drained.difference_update(worker.hello.roles)
-        self._carry_out(self._moving.resettle())
+        self._moving.resettle()
 
     def worker_lost(self, worker: Worker, why: str = "disconnected") -> None:
         """Speak to a worker no more. Its sessions are seen to once the message at hand has been
@@ -93,9 +91,9 @@ class Peers:
         while self._gone:
             worker, why = self._gone.popleft()
             self._census.forget()
-            self.handle(self._moving.part_with, worker, why)
-            self.handle(self._changes.lost, worker, why)
-            self.handle(self._moving.resettle)
+            aside(self._moving.part_with, worker, why)
+            aside(self._changes.lost, worker, why)
+            aside(self._moving.resettle)
 
     def unreachable(self, worker: Worker) -> None:
         """Give up a worker to which nothing can be sent: it has disconnected, or its key was
@@ -106,7 +104,7 @@ class Peers:
     def client_lost(self, client: ClientPeer) -> None:
         """Free the sessions of a client that has gone."""
         self._registry.clients.pop(client.peer, None)
-        self.handle(self._changes.client_lost, client)
+        aside(self._changes.client_lost, client)
         for number in list(client.sessions.values()):
             if (running := self._sessions.get(number)) is not None:
                 self._tally.ended["cancelled"] += 1
@@ -232,9 +230,3 @@ class Peers:
             self.worker_lost(worker, "could not be admitted")
         self._registry.clients.pop(peer, None)
         aside(self._admission.refuse, peer, fault(error))
-
-    def handle(
-        self, handler: Callable[P, Effects[None]], *arguments: P.args, **named: P.kwargs
-    ) -> None:
-        """Have something handled that is about no session, and carry out what follows."""
-        aside(lambda: self._carry_out(handler(*arguments, **named)))

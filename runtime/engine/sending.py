@@ -47,18 +47,12 @@ log = logging.getLogger("dovetail.coordinator")
 class CommandSender:
     """Asks the workers of sessions."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        post: Outgoing,
-        broken: Callable[[RunningRequest, BaseException], None],
-    ) -> None:
-        """`broken` ends a session for a fault of ours."""
+    def __init__(self, shared: Shared, post: Outgoing) -> None:
         self._running, self._census, self._registry = shared.running, shared.census, shared.registry
         self._reuse = shared.settings.reuse
         """True if workers keep what they have of ended sessions."""
         self._latency_ms = shared.settings.latency_ms
-        self._post, self._broken = post, broken
+        self._post, self._acts = post, shared.acts
         self._gathering: dict[bytes, Worker] | None = None
         """Drafts, by their peers, whose orders are held back to go out together; None: orders go
         out at once."""
@@ -149,7 +143,7 @@ class CommandSender:
             if running.session.number in self._running and self._drafts_soon(running):
                 self.resume(running)
         except BaseException as error:
-            self._broken(running, error)
+            self._acts.broken(running, error)
 
     def can_draft(self, running: RunningRequest) -> bool:
         """Return whether a session is drafted for where drafting is on. If the draft has not read
@@ -253,7 +247,7 @@ class CommandSender:
     def _unaskable(self, worker: Worker, number: int, error: BaseException) -> None:
         """The command at the head of a worker's queue cannot be sent: its session ends."""
         if (running := self._running.get(number)) is not None:
-            self._broken(running, error)
+            self._acts.broken(running, error)
         worker.turns.withdraw(number)
 
     def _left(
@@ -287,7 +281,7 @@ class CommandSender:
                 elif running.awaits(worker, message):
                     running.left(left_ns, size // len(sessions))
             except BaseException as error:
-                self._broken(running, error)
+                self._acts.broken(running, error)
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
         """Return whether a target waits with a pass of these sessions for proposals that are nearly

@@ -8,13 +8,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import NOTHING_TOLD, Close
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.client_requests import observe
-from dovetail.runtime.engine.effects import Effects
 from dovetail.runtime.engine.faults import as_raised, aside, fault, refusal, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.replies import Replies
@@ -36,12 +35,6 @@ BEHIND = RequestError(
 )
 
 
-class CarryOut(Protocol):
-    """Carries out effects, and returns their outcome."""
-
-    def __call__(self, effects: Effects[T], /) -> T: ...
-
-
 class Sessions:
     """Carries out what sessions decide."""
 
@@ -52,7 +45,6 @@ class Sessions:
         post: Outgoing,
         replies: Replies,
         *,
-        carry_out: CarryOut,
         begun: Callable[[RunningRequest], None],
     ) -> None:
         """`begun` hears of each session before its first event."""
@@ -61,7 +53,7 @@ class Sessions:
         self._registry, self._moving, self._tally = shared.registry, shared.moving, shared.tally
         self._observing, self._now_ns = shared.observing, shared.now_ns
         self._dispatch, self._post, self._replies = dispatch, post, replies
-        self._carry_out, self._begun = carry_out, begun
+        self._begun = begun
         self._unsettled: deque[RunningRequest] = deque()
 
     @property
@@ -84,7 +76,7 @@ class Sessions:
     def _start(self, running: RunningRequest) -> None:
         self._observing.begin(running.session, trace=running.trace)
         running.observing, running.notes = self._observing, self._shared.notes
-        self._carry_out(observe(self._observing, self._registry, self._epoch))
+        observe(self._observing, self._registry, self._epoch, self._shared.acts.send)
         self._begun(running)
         self.perform(running, running.give(running.session.begin))
 
@@ -153,7 +145,7 @@ class Sessions:
         """Begin a session's next round, with another draft if there is one that it should get."""
         joining = None
         if running.drafts and (running.draft is None or not running.draft.available):
-            joining = self._carry_out(self._moving.seek(running))
+            joining = self._moving.seek(running)
         plan = self.plan(running, asked) if joining is None and asked.may_draft else None
         if self._running.get(running.session.number) is not running:
             return ()  # it has ended over a fault while its draft was asked

@@ -8,6 +8,7 @@ from itertools import chain
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Feed, Submit
 from dovetail.protocol.settings import CoordinatorSettings
+from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.faults import aside
 from dovetail.runtime.engine.running import RunningRequest
@@ -54,6 +55,7 @@ class Shared:
     """Values that every part may look at; each is changed by the part that it belongs to."""
 
     hub: Hub
+    acts: Acts
     settings: CoordinatorSettings
     service: Service
     running: dict[int, RunningRequest]

@@ -9,8 +9,6 @@ import logging
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
 from dovetail.protocol.messages.status import Lack
-from dovetail.runtime.engine import effects
-from dovetail.runtime.engine.effects import Abandon, Effects, Start, Tell, Unanswered
 from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared, WaitingRequest
@@ -36,7 +34,7 @@ class Starting:
         self._moving, self._tally = shared.moving, shared.tally
         self._queue, self._now_ns = shared.queue, shared.now_ns
         self._key_sessions, self._reuse = shared.settings.key_sessions, shared.settings.reuse
-        self._journal, self._claims = shared.journal, claims
+        self._journal, self._claims, self._acts = shared.journal, claims, shared.acts
         self._short = False
         """True if a request of the queue waited for room when they were last looked through."""
 
@@ -53,7 +51,7 @@ class Starting:
         request: Request | RequestError,
         now_ns: int,
         entry: Entry | None,
-    ) -> Effects[None]:
+    ) -> None:
         """Start the session of a request that has been read, unless the client has gone or the
         request has failed meanwhile."""
         if (
@@ -62,13 +60,13 @@ class Starting:
         ):
             return
         try:
-            yield from self._start(client, submit, target, request, now_ns, entry)
+            self._start(client, submit, target, request, now_ns, entry)
         except BaseException as error:
             reraise_exits(error)
             log.exception(
                 "request %d of client %s could not begin", submit.request, client.hello.name
             )
-            yield Unanswered(client, submit.request, error)
+            self._acts.unanswered(client, submit.request, error)
 
     def _start(
         self,
@@ -78,11 +76,11 @@ class Starting:
         request: Request | RequestError,
         now_ns: int,
         entry: Entry | None,
-    ) -> Effects[None]:
+    ) -> None:
         number = submit.request
         wanted = client.reading.pop(number)
         if isinstance(request, RequestError):
-            yield self.turn_down(client, submit, request)
+            self.turn_down(client, submit, request)
             return
         if self._claims.taken(submit.ticket):
             try:
@@ -90,20 +88,20 @@ class Starting:
                     raise given_up()
                 entry = self._claims.known(submit, self.key(client))
             except RequestError as error:
-                yield Tell(client, refusal(self._service.epoch, error, number))
+                self._acts.reply(client, refusal(self._service.epoch, error, number))
                 return
-            if entry is not None and (yield from self.take_over(client, submit, entry)):
+            if entry is not None and self.take_over(client, submit, entry):
                 return
         begun = self._claims.begun(submit.told, entry)
         waiting = WaitingRequest(client, submit, target, request, now_ns, entry, begun)
         why = "" if entry is not None else self._queue.full(request.owner)
         settled = self._settled(waiting) if self._passes_queue(full=bool(why)) else None
         if settled is not None and (why or not self._comes_later(request, settled)):
-            yield from self._run(waiting, settled, wanted=wanted)
+            self._run(waiting, settled, wanted=wanted)
         elif not wanted:
-            yield self.turn_down(client, submit, given_up())
+            self.turn_down(client, submit, given_up())
         elif why:
-            yield self.turn_down(
+            self.turn_down(
                 client, submit, RequestError("capacity", f"the queue is full: {why}; {LATER}")
             )
         else:
@@ -118,7 +116,7 @@ class Starting:
 
     def _run(
         self, waiting: WaitingRequest, target: Worker, *, wanted: bool = True, waited: bool = False
-    ) -> Effects[None]:
+    ) -> None:
         """Start the session of a request on a target that has room for it, which gives up as many
         kept sessions as it takes. `wanted`: the client has not cancelled the request; `waited`: the
         request was in the queue."""
@@ -128,20 +126,20 @@ class Starting:
         )
         running.queued = waited
         try:
-            yield from self._deliver(running, waiting)
+            self._deliver(running, waiting)
             self._queue.given(request.owner, tokens_of(request), self._now_ns())
-            yield from self._moving.make_room(request, target, running.session.target_base)
+            self._moving.make_room(request, target, running.session.target_base)
             client.sessions[waiting.submit.request] = running.session.number
-            yield Start(running)
+            self._acts.start(running)
         except BaseException:
             give_back(running)
             raise
         if target.peer not in self._registry.workers:
-            yield from self._moving.disconnect(running)
+            self._moving.disconnect(running)
         if not wanted:
-            yield effects.Cancel(running)
+            self._acts.cancel(running)
 
-    def _deliver(self, running: RunningRequest, waiting: WaitingRequest) -> Effects[None]:
+    def _deliver(self, running: RunningRequest, waiting: WaitingRequest) -> None:
         """Note a session in the journal, and tell its client what an earlier one has committed."""
         submit, session = waiting.submit, running.session
         session.told_scores(submit.told.scores)
@@ -157,26 +155,26 @@ class Starting:
         )
         if waiting.begun is not None:
             for missed in self._claims.missed(submit, waiting.begun, session):
-                yield Tell(waiting.client, missed)
+                self._acts.reply(waiting.client, missed)
 
-    def take_over(self, client: ClientPeer, submit: Submit, entry: Entry) -> Effects[bool]:
+    def take_over(self, client: ClientPeer, submit: Submit, entry: Entry) -> bool:
         """Take a reply from the client that has it; return whether it runs, and goes on with this
         one from where it is."""
         for one in self._queue.remove(lambda one: one.submit.ticket == submit.ticket):
-            yield Tell(one.client, refusal(self._service.epoch, TAKEN, one.submit.request))
+            self._acts.reply(one.client, refusal(self._service.epoch, TAKEN, one.submit.request))
         if (running := self._claims.running(submit.ticket)) is None:
             return False
-        yield Tell(running.client, refusal(self._service.epoch, TAKEN, running.request))
+        self._acts.reply(running.client, refusal(self._service.epoch, TAKEN, running.request))
         if self._claims.unscored(submit.told, entry):
             self._tally.ended["cancelled"] += 1
-            yield Abandon(running)
+            self._acts.drop(running)
             return False
         self._claims.hand_over(running, client, submit)
         for missed in self._claims.missed(submit, entry, running.session):
-            yield Tell(client, missed)
+            self._acts.reply(client, missed)
         return True
 
-    def admit(self) -> Effects[None]:
+    def admit(self) -> None:
         """Start as many requests of the queue as there is room for. Those of clients that have gone
         are dropped; while the service ends, all are refused."""
         clients = self._registry.clients
@@ -186,16 +184,16 @@ class Starting:
             self._claims.let_lie(one.submit)
         if self._service.ending:
             for one in self._queue.remove(lambda _: True):
-                yield self.turn_down(one.client, one.submit, self._service.refusal())
+                self.turn_down(one.client, one.submit, self._service.refusal())
         for one in self._queue.remove(self._lacks_target):
             self._claims.wait(one.client, one.submit, one.entry)
         while (next_one := self._next()) is not None:
             try:
-                yield from self._run(*next_one, waited=True)
+                self._run(*next_one, waited=True)
             except BaseException as error:
                 reraise_exits(error)
                 log.exception("a request from the queue could not begin")
-                yield Unanswered(next_one[0].client, next_one[0].submit.request, error)
+                self._acts.unanswered(next_one[0].client, next_one[0].submit.request, error)
 
     def _next(self) -> tuple[WaitingRequest, Worker] | None:
         """Take the next request from the queue, and return it with its target; None: none may
@@ -273,8 +271,8 @@ class Starting:
     def _of_clients(self) -> list[RunningRequest]:
         return [one for one in self._running.values() if not one.trial]
 
-    def turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> Tell:
-        """Count a request that does not begin, and return what its client is told."""
+    def turn_down(self, client: ClientPeer, submit: Submit, error: RequestError) -> None:
+        """Count a request that does not begin, and send its client the reason."""
         self._claims.let_lie(submit)
         match error.code:
             case "internal":
@@ -283,7 +281,7 @@ class Starting:
                 self._tally.ended["cancelled"] += 1
             case _:
                 self._tally.refused += 1
-        return Tell(client, refusal(self._service.epoch, error, submit.request))
+        self._acts.reply(client, refusal(self._service.epoch, error, submit.request))
 
 
 def give_back(running: RunningRequest) -> None:

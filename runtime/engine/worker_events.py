@@ -1,5 +1,5 @@
 """Answers of workers: each event goes to the session that waits for it, and what follows from it
-is returned as effects, which the coordinator carries out.
+is done at once.
 
 An answer that nobody waits for is stale, and changes nothing. One that makes no sense concerns the
 session that it is about: a draft's is done without, a target's ends the request. Turns are the
@@ -30,7 +30,6 @@ from dovetail.protocol.messages import (
     VerifiedItem,
 )
 from dovetail.protocol.spans import Span
-from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Free, Lose, Say
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.reading import observe_pass, observe_reading
 from dovetail.runtime.engine.running import RunningRequest
@@ -57,10 +56,10 @@ class WorkerEvents:
     ) -> None:
         self._running, self._census, self._moving = shared.running, shared.census, shared.moving
         self._observing, self._dropped = shared.observing, shared.dropped
-        self._shared, self._notes = shared, shared.notes
+        self._shared, self._notes, self._acts = shared, shared.notes, shared.acts
         self._failures = WorkerFailures(shared, self._go_on_alone)
 
-    def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None]:
+    def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other
         exception ends the session that the event is about."""
         if event.epoch != worker.hello.epoch:
@@ -70,8 +69,7 @@ class WorkerEvents:
         worker.awaiting_probe &= not isinstance(event, Probed)
         self._notes.append(partial(self._observing.event, worker, event))
         try:
-            if (effects := self._take(worker, event, now_ns, size)) is not None:
-                yield from effects
+            self._take(worker, event, now_ns, size)
         except StaleError:
             raise
         except BaseException as error:
@@ -79,48 +77,47 @@ class WorkerEvents:
             if not (about := _about(worker, event)):
                 raise
             for session, answer in about:
-                yield from self._broken(worker, session, answer, error)
+                self._broken(worker, session, answer, error)
 
     def _broken(
         self, worker: Worker, session: int, answer: Owed | None, error: BaseException
-    ) -> Effects[None]:
+    ) -> None:
         """An answer that we could not handle: its session ends, and the worker is free for the
         others."""
         if answer is not None:
             worker.turns.settle(session, answer)
         if (running := self._running.get(session)) is None:
             raise error
-        yield Break(running, error)
+        self._acts.broken(running, error)
 
-    def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> Effects[None] | None:
+    def _take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
         match event:
             case Drafted():
-                return self._drafted(worker, event, now_ns, size)
+                self._drafted(worker, event, now_ns, size)
             case Verified():
-                return self._verified(worker, event, now_ns, size)
+                self._verified(worker, event, now_ns, size)
             case Opened():
-                return self._opened(worker, event, now_ns, size)
+                self._opened(worker, event, now_ns, size)
             case Prefilled():
-                return self._prefilled(worker, event, size)
+                self._prefilled(worker, event, size)
             case Reading():
                 self._part_read(worker, event, now_ns, size)
             case Scored():
-                return self._scored(worker, event, size)
+                self._scored(worker, event, size)
             case Refed():
-                return self._refed(worker, event, size)
+                self._refed(worker, event, size)
             case Probed():
-                return self._probed(worker, event, now_ns)
+                self._probed(worker, event, now_ns)
             case Failed():
-                return self._failures.failed(worker, event)
+                self._failures.failed(worker, event)
             case Fed():
                 self._fed(worker, event, now_ns, size)
             case Hello():
                 raise StaleError(f"{worker.name} sent Hello twice")
             case Closed():
                 pass
-        return None
 
-    def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> Effects[None]:
+    def _opened(self, worker: Worker, event: Opened, now_ns: int, size: int) -> None:
         running = self._answer(worker, event.session, Owed(Opened, event.round), "target", "draft")
         self._read_alone(worker, event.spans)
         late = {who: at for who, at in worker.read_ns.items() if now_ns - at < RECENT_NS}
@@ -129,7 +126,7 @@ class WorkerEvents:
             running.draft_read(now_ns, event.spans)
             return
         if event.bonus is not None and event.bonus >= worker.facts.size:
-            yield Fail(
+            self._acts.fail(
                 running,
                 RequestError(
                     "internal",
@@ -143,9 +140,9 @@ class WorkerEvents:
         if not running.session.round:
             running.target_read(now_ns)
         if running.draft is not None and not running.session.complete:
-            yield from self._go_on_alone(running, worker, "fewer features than were asked for")
+            self._go_on_alone(running, worker, "fewer features than were asked for")
         times = running.round_ended() if running.session.round else None
-        yield from self._believe(
+        self._believe(
             running, lambda: running.give(running.session.opened, event, now_ns, times), asked=True
         )
 
@@ -172,27 +169,27 @@ class WorkerEvents:
         if rows:
             self._notes.append(partial(observe_reading, worker, rows, spans))
 
-    def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> Effects[None]:
+    def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
         """Features of a part of a prompt; the answer to Open is still owed."""
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
             unwanted = unwanted_by(worker, event.session)
             raise unwanted(f"session {event.session} expects no features from {worker.name}")
-        yield from self._sensible(running, worker, running.session.prefilled, event)
+        self._sensible(running, worker, running.session.prefilled, event)
         running.passed_on(size)
 
-    def _scored(self, worker: Worker, event: Scored, size: int) -> Effects[None]:
+    def _scored(self, worker: Worker, event: Scored, size: int) -> None:
         """Take the target's scores of a part of a prompt; the answer to Open is still owed."""
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
             unwanted = unwanted_by(worker, event.session)
             raise unwanted(f"session {event.session} has asked {worker.name} for nothing")
         running.passed_on(size)
-        yield from self._believe(running, lambda: running.give(running.session.scored, event))
+        self._believe(running, lambda: running.give(running.session.scored, event))
 
     def _believe(
         self, running: RunningRequest, handle: Callable[[], list[Action]], *, asked: bool = False
-    ) -> Effects[None]:
+    ) -> None:
         """Do what follows from the word of a session's target; one that makes no sense ends the
         request. `asked`: no other will come in its place."""
         try:
@@ -201,7 +198,7 @@ class WorkerEvents:
             if isinstance(error, StaleError) and not asked:
                 raise
             self._dropped.refused += 1
-            yield Fail(
+            self._acts.fail(
                 running,
                 RequestError(
                     "internal",
@@ -209,19 +206,19 @@ class WorkerEvents:
                 ),
             )
             return
-        yield Follow(running, actions)
+        self._acts.perform(running, actions)
 
     def _fed(self, worker: Worker, event: Fed, now_ns: int, size: int) -> None:
         running = self._answer(worker, event.session, Owed(Fed, event.round, event.start), "draft")
         running.passed_on(size)
         running.draft_read(now_ns, event.spans)
 
-    def _refed(self, worker: Worker, event: Refed, size: int) -> Effects[None]:
+    def _refed(self, worker: Worker, event: Refed, size: int) -> None:
         running = self._answer(worker, event.session, Owed(Refed, event.round), "target")
         running.passed_on(size)
-        yield from self._sensible(running, worker, running.session.refed, event)
+        self._sensible(running, worker, running.session.refed, event)
 
-    def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> Effects[None]:
+    def _drafted(self, worker: Worker, event: Drafted, now_ns: int, size: int) -> None:
         running = self._answer(worker, event.session, Owed(Drafted, event.round), "draft")
         if not running.session.wants_proposal(event.round):
             running.controller.late(event)
@@ -230,14 +227,16 @@ class WorkerEvents:
                 f"{event.round}"
             )
         if worker.turns.waiting and worker is not running.target:
-            yield Free(worker)  # it drafts for another session while this one's tree is handled
+            self._acts.free(
+                worker
+            )  # it drafts for another session while this one's tree is handled
         self._notes.append(partial(worker.traffic.answered, worker.traffic.order_bytes + size, 1))
         running.answered(worker, now_ns, size, event.spans)
-        yield from self._sensible(running, worker, running.session.drafted, event)
+        self._sensible(running, worker, running.session.drafted, event)
 
     def _sensible(
         self, running: RunningRequest, worker: Worker, handle: Callable[[E], list[Action]], event: E
-    ) -> Effects[None]:
+    ) -> None:
         """Do what follows from a message that drafting needs; after one that makes no sense the
         session goes on without its draft."""
         try:
@@ -245,11 +244,11 @@ class WorkerEvents:
         except StaleError:
             raise
         except ProtocolError as error:
-            yield from self._go_on_alone(running, worker, error)
+            self._go_on_alone(running, worker, error)
         else:
-            yield Follow(running, actions)
+            self._acts.perform(running, actions)
 
-    def _go_on_alone(self, running: RunningRequest, worker: Worker, why: object) -> Effects[None]:
+    def _go_on_alone(self, running: RunningRequest, worker: Worker, why: object) -> None:
         log.warning(
             "%s sent an invalid message (%s): session %d continues without its draft",
             worker.name,
@@ -257,11 +256,9 @@ class WorkerEvents:
             running.session.number,
         )
         self._dropped.refused += 1
-        yield from self._moving.draft_failed(
-            running, f"{worker.name} sent an invalid message: {why}"
-        )
+        self._moving.draft_failed(running, f"{worker.name} sent an invalid message: {why}")
 
-    def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> Effects[None]:
+    def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
         """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
         be or cannot be handled ends its session."""
         if worker.passing is not None:
@@ -275,12 +272,12 @@ class WorkerEvents:
                 continue
             try:
                 running.times.experts = event.experts
-                yield from self._verdict(
+                self._verdict(
                     worker, running, item, features, now_ns, size // len(event.items), event.spans
                 )
             except ProtocolError as error:
                 self._dropped.refused += 1
-                yield Fail(
+                self._acts.fail(
                     running,
                     RequestError(
                         "internal", f"the target worker {worker.name} sent no verdict: {error}"
@@ -288,7 +285,7 @@ class WorkerEvents:
                 )
             except BaseException as error:
                 reraise_exits(error)
-                yield from self._broken(worker, item.session, answer, error)
+                self._broken(worker, item.session, answer, error)
 
     def _verdict(
         self,
@@ -299,18 +296,18 @@ class WorkerEvents:
         now_ns: int,
         size: int,
         spans: Sequence[Span],
-    ) -> Effects[None]:
+    ) -> None:
         running.answered(worker, now_ns, size, spans)
         times = running.end_round(item, self._census.load(running))
         verified = running.session.verified
         try:
             actions = running.give(verified, item, features, times)
         except UnreadableFeatures as error:
-            yield from self._go_on_alone(running, worker, error)
+            self._go_on_alone(running, worker, error)
             actions = running.give(verified, item, features, times)
-        yield Follow(running, actions)
+        self._acts.perform(running, actions)
         if running.session.held_bytes > MAX_HELD_BYTES:
-            yield from self._relieve(running)
+            self._relieve(running)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
         """Note what the pass took that these are the first verdicts of."""
@@ -324,14 +321,14 @@ class WorkerEvents:
         if not worker.verifying.profiled:  # the next round may be one that measures the target
             self._shared.keep_books()
 
-    def _relieve(self, running: RunningRequest) -> Effects[None]:
+    def _relieve(self, running: RunningRequest) -> None:
         """A draft that has not been asked for long would have too much to catch up with."""
         if running.session.state is not State.DONE:
-            yield Say(
+            self._acts.decide(
                 f"session {running.session.number} drops its draft: "
                 f"{running.session.held_bytes >> 20} MiB of features are waiting for it"
             )
-            yield from self._moving.drop_draft(running, shun=True)
+            self._moving.drop_draft(running, shun=True)
 
     def _answer(
         self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
@@ -356,14 +353,14 @@ class WorkerEvents:
             )
         return running
 
-    def _probed(self, worker: Worker, event: Probed, now_ns: int) -> Effects[None]:
+    def _probed(self, worker: Worker, event: Probed, now_ns: int) -> None:
         worker.probed = event
         if event.sent_ns <= now_ns:
             worker.trips.append(now_ns - event.sent_ns)
             worker.round_trip_ns = min(worker.trips)
             worker.clock.add(event.sent_ns, event.clock_ns, now_ns)
         if worker.liveness.has_forgotten(event, worker.turns.owed):
-            yield Lose(worker, "owes an answer but reports that it is idle")
+            self._acts.lose(worker, "owes an answer but reports that it is idle")
 
 
 def unwanted_by(worker: Worker, session: int) -> type[StaleError]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from dovetail.protocol.errors import RequestError, StaleError
 from dovetail.protocol.messages import Close, Draft, Failed, Opened, Refed, Verified
-from dovetail.runtime.engine.effects import Effects, Fail, Follow, Send
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.draft_failures import note_failure
@@ -20,14 +19,15 @@ class WorkerFailures:
     def __init__(
         self,
         shared: Shared,
-        go_on_alone: Callable[[RunningRequest, Worker, object], Effects[None]],
+        go_on_alone: Callable[[RunningRequest, Worker, object], None],
     ) -> None:
         """`go_on_alone`: done where a draft sent what cannot be."""
         self._epoch, self._running, self._registry = shared.epoch, shared.running, shared.registry
         self._moving, self._failing, self._changes = shared.moving, shared.failing, shared.changes
         self._go_on_alone, self._now_ns = go_on_alone, shared.now_ns
+        self._acts = shared.acts
 
-    def failed(self, worker: Worker, event: Failed) -> Effects[None]:
+    def failed(self, worker: Worker, event: Failed) -> None:
         """Handle that a worker could not do what was asked: a draft is done without, a target that
         does not have the session is to read it anew, and any other word of a target's ends the
         request."""
@@ -51,39 +51,39 @@ class WorkerFailures:
             event.text,
             event.code,
         )
-        if owed.type is Opened and (yield from self._open_anew(running, worker, event)):
+        if owed.type is Opened and self._open_anew(running, worker, event):
             return
-        if (yield from self._changes.failed(running, worker, event.text)):
+        if self._changes.failed(running, worker, event.text):
             if worker is running.target and worker.peer in self._registry.workers:
-                yield from self._moving.lose_target(running, "could not carry out a command")
-                yield from self._moving.resettle()
+                self._moving.lose_target(running, "could not carry out a command")
+                self._moving.resettle()
             return
         if worker is running.draft and worker is not running.target:
             if gone:  # it joins in later, with features that are computed again
-                yield from self._moving.drop_draft(running)
+                self._moving.drop_draft(running)
             else:
-                yield from self._moving.draft_failed(running, event.text)
+                self._moving.draft_failed(running, event.text)
         elif owed.type is Refed:
-            yield from self._moving.draft_failed(
+            self._moving.draft_failed(
                 running,
                 f"the target worker {worker.name} cannot compute the features of its "
                 f"log again: {event.text}",
             )
         elif worker is running.target and event.code == "protocol" and running.session.doubtful:
-            yield from self._verify_without_tree(running, event.text)
+            self._verify_without_tree(running, event.text)
         elif (
             worker is running.target
             and event.code in ("session", "prefix")
             and owed.type is Verified
         ):
-            yield from self._moving.lose_target(running, "no longer has its session")
-            yield from self._moving.resettle()
+            self._moving.lose_target(running, "no longer has its session")
+            self._moving.resettle()
         elif worker is running.target and owed.type is Opened and self._may_go_elsewhere(running):
             running.shunned.add(worker.peer)
-            yield from self._moving.lose_target(running, f"could not read its log: {event.text}")
-            yield from self._moving.resettle()
+            self._moving.lose_target(running, f"could not read its log: {event.text}")
+            self._moving.resettle()
         elif worker is running.target:
-            yield Fail(running, RequestError(event.code, event.text))
+            self._acts.fail(running, RequestError(event.code, event.text))
 
     def _may_go_elsewhere(self, running: RunningRequest) -> bool:
         """Return whether a session that has begun can go on on another target than the one that was
@@ -107,7 +107,7 @@ class WorkerFailures:
             if running.draft is worker:
                 note_failure(running, worker, why, now_ns)
 
-    def _open_anew(self, running: RunningRequest, worker: Worker, event: Failed) -> Effects[bool]:
+    def _open_anew(self, running: RunningRequest, worker: Worker, event: Failed) -> bool:
         """Have a worker read the whole prompt if it does not have what its session should have gone
         on from; return whether that was so."""
         role = "target" if worker is running.target else "draft"
@@ -117,7 +117,7 @@ class WorkerFailures:
         lost = not base.shared or (event.code == "prefix" and not runs)
         worker.shelf.refused(running.session.number, base, lost=lost)
         if lost:
-            yield Send(worker, Close(epoch=self._epoch, session=base.session))
+            self._acts.send(worker, Close(epoch=self._epoch, session=base.session))
         if event.code != "prefix" or (
             role == "draft"
             and running.session.draft_sync is not None
@@ -126,19 +126,19 @@ class WorkerFailures:
             return False
         if role == "target":
             running.interrupted(self._now_ns())
-            yield Follow(running, running.give(running.session.base_refused, role))
+            self._acts.perform(running, running.give(running.session.base_refused, role))
             return True
         orders = worker.turns.withdraw(running.session.number, Draft)
-        yield Follow(running, running.give(running.session.base_refused, role))
+        self._acts.perform(running, running.give(running.session.base_refused, role))
         for order in orders:  # it may have been waiting for the prompt to be read
             worker.turns.resume(running.session.number)
             worker.turns.ask(running.session.number, order)
         return True
 
-    def _verify_without_tree(self, running: RunningRequest, why: str) -> Effects[None]:
+    def _verify_without_tree(self, running: RunningRequest, why: str) -> None:
         """The target can make nothing of what the draft proposed, such as laws that its nodes
         cannot have been drawn from; that changed nothing there."""
         if running.draft is not None:
-            yield from self._go_on_alone(running, running.draft, why)
+            self._go_on_alone(running, running.draft, why)
         running.interrupted(self._now_ns())
-        yield Follow(running, running.give(running.session.tree_refused))
+        self._acts.perform(running, running.give(running.session.tree_refused))

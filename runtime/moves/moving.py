@@ -2,8 +2,7 @@
 wherever they are.
 
 What is lost, late or to leave is parted with here; on whom a session goes on `placement.py` says,
-and how long it waits for a target `recovery.py`. What follows is returned as effects, which the
-coordinator carries out.
+and how long it waits for a target `recovery.py`.
 """
 
 import logging
@@ -14,7 +13,7 @@ from itertools import islice
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Close, Drafted, Refeed
 from dovetail.protocol.settings import CoordinatorSettings
-from dovetail.runtime.engine.effects import Break, Effects, Fail, Follow, Forget, Say, Send
+from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.beginnings import comes_later
@@ -48,23 +47,25 @@ class Moving:
         placement: Placement,
         failing: FailingDrafts,
         settings: CoordinatorSettings,
+        acts: Acts,
         clock_ns: Callable[[], int],
     ) -> None:
         """`running`: the sessions by their numbers."""
         self._service, self._running, self._registry = service, running, registry
         self._placement, self._failing, self._now_ns = placement, failing, clock_ns
+        self._acts = acts
         self._recovery = Recovery(settings.recovery_s, settings.move)
         self._stuck_ns, self._reuse = int(settings.stuck_s * 1e9), settings.reuse
 
     # -- drafts ------------------------------------------------------------------------------------
 
-    def seek(self, running: RunningRequest) -> Effects[Joining | None]:
+    def seek(self, running: RunningRequest) -> Joining | None:
         """Find a draft for a session whose own was lost or is not available any more, or that never
         had one, where that is worth it."""
         draft = self._placement.joining(running)
         if draft is None and (running.draft is None or running.draft.serves):
             return None
-        yield from self._forget_draft(running)
+        self._forget_draft(running)
         if running.session.state is State.DONE:
             return None  # telling the draft failed, and that ended the session
         if draft is None:
@@ -74,45 +75,45 @@ class Moving:
         running.draft, running.joining = draft, True
         draft.sessions += draft is not running.target
         running.controller.work_with(*self._placement.pair(draft, running.target))
-        yield Say(
+        self._acts.decide(
             f"session {running.session.number} gets drafts from {draft.name} from token "
             f"{len(running.session.tokens)} on"
         )
         return Joining(draft.hello.reads, self._placement.draft_base(running, draft))
 
-    def drop_draft(self, running: RunningRequest, *, shun: bool = False) -> Effects[None]:
+    def drop_draft(self, running: RunningRequest, *, shun: bool = False) -> None:
         """Go on with the target alone. `shun`: for good, as far as this draft is concerned."""
         if shun and running.draft is not None:
             running.shunned.add(running.draft.peer)
-        yield from self._forget_draft(running)
+        self._forget_draft(running)
         running.controller.leave()
         if running.session.state is State.DRAFTING and (running.sent or running.queued):
             running.interrupted(self._now_ns())
-        yield Follow(running, running.give(running.session.draft_lost))
+        self._acts.perform(running, running.give(running.session.draft_lost))
 
-    def draft_failed(self, running: RunningRequest, why: str) -> Effects[None]:
+    def draft_failed(self, running: RunningRequest, why: str) -> None:
         """Go on with the target alone, since a session's draft cannot do what is asked of it: that
         is said, and it is not asked again."""
         if running.draft is not None and not running.trial:
             self._failing.failed(running.draft, running, why, self._now_ns())
-        yield from self.drop_draft(running, shun=True)
+        self.drop_draft(running, shun=True)
 
-    def change_draft(self, running: RunningRequest) -> Effects[None]:
+    def change_draft(self, running: RunningRequest) -> None:
         """Have a session part with its draft, which gets no more sessions: at the end of its round,
         and at once before its first."""
         if running.session.state in (State.OPENING, State.WAITING):
-            yield from self._each([running], self.drop_draft)
+            self._each([running], self.drop_draft)
 
-    def _forget_draft(self, running: RunningRequest) -> Effects[None]:
+    def _forget_draft(self, running: RunningRequest) -> None:
         """A session's draft forgets it, if it has one, and the target need not compute anything for
         it."""
         draft, running.draft, running.joining = running.draft, None, False
         running.target.turns.withdraw(running.session.number, Refeed)
         if draft is not None and draft is not running.target:
             draft.sessions -= 1
-            yield Forget(running, draft)
+            self._acts.forget_on(draft, running)
 
-    def _draft_stuck(self, running: RunningRequest) -> Effects[None]:
+    def _draft_stuck(self, running: RunningRequest) -> None:
         """Nobody has to wait for a draft: go on without it."""
         draft, number = running.draft, running.session.number
         if draft is not None and (owed := draft.turns.owed.get(number)) and owed.type is Drafted:
@@ -124,27 +125,27 @@ class Moving:
                 seconds,
                 running.session.number,
             )
-            yield from self.draft_failed(running, f"it has not answered for {seconds:g} s")
+            self.draft_failed(running, f"it has not answered for {seconds:g} s")
         else:
-            yield from self.draft_failed(
+            self.draft_failed(
                 running, f"it has been busy with other sessions for {self._stuck_ns / 1e9:g} s"
             )
 
     # -- targets -----------------------------------------------------------------------------------
 
-    def lose_target(self, running: RunningRequest, why: str) -> Effects[None]:
+    def lose_target(self, running: RunningRequest, why: str) -> None:
         """Have a session wait for another target than its own, which forgets it if it is still
         there."""
         now_ns = self._now_ns()
         self._recovery.lost(running, why, now_ns)
         running.target.sessions -= 1  # with the loss, whatever comes of what follows
         running.interrupted(now_ns)
-        yield Forget(running, running.target)
-        yield Follow(running, running.give(running.session.target_lost))
+        self._acts.forget_on(running.target, running)
+        self._acts.perform(running, running.give(running.session.target_lost))
 
-    def disconnect(self, running: RunningRequest) -> Effects[None]:
+    def disconnect(self, running: RunningRequest) -> None:
         """Have a session wait for another target, since its own has gone before it began."""
-        yield from self._each([running], partial(self.lose_target, why="disconnected"))
+        self._each([running], partial(self.lose_target, why="disconnected"))
 
     @property
     def waits(self) -> bool:
@@ -159,20 +160,20 @@ class Moving:
             for running in self._running.values()
         )
 
-    def resettle(self, most: int | None = None) -> Effects[None]:
+    def resettle(self, most: int | None = None) -> None:
         """Have the sessions that wait for a target go on where they can, the oldest first, and end
         those that have waited long enough. `most`: how many are looked at; None: all."""
         waiting = (running for running in self._running.values() if running.loss is not None)
-        yield from self._each([*islice(waiting, most)], self._resettle)
+        self._each([*islice(waiting, most)], self._resettle)
 
-    def _resettle(self, running: RunningRequest) -> Effects[None]:
+    def _resettle(self, running: RunningRequest) -> None:
         target = None if running.doomed else self._free_target(running)
         if target is None:
             if (error := self._end_of(running)) is not None:
                 log.warning("session %d ends: %s", running.session.number, error)
-                yield Fail(running, error)
+                self._acts.fail(running, error)
         elif not (self._reuse and comes_later(running.session.request, target, self._running)):
-            yield from self._recover(running, target)
+            self._recover(running, target)
 
     def _free_target(
         self, running: RunningRequest, wanted: Callable[[Worker], bool] = lambda _: True
@@ -189,9 +190,7 @@ class Moving:
         """Return whether a session fits into the memory of another target."""
         return has_room(target, running.session.request, self._running, reuse=self._reuse)
 
-    def make_room(
-        self, request: Request, target: Worker, base: Base | None = None
-    ) -> Effects[None]:
+    def make_room(self, request: Request, target: Worker, base: Base | None = None) -> None:
         """Have a target give up as many kept sessions as a request takes that is to run there.
         `base`: what it begins with."""
         if target.limits.room is None:
@@ -199,7 +198,7 @@ class Moving:
         left = target.limits.room - held_on(target, self._running)
         left -= needs(request, target, self._running, reuse=self._reuse)
         for session in target.shelf.give_up(left, base):
-            yield Send(target, Close(epoch=self._service.epoch, session=session))
+            self._acts.send(target, Close(epoch=self._service.epoch, session=session))
 
     def _end_of(self, running: RunningRequest) -> RequestError | None:
         """Why a session that waits for a target is not to wait any longer, if that is so."""
@@ -219,56 +218,56 @@ class Moving:
         """Another target that has room for a session to go on there."""
         return self._free_target(running, lambda other: other is not running.target)
 
-    def move(self, running: RunningRequest, target: Worker) -> Effects[None]:
+    def move(self, running: RunningRequest, target: Worker) -> None:
         """Have a session go on on another target, though its own is there."""
-        yield from self._each([running], partial(self._move, target=target))
+        self._each([running], partial(self._move, target=target))
 
-    def _move(self, running: RunningRequest, target: Worker) -> Effects[None]:
+    def _move(self, running: RunningRequest, target: Worker) -> None:
         losses = [*running.losses]
-        yield from self.lose_target(running, f"hands its session over to {target.name}")
+        self.lose_target(running, f"hands its session over to {target.name}")
         running.losses = losses
         if self._runs(running):
-            yield from self._recover(running, target)
+            self._recover(running, target)
 
-    def _recover(self, running: RunningRequest, target: Worker) -> Effects[None]:
+    def _recover(self, running: RunningRequest, target: Worker) -> None:
         """A session goes on on another target, which reads its log."""
         base = self._placement.target_base(running, target)
         try:
-            yield from self._go_on(running, target, base)
+            self._go_on(running, target, base)
         except BaseException:
             if base is not None:
                 target.shelf.give_back(base)
             raise
 
-    def _go_on(self, running: RunningRequest, target: Worker, base: Base | None) -> Effects[None]:
-        yield from self.make_room(running.session.request, target, base)
+    def _go_on(self, running: RunningRequest, target: Worker, base: Base | None) -> None:
+        self.make_room(running.session.request, target, base)
         running.target, running.loss = target, None
         target.sessions += target is not running.draft
         running.controller.work_with(*self._placement.pair(running.draft, target))
-        yield Say(
+        self._acts.decide(
             f"session {running.session.number} continues on {target.name} from token "
             f"{len(running.session.tokens)} on"
         )
-        yield Follow(
+        self._acts.perform(
             running,
             running.give(running.session.recovered, str(target.hello.fingerprint), base),
         )
 
     # -- both --------------------------------------------------------------------------------------
 
-    def part_with(self, worker: Worker, why: str) -> Effects[None]:
+    def part_with(self, worker: Worker, why: str) -> None:
         """A worker is not here any more: its sessions do without it."""
         for running in [*self._running.values()]:
             if running.draft is worker:
-                yield from self._each([running], self.drop_draft)
+                self._each([running], self.drop_draft)
             if (
                 running.target is worker
                 and running.loss is None
                 and running.session.number in self._running
             ):
-                yield from self._each([running], partial(self.lose_target, why=why))
+                self._each([running], partial(self.lose_target, why=why))
 
-    def tick(self) -> Effects[None]:
+    def tick(self) -> None:
         """Do what is due about drafts that are too late and sessions that have waited."""
         now_ns = self._now_ns()
         late = [
@@ -278,22 +277,22 @@ class Moving:
             and running.draft is not None
             and (running.session.number, True) in running.draft.turns.orders
         ]
-        yield from self._each(late, self._draft_stuck)
-        yield from self.resettle()
+        self._each(late, self._draft_stuck)
+        self.resettle()
 
     def _each(
-        self, requests: Iterable[RunningRequest], handle: Callable[[RunningRequest], Effects[None]]
-    ) -> Effects[None]:
+        self, requests: Iterable[RunningRequest], handle: Callable[[RunningRequest], None]
+    ) -> None:
         """Do this for each of these sessions that has not ended; a fault of ours at one ends it,
         and no other."""
         for running in requests:
             if not self._runs(running):
                 continue
             try:
-                yield from handle(running)
+                handle(running)
             except BaseException as error:
                 reraise_exits(error)
-                yield Break(running, error)
+                self._acts.broken(running, error)
 
     def _runs(self, running: RunningRequest) -> bool:
         """Return whether a session has not ended, over a fault of ours perhaps."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from dovetail.protocol.messages import Failed, Finished, Hello, Message
-from dovetail.runtime.engine.effects import Abandon, Effects, Start
+from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
@@ -47,13 +47,14 @@ class ReadingAhead:
         running: Mapping[int, RunningRequest],
         placement: Placement,
         moving: Moving,
+        acts: Acts,
         clock_ns: Callable[[], int],
         *,
         reuse: bool,
     ) -> None:
         """`running`: the sessions by their numbers; `reuse`: sessions go on from what is kept."""
         self._service, self._running, self._placement = service, running, placement
-        self._moving, self._now_ns, self._reuse = moving, clock_ns, reuse
+        self._moving, self._acts, self._now_ns, self._reuse = moving, acts, clock_ns, reuse
 
     def able(self, running: RunningRequest, target: Worker) -> bool:
         """Return whether a target can read the log of a session for it to go on from."""
@@ -61,7 +62,7 @@ class ReadingAhead:
         tokens = session.length + 1 + session.request.most_levels
         return self._reuse and session.request.may_reuse and tokens <= target.limits.kept
 
-    def begin(self, running: RunningRequest, target: Worker) -> Effects[Reading]:
+    def begin(self, running: RunningRequest, target: Worker) -> Reading:
         """Have a target read the log of a session up to now."""
         reading, session = Reading(running, target), running.session
         log = replace(
@@ -79,12 +80,12 @@ class ReadingAhead:
         reading.unread = reader.session.new_tokens
         base = reader.session.target_base
         try:
-            yield from self._moving.make_room(session.request, target, base)
+            self._moving.make_room(session.request, target, base)
         except BaseException:
             if base is not None:
                 target.shelf.give_back(base)
             raise
-        yield Start(reader)
+        self._acts.start(reader)
         return reading
 
     def lags(self, reading: Reading) -> bool:
@@ -94,8 +95,8 @@ class ReadingAhead:
         came = reading.running.session.length - reading.reader.session.length
         return MOST_LAG < came <= reading.unread // 2 and self.able(reading.running, reading.new)
 
-    def abandon(self, reading: Reading | None) -> Effects[None]:
+    def abandon(self, reading: Reading | None) -> None:
         """End a reader if it still runs."""
         reader = reading.reader if reading is not None else None
         if reader is not None and self._running.get(reader.session.number) is reader:
-            yield Abandon(reader)
+            self._acts.drop(reader)

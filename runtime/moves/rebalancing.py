@@ -16,7 +16,7 @@ from typing import Literal
 from dovetail.protocol.messages import Failed
 from dovetail.runtime.control.pairs import CPU, share_cores, share_device
 from dovetail.runtime.costs.pooled import PooledPasses
-from dovetail.runtime.engine.effects import Effects, Say
+from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
@@ -68,13 +68,14 @@ class Rebalancing:
         placement: Placement,
         moving: Moving,
         tally: Tally,
+        acts: Acts,
         clock_ns: Callable[[], int],
         ahead: ReadingAhead,
     ) -> None:
         """`running`: the sessions by their numbers."""
         self._service, self._running, self._registry = service, running, registry
         self._placement, self._moving, self._tally = placement, moving, tally
-        self._now_ns, self._ahead = clock_ns, ahead
+        self._now_ns, self._ahead, self._acts = clock_ns, ahead, acts
         self._under: Under | None = None
         self._ways: tuple[bytes, bytes] | None = None
         """Old and new target of the best move at the last look; a move begins if they are the same
@@ -91,7 +92,7 @@ class Rebalancing:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def look(self) -> Effects[None]:
+    def look(self) -> None:
         """Begin the move that brings most, if there is one and none is under way."""
         if self._under is not None or self._service.ending:
             return
@@ -103,9 +104,9 @@ class Rebalancing:
         ways, before = None if gain is None else (gain.old, gain.new), self._ways
         self._ways = ways
         if gain is not None and ways == before:
-            yield from self._begin(gain)
+            self._begin(gain)
 
-    def step(self, *, changing: bool) -> Effects[None]:
+    def step(self, *, changing: bool) -> None:
         """Take the next step of the move that is under way, if it is due. Called after every
         message and at every tick. `changing`: a change of workers is under way, and goes first."""
         if (under := self._under) is None:
@@ -115,27 +116,27 @@ class Rebalancing:
         elif under.reading is not None and isinstance(under.reading.heard, Failed):
             self._refuse(under)
         elif changing or not self._is_open(under):
-            yield from self.break_off()
+            self.break_off()
         elif under.reading is not None and under.reading.heard is not None:
             if self._ahead.lags(under.reading):
-                under.reading = yield from self._ahead.begin(under.running, under.new)
+                under.reading = self._ahead.begin(under.running, under.new)
             else:
-                yield from self._go(under)
+                self._go(under)
 
-    def break_off(self) -> Effects[None]:
+    def break_off(self) -> None:
         """Give up the move that is under way; the session stays where it is."""
         under, self._under = self._under, None
-        yield from self._ahead.abandon(under.reading if under is not None else None)
+        self._ahead.abandon(under.reading if under is not None else None)
 
-    def _begin(self, gain: Gain) -> Effects[None]:
+    def _begin(self, gain: Gain) -> None:
         running, workers = self._running[gain.session], self._registry.workers
         under = self._under = Under(running, workers[gain.old], workers[gain.new], gain)
         if self._ahead.able(running, under.new):
-            under.reading = yield from self._ahead.begin(running, under.new)
+            under.reading = self._ahead.begin(running, under.new)
         else:
-            yield from self._go(under)
+            self._go(under)
 
-    def _go(self, under: Under) -> Effects[None]:
+    def _go(self, under: Under) -> None:
         """Have the session move."""
         running, gain = under.running, under.gain
         if not self._fits(running, under.new):
@@ -144,13 +145,13 @@ class Rebalancing:
         under.phase, under.rounds = "settling", running.session.accounts.rounds
         self._moved[running.session.number] = self._now_ns()
         self._tally.rebalanced += 1
-        yield Say(
+        self._acts.decide(
             f"session {running.session.number} moves from {under.old.name} to {under.new.name}: "
             f"{gain.new_rate:.3g} tokens/s are predicted for it there, {gain.rate:.3g} here, and "
             f"all sessions of both together save {gain.saved_s:.3g} s for {gain.cost_s:.3g} s of "
             "reading its log"
         )
-        yield from self._moving.move(running, under.new)
+        self._moving.move(running, under.new)
 
     def _settle(self, under: Under) -> None:
         """See whether the session has had some rounds on its new target, or has ended."""

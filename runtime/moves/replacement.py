@@ -19,18 +19,12 @@ from dovetail.protocol.messages import (
     Swap,
     Swapped,
 )
-from dovetail.runtime.engine import effects
-from dovetail.runtime.engine.effects import (
-    Drained,
-    Effects,
-    Join,
-    Send,
-    Tell,
-)
+from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.registry import Registry
+from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.moves.steps import (
@@ -57,17 +51,19 @@ class Changes:
 
     def __init__(
         self,
-        epoch: int,
+        service: Service,
         running: Mapping[int, RunningRequest],
         registry: Registry,
         placement: Placement,
         moving: Moving,
         ahead: ReadingAhead,
+        acts: Acts,
         clock_ns: Callable[[], int],
     ) -> None:
-        """`epoch`: the coordinator's; `running`: the sessions by their numbers."""
-        self._epoch, self._running, self._registry = epoch, running, registry
-        self._moving, self._ahead = moving, ahead
+        """`running`: the sessions by their numbers."""
+        self._service, self._epoch = service, service.epoch
+        self._running, self._registry = running, registry
+        self._moving, self._ahead, self._acts = moving, ahead, acts
         self._log: Reading | None = None
         """The log of the session that moves next, which its new target reads ahead."""
         self._change: Change | None = None
@@ -75,7 +71,7 @@ class Changes:
         self._request = 0
         self._newcomer: Worker | None = None
         self._old: Worker | None = None
-        self._trials = Trials(epoch, registry, placement, clock_ns)
+        self._trials = Trials(service.epoch, registry, placement, acts, clock_ns)
         self._reading: set[tuple[bytes, int]] = set()
         """Requests that were being read for the old target when it was to get no more."""
 
@@ -90,7 +86,7 @@ class Changes:
 
     # -- what is asked for -------------------------------------------------------------------------
 
-    def swap(self, client: ClientPeer, asked: Swap, now_ns: int) -> Effects[None]:
+    def swap(self, client: ClientPeer, asked: Swap, now_ns: int) -> None:
         """Begin; `RequestError` says why not."""
         newcomer = self._registry.of_epoch(asked.newcomer)
         if newcomer is None or not newcomer.standby:
@@ -114,9 +110,9 @@ class Changes:
             _party(old) if old is not None else None,
             self._trials.plan(newcomer, role, old),
         )
-        yield from self._begin(change, client, asked.request, newcomer, old, now_ns)
+        self._begin(change, client, asked.request, newcomer, old, now_ns)
 
-    def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> Effects[None]:
+    def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> None:
         """Begin to drain a worker; `RequestError` says why not."""
         self._check_free()
         old = self._leaver(asked.worker)
@@ -142,9 +138,7 @@ class Changes:
                 f"sessions ({numbers}): wait until they have ended, or end them with --last"
             )
             raise RequestError("swap", text)
-        yield from self._begin(
-            Change(role, None, _party(old)), client, asked.request, None, old, now_ns
-        )
+        self._begin(Change(role, None, _party(old)), client, asked.request, None, old, now_ns)
 
     def _check_free(self) -> None:
         if self._change is not None:
@@ -171,7 +165,7 @@ class Changes:
         newcomer: Worker | None,
         old: Worker | None,
         now_ns: int,
-    ) -> Effects[None]:
+    ) -> None:
         self._change, self._client, self._request, self._newcomer, self._old = (
             change,
             client,
@@ -179,25 +173,25 @@ class Changes:
             newcomer,
             old,
         )
-        yield from self._perform(change.begin(now_ns))
+        self._perform(change.begin(now_ns))
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def step(self, now_ns: int) -> Effects[None]:
+    def step(self, now_ns: int) -> None:
         """Something was handled, or time has passed: see what follows."""
         if self._change is not None and self._trials.heard():
             self._change.heard(now_ns)
         for name, end, drafted in self._trials.ended():
             if self._change is not None:
-                yield from self._perform(self._change.tried(name, end, drafted=drafted))
+                self._perform(self._change.tried(name, end, drafted=drafted))
         if self._change is not None:
-            yield from self._perform(self._change.look(now_ns))
+            self._perform(self._change.look(now_ns))
         if (
             self._change is not None
             and self._change.phase is Phase.MOVING
             and not self._still_reading()
         ):
-            yield from self._perform(
+            self._perform(
                 self._change.step(
                     {
                         running.session.number: self._standing(running)
@@ -207,24 +201,22 @@ class Changes:
                 )
             )
 
-    def break_off(self, why: str) -> Effects[None]:
+    def break_off(self, why: str) -> None:
         """End the change that is under way for a fault of ours: the old worker stays, and a
         newcomer that is not in place is let go."""
         if self._old is not None:
             self._old.leaving = False
-        yield from self._trials.abandon()
+        self._trials.abandon()
         if self._newcomer is not None and self._newcomer.standby:
-            yield effects.LetGo(self._newcomer)
-        yield from self._end(
-            f"the change was abandoned because the coordinator failed ({why}); see its log"
-        )
+            self._acts.let_go(self._newcomer)
+        self._end(f"the change was abandoned because the coordinator failed ({why}); see its log")
 
-    def lost(self, worker: Worker, why: str) -> Effects[None]:
+    def lost(self, worker: Worker, why: str) -> None:
         """A worker has gone."""
         if self._change is not None:
-            yield from self._perform(self._change.lost(worker.peer, f"it {why}"))
+            self._perform(self._change.lost(worker.peer, f"it {why}"))
 
-    def failed(self, running: RunningRequest, worker: Worker, why: str) -> Effects[bool]:
+    def failed(self, running: RunningRequest, worker: Worker, why: str) -> bool:
         """A worker could not do for a session what was asked of it; whether it is the newcomer that
         is taken back for that."""
         if self._change is None or running.trial:
@@ -232,14 +224,14 @@ class Changes:
         actions = self._change.failed(
             worker.peer, f"it failed in session {running.session.number}: {why}"
         )
-        yield from self._perform(actions)
+        self._perform(actions)
         return bool(actions)
 
-    def client_lost(self, client: ClientPeer) -> Effects[None]:
+    def client_lost(self, client: ClientPeer) -> None:
         """Whoever has asked may have gone."""
         if self._change is not None and client is self._client:
             self._client = None
-            yield from self._perform(self._change.abandoned())
+            self._perform(self._change.abandoned())
 
     def paused(self, pause_ns: int) -> None:
         """A client has waited so long for its next token."""
@@ -281,7 +273,7 @@ class Changes:
 
     # -- what follows ------------------------------------------------------------------------------
 
-    def _perform(self, actions: Sequence[Action]) -> Effects[None]:
+    def _perform(self, actions: Sequence[Action]) -> None:
         """Do these, as long as the change is not over."""
         change = self._change
         for action in actions:
@@ -289,27 +281,25 @@ class Changes:
                 return
             match action:
                 case Try(trial):
-                    yield from self._trials.begin(trial)
+                    self._trials.begin(trial)
                 case Redirect():
-                    yield from self._put_in_place()
+                    self._put_in_place()
                 case Move(session):
-                    yield from self._move(session)
+                    self._move(session)
                 case Keep():
                     if self._old is not None:
                         self._old.leaving = False
                 case TakeBack():
-                    yield from self._take_back()
+                    self._take_back()
                 case LetGo(party):
-                    yield from self._let_go(party)
+                    self._let_go(party)
                 case Say(text):
-                    yield effects.Say(text)
-                    yield from self._answer(
-                        Progressed(epoch=self._epoch, request=self._request, text=text)
-                    )
+                    self._acts.decide(text)
+                    self._answer(Progressed(epoch=self._epoch, request=self._request, text=text))
                 case End(why):
-                    yield from self._end(why)
+                    self._end(why)
 
-    def _put_in_place(self) -> Effects[None]:
+    def _put_in_place(self) -> None:
         """The newcomer gets sessions, and the old worker none any more; unless it does not go
         together with who has come meanwhile."""
         if self._old is not None:
@@ -324,14 +314,14 @@ class Changes:
         try:
             self._registry.check_place(self._newcomer)
         except RequestError as misfit:
-            yield from self._perform(self._change.failed(self._newcomer.peer, str(misfit)))
+            self._perform(self._change.failed(self._newcomer.peer, str(misfit)))
             return
         self._newcomer.standby = False
         self._registry.engaged.add(self._newcomer.process)
-        yield Send(self._newcomer, Engage(epoch=self._epoch))
-        yield Join(self._newcomer)
+        self._acts.send(self._newcomer, Engage(epoch=self._epoch))
+        self._acts.join(self._newcomer)
 
-    def _take_back(self) -> Effects[None]:
+    def _take_back(self) -> None:
         """Old worker and newcomer change places."""
         assert self._old is not None
         assert self._newcomer is not None
@@ -342,18 +332,18 @@ class Changes:
             for client in self._registry.clients.values()
             for request in client.reading
         }
-        yield Join(kept)
+        self._acts.join(kept)
 
-    def _move(self, number: int) -> Effects[None]:
+    def _move(self, number: int) -> None:
         running = next(
             running for running in self._running.values() if running.session.number == number
         )
         if running.draft is self._old:
-            yield from self._moving.change_draft(running)
+            self._moving.change_draft(running)
         elif (target := self._refuge(running)) is not None and not (
-            yield from self._reads_ahead(running, target)
+            self._reads_ahead(running, target)
         ):
-            yield from self._moving.move(running, target)
+            self._moving.move(running, target)
 
     def _refuge(self, running: RunningRequest) -> Worker | None:
         """Return the target that a session moves to: the one that reads its log already, if any."""
@@ -362,7 +352,7 @@ class Changes:
             return log.new
         return self._moving.refuge(running)
 
-    def _reads_ahead(self, running: RunningRequest, target: Worker) -> Effects[bool]:
+    def _reads_ahead(self, running: RunningRequest, target: Worker) -> bool:
         """Have a target read the log of a session that moves there; return whether it still
         does."""
         log = self._log
@@ -372,22 +362,22 @@ class Changes:
                 return True
             if isinstance(log.heard, Failed) or not self._ahead.lags(log):
                 return False
-        yield from self._ahead.abandon(log)
+        self._ahead.abandon(log)
         self._log = None
         if self._ahead.able(running, target):
-            self._log = yield from self._ahead.begin(running, target)
+            self._log = self._ahead.begin(running, target)
         return self._log is not None
 
-    def _let_go(self, party: Party) -> Effects[None]:
-        yield from self._trials.abandon()
+    def _let_go(self, party: Party) -> None:
+        self._trials.abandon()
         if (worker := self._registry.workers.get(party.peer)) is not None:
-            yield effects.LetGo(worker)
+            self._acts.let_go(worker)
 
-    def _end(self, why: str) -> Effects[None]:
+    def _end(self, why: str) -> None:
         """Tell how it ended; the next change may come."""
         assert self._change is not None
         change, about = self._change, {"epoch": self._epoch, "request": self._request}
-        yield from self._ahead.abandon(self._log)
+        self._ahead.abandon(self._log)
         self._log = None
         what = {
             "moved": change.moved,
@@ -395,26 +385,24 @@ class Changes:
             "longest_pause_s": change.longest_pause_ns / 1e9,
         }
         if why:
-            yield effects.Say(why)
-            yield from self._answer(
-                Failed(epoch=self._epoch, session=self._request, code="swap", text=why)
-            )
+            self._acts.decide(why)
+            self._answer(Failed(epoch=self._epoch, session=self._request, code="swap", text=why))
         elif self._newcomer is not None:
-            yield from self._answer(Swapped.model_validate({**about, **what}))
+            self._answer(Swapped.model_validate({**about, **what}))
         else:
             if self._old is not None:
-                yield Drained(self._old)
-            yield effects.Say(
+                self._service.drained.update(self._old.hello.roles)
+            self._acts.decide(
                 f"{self._old.name if self._old is not None else 'a worker'} was removed"
             )
-            yield from self._answer(Dismissed.model_validate({**about, **what}))
+            self._answer(Dismissed.model_validate({**about, **what}))
         self._change = self._client = self._newcomer = self._old = None
         self._trials.forget()
         self._reading.clear()
 
-    def _answer(self, message: Message) -> Effects[None]:
+    def _answer(self, message: Message) -> None:
         if self._client is not None:
-            yield Tell(self._client, message)
+            self._acts.reply(self._client, message)
 
 
 def _party(worker: Worker) -> Party:

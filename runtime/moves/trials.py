@@ -10,7 +10,7 @@ from itertools import islice
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Failed, Finished, Hello, Message, Role, Submit
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.engine.effects import Abandon, Effects, Start
+from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
@@ -34,11 +34,12 @@ class Trials:
         epoch: int,
         registry: Registry,
         placement: Placement,
+        acts: Acts,
         clock_ns: Callable[[], int],
     ) -> None:
         """`epoch`: the coordinator's."""
         self._epoch, self._registry = epoch, registry
-        self._placement, self._now_ns = placement, clock_ns
+        self._placement, self._acts, self._now_ns = placement, acts, clock_ns
         self._running: dict[TrialName, RunningRequest] = {}
         self._ended: deque[tuple[TrialName, Finished | Failed, bool]] = deque()
         self._heard = False
@@ -56,12 +57,12 @@ class Trials:
             self._running.pop(ended[0], None)
             yield ended
 
-    def abandon(self) -> Effects[None]:
+    def abandon(self) -> None:
         """End the trials that run."""
         ended = [*self._running.values()]
         self._running.clear()
         for running in ended:
-            yield Abandon(running)
+            self._acts.drop(running)
 
     def forget(self) -> None:
         """Forget the trials that have ended."""
@@ -95,7 +96,7 @@ class Trials:
             *([Trial("before", reference.peer)] if reference is not None else []),
         ]
 
-    def begin(self, trial: Trial) -> Effects[None]:
+    def begin(self, trial: Trial) -> None:
         """Run a trial, and hear what its client would be told."""
         target, draft = (
             self._registry.workers.get(trial.target),
@@ -127,7 +128,7 @@ class Trials:
             self._ended.append((trial.name, Failed.model_validate(said), False))
             return
         self._running[trial.name] = running
-        yield Start(running)
+        self._acts.start(running)
 
     def session(
         self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]

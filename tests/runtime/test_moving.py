@@ -1,10 +1,10 @@
-"""The effects to carry out when workers go, as values: nothing is done until somebody carries them
-out."""
+"""What is done to sessions when workers go, noted instead of done."""
+
+from typing import Any
 
 import pytest
 
 from dovetail.protocol.messages import Open
-from dovetail.runtime.engine.effects import Break, Follow, Forget, Say
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.state import State
@@ -27,17 +27,26 @@ def drafting() -> House:
     return house
 
 
+def noted(house: House) -> list[tuple[Any, ...]]:
+    """Note from now on what is to be done to sessions."""
+    acts, found = house.coordinator._acts, list[tuple[Any, ...]]()
+    for name in ("perform", "forget_on", "broken", "decide"):
+        setattr(acts, name, lambda *what, name=name: found.append((name, *what)))
+    return found
+
+
 def test_a_session_whose_target_goes_is_forgotten_there_and_goes_on_where_it_can() -> None:
     house = drafting()
     (live,), moving = house.coordinator._running.values(), house.coordinator._moving
-    target = live.target
-    assert [*moving.part_with(target, "has gone")] == [Forget(live, target), Follow(live, [])]
+    target, acts = live.target, noted(house)
+    moving.part_with(target, "has gone")
+    assert acts == [("forget_on", target, live), ("perform", live, [])]
     assert live.session.state is State.WAITING
-    said, follow = moving.resettle()  # it has come back
-    assert isinstance(said, Say)
-    assert "continues on target" in said.words
-    assert isinstance(follow, Follow)
-    (ask,) = follow.actions
+    acts.clear()
+    moving.resettle()  # it has come back
+    (decided, words), (performed, _, (ask,)) = acts
+    assert (decided, performed) == ("decide", "perform")
+    assert "continues on target" in words
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Open)
 
@@ -49,13 +58,12 @@ def test_a_draft_that_is_not_available_any_more_is_left_for_one_that_is() -> Non
     (other,) = (one for one in drafts if one.plays("draft") and one is not left)
     assert left is not None
     left.leaving = True
-    effects = moving.seek(live)
-    assert next(effects) == Forget(live, left)
-    assert isinstance(said := next(effects), Say)
-    assert f"gets drafts from {other.name}" in said.words
-    with pytest.raises(StopIteration) as end:
-        next(effects)
-    assert end.value.value == Joining()
+    acts = noted(house)
+    assert moving.seek(live) == Joining()
+    forgotten, (decided, words) = acts
+    assert forgotten == ("forget_on", left, live)
+    assert decided == "decide"
+    assert f"gets drafts from {other.name}" in words
     assert live.draft is other
 
 
@@ -72,9 +80,11 @@ def test_a_fault_of_ours_at_one_session_keeps_no_other_from_being_seen_to(
         raise error
 
     monkeypatch.setattr(first.session, "target_lost", fail)
-    assert [*moving.part_with(first.target, "has gone")] == [
-        Forget(first, first.target),
-        Break(first, error),
-        Forget(second, first.target),
-        Follow(second, []),
+    acts = noted(house)
+    moving.part_with(first.target, "has gone")
+    assert acts == [
+        ("forget_on", first.target, first),
+        ("broken", first, error),
+        ("forget_on", first.target, second),
+        ("perform", second, []),
     ]

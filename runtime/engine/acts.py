@@ -1,0 +1,65 @@
+"""Acts: what the parts of a coordinator that decide can have done to sessions, workers and clients.
+
+Each is a method of the part that does it. The parts need each other, so they are bound here once
+all of them exist.
+"""
+
+from collections.abc import Callable, Sequence
+
+from dovetail.protocol.errors import RequestError
+from dovetail.protocol.messages import Message
+from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.fleet.peers import ClientPeer, Worker
+from dovetail.runtime.session.actions import Action
+from dovetail.runtime.session.request import Request
+
+Outcome = Request | RequestError
+"""A request as it was read, or why it cannot be served."""
+
+
+class Acts:
+    """Bound by the coordinator."""
+
+    # of a session
+    start: Callable[[RunningRequest], None]
+    perform: Callable[[RunningRequest, Sequence[Action]], None]
+    cancel: Callable[[RunningRequest], None]
+    """End it with the tokens that it has."""
+    drop: Callable[[RunningRequest], None]
+    """End it without a reply."""
+    fail: Callable[[RunningRequest, RequestError], None]
+    broken: Callable[[RunningRequest, BaseException], None]
+    """End it because of a fault of the coordinator."""
+    forget_on: Callable[[Worker, RunningRequest], None]
+    """Have a worker forget it, if the worker is still registered."""
+
+    # of a worker
+    send: Callable[[Worker, Message], object]
+    """Send what needs no answer."""
+    free: Callable[[Worker], None]
+    """Send the command that waits for it, since it has answered the last one."""
+    admitted: Callable[[Worker], None]
+    join: Callable[[Worker], None]
+    """Have it serve sessions from now on."""
+    let_go: Callable[[Worker], None]
+    """Have it end; sessions that it still holds continue without it."""
+    lose: Callable[[Worker, str], None]
+    """Treat it as lost although it is connected."""
+    worker_lost: Callable[[Worker, str], None]
+    unreachable: Callable[[Worker], None]
+    """Give it up, since nothing can be sent to it."""
+
+    # of a client
+    reply: Callable[[ClientPeer, Message], None]
+    unanswered: Callable[[ClientPeer, int | None, BaseException], None]
+    """Report that its request failed because of a fault of the coordinator."""
+    unsaid: Callable[[ClientPeer, int | None, BaseException], None]
+    """Fail its request, of which something could not be encoded; None: it was about none."""
+    client_lost: Callable[[ClientPeer], None]
+    client_deaf: Callable[[ClientPeer], None]
+    """Disconnect it, since it does not read."""
+    defer: Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]
+    """Read a request elsewhere, and continue with the outcome."""
+
+    decide: Callable[[str], None]
+    """Log a decision, and keep it for `status`."""
