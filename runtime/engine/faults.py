@@ -20,13 +20,6 @@ def reraise_exits(error: BaseException) -> None:
         raise error
 
 
-def as_raised(error: BaseException) -> BaseException:
-    """Return an exception as it was raised: out of a generator a StopIteration comes as a
-    RuntimeError."""
-    cause = error.__cause__
-    return cause if isinstance(error, RuntimeError) and isinstance(cause, StopIteration) else error
-
-
 def told(error: BaseException) -> str:
     """An exception in a few words and one line, whatever its own may be."""
     try:

@@ -14,7 +14,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import NOTHING_TOLD, Close
 from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.engine.client_requests import observe
-from dovetail.runtime.engine.faults import as_raised, aside, fault, refusal, reraise_exits
+from dovetail.runtime.engine.faults import aside, fault, refusal, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import RunningRequest
@@ -272,7 +272,6 @@ class Sessions:
     def broken(self, running: RunningRequest, error: BaseException) -> None:
         """End a session with one error, for a fault of our own; nobody else notices."""
         reraise_exits(error)
-        error = as_raised(error)
         log.error(
             "session %d ends because the coordinator failed",
             running.session.number,
