@@ -30,11 +30,11 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.protocol.settings import byte_count
-from dovetail.runtime.engine.census import waits
 from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.starting import LATER, TAKEN, Starting, given_up
+from dovetail.runtime.engine.waits import waits
 from dovetail.runtime.fleet.outbox import size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry

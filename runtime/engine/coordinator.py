@@ -36,13 +36,12 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.acts import Acts, Outcome
 from dovetail.runtime.engine.admission import Admission
-from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
 from dovetail.runtime.engine.outgoing import Later, Outgoing
 from dovetail.runtime.engine.peers import Peers
 from dovetail.runtime.engine.replies import Replies
-from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.engine.running import Census, RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.shared import Shared

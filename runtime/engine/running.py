@@ -5,7 +5,7 @@ to which that has been done. Times are handed in.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -22,7 +22,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.spans import Span
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.loads import Load
+from dovetail.runtime.control.loads import Load, load_of
 from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.journal.delivery import Delivery
@@ -400,3 +400,34 @@ class RunningRequest:
             times.draft_queue_ns += duration_ns
         else:
             times.target_queue_ns += duration_ns
+
+
+class Census:
+    """Counts the sessions that run on the same workers as another one. A count is kept until
+    `forget` is called, since many need it while one message is handled."""
+
+    def __init__(self, running: Mapping[int, RunningRequest]) -> None:
+        """`running`: the sessions by their numbers."""
+        self._running = running
+        self._counted: dict[tuple[int, int, bool], Load] = {}
+
+    def forget(self) -> None:
+        """Count anew from now on, because sessions may have begun, ended or moved."""
+        self._counted.clear()
+
+    def load(self, running: RunningRequest, *, opening: bool = False) -> Load:
+        """Return how much runs on a session's workers, the session itself among it. `opening`:
+        sessions whose prompts are being read count, too."""
+        key = id(running.target), id(running.draft), opening
+        if (known := self._counted.get(key)) is None:
+            known = self._counted[key] = self._count(running, opening)
+        return known
+
+    def _count(self, running: RunningRequest, opening: bool) -> Load:
+        states = {*RUNNING, State.READY, *((State.OPENING,) if opening else ())}
+        on_target = on_draft = 0
+        for other in self._running.values():
+            if other.session.state in states:
+                on_target += other.target is running.target
+                on_draft += other.draft is running.draft
+        return load_of(max(1, on_target), max(1, on_draft if running.draft is not None else 0))

@@ -24,12 +24,12 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pricing import cut, worth_waiting
-from dovetail.runtime.engine.census import due_s
 from dovetail.runtime.engine.faults import aside, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, in_order, pass_of, rows_read, share
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.engine.waits import due_s
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.session.actions import Ask

@@ -9,9 +9,8 @@ from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Feed, Submit
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.acts import Acts
-from dovetail.runtime.engine.census import Census
 from dovetail.runtime.engine.faults import aside
-from dovetail.runtime.engine.running import RunningRequest
+from dovetail.runtime.engine.running import Census, RunningRequest
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker

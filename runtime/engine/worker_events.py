@@ -263,7 +263,8 @@ class WorkerEvents:
         be or cannot be handled ends its session."""
         if worker.passing is not None:
             self._passed(worker, event, size)
-        for item, features in zip(event.items, features_of_items(event), strict=True):
+        rows = [None] * len(event.items) if event.features is None else features_of_items(event)
+        for item, features in zip(event.items, rows, strict=True):
             answer = Owed(Verified, item.round)
             try:
                 running = self._answer(worker, item.session, answer, "target")

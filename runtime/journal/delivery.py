@@ -37,6 +37,6 @@ class Delivery:
         return Emit(
             emit.tokens[tokens:],
             max(0, emit.drafted - tokens),
-            emit.text[characters:],
+            emit.text[characters:].__str__,
             emit.logprobs[tokens:],
         )

@@ -1,5 +1,6 @@
 """The actions that follow an event of a session."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,12 +26,17 @@ class Ask(NamedTuple):
 
 class Emit(NamedTuple):
     """Newly committed tokens, the first `drafted` of which were drafted, and the text they
-    complete."""
+    complete, which is read when it is asked for."""
 
     tokens: tuple[int, ...]
     drafted: int
-    text: str
+    read: Callable[[], str]
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Return the text that the tokens complete."""
+        return self.read()
 
 
 @dataclass(frozen=True)

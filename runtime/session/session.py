@@ -292,7 +292,7 @@ class Session(OpeningSession):
         self.margins += margins[:count]
         self.logprobs += logprobs[:count]
         if reason:
-            return self._finish(reason, begin, drafted, shown)
+            return self._finish(reason, begin, drafted, shown())
         self.state = State.BETWEEN if self.state is State.VERIFYING else State.READY
         self.round, self.proposal = self.round + 1, None
         return [
@@ -357,7 +357,7 @@ class Session(OpeningSession):
             shown += self.reply.left()
         new = tuple(self.tokens[begin:])
         emitted = (
-            [Emit(new, min(drafted, len(new)), shown, tuple(self.logprobs[begin:]))]
+            [Emit(new, min(drafted, len(new)), shown.__str__, tuple(self.logprobs[begin:]))]
             if new or shown
             else []
         )

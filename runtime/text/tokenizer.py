@@ -327,6 +327,21 @@ def open_detokenizer(tokenizer: bytes, prompt: Sequence[int]) -> Detokenizer:
     return Spelling(TokenTable.read(tokenizer)).detokenizer(prompt)
 
 
+class Piece:
+    """The text that some tokens of a reply complete. It is read when it is asked for, unless stop
+    strings are looked for: workers do not wait for it."""
+
+    def __init__(self, reply: "ReplyText", tokens: Sequence[int], text: str | None = None) -> None:
+        self.tokens, self.text, self._reply = tokens, text, reply
+
+    def __call__(self) -> str:
+        """Return the text."""
+        if self.text is None:
+            self._reply.catch_up()
+        assert self.text is not None
+        return self.text
+
+
 class ReplyText:
     """The text of a reply: tokens come, text goes out, and an end token, a stop string or the
     length ends it."""
@@ -352,6 +367,7 @@ class ReplyText:
         self._count = 0
         """Tokens read so far."""
         self._shown: list[str] = []
+        self._unread: list[Piece] = []
         self._stopwatch: Stopwatch | None = None
         self._about: object = None
 
@@ -361,42 +377,56 @@ class ReplyText:
 
     @property
     def shown(self) -> str:
-        """Return the text that the client has been told."""
+        """Return the text that the client has been sent."""
+        self.catch_up()
         return "".join(self._shown)
 
-    def read(self, tokens: Sequence[int], room: int) -> tuple[int, str, FinishReason | None]:
+    def read(self, tokens: Sequence[int], room: int) -> tuple[int, Piece, FinishReason | None]:
         """Return how many of these tokens belong to the reply, the text that they complete, which
         counts as shown, and why the reply ends with them, if it does. `room`: tokens that it may
         still have."""
-        watch = self._stopwatch
-        began_ns = watch.now_ns() if watch is not None and watch.fine else 0
-        count, text, reason = self._read(tokens, room)
-        self._count += count
-        if watch is not None and began_ns:
-            watch.finely("detokenise", began_ns, self._about)
-        self._shown.append(text)
-        return count, text, reason
-
-    def _read(self, tokens: Sequence[int], room: int) -> tuple[int, str, FinishReason | None]:
         kept, reason = tokens[:room], _LENGTH if len(tokens) >= room else None
-        count, writer = len(kept), self.detokenizer
+        count = len(kept)
         for place, token in enumerate(kept):
             if token in self._end:
                 kept, reason, count = kept[:place], _STOP, place + 1
                 break
-        if not self._stopping:
-            return count, writer.push(*kept), reason
+        piece = Piece(self, kept)
+        if self._stopping:
+            piece.text, stopped = self._until_stop(kept)
+            if stopped:
+                count, reason = stopped, _STOP
+            self._shown.append(piece.text)
+        else:
+            self._unread.append(piece)
+        self._count += count
+        return count, piece, reason
+
+    def catch_up(self) -> None:
+        """Read the pieces that have not been read."""
+        watch, unread, self._unread = self._stopwatch, self._unread, []
+        for piece in unread:
+            began_ns = watch.now_ns() if watch is not None and watch.fine else 0
+            piece.text = self.detokenizer.push(*piece.tokens)
+            self._shown.append(piece.text)
+            if watch is not None and began_ns:
+                watch.finely("detokenise", began_ns, self._about)
+
+    def _until_stop(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Return the text of tokens up to a stop string, and how many of them complete that; 0:
+        there is none."""
         shown = ""
-        for place, token in enumerate(kept, 1):
-            text = writer.push(token) + self._marks.get(token, "")
+        for place, token in enumerate(tokens, 1):
+            text = self.detokenizer.push(token) + self._marks.get(token, "")
             text, stopped = self._stops.push(text, early=self._count + place <= self._least)
             shown += text
             if stopped:
-                return place, self._unmarked(shown), _STOP
-        return count, self._unmarked(shown), reason
+                return self._unmarked(shown), place
+        return self._unmarked(shown), 0
 
     def left(self) -> str:
         """Return what was held back, which counts as shown, when no token will follow."""
+        self.catch_up()
         early = self._count <= self._least
         last, _ = self._stops.push(self.detokenizer.flush(), early=early)
         self._shown.append(self._unmarked(last + self._stops.flush()))

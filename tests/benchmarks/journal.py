@@ -161,7 +161,7 @@ def writes_us(sessions: int) -> float:
         )
         for number in range(sessions)
     ]
-    emit = Emit(ROUND, len(ROUND) - 1, "some text")
+    emit = Emit(ROUND, len(ROUND) - 1, "some text".__str__)
     rounds = [
         [entry.committed(emit, [0.5] * len(ROUND)) for entry in entries] for _ in range(WRITES)
     ]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from dovetail.runtime.control.loads import Load
-from dovetail.runtime.engine.census import Census
+from dovetail.runtime.engine.running import Census
 from dovetail.runtime.session.state import State
 
 TARGET, DRAFT = object(), object()

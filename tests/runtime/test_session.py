@@ -167,7 +167,7 @@ def test_a_round_is_draft_then_verify_then_commit() -> None:
     session = new_session()
     session.begin()
     emit, ask = opened(session)
-    assert emit == Emit((3,), 0, "w3")
+    assert (emit.tokens, emit.drafted, emit.text) == ((3,), 0, "w3")
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Draft)
     assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus) == (
@@ -185,7 +185,7 @@ def test_a_round_is_draft_then_verify_then_commit() -> None:
     assert ask.command == checked
     assert encode(ask.command) == encode(checked)
     emit, ask = verdict(session, (0, 1), 7)
-    assert emit == Emit((4, 5, 7), 2, " w4 w5 w7")
+    assert (emit.tokens, emit.drafted, emit.text) == ((4, 5, 7), 2, " w4 w5 w7")
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Draft)
     assert (ask.command.round, ask.command.prefix, ask.command.accepted, ask.command.bonus) == (
@@ -221,7 +221,7 @@ def test_an_end_token_inside_an_accepted_path_cuts_there() -> None:
     opened(session)
     drafted(session, (4, END, 6), (-1, 0, 1))
     emit, finish, *closes = verdict(session, (0, 1, 2), 7)
-    assert emit == Emit((4, END), 2, " w4")
+    assert (emit.tokens, emit.drafted, emit.text) == ((4, END), 2, " w4")
     assert finish == Finish("stop")
     assert [type(c.command) for c in closes if isinstance(c, Ask)] == [Close, Close]
     assert session.tokens == [3, 4, END]
