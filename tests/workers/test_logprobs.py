@@ -184,8 +184,24 @@ def test_the_likeliest_come_first_and_of_equals_the_lowest(
         range(len(logits)), key=lambda v: (-logits[v], v)
     )[:top]
     assert [said.logprob, *(logprob for _, logprob in said.top)] == pytest.approx(
-        [distribution[token], *(distribution[other] for other, _ in said.top)]
+        [distribution[token], *(distribution[other] for other, _ in said.top)],
+        abs=1e-6,  # the sum of a row is rounded to float32
     )
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_kernels), False])
+def test_a_large_vocabulary_is_gone_over_in_float32_with_and_without_kernels(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.workers.speculation.logprobs.ranks", lambda _: kernels)
+    logits = torch.randn(3, 200_001, generator=torch.Generator().manual_seed(5)) * 4
+    distribution = logits.double().log_softmax(-1)
+    tokens, best = [7, 199_999, int(logits[2].argmax())], distribution.topk(5)
+    for row, said in enumerate(token_logprobs(logits, tokens, 5)):
+        assert said.logprob == pytest.approx(float(distribution[row, tokens[row]]), abs=1e-5)
+        assert [token for token, _ in said.top] == best.indices[row].tolist()
+        found = [logprob for _, logprob in said.top]
+        assert found == pytest.approx(best.values[row].tolist(), abs=1e-5)
 
 
 def test_logits_that_are_not_numbers_have_no_logarithm() -> None:
