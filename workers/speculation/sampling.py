@@ -8,6 +8,7 @@ the greedy one. N rows, V vocabulary. Knows neither keys nor positions.
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +55,7 @@ class LookingBack:
         """Token -> where its id and its penalty stand in the two tensors."""
         self._tokens = torch.empty(size, dtype=torch.long, device=device)
         self._penalties = torch.empty(size, device=device)
+        self._row = np.empty((1, size), np.float32)
         if known := self._history.seen if self._repetition != 1.0 else self._history.counts:
             self._note(known)
 
@@ -64,10 +66,8 @@ class LookingBack:
 
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """[N, V] float32 -> [N, V], of rows that follow `paths` behind the log; masked entries
-        -inf."""
-        # torch would divide a copy on the CPU among threads, which then keep cores busy for a while
-        on_cpu = logits.device.type == "cpu"
-        z = torch.from_numpy(logits.numpy().copy()) if on_cpu else logits.clone()
+        -inf. The next call overwrites the result of a single row on the CPU."""
+        z = self._copied(logits)
         if len(self._biased):
             z.index_add_(1, self._biased, self._biases.expand(len(z), -1))
         ahead = [(row, token) for row, path in enumerate(paths) for token in set(path)]
@@ -88,6 +88,15 @@ class LookingBack:
         if early := [row for row, path in enumerate(paths) if self._history.too_early(path)]:
             z[torch.tensor(early, device=z.device).unsqueeze(1), self._end] = MASKED
         return z
+
+    def _copied(self, logits: Tensor) -> Tensor:
+        # torch would divide a copy on the CPU among threads, which then keep cores busy for a while
+        if logits.device.type != "cpu":
+            return logits.clone()
+        if len(logits) != 1:
+            return torch.from_numpy(logits.numpy().copy())
+        np.copyto(self._row, logits.numpy())  # new memory would take longer than the copy
+        return torch.from_numpy(self._row)
 
     def _note(self, tokens: Collection[int]) -> None:
         """Take over what the history says of tokens of the log."""
