@@ -21,9 +21,9 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.sessions import prefill as module
 from dovetail.workers.sessions.features import PREFILL_ROWS
+from dovetail.workers.sessions.logprobs import token_logprobs
 from dovetail.workers.sessions.results import First, Part, ScoredPart, Verdict
 from dovetail.workers.sessions.wire import to_tensor
-from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.verifier import Verifier
@@ -193,7 +193,7 @@ def test_the_likeliest_come_first_and_of_equals_the_lowest(
 def test_a_large_vocabulary_is_gone_over_in_float32_with_and_without_kernels(
     kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dovetail.workers.speculation.logprobs.ranks", lambda _: kernels)
+    monkeypatch.setattr("dovetail.workers.sessions.logprobs.ranks", lambda _: kernels)
     logits = torch.randn(3, 200_001, generator=torch.Generator().manual_seed(5)) * 4
     distribution = logits.double().log_softmax(-1)
     tokens, best = [7, 199_999, int(logits[2].argmax())], distribution.topk(5)

@@ -12,9 +12,9 @@ from dovetail.workers.devices.memory import without_graphs
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.sessions.features import PREFILL_ROWS, features_of, places_of, slices
+from dovetail.workers.sessions.logprobs import token_logprobs
 from dovetail.workers.sessions.results import Part, ScoredPart
 from dovetail.workers.sessions.timing import timed_pass
-from dovetail.workers.speculation.logprobs import token_logprobs
 
 TURN_TAIL = 16
 """Rows at the end of a prompt behind a checkpoint of the cache: the next turn of a conversation

@@ -9,8 +9,8 @@ from dovetail.protocol.messages import Reads, TokenLogprobs
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.sessions.features import HeldFeatures, places_of
+from dovetail.workers.sessions.logprobs import token_logprobs
 from dovetail.workers.sessions.prefix_cache import check_prefix
-from dovetail.workers.speculation.logprobs import token_logprobs
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.sampling import LookingBack
 
