@@ -148,6 +148,30 @@ def test_the_rooms_of_workers_do_not_import_each_other(room: str) -> None:
                 )
 
 
+TRAINS = (
+    "workers/training/",
+    "launch/training/",
+    *(f"launch/commands/{command}.py" for command in ("features", "stratify", "train")),
+)
+"""The training and its own commands."""
+LONGEST_HEAD = 200
+
+
+def test_what_serves_imports_no_training() -> None:
+    for path in sources():
+        if not name(path).startswith(TRAINS):
+            trained = [one for one in read(path).imported if ".workers.training" in one]
+            assert not trained, f"{name(path)} imports {trained[0]}"
+
+
+def test_a_kind_of_head_is_one_short_file() -> None:
+    for kind in (kind for kind in sources() if name(kind).startswith("workers/heads/")):
+        text = kind.read_text(encoding="utf-8")
+        if "(HeadKind):" in text:
+            lines = len(text.splitlines())
+            assert lines <= LONGEST_HEAD, f"{name(kind)} has {lines} lines"
+
+
 def test_every_package_is_listed() -> None:
     listed = set(
         tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][

@@ -21,7 +21,8 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.planner import Tree
-from dovetail.workers.heads.registry import KINDS, Figures
+from dovetail.workers.heads.kind import Figures
+from dovetail.workers.heads.registry import KINDS
 
 STEPS = 40
 """Halvings of the interval in which p is."""
@@ -84,7 +85,7 @@ def figures_of(kind: str) -> Figures:
     if (figures := KINDS[kind].figures) is None:
         raise UserError(
             f"no figures are known for a {kind} head: run dovetail bench --draft {kind}, or "
-            "give the entry of the kind in workers/heads/registry.py its figures"
+            "give the kind its figures under workers/heads"
         )
     return figures
 

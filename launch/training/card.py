@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.launch.files.charts import Curve, draw
-from dovetail.workers.heads.registry import trained_kind
+from dovetail.workers.training.recipes import recipe_of
 
 if TYPE_CHECKING:
     from dovetail.workers.training.data.features import Features
@@ -98,7 +98,7 @@ def _shape(trained: "Trained") -> str:
         f"{shape.heads} heads, {shape.kv_heads} of keys and values",
         f"{shape.blocks} block(s)",
     ]
-    return "; ".join([*parts, *trained_kind(shape.kind).shape_words(shape)])
+    return "; ".join([*parts, *recipe_of(shape.kind).shape_words(shape)])
 
 
 def _losses(trained: "Trained") -> str:
@@ -108,7 +108,7 @@ def _losses(trained: "Trained") -> str:
         f"{recipe.cross_entropy:g} soft cross entropy",
         f"noise {recipe.noise:g}",
     ]
-    parts += trained_kind(shape.kind).loss_words(shape, recipe)
+    parts += recipe_of(shape.kind).loss_words(shape, recipe)
     alone = trained.plan.alone if recipe.steps > 1 else 0.0
     first = (
         f" (one for the first {alone:.0%} of the run: hence the jump of the loss)" if alone else ""

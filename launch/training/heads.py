@@ -18,7 +18,7 @@ from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.progress import tell
 from dovetail.protocol.settings import HEAD_KINDS
-from dovetail.workers.heads.registry import KINDS, Entry, Option
+from dovetail.workers.training.recipes import TRAINED, Option, TrainedKind
 
 if TYPE_CHECKING:
     pass
@@ -151,7 +151,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
 
 def head_commands() -> list[click.Command]:
     """Return one command a kind of head that can be trained."""
-    return [_command(KINDS[kind]) for kind in HEAD_KINDS]
+    return [_command(kind, TRAINED[kind]) for kind in HEAD_KINDS]
 
 
 def _own(option: Option) -> Callable[[Any], Any]:
@@ -174,9 +174,7 @@ def _own(option: Option) -> Callable[[Any], Any]:
     )
 
 
-def _command(entry: Entry) -> click.Command:
-    kind = entry.name
-
+def _command(kind: str, entry: TrainedKind) -> click.Command:
     def run(*, as_json: bool, **options: Any) -> None:
         own = {option.field: options.pop(option.field) for option in entry.options}
         wish = Wish(kind=kind, own=own, processes=int(os.environ.get("WORLD_SIZE", "1")), **options)

@@ -12,11 +12,11 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.training.card import card, curves, log_of
 from dovetail.launch.training.progress import show_progress
 from dovetail.protocol.errors import UserError
-from dovetail.workers.heads.registry import KINDS, trained_kind
+from dovetail.workers.training.recipes import TRAINED, recipe_of
 
 if TYPE_CHECKING:
-    from dovetail.workers.heads.trainable import HeadShape, TrainableHead
     from dovetail.workers.training.data.features import Features
+    from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
     from dovetail.workers.training.plan import Plan
     from dovetail.workers.training.process_group import ProcessGroup
     from dovetail.workers.training.target_parts import TargetParts
@@ -61,7 +61,7 @@ class Wish:
     def chosen(self, *, recipe: bool) -> dict[str, Any]:
         """Return the own options of the kind, by the fields that they set: of the losses' recipe,
         or of the head's shape."""
-        options = [option for option in KINDS[self.kind].options if bool(option.recipe) == recipe]
+        options = [option for option in TRAINED[self.kind].options if bool(option.recipe) == recipe]
         return {o.recipe or o.field: self.own.get(o.field, o.default) for o in options}
 
 
@@ -128,7 +128,7 @@ def _train(wish: Wish, place: "Workplace", peers: "ProcessGroup") -> "Trained | 
         return None
     log = log_of(wish.kind, features.origin, trained)
     texts = {
-        "README.md": card(wish.kind, KINDS[wish.kind].what, features, trained),
+        "README.md": card(wish.kind, TRAINED[wish.kind].what, features, trained),
         "training.json": json.dumps(log, indent=2) + "\n",
         **curves(trained),
     }
@@ -161,7 +161,7 @@ def _features(wish: Wish) -> "tuple[Features, str]":
                 wish.data, target, reader.renderer, files[0], Writing(seed=wish.seed), progress=show
             )
     examples = read_examples(files, reader)
-    taps = "auto" if trained_kind(wish.kind).trainable.reads_taps else "none"
+    taps = "auto" if recipe_of(wish.kind).trainable.reads_taps else "none"
     return online_features(examples, open_states(target, taps=taps)), target
 
 
@@ -177,7 +177,7 @@ def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShap
     from dovetail.workers.training.folder import shape_for
 
     own = wish.chosen(recipe=False)
-    choices = trained_kind(wish.kind).choices(
+    choices = recipe_of(wish.kind).choices(
         own, taps=features.origin.taps, vocabulary_size=features.origin.vocabulary_size
     )
     return shape_for(

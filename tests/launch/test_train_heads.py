@@ -23,13 +23,13 @@ from dovetail.launch.commands.train import command
 from dovetail.launch.training import heads
 from dovetail.launch.training.run import Wish, train_head
 from dovetail.protocol.errors import UserError
-from dovetail.workers.heads.dovetail import DovetailHead
-from dovetail.workers.heads.eagle3 import Eagle3Head
 from dovetail.workers.heads.head import classify, open_head
-from dovetail.workers.heads.trainable import HeadShape, Seen, mask_of
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.training.folder import shape_for
+from dovetail.workers.training.heads.dovetail import DovetailHead
+from dovetail.workers.training.heads.eagle3 import Eagle3Head
+from dovetail.workers.training.heads.trainable import HeadShape, Seen, mask_of
 from dovetail.workers.training.target_parts import read_target
 from dovetail.workers.training.trainer import new_head
 from support.cases import everyday
@@ -96,7 +96,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wish(kind: Any, tokens: Path, out: Path, **otherwise: Any) -> Wish:
-    fields = {option.field for option in heads.KINDS[kind].options}
+    fields = {option.field for option in heads.TRAINED[kind].options}
     own = {name: value for name, value in otherwise.items() if name in fields}
     others = {name: value for name, value in otherwise.items() if name not in fields}
     return Wish(

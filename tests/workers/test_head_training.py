@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.workers.heads.eagle3 import Eagle3Head
-from dovetail.workers.heads.trainable import (
+from dovetail.workers.training import losses, run, trainer
+from dovetail.workers.training.data.features import Batch
+from dovetail.workers.training.heads.eagle3 import Eagle3Head
+from dovetail.workers.training.heads.trainable import (
     HeadShape,
     Seen,
     TrainableHead,
     mask_of,
     most_frequent,
 )
-from dovetail.workers.training import losses, run, trainer
-from dovetail.workers.training.data.features import Batch
 from dovetail.workers.training.losses import head_loss, simulate
 from dovetail.workers.training.plan import Recipe
 from dovetail.workers.training.target_parts import Frozen

@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,22 @@ import torch
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.policies import POLICIES
-from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS
+from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
 from dovetail.workers.devices import opening, registry
 from dovetail.workers.devices.base import Device, DeviceKind, Transfer
 from dovetail.workers.devices.cpu import CPU
 from dovetail.workers.drafters import registry as drafters
-from dovetail.workers.heads.registry import ENTRIES, KINDS, setting_of, trained_kind
+from dovetail.workers.drafters.head import HeadDrafter
+from dovetail.workers.drafters.registry import open_draft_worker
+from dovetail.workers.heads.config import HeadConfig
+from dovetail.workers.heads.kind import HeadKind
+from dovetail.workers.heads.parts import Body, Parts
+from dovetail.workers.heads.registry import KINDS, setting_of
+from dovetail.workers.heads.spec import Group, HeadSpec, Shapes, common_fields
 from dovetail.workers.speculation import policies
+from dovetail.workers.training.recipes import TRAINED, recipe_of
+from support.heads import VARIANTS, head_config, head_tensors, write_files
+from support.levels import levels_of
 
 
 class Board(DeviceKind):
@@ -86,24 +97,62 @@ def test_an_import_path_that_leads_to_no_device_is_refused(
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_a_kind_of_head_that_can_be_named_can_be_trained_and_planned_with(kind: str) -> None:
-    entry, own = KINDS[kind], trained_kind(kind)
-    assert own.name == kind
-    assert entry.title
-    assert entry.what.startswith(("a ", "an "))
-    assert entry.figures is not None, "dovetail plan needs figures in its Entry"
-    assert entry.figures.tokens == tuple(sorted(entry.figures.tokens))
-    assert own.architecture.lower().endswith(kind)
+    own = KINDS[kind]
+    assert own.title
+    assert TRAINED[kind].what.startswith(("a ", "an "))
+    assert own.figures is not None, "dovetail plan needs figures"
+    assert own.figures.tokens == tuple(sorted(own.figures.tokens))
+    assert recipe_of(kind).architecture.lower().endswith(kind)
 
 
 def test_every_kind_of_head_has_a_name_in_the_settings() -> None:
-    assert {setting_of(entry.name) for entry in ENTRIES} == set(HEAD_KINDS)
-    assert all(entry.load().name == entry.name for entry in ENTRIES)
+    assert {setting_of(name) for name in KINDS} == set(HEAD_KINDS) == set(TRAINED)
 
 
-def test_the_table_of_heads_imports_no_torch() -> None:
-    asked = "import sys, dovetail.workers.heads.registry; print('torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+class Sum(HeadKind):
+    """A head that adds embedding and feature."""
+
+    name = "sum"
+
+    def recognises(self, shapes: Shapes) -> bool:
+        return "fc.weight" not in shapes and "layers.0.self_attn.q_proj.weight" in shapes
+
+    def read_spec(self, *given: Any) -> HeadSpec:
+        return HeadSpec(**common_fields(self.name, *given, mlp="mlp.gate_proj"))
+
+    def fusion_groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
+        return []
+
+    def body(self, parts: Parts) -> Body:
+        return parts.layered(torch.add)
+
+
+def test_a_kind_of_head_is_added_by_the_table_alone(
+    tmp_path: Path, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "sum", Sum())
+    tensors, config = head_tensors(VARIANTS["eagle-llama3"]), head_config(VARIANTS["eagle-llama3"])
+    tensors["fc.weight"] = torch.eye(64).repeat(1, 2)  # EAGLE's fusion as a sum
+    write_files(tmp_path / "eagle", tensors, config)
+    del tensors["fc.weight"]
+    write_files(tmp_path / "sum", tensors, config)
+    found = []
+    for kind in ("eagle", "sum"):
+        settings = DraftSettings(model=str(tmp_path / kind), device="cpu", weights="fp32")
+        worker = open_draft_worker(settings, name=kind, threads=1, target=str(llama_folder))
+        assert isinstance(worker.engine, HeadDrafter)
+        assert worker.engine.head.spec.kind == kind
+        found.append(levels_of(worker.engine.head, None))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_the_tables_of_heads_import_no_torch() -> None:
+    asked = (
+        "import sys, dovetail.workers.heads.registry, dovetail.workers.training.recipes; "
+        "print('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
 
 
 def test_every_draft_and_every_policy_can_be_opened() -> None:

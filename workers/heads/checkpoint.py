@@ -6,7 +6,7 @@ head lacks are read. Computes nothing.
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.heads.config import MisfitError, read_config
 from dovetail.workers.heads.files import HeadFiles, open_files
+from dovetail.workers.heads.kind import HeadKind
 from dovetail.workers.heads.parts import HeadCheckpoint
-from dovetail.workers.heads.registry import kind_of_head, kind_of_tensors, titles
+from dovetail.workers.heads.registry import KINDS, kind_of_tensors, titles
 from dovetail.workers.heads.rope import frequencies
 from dovetail.workers.heads.spec import (
     IGNORED,
@@ -30,9 +31,6 @@ from dovetail.workers.models.checkpoints.checkpoint import stored_tensors
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.stored import COUNT_TYPES, FLOAT_TYPES
-
-if TYPE_CHECKING:
-    from dovetail.workers.heads.kind import HeadKind
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -120,13 +118,12 @@ class _Target:
 
 
 def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadCheckpoint:
-    name = kind_of_tensors(files.shapes)
-    if name is None:
+    kind = kind_of_tensors(files.shapes)
+    if kind is None:
         raise MisfitError(
             f"is not a draft head of a known kind ({titles()}): its tensors are those of another "
             "model"
         )
-    kind = kind_of_head(name)
     names = _names(kind, files.shapes)
     shapes = {plain: files.shapes[name] for plain, name in names.items()}
     config = read_config(files.config, kind.config)
@@ -161,7 +158,7 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
     )
 
 
-def _names(kind: "HeadKind", names: Iterable[str]) -> dict[str, str]:
+def _names(kind: HeadKind, names: Iterable[str]) -> dict[str, str]:
     """Return for each tensor's name as its kind knows it the one in the checkpoint; two that mean
     the same are refused."""
     found: dict[str, str] = {}
@@ -216,7 +213,7 @@ def _shared(
     elif theirs is not None:
         if torch.equal(embedding.float(), theirs.float()):
             embedding = theirs
-        elif not kind_of_head(spec.kind).own_embedding:
+        elif not KINDS[spec.kind].own_embedding:
             apart = float((embedding.float() - theirs.float()).abs().max())
             log.warning(
                 "%s: its embedding differs from that of %s by up to %.2g; was it trained for "

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from dovetail.protocol.messages import MAX_LAYERS, MAX_WIDTH, Label
+from dovetail.protocol.messages import MAX_LAYERS, MAX_TAPS, MAX_WIDTH, Label
 from dovetail.protocol.settings import Frozen
 
 REMEDY = "take the config.json that belongs to its weights"
@@ -23,6 +23,16 @@ Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
 """Factors of frequencies and angles, which stay numbers by it."""
 Base = Annotated[float, Field(ge=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+Layers = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
+]
+"""Layers of a target, by what comes in."""
+Outputs = Annotated[
+    tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS - 1)], ...],
+    Field(max_length=MAX_TAPS, strict=False),
+]
+"""Layers of a target, by what comes out; -1: its embedding."""
 
 
 class MisfitError(Exception):

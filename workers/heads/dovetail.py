@@ -2,29 +2,23 @@
 six decoder layers."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from dovetail.workers.heads.arithmetic import Arithmetic, Product
 from dovetail.workers.heads.config import HeadConfig
-from dovetail.workers.heads.kind import TrainedKind
-from dovetail.workers.heads.parts import Body, Fusion, HeadCheckpoint, Parts, layered
+from dovetail.workers.heads.kind import SERVER, Figures, HeadKind
 from dovetail.workers.heads.spec import (
     FeatureType,
     Group,
     HeadSpec,
-    Shape,
     Shapes,
     TargetShape,
     common_fields,
 )
-from dovetail.workers.heads.trainable import Block, HeadShape, Norm, Said, Seen, TrainableHead
-from dovetail.workers.training.plan import Plan, Recipe
-from dovetail.workers.training.run import Pace
-from dovetail.workers.training.target_parts import TargetParts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dovetail.workers.heads.parts import Body, Fusion, Parts
 
 
 class DovetailConfig(HeadConfig):
@@ -43,70 +37,18 @@ class DovetailSpec(HeadSpec):
     dgf_embed_norm: bool
 
 
-def gated(
-    *, norm: Product | None, feature: Product, embedding: Product, gate: Product, activated: bool
-) -> Fusion:
-    """Return the dynamic gating fusion: z h1 + (1 - z) h2 of the feature's h1 and the embedding's
-    h2, z = sigmoid of a matrix over both.
-
-    `norm` and `activated` (SiLU on h2) are not in the paper (section 3.2), but its weights are made
-    for them.
-    """
-
-    def fuse(embedded: Tensor, features: Tensor) -> Tensor:
-        first, second = feature(features), embedding(embedded if norm is None else norm(embedded))
-        if activated:
-            second = functional.silu(second)
-        return torch.lerp(second, first, torch.sigmoid(gate(torch.cat([first, second], dim=-1))))
-
-    return fuse
-
-
-class DovetailHead(TrainableHead):
-    """The head as it is trained; the matrices of its fusion are stored [in, out]."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__(shape)
-        self.input_layernorm = Norm(shape.hidden, shape.norm_eps)
-        self.W_1 = nn.Parameter(torch.empty(shape.hidden, shape.hidden))
-        self.W_2 = nn.Parameter(torch.empty(shape.hidden, shape.hidden))
-        self.W_z = nn.Parameter(torch.empty(2 * shape.hidden, shape.hidden))
-        for matrix in (self.W_1, self.W_2, self.W_z):
-            nn.init.xavier_uniform_(matrix)
-        self.layers = nn.ModuleList(Block(shape, index) for index in range(shape.blocks))
-
-    def fuse(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """Return z h1 + (1 - z) h2, h1 from the feature and h2 from the embedding."""
-        embedded = self.input_layernorm(embedded) if self.shape.dgf_embed_norm else embedded
-        first, second = state @ self.W_1, embedded @ self.W_2
-        second = functional.silu(second) if self.shape.dgf_silu else second
-        gate = torch.sigmoid(torch.cat([first, second], -1) @ self.W_z)
-        return gate * first + (1 - gate) * second
-
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        by, said = self.turn(positions), Said(self.fuse(embedded, state))
-        for layer in self.layers:
-            said = layer(said.state, by, seen)
-        return said
-
-    def weigh_fusion(self, target: TargetParts, typical: Tensor) -> None:
-        """The gate is open half, so that twice the feature is the feature."""
-        self.W_1.copy_(2 * torch.eye(self.shape.hidden))
-        self.W_z.zero_()
-
-
-class Dovetail(TrainedKind):
+class Dovetail(HeadKind):
     """Dovetail in the format of its public checkpoints."""
 
-    name = "dovetail"
-    config = DovetailConfig
-    architecture = "LlamaForCausalLMDovetail"
-    """Nobody's name yet."""
-    paper = Plan(
-        Pace(rate=3e-5, warm_up=2000, weight_decay=0.01, clip=0.5), Recipe(), batch=4, length=2048
+    name, title, config = "dovetail", "Dovetail", DovetailConfig
+    figures = Figures(
+        (4.06, 4.31, 4.53, 4.62, 4.73, 4.83),
+        SERVER,
+        "Dovetail paper, Table 6, number of blocks {blocks}, Llama-2 7B",
     )
-    """Dovetail main.py. Gradients are clipped by norm, not number by number."""
-    trainable = DovetailHead
+
+    def recognises(self, shapes: Shapes) -> bool:
+        return "W_z" in shapes
 
     def read_spec(
         self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType
@@ -128,24 +70,32 @@ class Dovetail(TrainedKind):
             norm,
         ]
 
-    def body(self, checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> Body:
-        parts, spec = Parts(checkpoint, arithmetic), checkpoint.spec
-        assert isinstance(spec, DovetailSpec)
-        fuse = gated(
-            norm=parts.norm("input_layernorm") if spec.dgf_embed_norm else None,
-            feature=parts.transposed("W_1"),
-            embedding=parts.transposed("W_2"),
-            gate=parts.transposed("W_z"),
-            activated=spec.dgf_silu,
-        )
-        layers = [
-            arithmetic.layer(parts.layer_weights(f"layers.{i}", i, mlp=True))
-            for i in range(spec.blocks)
-        ]
-        return layered(fuse, layers)
+    def body(self, parts: "Parts") -> "Body":
+        return parts.layered(_gated(parts))
 
-    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
-        return {"dgf_silu": shape.dgf_silu, "dgf_embed_norm": shape.dgf_embed_norm}
+
+def _gated(parts: "Parts") -> "Fusion":
+    """Return the dynamic gating fusion: z h1 + (1 - z) h2 of the feature's h1 and the embedding's
+    h2, z = sigmoid of a matrix over both.
+
+    The norm of the embedding and the SiLU on h2 are not in the paper (section 3.2), but its weights
+    are made for them.
+    """
+    import torch
+    from torch.nn.functional import silu
+
+    spec = parts.checkpoint.spec
+    assert isinstance(spec, DovetailSpec)
+    norm = parts.norm("input_layernorm") if spec.dgf_embed_norm else None
+    feature, embedding, gate = (parts.transposed(name) for name in ("W_1", "W_2", "W_z"))
+
+    def fuse(embedded: "Tensor", features: "Tensor") -> "Tensor":
+        first, second = feature(features), embedding(embedded if norm is None else norm(embedded))
+        if spec.dgf_silu:
+            second = silu(second)
+        return torch.lerp(second, first, torch.sigmoid(gate(torch.cat([first, second], dim=-1))))
+
+    return fuse
 
 
 DOVETAIL = Dovetail()

@@ -48,7 +48,8 @@ def classify(source: str, *, allow_bin: bool = False) -> str | None:
         shapes = _open_pickled(folder, read_json(folder / "config.json"), allow_bin).shapes
     else:
         shapes = {name: stored.shape for name, stored in stored_tensors(folder).items()}
-    return kind_of_tensors(shapes)
+    kind = kind_of_tensors(shapes)
+    return None if kind is None else kind.name
 
 
 def open_files(source: str, *, allow_bin: bool) -> HeadFiles:

@@ -24,8 +24,8 @@ from dovetail.workers.heads.arithmetic.on_kernels import KernelArithmetic
 from dovetail.workers.heads.arithmetic.on_torch import TorchArithmetic
 from dovetail.workers.heads.checkpoint import open_head_checkpoint
 from dovetail.workers.heads.files import classify
-from dovetail.workers.heads.parts import HeadCheckpoint, Inputs
-from dovetail.workers.heads.registry import kind_of_head
+from dovetail.workers.heads.parts import HeadCheckpoint, Inputs, Parts
+from dovetail.workers.heads.registry import KINDS as HEADS
 from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
@@ -86,7 +86,7 @@ class Head:
         self.dtype, self.cached = arithmetic.dtype, arithmetic.cached
         self.ours, self.graphs = arithmetic.ours, Graphs()
         self._arithmetic = arithmetic
-        self._body = kind_of_head(self.spec.kind).body(checkpoint, arithmetic)
+        self._body = HEADS[self.spec.kind].body(Parts(checkpoint, arithmetic))
         self._table = _table(checkpoint.embedding, arithmetic)
         shares = checkpoint.output is checkpoint.embedding and arithmetic.table is not None
         self._output = arithmetic.linear(self._table if shares else checkpoint.output)

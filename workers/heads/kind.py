@@ -1,21 +1,19 @@
 """The description that a kind of draft head gives of itself: one class in the file of its name.
 
-Serving asks it which tensors it has and how they compute; training asks it for a module, a recipe
-and the fields of a config.json. `registry.py` lists the kinds.
+It names the tensors, puts the forward pass together, and has the figures that its paper reports.
+`registry.py` lists the kinds. A command line reads these files, so that none of them imports torch,
+which takes seconds, before it computes something. How a kind is trained stands under `training`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from dovetail.workers.heads.arithmetic import Arithmetic
 from dovetail.workers.heads.config import HeadConfig, MisfitError
-from dovetail.workers.heads.parts import Body, HeadCheckpoint
 from dovetail.workers.heads.spec import (
     FeatureType,
     Group,
     HeadSpec,
-    Shape,
     Shapes,
     TargetShape,
     attention_groups,
@@ -23,14 +21,37 @@ from dovetail.workers.heads.spec import (
     refuse_other_target,
     shared_groups,
 )
-from dovetail.workers.heads.trainable import HeadShape, TrainableHead
-from dovetail.workers.training.plan import Plan, Recipe
+
+if TYPE_CHECKING:
+    from dovetail.workers.heads.parts import Body, Parts
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The accepted lengths that a paper reports of a kind, at T = 0 on MT-bench."""
+
+    tokens: tuple[float, ...]
+    """The lengths of heads with 1, 2, ... blocks."""
+    tree: tuple[str, int, int, int]
+    """Policy, gamma, depth and width."""
+    source: str
+    """Paper, table and target; `{blocks}` stands for the number of blocks."""
+
+
+SERVER, GPU = ("dynamic", 15, 8, 10), ("dynamic", 59, 8, 10)
+"""The trees of the papers' figures: on servers' CPUs, and on GPUs."""
 
 
 class HeadKind(ABC):
-    """A kind of head that can be served."""
+    """A kind of head."""
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""
+    """The name that its paper gives it; empty: a variant of another kind."""
+    setting: ClassVar[str] = ""
+    """The name in `draft.kind`, if that differs."""
+    figures: ClassVar[Figures | None] = None
+    """Figures of its paper; None: a variant, which has those of the kind that it is one of."""
     config: ClassVar[type[HeadConfig]] = HeadConfig
     """The keys of its config.json."""
     silu: ClassVar[bool] = True
@@ -38,6 +59,10 @@ class HeadKind(ABC):
     own_embedding: ClassVar[bool] = False
     """True if a head of this kind may have trained the embedding, so that it differs from the
     target's without being a mistake."""
+
+    @abstractmethod
+    def recognises(self, shapes: Shapes) -> bool:
+        """Return whether tensors, by plain names, are those of a head of this kind."""
 
     def rename(self, plain: str) -> str:
         """Return the name by which this file knows a tensor of that plain name."""
@@ -90,38 +115,5 @@ class HeadKind(ABC):
         return gated_mlp(spec, layer)
 
     @abstractmethod
-    def body(self, checkpoint: HeadCheckpoint, arithmetic: Arithmetic) -> Body:
+    def body(self, parts: "Parts") -> "Body":
         """Return the forward pass between embedding and output head."""
-
-
-class TrainedKind(HeadKind):
-    """A kind of head that `dovetail train` can train, too."""
-
-    architecture: ClassVar[str]
-    """`architectures` in its config.json."""
-    paper: ClassVar[Plan]
-    """The recipe of its paper."""
-    trainable: ClassVar[type[TrainableHead]]
-
-    def choices(
-        self, options: Mapping[str, Any], *, taps: Sequence[int], vocabulary_size: int
-    ) -> dict[str, Any]:
-        """Return the fields of `HeadShape` that the options of this kind choose, for features with
-        those `taps` of a target; `UserError` where they do not fit."""
-        return dict(options)
-
-    def intermediate(self, hidden: int, of_target: int) -> int:
-        """Return how wide the MLP is unless somebody says otherwise."""
-        return of_target
-
-    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
-        """Return the keys of config.json that only this kind has."""
-        return {}
-
-    def shape_words(self, shape: HeadShape) -> list[str]:
-        """Return what a head's card says of its shape beside widths and blocks."""
-        return []
-
-    def loss_words(self, shape: HeadShape, recipe: Recipe) -> list[str]:
-        """Return what a head's card says of its losses beside those of all kinds."""
-        return []

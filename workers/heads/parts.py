@@ -5,7 +5,7 @@ T rows of a pass, R rows asked for, V the target's vocabulary, H the head's widt
 feature. Knows no kind of head.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dovetail.workers.heads.arithmetic import Arithmetic, Layer, LayerWeights, Product
+from dovetail.workers.heads.arithmetic import Arithmetic, LayerWeights, Product
 from dovetail.workers.heads.spec import HeadSpec
 
 
@@ -69,6 +69,11 @@ class Inputs:
     def asked(self, states: Tensor) -> Tensor:
         """Return those of states [T, H] that are asked for, [R, H]."""
         return states if self.rows is None else states[self.rows]
+
+    @staticmethod
+    def outcome(states: Tensor, *branches: Tensor, **more: Tensor | None) -> Outcome:
+        """Return what the output head reads: `branches`, or the states themselves."""
+        return Outcome(states, branches or (states,), **more)
 
 
 Body = Callable[[Inputs], Outcome]
@@ -147,31 +152,38 @@ class Parts:
         fc = self.linear("fc")
         return lambda embedded, features: fc(torch.cat([embedded, features], dim=-1))
 
+    def layered(self, fuse: Fusion) -> Body:
+        """Return the body of a fusion and all decoder layers."""
+        layers = [
+            self.arithmetic.layer(self.layer_weights(f"layers.{index}", index, mlp=True))
+            for index in range(self.checkpoint.spec.blocks)
+        ]
 
-def layered(fuse: Fusion, layers: Sequence[Layer]) -> Body:
-    """Return the body of a fusion and decoder layers."""
+        def body(inputs: Inputs) -> Outcome:
+            states = fuse(inputs.embedded, inputs.features)
+            for layer in layers:
+                states = layer(states, inputs.seen)
+            return inputs.outcome(inputs.asked(states))
 
-    def body(inputs: Inputs) -> Outcome:
-        states = fuse(inputs.embedded, inputs.features)
-        for layer in layers:
-            states = layer(states, inputs.seen)
-        states = inputs.asked(states)
-        return Outcome(states, (states,))
+        return body
 
-    return body
+    def attention_half(self, layer: str) -> tuple[Callable[[Tensor, Tensor, Any], Tensor], Product]:
+        """Return the attention of a layer, (its inputs, states, rows) -> states behind it, and the
+        norm in front of what comes in the place of the MLP."""
+        weights, arithmetic = self.layer_weights(layer, 0, mlp=False), self.arithmetic
+        qkv, output, mix = (
+            arithmetic.linear(weights.qkv, weights.qkv_bias),
+            arithmetic.linear(weights.output, weights.output_bias),
+            arithmetic.mix(weights),
+        )
+        return lambda inputs, states, seen: states + output(mix(qkv(inputs), seen)), self.norm(
+            f"{layer}.post_attention_layernorm"
+        )
 
-
-def attention_half(
-    parts: Parts, layer: str
-) -> tuple[Callable[[Tensor, Tensor, Any], Tensor], Product]:
-    """Return the attention of a layer, (its inputs, states, rows) -> states behind it, and the norm
-    in front of what stands in the place of the MLP."""
-    weights, arithmetic = parts.layer_weights(layer, 0, mlp=False), parts.arithmetic
-    qkv, output, mix = (
-        arithmetic.linear(weights.qkv, weights.qkv_bias),
-        arithmetic.linear(weights.output, weights.output_bias),
-        arithmetic.mix(weights),
-    )
-    return lambda inputs, states, seen: states + output(mix(qkv(inputs), seen)), parts.norm(
-        f"{layer}.post_attention_layernorm"
-    )
+    def mlp(self, name: str) -> Product:
+        """Return a gated MLP."""
+        gate_up, down = (
+            self.linear(f"{name}.gate_proj", f"{name}.up_proj"),
+            self.linear(f"{name}.down_proj"),
+        )
+        return lambda x: down(self.arithmetic.gated(gate_up(x)))

@@ -180,12 +180,17 @@ def listed(names: Sequence[str]) -> str:
 
 
 def shared_groups(spec: HeadSpec) -> list[Group]:
-    """Return the embedding and the output head, which a head may have or take from its target."""
-    hidden = spec.hidden
-    own_head = spec.draft_vocabulary != spec.vocabulary_size or spec.target_width != hidden
+    """Return the embedding and the output head, which a head may have or take from its target, and
+    the tables of the tokens that the output head knows."""
+    hidden, mapped = spec.hidden, spec.draft_vocabulary != spec.vocabulary_size
     return [
         Group({"embed_tokens.weight": (spec.vocabulary_size, hidden)}, needed=False),
-        Group({"lm_head.weight": (spec.draft_vocabulary, hidden)}, needed=own_head),
+        Group(
+            {"lm_head.weight": (spec.draft_vocabulary, hidden)},
+            needed=mapped or spec.target_width != hidden,
+        ),
+        Group({"d2t": (spec.draft_vocabulary,)}, needed=mapped),
+        Group({"t2d": (spec.vocabulary_size,)}, needed=False),
     ]
 
 
@@ -211,19 +216,11 @@ def attention_groups(spec: HeadSpec, config: HeadConfig, layer: str, width: int)
     ]
 
 
-def gated_shapes(spec: HeadSpec) -> Shapes:
-    """Return the matrices of a gated MLP."""
-    hidden, wide = spec.hidden, spec.intermediate
-    return {
-        "gate_proj.weight": (wide, hidden),
-        "up_proj.weight": (wide, hidden),
-        "down_proj.weight": (hidden, wide),
-    }
-
-
 def gated_mlp(spec: HeadSpec, layer: str) -> Group:
     """Return the gated MLP of a decoder layer."""
-    return Group({f"{layer}mlp.{name}": shape for name, shape in gated_shapes(spec).items()})
+    hidden, wide, at = spec.hidden, spec.intermediate, f"{layer}mlp."
+    up = dict.fromkeys((f"{at}gate_proj.weight", f"{at}up_proj.weight"), (wide, hidden))
+    return Group({**up, f"{at}down_proj.weight": (hidden, wide)})
 
 
 def rows_of(shapes: Shapes, name: str, otherwise: int) -> int:

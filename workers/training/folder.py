@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.heads.registry import trained_kind
-from dovetail.workers.heads.trainable import HeadShape, TrainableHead
+from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
+from dovetail.workers.training.recipes import recipe_of
 from dovetail.workers.training.target_parts import TargetParts
 from dovetail.workers.training.workplace import Workplace
 
@@ -30,7 +30,7 @@ def workplace(out: Path, kind: str, texts: Iterable[str]) -> Workplace:
         out.resolve(),
         f"{kind} head",
         FILES.union(texts),
-        {"architectures": [trained_kind(kind).architecture]},
+        {"architectures": [recipe_of(kind).architecture]},
     )
 
 
@@ -54,7 +54,7 @@ def shape_for(
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
         intermediate=intermediate
-        or trained_kind(kind).intermediate(hidden, int(config["intermediate_size"])),
+        or recipe_of(kind).intermediate(hidden, int(config["intermediate_size"])),
         vocabulary=vocabulary,
         rope_theta=float(
             config.get("rope_theta")
@@ -69,7 +69,7 @@ def shape_for(
 
 def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> dict[str, Any]:
     """The config.json of a head: the public fields of its kind, and ours under "dovetail"."""
-    kind = trained_kind(shape.kind)
+    kind = recipe_of(shape.kind)
     config: dict[str, Any] = {
         "architectures": [kind.architecture],
         "model_type": "llama",

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from dovetail.protocol.errors import UserError
-from dovetail.workers.heads.registry import KINDS
-from dovetail.workers.heads.trainable import Said, Seen, TrainableHead, mask_of
 from dovetail.workers.training.data.features import Batch
+from dovetail.workers.training.heads.trainable import Said, Seen, TrainableHead, mask_of
 from dovetail.workers.training.plan import Recipe
+from dovetail.workers.training.recipes import TRAINED
 from dovetail.workers.training.target_parts import Frozen
 
 NOISE_COLUMNS = 512
@@ -36,7 +36,7 @@ def read_features(head: TrainableHead, batch: Batch) -> Tensor:
         return batch.g.float()
     if batch.taps is None:
         raise UserError(
-            f"{KINDS[head.shape.kind].what.split(':')[0]} reads residual streams of the target, "
+            f"{TRAINED[head.shape.kind].what.split(':')[0]} reads residual streams of the target, "
             "and these features hold none: write them with --taps auto"
         )
     return batch.taps.float()

@@ -1,26 +1,134 @@
-"""The presets of training for each kind of head: as its paper did, or in minutes for a very small
-target. Numbers only."""
+"""The kinds of heads that can be trained: what `dovetail train` says of each, its options, its
+recipe, and its presets: as its paper did, or in minutes for a very small target.
 
-from dataclasses import replace
-from typing import Literal
+A command line reads this file, so that it imports no torch, which takes seconds; `recipe_of` does.
+"""
 
-from dovetail.workers.heads.registry import trained_kind
-from dovetail.workers.training.plan import Plan
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from dovetail.workers.training.heads.recipe import HeadRecipe
+    from dovetail.workers.training.plan import Plan
 
 Preset = Literal["paper", "tiny"]
 TINY_UP_TO = 1024
 """The widest target for which `auto` means the tiny preset."""
 
 
-def plan_for(kind: str, hidden: int, preset: Preset | None = None) -> Plan:
+@dataclass(frozen=True)
+class Option:
+    """An option of `dovetail train KIND` that only this kind has."""
+
+    name: str
+    help: str
+    type: Literal["count", "flag", "weight"]
+    least: int = 0
+    most: int | None = None
+    default: int | bool | None = None
+    rare: bool = False
+    """True if `--help` leaves it to `--help-all`."""
+    recipe: str = ""
+    """The field of the losses' `Recipe` that it sets; empty: it goes into the head's shape."""
+
+    @property
+    def field(self) -> str:
+        """The name of the option as a Python name."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class TrainedKind:
+    """A kind of head for a command line."""
+
+    what: str
+    """The words of `dovetail train` for it."""
+    options: tuple[Option, ...] = ()
+
+
+TRAINED: Mapping[str, TrainedKind] = {
+    "dovetail": TrainedKind(
+        "a Dovetail head: gated fusion and one to six decoder layers",
+        (
+            Option("--blocks", "Decoder layers.", "count", least=1, most=6, default=1),
+            Option(
+                "--dgf-silu",
+                "SiLU on the embedding's side (in the code, not in the paper).",
+                "flag",
+                default=True,
+                rare=True,
+            ),
+            Option(
+                "--dgf-embed-norm",
+                "RMSNorm of the embedding (in the code, not in the paper).",
+                "flag",
+                default=True,
+                rare=True,
+            ),
+        ),
+    ),
+    "jakiro": TrainedKind(
+        "a Jakiro head: experts, and a contrast that predicts one token further",
+        (
+            Option("--experts", "Experts, of which two run.", "count", least=2, most=4, default=2),
+            Option(
+                "--contrast",
+                "The second prediction, for the tree's last level.",
+                "flag",
+                default=True,
+                rare=True,
+            ),
+            Option(
+                "--contrast-weight",
+                "Of its feature loss: 0.5 in Jakiro's code, 1.0 in its paper.  [default: 0.5]",
+                "weight",
+                rare=True,
+                recipe="contrast_feature",
+            ),
+        ),
+    ),
+    "eagle3": TrainedKind(
+        "an EAGLE-3 head: three residual streams, one layer, an output head of its own",
+        (
+            Option(
+                "--draft-vocabulary",
+                "How many of the most frequent tokens it can propose.  [default: all]",
+                "count",
+                least=2,
+            ),
+        ),
+    ),
+    "eagle": TrainedKind(
+        "an EAGLE-1/2 head: embedding and last hidden state through one decoder layer"
+    ),
+}
+
+
+def recipe_of(kind: str) -> "HeadRecipe":
+    """Return the recipe of a kind of head; torch is imported for it."""
+    from dovetail.workers.training.heads.dovetail import DovetailRecipe
+    from dovetail.workers.training.heads.eagle import EagleRecipe
+    from dovetail.workers.training.heads.eagle3 import Eagle3Recipe
+    from dovetail.workers.training.heads.jakiro import JakiroRecipe
+
+    return {
+        "dovetail": DovetailRecipe,
+        "eagle": EagleRecipe,
+        "eagle3": Eagle3Recipe,
+        "jakiro": JakiroRecipe,
+    }[kind]()
+
+
+def plan_for(kind: str, hidden: int, preset: Preset | None = None) -> "Plan":
     """The plan of a kind of head for a target so wide; `preset` None chooses by the width."""
-    paper = trained_kind(kind).paper
+    paper = recipe_of(kind).paper
     if (preset or ("tiny" if hidden <= TINY_UP_TO else "paper")) == "paper":
         return paper
     return _tiny(paper)
 
 
-def _tiny(paper: Plan) -> Plan:
+def _tiny(paper: "Plan") -> "Plan":
     """A plan for minutes on one core, as found on the embedded target (tau of simulated chains
     after 25 to 60 s, one decoder layer).
 

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.workers.heads.registry import trained_kind
-from dovetail.workers.heads.trainable import HeadShape, TrainableHead
 from dovetail.workers.training.data.features import Batch, Features
+from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
 from dovetail.workers.training.losses import Acceptance, head_loss, simulate
 from dovetail.workers.training.plan import Plan
 from dovetail.workers.training.process_group import ALONE, ProcessGroup
+from dovetail.workers.training.recipes import recipe_of
 from dovetail.workers.training.run import Callback, Outcome, Run, Step, carry_out, silent
 from dovetail.workers.training.target_parts import Frozen
 
@@ -100,7 +100,7 @@ def train_head(
 def new_head(shape: HeadShape, *, seed: int) -> TrainableHead:
     """Return a head of that shape with random weights."""
     torch.manual_seed(seed)
-    return trained_kind(shape.kind).trainable(shape)
+    return recipe_of(shape.kind).trainable(shape)
 
 
 def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:

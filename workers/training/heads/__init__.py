@@ -1,0 +1,1 @@
+"""The kinds of heads as they are trained: a module of torch, and the recipe of the paper."""

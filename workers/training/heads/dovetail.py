@@ -1,0 +1,63 @@
+"""Dovetail, as it is trained."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dovetail.workers.heads.spec import Shape
+from dovetail.workers.training.heads.recipe import EAGLE_PLAN, HeadRecipe
+from dovetail.workers.training.heads.trainable import (
+    Block,
+    HeadShape,
+    Norm,
+    Said,
+    Seen,
+    TrainableHead,
+)
+from dovetail.workers.training.target_parts import TargetParts
+
+
+class DovetailHead(TrainableHead):
+    """The head as it is trained; the matrices of its fusion are stored [in, out]."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__(shape)
+        self.input_layernorm = Norm(shape.hidden, shape.norm_eps)
+        self.W_1 = nn.Parameter(torch.empty(shape.hidden, shape.hidden))
+        self.W_2 = nn.Parameter(torch.empty(shape.hidden, shape.hidden))
+        self.W_z = nn.Parameter(torch.empty(2 * shape.hidden, shape.hidden))
+        for matrix in (self.W_1, self.W_2, self.W_z):
+            nn.init.xavier_uniform_(matrix)
+        self.layers = nn.ModuleList(Block(shape, index) for index in range(shape.blocks))
+
+    def fuse(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """Return z h1 + (1 - z) h2, h1 from the feature and h2 from the embedding."""
+        embedded = self.input_layernorm(embedded) if self.shape.dgf_embed_norm else embedded
+        first, second = state @ self.W_1, embedded @ self.W_2
+        second = functional.silu(second) if self.shape.dgf_silu else second
+        gate = torch.sigmoid(torch.cat([first, second], -1) @ self.W_z)
+        return gate * first + (1 - gate) * second
+
+    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
+        by, said = self.turn(positions), Said(self.fuse(embedded, state))
+        for layer in self.layers:
+            said = layer(said.state, by, seen)
+        return said
+
+    def weigh_fusion(self, target: TargetParts, typical: Tensor) -> None:
+        """The gate is open half, so that twice the feature is the feature."""
+        self.W_1.copy_(2 * torch.eye(self.shape.hidden))
+        self.W_z.zero_()
+
+
+class DovetailRecipe(HeadRecipe):
+    """Dovetail main.py."""
+
+    architecture = "LlamaForCausalLMDovetail"
+    """Nobody's name yet."""
+    paper, trainable = EAGLE_PLAN, DovetailHead
+
+    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
+        return {"dgf_silu": shape.dgf_silu, "dgf_embed_norm": shape.dgf_embed_norm}

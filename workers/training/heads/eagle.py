@@ -1,0 +1,46 @@
+"""EAGLE-1/2, as it is trained."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.workers.heads.spec import Shape
+from dovetail.workers.training.heads.recipe import EAGLE_PLAN, HeadRecipe
+from dovetail.workers.training.heads.trainable import Block, HeadShape, Said, Seen, TrainableHead
+from dovetail.workers.training.target_parts import TargetParts
+
+
+class EagleHead(TrainableHead):
+    """The head as it is trained."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__(shape)
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
+        self.layers = nn.ModuleList([self.block(shape)])
+
+    def block(self, shape: HeadShape) -> Block:
+        """Return the decoder layer."""
+        return Block(shape, 0)
+
+    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
+        return cast(
+            Said,
+            self.layers[0](self.fc(torch.cat([embedded, state], -1)), self.turn(positions), seen),
+        )
+
+    def weigh_fusion(self, target: TargetParts, typical: Tensor) -> None:
+        """An embedding that is small beside the feature would be learned last."""
+        embedding = target.frozen.embedding.float().square().mean().sqrt()
+        self.fc.weight[:, : self.shape.hidden] *= typical / embedding
+
+
+class EagleRecipe(HeadRecipe):
+    """EAGLE main.py."""
+
+    architecture = "LlamaForCausalLMEagle"
+    """SGLang's name."""
+    paper, trainable = EAGLE_PLAN, EagleHead
+
+    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
+        return {"bias": shape.bias, "qkv_bias": False}

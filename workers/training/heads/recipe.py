@@ -1,0 +1,48 @@
+"""The recipe of a kind of draft head: its module, how its paper trains it, and what a trained head
+writes down of itself."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dovetail.workers.heads.spec import Shape
+from dovetail.workers.training.heads.trainable import HeadShape, TrainableHead
+from dovetail.workers.training.plan import Plan, Recipe
+from dovetail.workers.training.run import Pace
+
+EAGLE_PLAN = Plan(
+    Pace(rate=3e-5, warm_up=2000, weight_decay=0.01, clip=0.5), Recipe(), batch=4, length=2048
+)
+"""EAGLE's and Dovetail's main.py. Gradients are clipped by norm, not number by number."""
+
+
+class HeadRecipe:
+    """The training of a kind of head."""
+
+    architecture: ClassVar[str]
+    """`architectures` in its config.json."""
+    paper: ClassVar[Plan]
+    """The recipe of its paper."""
+    trainable: ClassVar[type[TrainableHead]]
+
+    def choices(
+        self, options: Mapping[str, Any], *, taps: Sequence[int], vocabulary_size: int
+    ) -> dict[str, Any]:
+        """Return the fields of `HeadShape` that the options of this kind choose, for features with
+        those `taps` of a target; `UserError` where they do not fit."""
+        return dict(options)
+
+    def intermediate(self, hidden: int, of_target: int) -> int:
+        """Return how wide the MLP is unless somebody says otherwise."""
+        return of_target
+
+    def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
+        """Return the keys of config.json that only this kind has."""
+        return {}
+
+    def shape_words(self, shape: HeadShape) -> list[str]:
+        """Return what a head's card says of its shape besides widths and blocks."""
+        return []
+
+    def loss_words(self, shape: HeadShape, recipe: Recipe) -> list[str]:
+        """Return what a head's card says of its losses besides those of all kinds."""
+        return []
