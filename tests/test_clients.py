@@ -1,8 +1,11 @@
 """openai-python against a real server; the other clients, each in an environment of its own, by
 `python tests/clients`."""
 
+import re
 import sys
 from pathlib import Path
+
+import pytest
 
 from clients.catalogue import CLIENTS, ClientKind
 from clients.commands import try_client
@@ -10,6 +13,7 @@ from clients.commands import try_client
 from dovetail.launch.processes.stack import Stack
 from support.web import api
 
+README = Path(__file__).parents[1] / "README.md"
 FLAGS = ("--http.model=dovetail", "--policy=dynamic", "--tree.insist=true")
 
 
@@ -19,6 +23,16 @@ def test_openai_python_sees_what_it_should(stack: Stack) -> None:
             ClientKind("openai", (), "openai_sdk.py"), Path(sys.executable), served.url
         )
     assert row["ok"], row["what"]
+
+
+def test_the_client_of_the_readme_prints_a_reply(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert block.count("http://127.0.0.1:8000") == 1
+    with api(stack.address, *FLAGS) as served:
+        exec(block.replace("http://127.0.0.1:8000", served.url), {})
+    assert "sky" in capsys.readouterr().out
 
 
 def test_every_client_has_a_script() -> None:

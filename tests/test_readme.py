@@ -4,6 +4,7 @@ right."""
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,20 +13,27 @@ import click
 import pytest
 
 from dovetail.launch.cli import COMMANDS
-from dovetail.launch.console import migration
 from dovetail.launch.console.help import common
 from dovetail.launch.settings.configure import SETTINGS
 from dovetail.protocol.messages import VERSION
-from dovetail.runtime.http.fields import INSTEAD
 from dovetail.workers.devices import registry
+from measures import words
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "*/*.md", "tests/*/*.md", "launch/demo/README.md")
+    for pattern in (
+        "*.md",
+        "tests/*.md",
+        "tests/*/*.md",
+        *(f"{top}/**/*.md" for top in words.FOLDERS),
+    )
     for path in ROOT.glob(pattern)
-    if not path.relative_to(ROOT).parts[0].startswith((".", "build"))
+    if "heads" not in path.parts[:-2] and path.name != "ATTRIBUTION.md"
 )
+READ = {str(path.relative_to(ROOT)): path for path in words.pages(ROOT)}
+"""Pages that people read from start to end, by name."""
+BUDGET = tomllib.loads((ROOT / "tests" / "budget.toml").read_text(encoding="utf-8"))
 MOST_LINES, MOST_COLUMNS, LONGEST_HEADING = 200, 100, 80
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -96,17 +104,36 @@ def shell_lines(text: str) -> Iterator[str]:
 
 
 def inline(text: str) -> list[str]:
-    """Return what is written as code within sentences and tables, but for the tables of
-    migrants."""
-    prose = re.sub(
-        r"^\| (`-.*\| (llama-server|vLLM|ollama)).*$", "", FENCE.sub("", text), flags=re.M
-    )
-    return CODE.findall(prose)
+    """Return what is written as code within sentences and tables."""
+    return CODE.findall(FENCE.sub("", text))
 
 
 def test_the_readme_is_short() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MOST_LINES
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = LINK.sub("", words.prose(text)).split()
+    assert len(text.splitlines()) <= MOST_LINES
+    assert len([word for word in prose if re.search(r"\w", word)]) <= BUDGET["pages"]["README.md"]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_page_is_short_and_so_are_its_sentences(name: str) -> None:
+    """A folder's manual and a page of one theme have budgets; `python tests/measures/words.py`
+    counts words and long sentences."""
+    text = READ[name].read_text(encoding="utf-8")
+    if name != "README.md":
+        kind = "manual" if name.count("/") == 1 else "theme"
+        assert len(text.split()) <= BUDGET["pages"].get(name, BUDGET["pages"][kind])
+    assert words.long_sentences(text) == []
+
+
+def test_private_words_become_fewer() -> None:
+    """Raising a figure is a commit with its reason; `python tests/measures/words.py` counts them."""
+    over = {
+        folder: found.total()
+        for folder in words.FOLDERS
+        if (found := words.counts(ROOT, folder)[0]).total() > BUDGET["words"][folder]
+    }
+    assert not over, f"words of tests/measures/words.py above tests/budget.toml: {over}"
 
 
 def test_prose_is_no_wider_than_code(page: Path) -> None:
@@ -139,7 +166,8 @@ def test_paths_are_there(page: Path) -> None:
         name = code.split()[0].partition("::")[0].rstrip("/")
         ours = name.startswith(tuple(f"{top}/" for top in TOP))
         if (ours or re.fullmatch(r"[\w/]+\.py", name)) and not re.search(r"[*<>|A-Z{]", name):
-            assert any((at / name).exists() for at in (ROOT, page.parent)), f"{page.name}: {code}"
+            above = [at for at in page.parents if at.is_relative_to(ROOT)]
+            assert any((at / name).exists() for at in above), f"{page.name}: {code}"
 
 
 def typed(page: Path) -> Iterator[tuple[str, str, set[str]]]:
@@ -207,22 +235,6 @@ def test_programs_of_the_tests_are_there(page: Path) -> None:
         assert name in known, name
 
 
-def test_the_tables_of_migrants_are_what_the_command_line_answers_with() -> None:
-    manual = (ROOT / "launch" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`-.*) \| (.*) \| (.*) \|$", manual, re.MULTILINE)
-    assert rows == [
-        (", ".join(f"`{name}`" for name in foreign.names), foreign.whose, foreign.here)
-        for foreign in migration.names().options
-    ]
-    after = manual.partition("| `ollama`, `vllm` | here |")[2]
-    assert dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", after, re.MULTILINE)) == (
-        migration.names().commands
-    )
-    requests = (ROOT / "runtime" / "README.md").read_text(encoding="utf-8")
-    table = requests.partition("### Fields of other servers")[2].partition("\n#")[0]
-    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == dict(INSTEAD)
-
-
 def test_every_command_stands_in_the_manual() -> None:
     manual = (ROOT / "launch" / "README.md").read_text(encoding="utf-8")
     missing = [name for name in COMMANDS if f"dovetail {name}" not in manual]
@@ -230,7 +242,7 @@ def test_every_command_stands_in_the_manual() -> None:
 
 
 def test_the_page_of_the_algorithm_is_quoted_as_it_is() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "workers" / "speculation" / "README.md").read_text(encoding="utf-8")
     (quoted,) = [block for language, block in FENCE.findall(readme) if language == "python"]
     source = (ROOT / "workers" / "speculation" / "decode.py").read_text(encoding="utf-8")
     assert "".join(quoted.split()) in "".join(source.split())

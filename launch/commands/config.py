@@ -18,7 +18,7 @@ from dovetail.protocol.files import refusal
 
 GRAFANA = Path(__file__).parent.parent / "files" / "grafana.json"
 SERVED = ("target", "draft", "tree", "sampling", "memory", "coordinator", "http")
-"""The sections that `serve` has."""
+"""The sections of `serve`."""
 
 
 @click.group()
@@ -46,10 +46,22 @@ def show(configuration: Configuration, origin: bool, as_json: bool) -> None:
         click.echo()
 
 
+@command.command("foreign", cls=HelpCommand, short_help="List options of other servers.")
+def foreign() -> None:
+    """List options, commands and request fields of llama-server, vLLM and ollama, and ours."""
+    from dovetail.launch.console.migration import names
+    from dovetail.runtime.http.fields import INSTEAD
+
+    for option in names().options:
+        click.echo(f"{', '.join(option.names)} ({option.whose}): {option.here}")
+    for theirs, here in (*names().commands.items(), *INSTEAD.items()):
+        click.echo(f"{theirs}: {here}")
+
+
 @command.group("export", short_help="Print a file for another program.")
 def export() -> None:
-    """Print a file for another program: what Grafana imports, or with what systemd, compose or
-    Kubernetes runs the processes that `serve` starts with the same settings."""
+    """Print a file for another program: a Grafana dashboard, or the files with which systemd,
+    compose or Kubernetes run the processes of `serve`."""
 
 
 @export.command("grafana", cls=HelpCommand)
@@ -91,15 +103,15 @@ def compose(configuration: Configuration) -> None:
 @export.command("kubernetes", cls=HelpCommand, short_help="Print a LeaderWorkerSet of two pods.")
 @settings_flags(*SERVED, shown=SERVING, named=True)
 def kubernetes(configuration: Configuration) -> None:
-    """Print a LeaderWorkerSet: a pod with the coordinator, the HTTP API and the target, and one
-    with the draft. The keys are Secrets; a comment lists the commands that make them."""
+    """Print a LeaderWorkerSet: a pod with coordinator, HTTP API and target, and one with the draft.
+    The keys are Secrets; a comment lists the commands that make them."""
     from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
 
     click.echo(kubernetes_manifest(configuration), nl=False)
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files into a folder; `UserError` where that cannot be."""
+    """Write files into a folder; `UserError` if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

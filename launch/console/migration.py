@@ -1,7 +1,7 @@
 """The names that llama-server, vLLM and ollama have for things, and ours.
 
-They are in `foreign.toml`. The error for an unknown option or command names ours, and a test
-compares them with the tables of `launch/README.md`. Nothing here is accepted as an option.
+They are in `foreign.toml`. The error for an unknown option or command names ours, and `dovetail
+config foreign` lists all. Nothing here is accepted as an option.
 """
 
 import tomllib
