@@ -1,8 +1,7 @@
-"""The command line: which commands there are, and how every one of them ends.
+"""The command line: the list of commands, and their exit codes.
 
 A command's module is imported when the command is chosen, so that help needs neither pydantic nor
-torch. Exit codes: 0 done, 1 failed, 2 the user's mistake (one line, never a traceback), 130
-interrupted. Knows nothing of what the commands do.
+torch. Exit codes: 0 done, 1 failed, 2 user error (one line, never a traceback), 130 interrupted.
 """
 
 import contextlib
@@ -144,8 +143,8 @@ def group() -> None:
 
 
 def run(arguments: Sequence[str], entry: click.Command = group, program: str = "dovetail") -> int:
-    """Run one command line, of `entry`, and return its exit code. A user's mistake is one line on
-    stderr; click notices that nobody reads our output."""
+    """Run one command line, of `entry`, and return its exit code. A user error is one line on
+    stderr; click handles a closed stdout."""
     try:
         let_threads_start()
         return entry.main(list(arguments), prog_name=program, standalone_mode=False) or 0
@@ -160,9 +159,7 @@ def run(arguments: Sequence[str], entry: click.Command = group, program: str = "
         return _complain(str(error), 2)
     except DovetailError as error:
         return _complain(str(error), 1)
-    except (
-        OSError
-    ) as error:  # a full disk or a full stdout, where it hurts no more than this command
+    except OSError as error:  # a full disk or a full stdout
         refused, why = _refused(error), refusal(error, writes=False)
         return _complain(f"the system refused {refused}: {why}" if refused else why, 1)
 
@@ -204,8 +201,8 @@ def _restart_with_docstrings(words: list[str]) -> None:
 
 
 def _open_closed_streams() -> None:
-    """A standard stream that the shell closed (`<&-`) is as one of /dev/null, and its number is not
-    given to the next file that is opened."""
+    """Open /dev/null for a standard stream that the shell closed (`<&-`), so that the next file
+    does not get its number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -213,8 +210,8 @@ def _open_closed_streams() -> None:
 
 
 def _drop_unwritten() -> None:
-    """Drop what could not be written and has been complained of: Python would try again when it
-    ends, which would complain in its own words."""
+    """Drop output that could not be written, which was reported: Python would retry at exit and
+    report it again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -223,7 +220,7 @@ def _drop_unwritten() -> None:
 
 
 def _complain(text: str, code: int) -> int:
-    with contextlib.suppress(OSError):  # nobody hears it: the exit code has to do
+    with contextlib.suppress(OSError):  # nothing can be printed: the exit code must do
         click.echo(f"dovetail: {text}", err=True)
     return code
 

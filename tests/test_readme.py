@@ -11,13 +11,13 @@ from pathlib import Path
 
 import click
 import pytest
+from measures import words
 
 from dovetail.launch.cli import COMMANDS
 from dovetail.launch.console.help import common
 from dovetail.launch.settings.configure import SETTINGS
 from dovetail.protocol.messages import VERSION
 from dovetail.workers.devices import registry
-from measures import words
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -127,7 +127,7 @@ def test_a_page_is_short_and_so_are_its_sentences(name: str) -> None:
 
 
 def test_private_words_become_fewer() -> None:
-    """Raising a figure is a commit with its reason; `python tests/measures/words.py` counts them."""
+    """To raise a figure is a commit with its reason."""
     over = {
         folder: found.total()
         for folder in words.FOLDERS

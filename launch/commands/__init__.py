@@ -1,2 +1,1 @@
-"""One file a command: its options, and the steps it takes. What several commands need is in the
-folders beside this one."""
+"""One file for each command: its options, and the steps it takes."""

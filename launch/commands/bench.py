@@ -1,12 +1,12 @@
 """`dovetail bench`: methods side by side, prompt by prompt, in one run; one method over the sizes
 of its tree; or a server under load.
 
-What is measured is in `bench/methods.py`, how the turns are taken in `bench/turns.py`, what the
-figures mean in `bench/figures.py`.
+Methods are in `bench/methods.py`, their turns in `bench/turns.py`, the figures in
+`bench/figures.py`.
 
 - Of a prompt of several turns, the first is used.
-- With --out what is measured is kept reply by reply (`bench/journal.py`), so that the same command
-  goes on where an earlier one was interrupted.
+- With --out results are saved reply by reply (`bench/journal.py`), so that the same command
+  continues an interrupted run.
 - A method may be a peer, another engine with the same models on the same cores (`bench/peers.py`).
   Each of its settings is measured in turn, and the fastest is its row. At temperature 0 its tokens
   are compared like those of any method; above 0 it samples with its own random numbers.
@@ -88,7 +88,7 @@ COMPARING = {
     "files",
     multiple=True,
     type=FILE,
-    help="File of prompts, a set of its own; can be repeated.",
+    help="File of prompts, which is one set; can be repeated.",
 )
 @click.option(
     "--method",
@@ -316,8 +316,8 @@ def _contenders(
     journal: Journal,
     programs: Mapping[str, Path | None],
 ) -> Iterator[Mapping[str, Contender]]:
-    """Return what decodes for each method; where all has already been measured, nothing is
-    started."""
+    """Return the decoder of each method; nothing is started if everything has already been
+    measured."""
     if journal.whole:
         yield journal.remembered(methods)
         return
@@ -326,19 +326,19 @@ def _contenders(
 
 
 def _sets(files: Sequence[Path], limit: int | None) -> list[PromptSet]:
-    """The sets of prompts, each under a name of its own."""
+    """The sets of prompts by name."""
     sets = [read_prompt_set(path, limit) for path in files or (DEMO_FOLDER / "prompts.jsonl",)]
     names = [prompts.name for prompts in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(
-            f"two files of prompts are called {twice}, and a set goes by the name of its file: "
+            f"two files of prompts are called {twice}, and a set has the name of its file: "
             "rename one of them"
         )
     return sets
 
 
 def _heats(configuration: Configuration, temperatures: Sequence[float]) -> list[float]:
-    """The temperatures, each looked at as the setting that it is."""
+    """The temperatures, each checked as a setting."""
     settings = [
         configuration.over("--temperature", {"sampling.temperature": t}).settings
         for t in dict.fromkeys(temperatures)
@@ -368,20 +368,20 @@ def _result(measured: Sequence[Cell], found: Mapping[str, Contender], seed: int)
 
 
 def _right(result: Mapping[str, Any]) -> bool:
-    """Return whether no draft failed and no tokens differ by more than a near-tie."""
+    """True if no draft failed and no tokens differ by more than a near-tie."""
     return not any(row["draft_failures"] for row in result["rows"]) and all(
         difference["near_tie"] or not difference["exact"] for difference in result["differences"]
     )
 
 
 def _check_outputs(out: Path | None, plot: Path | None, table: Path | None) -> None:
-    """`UserError` for files that cannot be written, and where two of them are one."""
+    """`UserError` for files that cannot be written, or if two options name the same file."""
     check_chart(plot)
     paths = (out, plot, table)
     given = [path.expanduser().resolve() for path in paths if path is not None]
     if twice := next((path for path in given if given.count(path) > 1), None):
         raise UserError(
-            f"two of --out, --plot and --csv name the same file, {twice}: give each one of its own"
+            f"two of --out, --plot and --csv name the same file, {twice}: choose different files"
         )
     check_output(plot, "the plot")
     check_output(table, "the table")

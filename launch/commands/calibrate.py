@@ -1,10 +1,9 @@
-"""`dovetail calibrate`: what a pass of the target costs on this machine, beside what the hardware
-would allow.
+"""`dovetail calibrate`: the cost of a target pass on this machine, and the limit of the hardware.
 
-The measuring happens in a process of its own (`machine/measurement.py`), on the cores and the
-memory that the target worker would get and bound as it is, because torch must not be imported
-before that; the draft is measured afterwards, on the draft's. What is found goes to the profile
-file, from where workers read it and tell it the coordinator.
+The measurement runs in a child process (`machine/measurement.py`) on the cores and memory that the
+target worker would get, because a process must be bound before torch is imported. The draft is
+measured afterwards, on the draft's cores. Results go to the profile file; workers read it and
+report it to the coordinator.
 """
 
 import json
@@ -66,7 +65,7 @@ from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 BLOCKS = "file"
-"""Weights that are read from a file, and cannot be random."""
+"""Weights that are read from a file and cannot be random."""
 ISAS = ("plain", "sse41", "avx", "avx2", "avx512", "vnni", "neon")
 PERCENT = 100
 REPLIES, MOST_TOKENS = 3, 64
@@ -139,7 +138,7 @@ def command(
     _check(configuration)
     profile = writable_profile_path() if isa is None else None
     if profile is not None:
-        load_profile(profile)  # a damaged one is told now, not after the measurement
+        load_profile(profile)  # report a damaged file now, not after the measurement
     found, drafted, spread = _measure_both(configuration, contexts, seconds, isa)
     calibration = read_found(Calibration, found.pop("calibration"))
     watch = Others()
@@ -255,8 +254,8 @@ def _check(configuration: Configuration) -> None:
 
 
 def _has_draft(configuration: Configuration) -> bool:
-    """Return whether there is a draft to measure: a substitute, a small model or a head that is
-    named, or an embedded one beside the embedded target."""
+    """True if there is a draft to measure: a substitute, a small model or a head that is named, or
+    the embedded draft of the embedded target."""
     draft = configuration.settings.draft
     return draft.kind == "substitute" or (
         draft.kind in ("auto", "small", *HEAD_KINDS)
@@ -336,7 +335,7 @@ def _measure(
     arguments: Sequence[str],
     step: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return what a process of `role` finds, bound to `place`."""
+    """Run the measurement for `role` in a process bound to `place`, and return its results."""
     where = [
         f"--role={role}",
         f"--cores={place.cores_text}",

@@ -1,8 +1,6 @@
-"""`dovetail chat`: a conversation in the terminal, turn by turn, with what the draft proposed in
-colour.
-
-Without a terminal it is a filter: a line in, a reply out. Knows how a conversation looks; what it
-is, `conversation.py` knows, and who answers, `answering.py` and `web.py`.
+"""`dovetail chat`: a conversation in the terminal, turn by turn, with drafted tokens in colour.
+Without a terminal it is a filter: a line in, a reply out. This file handles display;
+`conversation.py` has the state, `answering.py` and `web.py` get the replies.
 """
 
 import json
@@ -113,7 +111,7 @@ def command(
 def _answerer(
     configuration: Configuration, connect: str | None
 ) -> Iterator[tuple[Answerer, Configuration]]:
-    """Who answers, and the settings with the target's sampling defaults."""
+    """The answerer, and the settings with the target's sampling defaults."""
     if connect is not None and speaks_http(connect):
         check_flags(configuration)
         yield WebAnswerer(connect, api_key(configuration)), configuration
@@ -123,13 +121,13 @@ def _answerer(
 
 
 class Chat:
-    """A conversation on its way, and how its replies are shown."""
+    """A running conversation, and the display of its replies."""
 
     def __init__(self, answerer: Answerer, manner: Manner, *, as_json: bool) -> None:
         self._answerer, self._manner, self._as_json = answerer, manner, as_json
         self._conversation = Conversation()
         self._unanswered: str | None = None
-        """The last question, if nobody could answer it."""
+        """The last question, if it could not be answered."""
         self._terminal = sys.stdout.isatty()
         self._colours = (
             self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -137,8 +135,7 @@ class Chat:
         self._ended = self._talks = self._in_line = False
 
     def talk(self) -> None:
-        """Read and answer until Ctrl-D; what goes wrong with a line is told, and the conversation
-        goes on."""
+        """Read and answer until Ctrl-D; an error is printed, and the conversation continues."""
         self._talks = True
         note(self._answerer.models())
         note(
@@ -158,13 +155,13 @@ class Chat:
                     return
                 except KeyboardInterrupt:
                     click.echo()
-                except LinkClosed:  # there is nobody left to talk with
+                except LinkClosed:  # the coordinator is gone
                     raise
                 except DovetailError as error:
                     note(str(error))
 
     def filter(self) -> None:
-        """Answer the lines of standard input; the first mistake ends it."""
+        """Answer the lines of standard input; the first error ends it."""
         for number, line in enumerate(sys.stdin.buffer, start=1):
             self._take(decode(line, f"line {number} of standard input", zeros=True))
             if self._ended:
@@ -179,8 +176,8 @@ class Chat:
             self._answer(self._conversation, said)
 
     def _answer(self, before: Conversation, question: str) -> None:
-        """Have a question answered that follows on what was said before. Without an answer the
-        conversation stays as it is."""
+        """Answer a question in the context of the conversation, which is unchanged if there is no
+        answer."""
         if not is_unicode(question):
             raise UserError(
                 "this is not valid UTF-8 text: set your terminal to UTF-8, or type it again"
@@ -226,7 +223,7 @@ class Chat:
             )
 
     def _show(self, text: str, drafted: bool) -> None:
-        """A piece of a reply, as it comes."""
+        """Print a piece of a reply."""
         if self._as_json:
             return
         self._in_line = not text.endswith("\n")
@@ -238,7 +235,7 @@ class Chat:
         )
 
     def _end_line(self) -> None:
-        """End the line, so that what comes next begins one."""
+        """End the current line."""
         if self._in_line:
             click.echo()
         self._in_line = False
@@ -286,15 +283,15 @@ class Chat:
 
 
 def harmless(text: str) -> str:
-    """A text that no terminal takes for commands: without control characters, but for the end of a
-    line and the tabulator."""
+    """Return a text without control characters except newline and tab, so that no terminal executes
+    it."""
     return "".join(
         c if c in "\n\t" or not (ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0) else "\ufffd" for c in text
     )
 
 
 def _changed(manner: Manner, command: Command) -> Manner:
-    """Return what a command makes of the manner in which replies are asked for."""
+    """Return the request settings after a command."""
     if command.name == "draft":
         return replace(manner, speculate=command.argument == "on")
     if command.name == "seed":
@@ -307,7 +304,7 @@ def _changed(manner: Manner, command: Command) -> Manner:
 
 
 def _in_force(manner: Manner, name: str) -> str:
-    """Return what holds for the next replies, in the command's words."""
+    """Return the value of a setting for the next replies, as shown to the user."""
     temperature = manner.sampling.temperature
     held = {
         "draft": "on" if manner.speculate else "off: the target decodes alone",
@@ -337,7 +334,7 @@ def _seed(argument: str) -> int | None:
 
 
 def _ask() -> str:
-    """The next line of the person in front of it."""
+    """Read the user's next line."""
     if sys.stdout.isatty():
         with _woken():
             return input(PROMPT)
@@ -350,9 +347,8 @@ def _ask() -> str:
 
 @contextmanager
 def _woken() -> Iterator[None]:
-    """Let signals be heeded within half a second while readline waits for a key.
-
-    One that arrives between its prompt and its wait, or on another thread, does not end that wait.
+    """Handle signals within half a second while readline waits for a key: one that arrives between
+    its prompt and its wait, or on another thread, does not end that wait.
     """
     former = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, WAKE_S, WAKE_S)
@@ -365,11 +361,11 @@ def _woken() -> Iterator[None]:
 
 @contextmanager
 def line_editing() -> Iterator[None]:
-    """Lines can be edited, and those of former conversations called up again; they are kept with
-    the user's state, where that can be written."""
+    """Enable line editing and a history, which is kept in the user's state folder if that is
+    writable."""
     try:
         import readline
-    except ImportError:  # a Python that was built without it
+    except ImportError:  # Python was built without it
         yield
         return
     path = history_path()

@@ -1,8 +1,7 @@
-"""`dovetail top`: what happens in a coordinator, live: the dashboard's figures in a terminal.
-
-Asks once a second, the coordinator itself or a server over HTTP; both give the same picture
-(`runtime/telemetry/live_stats.py`). When nobody answers any more, it says so and goes on asking.
-Knows keys and time; how a picture looks, `screen.py` knows.
+"""`dovetail top`: the activity of a coordinator, live; the dashboard's figures in a terminal. It
+polls the coordinator or a server over HTTP once a second; both return the same data
+(`runtime/telemetry/live_stats.py`). If there is no answer, it reports that and retries. `screen.py`
+has the layout.
 """
 
 import json
@@ -40,10 +39,10 @@ from dovetail.runtime.text.tokenizer import codec_of
 
 EVERY_S = 1.0
 MOST_WAIT_S = 15.0
-"""Between two tries to reach somebody who does not answer; at first it is EVERY_S."""
+"""Seconds between two attempts if there is no answer; at first it is EVERY_S."""
 SILENCE_S = 10.0
 MOST_LOOKS = 8
-"""At a time; of more than so many messages the rest comes with the next."""
+"""Messages read at a time; the rest follows in the next poll."""
 UP, DOWN, RIGHT, LEFT = (
     (b"\x1b[A", b"\x1bOA"),
     (b"\x1b[B", b"\x1bOB"),
@@ -80,7 +79,7 @@ def command(configuration: Configuration, connect: str | None, once: bool, as_js
         eye = _WithOthers(eye)
         eye.look(None)
         if as_json or once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            time.sleep(EVERY_S)  # how busy somebody is, shows over a while
+            time.sleep(EVERY_S)  # busy shares need an interval
             picture = eye.look(None)
             click.echo(json.dumps(picture)) if as_json else Console().print(
                 everything(in_print(picture))
@@ -91,11 +90,11 @@ def command(configuration: Configuration, connect: str | None, once: bool, as_js
 
 
 class Eye(Protocol):
-    """Sees a coordinator, somehow."""
+    """A source of a coordinator's state."""
 
     def look(self, session: int | None) -> Picture:
-        """Return what happens, and the last tree of this session, or of the newest; `DovetailError`
-        if nobody answers."""
+        """Return the state, with the last tree of this session, or of the newest; `DovetailError`
+        without an answer."""
 
 
 class _WithOthers:
@@ -115,14 +114,14 @@ class _WithOthers:
 
 
 class _LinkEye:
-    """Asks the coordinator itself; one that has gone is looked for again."""
+    """Polls the coordinator itself, and looks for it again when it is lost."""
 
     def __init__(self, configuration: Configuration, address: str | None) -> None:
         self._configuration, self._address = configuration, address
         self._client: Client | None = None
         self._live_stats = LiveStats()
         self._spelt: tuple[str, Spell | None] = ("", None)
-        """The fingerprint of a target, and what its tokens stand for."""
+        """The fingerprint of a target, and the texts of its tokens."""
 
     def __enter__(self) -> "_LinkEye":
         return self
@@ -147,7 +146,7 @@ class _LinkEye:
             raise
 
     def _spell(self, client: Client, state: Reported) -> Spell | None:
-        """Return what the target's tokens stand for; None while there is no target."""
+        """Return the texts of the target's tokens; None while there is no target."""
         fingerprint = next(
             (worker.fingerprint for worker in state.workers if worker.fingerprint), ""
         )
@@ -165,13 +164,13 @@ def _spell_of(client: Client) -> Spell | None:
     try:
         described = client.describe()
     except RequestError:
-        return None  # the target has gone meanwhile
+        return None  # the target has left in the meantime
     text = codec_of(described)
     return lambda token: label(text.piece(token))
 
 
 class _WebEye:
-    """Asks a server, as its page does."""
+    """Polls a server, as its dashboard does."""
 
     def __init__(self, configuration: Configuration, url: str) -> None:
         self._site = Site(url, api_key(configuration), silence_s=SILENCE_S)
@@ -198,7 +197,7 @@ class _WebEye:
 
 
 def _watch(eye: Eye) -> None:
-    """Show one picture after the other until somebody has seen enough."""
+    """Redraw until the user quits."""
     console, standing = Console(), Standing()
     picture: Picture | None = None
     due_s, failures = 0.0, 0
@@ -221,7 +220,7 @@ def _watch(eye: Eye) -> None:
 
 
 def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
-    """Return what a key does; whether a picture is to be had at once."""
+    """Handle a key; return whether to redraw at once."""
     sessions = (
         [session["session"] for session in picture["sessions"]] if picture is not None else []
     )
@@ -239,21 +238,20 @@ def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
 
 
 def _next(sessions: list[int], chosen: int | None, step: int) -> int | None:
-    """The session after or before the chosen one; before the first and behind the last stands the
-    newest, whichever that is."""
+    """The session after or before the chosen one; before the first and after the last comes "the
+    newest"."""
     places: list[int | None] = [None, *sessions]
     return places[(places.index(chosen) + step) % len(places)] if chosen in places else None
 
 
 class _Keys:
-    """Reads what is typed, a key at a time."""
+    """Reads the keyboard, a key at a time."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def within(self, seconds: float) -> Iterator[bytes]:
-        """The keys that are pressed within so long: it ends with the first of them, and those that
-        came with it."""
+        """Wait for a key for at most this long; return it and those that arrived with it."""
         if not select.select([self._descriptor], [], [], seconds)[0]:
             return
         try:
@@ -270,7 +268,7 @@ class _Keys:
 
 @contextmanager
 def _keys() -> Iterator[_Keys]:
-    """The terminal gives every key at once and shows none, until the block ends."""
+    """Put the terminal into unbuffered mode without echo until the block ends."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:

@@ -1,8 +1,8 @@
 """`dovetail train`: train draft heads; train a small model on text, or distil a draft from a
 target.
 
-It knows options and progress bars, not how training works. What needs torch is imported when a
-training begins, so that help does not wait for it.
+Options and progress bars; training itself is in `workers/training`. Modules that need torch are
+imported when a training begins, so that help is fast.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dovetail.workers.training import run, small
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-RATE_OF_A_NEW_MODEL = 3e-3  # random weights bear a higher peak rate than trained ones
+RATE_OF_A_NEW_MODEL = 3e-3  # random weights allow a higher peak rate than trained ones
 ANSWER_TOKENS = 224
 
 
@@ -64,7 +64,7 @@ for head_command in head_commands():
     "--out",
     type=OUT_FOLDER,
     required=True,
-    help="The folder to write; an unfinished run beside it is resumed.",
+    help="The folder to write; an unfinished run next to it is resumed.",
 )
 @click.option(
     "--minutes",
@@ -85,7 +85,7 @@ for head_command in head_commands():
     type=int,
     default=0,
     show_default=True,
-    help="Seed of the weights, of the order of the text and of what a target writes.",
+    help="Seed of the weights, of the order of the text and of the target's replies.",
 )
 @click.option(
     "--hidden",
@@ -252,7 +252,7 @@ def _check_sources(
     tokenizer: Path | None,
 ) -> None:
     if prompts is not None and target is None:
-        raise UserError("--prompts needs --target: it is the target that answers them")
+        raise UserError("--prompts needs --target, which answers them")
     if target is None and not texts:
         raise UserError(
             "nothing to learn from: give --text FILE, or --target DIR with --prompts FILE"

@@ -1,8 +1,6 @@
-"""`dovetail worker`: one draft or target worker on cores of its own.
-
-Binds cores and sets thread counts before torch is imported - threads inherit the binding, and torch
-reads the counts once - and then hands over to the worker's loop. Knows where the embedded models
-are; what a model is, the worker knows.
+"""`dovetail worker`: one draft or target worker on its cores. Binds cores and sets thread counts
+before torch is imported (threads inherit the binding, and torch reads the counts once), then runs
+the worker's loop.
 """
 
 import os
@@ -95,7 +93,7 @@ RECONNECT_S = 300.0
     "--own-log",
     is_flag=True,
     hidden=True,
-    help="stderr is a file that is read by nobody else: it is kept short.",
+    help="stderr is a file; keep it short.",
 )
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
@@ -122,7 +120,7 @@ def command(
     parent: int | None,
 ) -> None:
     """Run one draft or target worker by hand, or one process that is both, on any machine, until
-    its coordinator lets it go.
+    its coordinator dismisses it.
 
     Without --cores a target is bound to its memory nodes (target.numa) if there are several or one
     is named. Otherwise nothing is bound, and a target takes target.threads threads (auto: one fewer
@@ -148,7 +146,7 @@ def command(
         check(configuration.settings)
     target = configuration.settings.target
     place = place_of(role, target, cores, memory_nodes)
-    if parent is None:  # else it was looked at before any process was started
+    if parent is None:  # otherwise it was checked before any process was started
         check_memory(configuration.settings, (role,), nodes=nodes_of(place))
     name_process(role, _model(configuration, role))
     binding = bind(place) if place is not None else Binding("none", Place(()))

@@ -36,7 +36,7 @@ def placed_costs(
     `blocks`: of the head. `UserError` if the machine has no arithmetic for those weights."""
     if weights not in machine.target.peak_gflop_s:
         raise UserError(
-            f"{machine.title} says nothing of {weights} weights: choose "
+            f"{machine.title} has no figures for {weights} weights: choose "
             f"{' or '.join(machine.target.peak_gflop_s)}"
         )
     curves = [
