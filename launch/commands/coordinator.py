@@ -96,7 +96,7 @@ def command(
         opened.callback(hub.close)
         journal = _journal(settings, hub.address)
         if journal is not None:
-            alone = own_folder or settings.listen == "ipc"  # nobody else has this address
+            alone = own_folder or settings.listen == "ipc"  # no other process has this address
             opened.callback(journal.close, remove=alone and settings.journal == "auto")
         if parent is None:
             opened.enter_context(announced(hub.address, keys=settings.keys))
@@ -139,13 +139,13 @@ def _introduce(address: str) -> None:
 
 
 def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
-    """Return the journal of a coordinator at this address; None: it has none."""
+    """Return the journal of a coordinator at this address; None if it has none."""
     if settings.journal == "off":
         return None
     named = settings.journal != "auto"
     folder = Path(settings.journal).expanduser() if named else journal_path(address)
     if folder is None:
-        text = "this user has no home for a journal, so requests end with the coordinator"
+        text = "this user has no home folder for a journal, so requests end with the coordinator"
         log.warning("%s: name a folder with coordinator.journal", text)
         return None
     if not named:
@@ -153,5 +153,5 @@ def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
     most = byte_count(settings.memory)
     journal = Journal(Database(folder), keep_s=settings.journal_s, most=most)
     if journal.found:
-        log.info("the journal in %s has %d requests to go on with", folder, journal.found)
+        log.info("the journal in %s has %d requests to continue", folder, journal.found)
     return journal

@@ -1,9 +1,8 @@
-"""`dovetail doctor`: this machine, looked over: what is there, what is lost, and what to change.
+"""`dovetail doctor`: checks this machine and lists what to change.
 
-Every check is a function of `Facts`, gathered once: what the kernel tells, what `nvidia-smi` says,
-and what torch and the C++ kernels bring, which a process of its own finds out. A check that is not
-ok names a remedy; the exit code is 1 if there is one. Decides nothing for others and changes
-nothing.
+Every check is a function of `Facts`, gathered once from the kernel, from `nvidia-smi`, and in a
+child process from torch and the C++ kernels. A check that is not ok has a remedy, and the exit code
+is 1 if there is one. Changes nothing.
 """
 
 import json

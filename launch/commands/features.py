@@ -1,8 +1,6 @@
-"""`dovetail features`: let the target write answers, and store its hidden states, which draft heads
-are trained on.
-
-Knows options and what people see while they wait; how states are computed and kept is the workers'
-business. What needs torch is imported when the work begins, so that help does not wait for it.
+"""`dovetail features`: let the target write answers, and store its hidden states, on which draft
+heads are trained. Options and progress bars; states are computed and stored by `workers/training`.
+Modules that need torch are imported when the work begins, so that help is fast.
 """
 
 import json
@@ -55,7 +53,7 @@ if TYPE_CHECKING:
     default="auto",
     show_default=True,
     cls=Rare,
-    help="Layers whose input is stored beside the last state: auto (EAGLE-3's), none, or such "
+    help="Layers whose input is stored with the last state: auto (EAGLE-3's), none, or such "
     "as 2,4,5.",
 )
 @click.option(
@@ -216,7 +214,7 @@ def command(
 
 
 def _told(out: Path, index: "Index") -> dict[str, Any]:
-    """Return what stands in the folder now."""
+    """Return the contents of the folder."""
     counts = {
         "sequences": index.count,
         "tokens": index.tokens,
@@ -228,6 +226,6 @@ def _told(out: Path, index: "Index") -> dict[str, Any]:
 
 
 def _tell_left_out(left_out: Mapping[str, int]) -> None:
-    """Say what is not learned from, and why."""
+    """Report which chats were left out, and why."""
     for reason, count in left_out.items():
         note(f"{count:,} {reason}")

@@ -146,7 +146,7 @@ def command(
         finished, last = decode_one(wish, connection, text, as_json=as_json)
         _tell_about(wish, connection, finished.result, last)
         if trace is not None:
-            from dovetail.runtime.telemetry.trace import write_trace  # the sessions come in here
+            from dovetail.runtime.telemetry.trace import write_trace  # sessions are sorted in here
 
             write_trace(
                 trace,
@@ -158,8 +158,7 @@ def command(
 
 
 def _tell_about(wish: Wish, connection: Connection, result: Result, last: int) -> None:
-    """Write what a reply cost to stderr, and what went otherwise than asked; `last`: tokens that
-    its last round brought."""
+    """Write the cost of a reply to stderr, and warnings; `last`: tokens of its last round."""
     for loss in connection.stack.losses() if connection.stack else []:
         note(f"the target continued alone: {loss}")
     note(summary(result, connection.models(draft=wish.speculates)))
@@ -173,7 +172,7 @@ def _tell_about(wish: Wish, connection: Connection, result: Result, last: int) -
         state = connection.client.status()
         decisions = (
             state.decisions if connection.stack is not None else ()
-        )  # elsewhere they may be about others' sessions
+        )  # elsewhere they may be about sessions of other clients
         failed = "its draft failed" if result.draft_failure is not None else ""
         unwanted = "" if settings.tree.gamma else "tree.gamma is 0"
         missing = missing_draft(connection.state, state) or failed or unwanted

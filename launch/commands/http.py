@@ -1,5 +1,5 @@
-"""`dovetail http`: the HTTP API of a coordinator, in a process of its own, by hand or under a
-supervisor. Never imports torch."""
+"""`dovetail http`: the process of a coordinator's HTTP API, by hand or under a supervisor. Never
+imports torch."""
 
 import asyncio
 import gc
@@ -52,8 +52,7 @@ from dovetail.runtime.http.service import Service, Terms
 from dovetail.runtime.text.tokenizer import OWN_VALUES, TextCodec
 
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
-"""Descriptors that are left for what a server needs beside its connections, and where few are
-allowed: it has 24 when it begins."""
+"""Descriptors reserved for a server's other files; it has 24 when it begins."""
 HEARTBEAT = b"heartbeat\n"
 """The line that a supervised server writes to stdout once a second."""
 log = logging.getLogger("dovetail.http")
@@ -98,9 +97,9 @@ def command(
 ) -> None:
     """Serve the HTTP API of a coordinator until SIGTERM or Ctrl-C.
 
-    Its URL goes to stdout as one line once it listens. The settings of sampling and tree hold for
-    requests that do not say otherwise. Of the draft's settings, draft.ahead and draft.kind none
-    hold for them too; the others belong to the draft worker.
+    Its URL goes to stdout as one line once it listens. The settings of sampling and tree are the
+    defaults of requests, and so are draft.ahead and draft.kind none. The other settings of the
+    draft belong to the draft worker.
     """
     if parent is not None:
         end_with(parent)
@@ -162,12 +161,12 @@ def command(
 
 
 def url_of(host: str, listener: socket.socket) -> str:
-    """Return where clients find us, with the real port."""
+    """Return our URL, with the real port."""
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
-    """The values for the chat template that hold for requests which do not say otherwise."""
+    """The default values for the chat template."""
     values = template_values(settings.chat_template_kwargs)
     if ours := sorted(OWN_VALUES.intersection(values)):
         raise SettingsError(
@@ -200,15 +199,15 @@ def _terms(settings: Settings, keys: Sequence[str]) -> Terms:
 
 
 def shown(settings: HttpSettings, *, keyed: bool) -> Shown:
-    """Return what the dashboard shows: tokens of requests by itself only where all who can see it
-    are one user."""
+    """Return what the dashboard shows: tokens of requests only if all who can see it are one
+    user."""
     return settings.dashboard if settings.dashboard != "auto" else "anonymous" if keyed else "full"
 
 
 def connections_of(configuration: Configuration) -> int:
-    """Return how many connections this process may hold; the system's limit on open files is raised
-    for them as far as it goes. Where that is not enough a number that somebody asked for is
-    refused, and the default is lowered."""
+    """Return how many connections this process may hold, after raising the limit on open files as
+    far as possible. If that is not enough, a number from the settings is refused, and the default
+    is lowered."""
     wanted = configuration.settings.http.connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -235,7 +234,7 @@ def connections_of(configuration: Configuration) -> int:
 
 
 def _codec_in(folder: Path | None) -> TextCodec | None:
-    """Return the codec of a model's folder; None if there is none, or it cannot be read."""
+    """Return the tokenizer of a model's folder; None if there is none, or it cannot be read."""
     if folder is None:
         return None
     from dovetail.workers.models.checkpoints.tokenizer import read_language

@@ -42,7 +42,7 @@ def command(
     if sum(option is not None for option in (name, rotated, revoked)) > 1:
         raise UserError("--name, --rotate and --revoke are three different jobs: give one of them")
     if roles and name is None:
-        raise UserError("--role says what an added key may be: give its name with --name")
+        raise UserError("--role belongs to an added key: give its name with --name")
     if rotated is not None:
         rotate(out, rotated)
         click.echo(f"{out}/{rotated}.key and {rotated}.pub are new: {_where_to(rotated)}")
@@ -63,7 +63,7 @@ def command(
 
 
 def _where_to(rotated: str) -> str:
-    """Return what has to be done with a new pair."""
+    """Return what to do with a new pair."""
     if rotated == COORDINATOR:
         return (
             "restart the coordinator, which uses the old key until then, and copy coordinator.pub "

@@ -39,9 +39,9 @@ from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 WIDTH = TreeSettings.model_fields["width"].default
-"""The width of trees where the settings of the embedded pair are of no concern."""
+"""The width of trees, except with the settings of the embedded pair."""
 COLUMNS = {
-    "alternative": "a kind of placement; of each the best that was found",
+    "alternative": "a kind of placement; the best of each kind",
     "placement": "layers of the target, and the draft",
     "tokens/s": "predicted; * played by the simulator, drafting ahead included",
     "tau": "tokens committed per round",
@@ -166,7 +166,7 @@ def _here(configuration: Configuration, say: Callable[[str], None]) -> list[Subj
 
 
 def _there(found: Subject) -> list[str]:
-    """Return the drafts of a target that are on this machine; of the embedded one those are
+    """Return the drafts of a target that are on this machine; those of the embedded target are
     known."""
     if found.here is None or found.embedded:
         return []
@@ -176,7 +176,7 @@ def _there(found: Subject) -> list[str]:
 
 
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:
-    """Refuse a command line that is wrong before anything is looked at."""
+    """Refuse wrong options before anything is read."""
     target = configuration.settings.target
     if target_size is not None and (target.model or target.inflate):
         raise UserError(
@@ -195,7 +195,7 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
         )
     if machine is not None and (target.split.device or target.device != "cpu" or target.inflate):
         raise UserError(
-            f"--machine {machine} has a device of its own, and what is inflated is not planned "
+            f"--machine {machine} has its own device, and inflated models are not planned "
             "for it: leave target's devices and --inflate out"
         )
     for name, value in (
@@ -203,11 +203,11 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
         ("target.resident", target.resident),
     ):
         if value != "auto":
-            raise UserError(f"{name} = {value}: that is what a plan finds out; leave it out")
+            raise UserError(f"{name} = {value}: a plan chooses this; leave it out")
 
 
 def _file_bytes(configuration: Configuration, machine: str | None, gguf_size: str | None) -> int:
-    """Return the size of the GGUF file that is named by it alone; 0: there is none."""
+    """Return the size of a GGUF file that is given by its size alone; 0 if there is none."""
     if gguf_size is None:
         return 0
     if machine is None or configuration.given("target.weights"):
@@ -243,19 +243,19 @@ def _elsewhere(
     )
     if arithmetic(weights) not in found.target.peak_gflop_s:
         raise UserError(
-            f"{found.title} says nothing of {weights} weights: choose "
+            f"{found.title} has no figures for {weights} weights: choose "
             f"{' or '.join(found.target.peak_gflop_s)}"
         )
     hardware = described(found, weights, current.memory.vram_bytes, current.memory.ram_bytes)
     if (numa := current.target.numa) not in ("auto", "shard"):
         raise UserError(
-            f"target.numa = {numa!r}: of the nodes of a machine that is only described no plan "
-            "chooses some; write shard, or leave it out"
+            f"target.numa = {numa!r}: a plan does not choose nodes of a described machine; "
+            "write shard, or leave it out"
         )
     if numa == "shard" and hardware.nodes is None:
         raise UserError(
-            f"target.numa = 'shard': {found.title} has one memory node by its description: say "
-            "how many it has (nodes), or leave target.numa out"
+            f"target.numa = 'shard': {found.title} has one memory node by its description: give "
+            "their number (nodes), or leave target.numa out"
         )
     device = GPU if hardware.device is not None else None
     subject = Subject(configuration, design, hardware, device, device or "cpu", weights)
@@ -324,7 +324,7 @@ def _brief(one: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _weights(result: dict[str, Any]) -> str:
-    """Return how large a model with experts is, in words; empty for another."""
+    """Return the size of a model with experts, in words; empty for other models."""
     total, active = result["parameters"], result["active_parameters"]
     return "" if total == active else f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active"
 

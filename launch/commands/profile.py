@@ -35,17 +35,17 @@ from dovetail.protocol.files import refusal, writing
 from dovetail.runtime.telemetry.trace import write_trace
 
 SHIPPED = 4
-"""Prompts of the shipped file that are taken where none are named."""
+"""Prompts of the shipped file that are used by default."""
 SECONDS = 10.0
 RESULT, REPORT, TRACE = "profile.json", "report.html", "trace.json"
 WORDS = {
     "busy": "share of the time in which a process worked, by its spans",
-    "drafting ahead": "of the time, not of busy: drafting that nobody waited for",
+    "drafting ahead": "of the time, not of busy: drafting that no round waited for",
     "waits for X": "it had nothing to do until X was done; transport: a message",
     "no work": "no reply was under way",
     "its process": "CPU time by the kernel's count over that of its threads, or",
-    "": "the driver's word of a GPU: beside busy, a second opinion",
-    "its cores": "how busy these were, with whatever else",
+    "": "as the driver reports it for a GPU; to compare with busy",
+    "its cores": "how busy these were, with any process",
     "draft, verify": "of a round: drafting that is waited for; the target's pass",
     "transport": "messages on their way, until the receiver has a core",
     "queue": "waiting for a worker that serves others (elsewhere: waiting)",
@@ -57,7 +57,7 @@ WORDS = {
     "bubble": "a stretch of a round in which neither draft nor target works",
     "clock within": "by how much another machine's spans may be misplaced",
 }
-"""The words of the tables and of the report, explained."""
+"""The words of the tables and of the report."""
 
 
 @click.command("profile", cls=HelpCommand, epilog=explained(WORDS, "Words:"))
@@ -110,9 +110,9 @@ def command(
     went; and which change would help most.
 
     If it starts processes of its own, the machine's limits are probed first, and after the run some
-    short replies with other trees show what larger and smaller ones would bring. A server that is
-    watched is left as it is: then the advice goes by what it did, and by the profile file of
-    `dovetail calibrate`.
+    short replies with other trees show what larger and smaller ones would bring. A watched server
+    is not changed: then the advice follows from what it did, and from the profile file of `dovetail
+    calibrate`.
     """
     prompts = _prompts(prompt, file, limit, watching=connect is not None)
     if seconds is not None and (connect is None or prompts):
@@ -140,7 +140,7 @@ def command(
 def _prompts(
     text: str | None, file: Path | None, limit: int | None, *, watching: bool
 ) -> list[Prompt]:
-    """Return what is decoded; nothing where others are watched."""
+    """Return the prompts; none if a server is watched."""
     if text is not None and file is not None:
         raise UserError("--prompt and --prompts name two workloads: leave one of them out")
     if text is not None:
@@ -155,8 +155,8 @@ def _prompts(
 
 @contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """The folder, before anything is measured; `UserError` if there cannot be one. Where nothing
-    comes of it, nothing of it stays."""
+    """Make the folder before anything is measured; `UserError` if that fails. It is removed if
+    nothing is written to it."""
     result, new = out / RESULT, [place for place in (out, *out.parents) if not place.exists()]
     there = result.exists()
     try:
@@ -177,7 +177,7 @@ def _made(out: Path) -> Iterator[None]:
 
 
 def _clear(folders: list[Path]) -> None:
-    """Remove these, the innermost first, up to one in which something lies."""
+    """Remove these folders, the innermost first, up to one that is not empty."""
     for folder in folders:
         try:
             folder.rmdir()
@@ -186,7 +186,7 @@ def _clear(folders: list[Path]) -> None:
 
 
 def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
-    """Write all files, and return the result that names them."""
+    """Write all files, and return the result with their names."""
     drawn = pictures.pictures(findings)
     made = (
         f"Made {datetime.now().astimezone().isoformat(timespec='minutes')} by dovetail "
@@ -223,7 +223,7 @@ def show(told: Mapping[str, Any]) -> None:
         f"{told['tokens']} tokens in {told['wall_s']:.2f} s, "
         f"{told['tokens'] / told['wall_s']:.1f} a second"
     )
-    click.echo(f"{whole}: with reading prompts, and what lies between replies")
+    click.echo(f"{whole}: with prefill and the time between replies")
     print_table(("of the time", *told["devices"]), list(_devices(told["devices"])))
     if told["parts_ms"]:
         parts, wall_ms = told["parts_ms"], told["round_wall_ms"]
@@ -250,7 +250,7 @@ def show(told: Mapping[str, Any]) -> None:
 
 
 def _first(told: Mapping[str, Any]) -> Iterator[str]:
-    """The figures that somebody looks for."""
+    """The main figures."""
     yield f"{tables.number(told['tokens_per_s'], 1)} tokens/s"
     yield f"tau {tables.number(told['tau'], 2)}"
     if told["bounds"].get("drafted"):

@@ -1,5 +1,5 @@
-"""`dovetail replay`: a recorded session once more, by the session logic or by a real worker, and
-what comes of it beside what came then."""
+"""`dovetail replay`: runs a recorded session again, by the session logic or with a real worker, and
+compares the results."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def command(
         replayed = Replay(recording)
         _tell(context, recording, replayed.play(), _of_logic(replayed), as_json=as_json)
         return
-    parts_of(recording, role)  # there is something to play before a model is loaded
+    parts_of(recording, role)  # check the recording before a model is loaded
     with spinner() as say:
         say(f"playing to a {role} worker")
         outcome = replay_to_worker(recording, role, configuration)

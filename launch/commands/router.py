@@ -1,5 +1,5 @@
-"""`dovetail router`: several services behind one address, in a process of its own, by hand or under
-a supervisor. Never imports torch."""
+"""`dovetail router`: several services behind one address, by hand or under a supervisor. Never
+imports torch."""
 
 import asyncio
 import gc
@@ -51,7 +51,7 @@ REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
 @click.option(
     "--replicas",
     type=EXISTING_FILE,
-    help="File of such URLs, a line each, which is read again whenever it changes.",
+    help="File of such URLs, one a line, which is reread whenever it changes.",
 )
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
@@ -74,11 +74,11 @@ def command(
 ) -> None:
     """Spread requests over several services until SIGTERM or Ctrl-C.
 
-    A request goes to the service that is predicted to be done with it first: by the rate that each
-    tells, and by the beginning of the conversation, which the one that has read it need not read
-    again. Its URL goes to stdout as one line once it listens. API keys are checked here, if there
-    are any, and passed on: the services need the same ones. A URL that is taken out of the file of
-    --replicas gets no further requests, and those that run there end undisturbed.
+    A request goes to the service that is predicted to finish it first: by the rate that each
+    reports, and by the beginning of the conversation, which one of them may have read already. Its
+    URL goes to stdout as one line once it listens. API keys are checked here, if there are any, and
+    passed on: the services need the same ones. A URL that is taken out of the file of --replicas
+    gets no further requests, and those that run there end undisturbed.
     """
     if parent is not None:
         end_with(parent)
@@ -136,7 +136,7 @@ def command(
 
 
 class Listed:
-    """The URLs of the services, as they were named and as a file has them at present."""
+    """The URLs of the services: those named as options and the present ones of a file."""
 
     def __init__(self, urls: tuple[str, ...], file: Path | None) -> None:
         self._named, self._file = [_url(url, "--connect") for url in urls], file
@@ -145,8 +145,8 @@ class Listed:
         self._said = ""
 
     def __call__(self) -> list[str]:
-        """Return them; `UserError` for what is no URL. A file that has become unreadable, or was
-        spoilt, changes nothing, and is said once."""
+        """Return them; `UserError` for an invalid URL. A file that has become unreadable or invalid
+        changes nothing, and is reported once."""
         if self._file is not None:
             try:
                 status = self._file.stat()

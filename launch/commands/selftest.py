@@ -1,5 +1,5 @@
-"""`dovetail selftest`: on this machine, with these models, the target computes what its checkpoint
-says, and speculation changes no token.
+"""`dovetail selftest`: on this machine, with these models, the target computes its checkpoint, and
+speculation changes no token.
 
 Every case decodes the same prompts with the same seed twice, by the target alone and with the
 draft, and compares token ids. The target itself is compared with transformers' own forward in fp32,
@@ -33,8 +33,7 @@ from dovetail.runtime.record.comparison import Difference, first_difference
 SEED = 20260101
 DEMO_PROMPTS = DEMO_FOLDER / "prompts.jsonl"
 TOKENS = 48
-"""The length of each reply where the settings do not say otherwise: long enough for a dozen rounds,
-short enough for a coffee."""
+"""The default length of each reply: enough for a dozen rounds."""
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.7),
@@ -86,7 +85,7 @@ class Check:
     tokens: int
     difference: Difference | None
     failure: DraftFailure | None = None
-    """The first one of the draft: behind it nothing was compared."""
+    """The first failure of the draft; nothing after it was compared."""
 
     @property
     def ok(self) -> bool:
@@ -199,7 +198,7 @@ def _show_card(
 
 
 def _check_settings(configuration: Configuration) -> None:
-    """Raise `UserError` for settings with which there is nothing to compare."""
+    """Raise `UserError` for settings that leave nothing to compare."""
     if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
         raise UserError(
             "without a draft there is nothing to compare: leave --draft none and --gamma 0 out"
@@ -250,8 +249,7 @@ def _log(text: str) -> None:
 
 
 def refuse_lossy(workers: Iterable[WorkerState]) -> None:
-    """`UserError` for a target whose tokens depend on what is computed beside them: no test could
-    pass, or would mean anything if it did."""
+    """`UserError` for a target whose tokens depend on the rest of the batch: no test could pass."""
     for worker in workers:
         if is_lossy(worker):
             raise UserError(
@@ -272,8 +270,8 @@ def _remark(check: Check) -> str:
 
 
 def drafting_tree(configuration: Configuration) -> TreeSettings:
-    """The tree of the settings; where they name no policy, one that drafts whether that pays here
-    or not, so that there is something to compare."""
+    """The tree of the settings; without a policy, one that always drafts, so that there is
+    something to compare."""
     tree = configuration.settings.tree
     return (
         tree
@@ -284,7 +282,7 @@ def drafting_tree(configuration: Configuration) -> TreeSettings:
 
 def _cases(tree: TreeSettings, tokens: int) -> list[Case]:
     """Every sampling with the tree of the settings, and greedy and plain sampling with a chain and
-    with a large tree; replies are of so many tokens."""
+    with a large tree; replies have this many tokens."""
     others = [tree.model_copy(update=shape) for shape in (CHAIN, WIDE)]
     samplings = [
         sampling.model_copy(update={"min_tokens": min(sampling.min_tokens, tokens)})
@@ -301,13 +299,13 @@ def _cases(tree: TreeSettings, tokens: int) -> list[Case]:
 
 
 class _Runs:
-    """Decodes the prompts; what the target alone answers is kept, since several trees are compared
-    with it."""
+    """Decodes the prompts; replies of the target alone are kept, since several trees are compared
+    with them."""
 
     def __init__(self, connection: Connection, prompts: list[Prompt], tokens: int) -> None:
         self._connection, self._prompts, self._tokens = connection, prompts, tokens
         self.drafted = 0
-        """Nodes that were verified in all: without any, nothing was tested."""
+        """Nodes that were verified in all; without any, nothing was tested."""
         self._alone: dict[tuple[Sampling, str], Finished] = {}
 
     def check(self, case: Case) -> Check:

@@ -1,9 +1,9 @@
 """`dovetail serve`: a coordinator, its workers and the HTTP API, kept running until a signal ends
 them.
 
-The HTTP API listens before a model is loaded, so that a port that is taken is told at once;
-`/readyz` says whether the workers are there. What is lost or stuck is started again; a worker keeps
-its model when it is the coordinator that is.
+The HTTP API listens before a model is loaded, so that a port in use is reported at once; `/readyz`
+reports whether the workers are ready. A process that is lost or stuck is restarted; workers keep
+their models while the coordinator is restarted.
 """
 
 import json
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dovetail.serve")
 
 ANYWHERE = ("0.0.0.0", "[::]")
-"""Hosts that stand for all addresses of a machine."""
+"""Hosts that mean all addresses of a machine."""
 
 
 @click.command(cls=HelpCommand)
@@ -113,8 +113,7 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
 
 
 def _open(engine: str, configuration: Configuration, opened: ExitStack) -> "Service | Replicas":
-    """Return the service, on this machine or on the nodes of a cluster, where there may be several
-    of them."""
+    """Return the service, on this machine or on a cluster, with its replicas."""
     if engine == "local":
         site = Local(opened.enter_context(Supervisor()), configuration)
         return opened.enter_context(Service(site, configuration))
@@ -131,7 +130,7 @@ def _check_engine(engine: str, configuration: Configuration) -> None:
 
 
 def _check_addresses(configuration: Configuration) -> None:
-    """`UserError` if nobody can listen at an address that is asked for."""
+    """`UserError` if a requested address is in use or not available."""
     http, coordinator = configuration.settings.http, configuration.settings.coordinator
     check_port(
         http.host,
@@ -148,7 +147,7 @@ def _check_addresses(configuration: Configuration) -> None:
 def _introduce(
     service: "Service | Replicas", configuration: Configuration, *, as_json: bool
 ) -> None:
-    """Print the URL, and commands to try it with."""
+    """Print the URL, and commands to try it."""
     if no_chats := preflight.no_chats(configuration.settings.target):
         note(f"  {no_chats}")
     if as_json:

@@ -30,7 +30,7 @@ SHOWN_DECISIONS = 8
 @click.option(
     "--connect",
     metavar="ADDRESS",
-    help="The coordinator to ask.  [default: the only one of this user]",
+    help="The coordinator. [default: the only one of this user]",
 )
 @json_option()
 @settings_flags("coordinator.keys", "coordinator.answer_s", shown=("coordinator.keys",))
@@ -49,8 +49,7 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
 
 
 def _in_print(state: Reported) -> Reported:
-    """Return the state without anything in the words of peers that a terminal takes for
-    commands."""
+    """Return the state without control characters in texts from peers."""
     return Reported.model_validate(in_print(state.model_dump()))
 
 
@@ -113,7 +112,7 @@ def _show(state: Reported) -> None:
 
 
 def _journal(journal: JournalState) -> str:
-    """Return where requests are kept, how many, and what keeping them takes."""
+    """Describe the journal: its replies, size and cost."""
     kept = f"{counted(journal.replies, 'reply', 'replies')}, {journal.bytes / 1e6:.1f} MB"
     takes = [
         f"{name} takes {value:.{digits}f} {unit}"
@@ -188,8 +187,8 @@ def _row(worker: WorkerState) -> tuple[object, ...]:
 
 
 def _link(worker: WorkerState) -> tuple[object, ...]:
-    """The way to it: the quickest answer of late, which under load counts what it computed before
-    it answered."""
+    """The fastest recent round trip; under load it includes what the worker computed before it
+    answered."""
     return (
         worker.name,
         worker.host,
@@ -211,15 +210,14 @@ def _whole(figure: float | None) -> int | None:
 
 
 def _clock(worker: WorkerState) -> str:
-    """Return how far its clock is ahead of the coordinator's, and within what bound that is
-    certain."""
+    """Return how far its clock is ahead of the coordinator's, with the bound of the error."""
     if worker.clock_offset_us is None or worker.clock_bound_us is None:
         return "-"
     return f"{worker.clock_offset_us:+.0f} ± {worker.clock_bound_us:.0f}"
 
 
 def _standing(worker: WorkerState) -> str:
-    """Why it gets no sessions, where that is so."""
+    """Why it gets no sessions; empty if it does."""
     said = [
         word
         for word, so in (

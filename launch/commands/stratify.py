@@ -1,10 +1,9 @@
-"""`dovetail stratify`: the thresholds between bins of entropy that the policy `heterospec` goes by
-(HeteroSpec, Liu et al. 2025, section 4.2).
-
-Every prompt is answered with trees of `dynamic`, whose entropy is told with each round; a
-regression tree finds the bins within which the rank of what is accepted varies least. Left out are
-rounds whose rank says nothing of the draft: those near the end of a reply, whose tree had no room
-for its levels, and those of a reply that has begun to repeat itself, which any draft foretells.
+"""`dovetail stratify`: the thresholds between bins of entropy for the policy `heterospec`
+(HeteroSpec, Liu et al. 2025, section 4.2). Every prompt is answered with trees of `dynamic`, and
+each round reports its entropy; a regression tree finds the bins within which the rank of accepted
+paths varies least. Left out are rounds whose rank says nothing of the draft: those near the end of
+a reply, whose tree had no room for its levels, and those of a reply that has begun to repeat
+itself, which any draft foretells.
 """
 
 import json
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from dovetail.workers.training.stratify import Round, Strata
 
 GROUPS = 20
-"""Points of the plot, each of as many rounds."""
+"""Points of the plot; each averages the same number of rounds."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Reply:
     "--prompts",
     type=FILE,
     required=True,
-    help='File of prompts of the kind that is to be decoded, a line {"id", "turns"} each.',
+    help='File of typical prompts, a line {"id", "turns"} each.',
 )
 @click.option(
     "--out",
@@ -149,7 +148,7 @@ def _check(configuration: Configuration, plot: Path | None) -> None:
     settings = configuration.settings
     if settings.draft.kind in ("none", "ngram"):
         raise UserError(
-            f"draft.kind = {settings.draft.kind!r} has no distributions to be sure of: name a "
+            f"draft.kind = {settings.draft.kind!r} has no distributions, so no entropy: name a "
             "draft with a model"
         )
     if settings.tree.gamma == 0 or settings.tree.width == 1:
@@ -159,12 +158,12 @@ def _check(configuration: Configuration, plot: Path | None) -> None:
         )
     if settings.sampling.acceptance == "rejection":
         raise UserError("sampling.acceptance 'rejection' draws its trees at random: leave it out")
-    if find_spec("sklearn") is None:  # told before anything is decoded
+    if find_spec("sklearn") is None:  # report before anything is decoded
         raise UserError("fitting thresholds needs scikit-learn: pip install 'dovetail[stratify]'")
 
 
 def _holds_for(settings: Settings) -> dict[str, Any]:
-    """Return what the entropies depend on, and the rest of what a rank depends on."""
+    """Return what the entropies depend on, and what else a rank depends on."""
     tree = {"gamma": settings.tree.gamma, **{key: getattr(settings.tree, key) for key in MADE_FOR}}
     return {**draft_facts(settings.draft), **tree, "temperature": settings.sampling.temperature}
 
@@ -226,8 +225,8 @@ def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: in
 def rounds_of(
     records: Sequence[RoundRecord], result: Result, tree: TreeSettings, max_tokens: int
 ) -> "list[Round]":
-    """Return what is learned from: the rounds of a reply that had a tree, room for all of its
-    levels, and something to say."""
+    """Return the rounds to fit: those of a reply that had a tree, room for all of its levels, and
+    an informative rank."""
     from dovetail.workers.training.stratify import Round, terminal_confidence_rank
 
     last = result.prompt_tokens + min(loop_begins(result.token_ids), max_tokens - tree.depth - 1)
@@ -246,7 +245,8 @@ def rounds_of(
 
 
 def _keeper(path: Path | None, holds_for: dict[str, Any]) -> Callable[[Reply], None]:
-    """Appends replies to the file, a line each, below a line with what they hold for."""
+    """Appends replies to the file, one a line, after a header with the settings that they hold
+    for."""
 
     def keep(reply: Reply) -> None:
         if path is None:
@@ -260,8 +260,8 @@ def _keeper(path: Path | None, holds_for: dict[str, Any]) -> Callable[[Reply], N
 
 
 def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
-    """The replies in a file, whose last line is cut off if it is torn; `UserError` if they are of
-    something else."""
+    """The replies in a file, without an incomplete last line; `UserError` if they belong to other
+    settings."""
     from dovetail.workers.training.stratify import Round
 
     check_output(path, "the rounds")

@@ -1,9 +1,7 @@
 """`dovetail swap`: starts a worker, or waits for one on another machine, and has the coordinator
-put it in the place of another while requests run.
-
-The worker is started on standby and is a process of its own: once it is in place it goes on when
-this command ends, and ends when the coordinator lets it go. Until then it is ours, and ends with
-us. What it says goes to a file in the runtime directory, which it keeps short.
+replace another by it while requests run. The worker is started on standby, as our child. Once it is
+in place it outlives this command, and ends when the coordinator dismisses it. Its output goes to a
+file in the runtime directory, which it keeps short.
 """
 
 import json
@@ -75,7 +73,7 @@ LOCAL = (*PLACED, "memory.", STUCK)
     "there is one]",
 )
 @click.option(
-    "--beside", is_flag=True, help="Replace no worker: the new one joins those that are there."
+    "--beside", is_flag=True, help="Replace no worker: the new one joins the present ones."
 )
 @click.option(
     "--name",
@@ -257,7 +255,7 @@ def _start_here(
 
 
 def free_name(workers: Sequence[WorkerState], role: Played) -> str:
-    """The role, or the role with the first number that nobody has."""
+    """The role, or the role with the first free number."""
     taken = {
         worker.name.removesuffix("-target").removesuffix("-draft")
         if role == "unified"
@@ -272,7 +270,7 @@ def free_name(workers: Sequence[WorkerState], role: Played) -> str:
 
 
 def _free(workers: Sequence[WorkerState], name: str, old: WorkerState | None) -> str:
-    """A name that was asked for, if nobody but who leaves has it."""
+    """Return the requested name, if no worker except the leaving one has it."""
     if (
         holder := next(
             (worker for worker in workers if worker.name == name and worker is not old), None
@@ -286,7 +284,7 @@ def _free(workers: Sequence[WorkerState], name: str, old: WorkerState | None) ->
 
 
 def _check_flags(configuration: Configuration, role: Played) -> None:
-    """`UserError` for a flag that is about the other role, and would do nothing."""
+    """`UserError` for a flag of the other role, which would do nothing."""
     if role == "unified":
         return
     other = "draft" if role == "target" else "target"
@@ -313,8 +311,8 @@ def settings_before(
     state: Reported,
     addresses: Collection[str],
 ) -> tuple[WorkerNote | None, str]:
-    """Return how the worker that leaves, serves beside the new one or served last was started, and
-    its fingerprint; `UserError` if that is unknown and no model is given."""
+    """Return the settings and fingerprint of the worker that leaves, of the one that the new worker
+    joins, or of the last one; `UserError` if they are unknown and no model is given."""
     model = old or serving(state.workers, role)
     before = before_of(model) if model is not None else last_before(addresses, role)
     if before is None and not any(configuration.given(name) for name in MODELS[role]):
@@ -328,7 +326,7 @@ def settings_before(
 
 
 def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> WorkerNote | None:
-    """Return how the draft's target was started."""
+    """Return the settings of the draft's target."""
     target = serving(workers, "target")
     return before_of(target) if target is not None else last_before(addresses, "target")
 
@@ -362,7 +360,7 @@ def as_before(
             )
     own = (*MODELS[role], *(KINDS_OWN if role == "draft" else ())) if named else ()
     if named and values.get("target.weights") == FILE:
-        own = (*own, "target.weights")  # blocks of another file
+        own = (*own, "target.weights")  # its blocks belong to another file
     wanted = {
         name: value
         for name, value in values.items()
@@ -372,14 +370,15 @@ def as_before(
 
 
 def announced_keys(address: str) -> str:
-    """The folder of keys that the coordinator at this address was announced with."""
+    """The folder of keys in the announcement of the coordinator at this address."""
     return next((found.keys for found in announcements() if found.address == address), "")
 
 
 def _command_for_another_machine(
     configuration: Configuration, role: Played, name: str, address: str
 ) -> str:
-    """Return what to type there; `UserError` for a coordinator that no other machine reaches."""
+    """Return the command line for the other machine; `UserError` for a coordinator that no other
+    machine reaches."""
     if not leaves_the_machine(address):
         raise UserError(
             f"no other machine reaches the coordinator at {address}: start it with "
