@@ -371,7 +371,7 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
         (("--target", "/nowhere"), "/nowhere"),
         (("--weights", "int8-per-tensor"), "cannot be split or streamed"),
         (("--target.resident", "3"), "a plan chooses this"),
-        (("--machine", "dovetail-server", "--draft", "auto"), "a plan chooses this"),
+        (("--machine", "dovetail-server", "--draft", "auto"), "is what a plan finds out"),
         (
             ("--machine", "dovetail-server", "--target-size", "7B", "--draft", "small"),
             "name the folder of one",
