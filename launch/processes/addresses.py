@@ -1,8 +1,7 @@
 """Finds the holder of an address before anything is started, so that the error names the process
 and what to do.
 
-Whoever listens in earnest finds out for certain; what happens between the look and that is told in
-their words.
+This is a check ahead of time: the process that listens finds out for certain.
 """
 
 import errno
@@ -19,8 +18,8 @@ SERVE = "dovetail:serve"
 
 
 def check_port(host: str, port: int, *, remedy: str) -> None:
-    """`UserError` if somebody listens at this port already. What else may be wrong with the address
-    is left to whoever listens there."""
+    """`UserError` if a process listens at this port already. Other errors of the address are
+    reported by the process that listens."""
     if port == 0:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -36,8 +35,8 @@ def check_port(host: str, port: int, *, remedy: str) -> None:
 
 
 def check_coordinator(listen: str, *, remedy: str) -> None:
-    """`UserError` if a coordinator of this user, or anybody at a port of tcp, listens there
-    already."""
+    """`UserError` if a coordinator of this user listens there already, or any process at a tcp
+    port."""
     if (found := next((a for a in announcements() if a.address == listen), None)) is not None:
         raise UserError(
             f"{listen} is held by your coordinator (pid {found.pid}): stop it with `kill "
@@ -49,8 +48,8 @@ def check_coordinator(listen: str, *, remedy: str) -> None:
 
 
 def _holder(port: int) -> str:
-    """Name the process that listens at a port, or the supervisor of that process. Only root sees
-    the processes of others."""
+    """Name the process that listens at a port, or its supervisor. Only root sees other users'
+    processes."""
     found = (
         c.pid
         for c in psutil.net_connections("tcp")

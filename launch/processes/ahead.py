@@ -1,5 +1,5 @@
-"""The nursery, the process that workers are forked from, started ahead of its use: it imports what
-workers need while the command imports what it needs itself, each on its own core."""
+"""The nursery, the process that workers are forked from, started ahead of its use: it imports the
+modules of workers while the command imports its own, each on its own core."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ ELSEWHERE = ("--connect", "--engine", *NAMES_OF_HELP)
 
 @dataclass(frozen=True)
 class Begun:
-    """A nursery that was started and that no supervisor has taken over yet."""
+    """A nursery that no supervisor has taken over yet."""
 
     process: Process
     talk: Talk
@@ -30,7 +30,7 @@ _begun: list[Begun] = []
 
 
 def begin_for(arguments: Sequence[str]) -> None:
-    """Start a nursery for a command with these arguments, if no service runs that it would use, and
+    """Start a nursery for a command with these arguments, if it would not use a running service and
     this process may use at least two cores. The nursery ends with this process."""
     if not can_fork() or len(os.sched_getaffinity(0)) < 2:
         return
@@ -47,12 +47,12 @@ def run_nursery(talk: Talk, modules: Sequence[str], log: IO[bytes]) -> Process:
 
 
 def begun() -> bool:
-    """Return whether a nursery was started that nobody has taken over yet."""
+    """True if a nursery was started and not taken over yet."""
     return bool(_begun)
 
 
 def taken_bytes() -> int:
-    """Return the memory that it has taken until now, which will be that of the workers."""
+    """Return its memory, which will be part of the workers'."""
     return sum(_anonymous_bytes(begun.process.pid) for begun in _begun)
 
 
@@ -71,7 +71,7 @@ def take() -> Begun | None:
 
 
 def dismiss() -> None:
-    """End the nursery that was started and nobody has taken over, and wait until it has ended."""
+    """End the nursery if it was not taken over, and wait until it has ended."""
     while (begun := take()) is not None:
         begun.process.kill()
         begun.process.wait()

@@ -32,7 +32,7 @@ def named(workers: Sequence[WorkerState], name: str) -> WorkerState:
 
 
 def wait_for(client: Client, request: int) -> Swapped | Dismissed:
-    """The end of a change of workers; what it was refused or failed for is raised."""
+    """Wait for the end of a change of workers; a refusal or failure is raised."""
     try:
         return client.changed(request, note)
     except RequestError as error:
@@ -44,10 +44,10 @@ def figures(done: Swapped | Dismissed) -> dict[str, float]:
 
 
 def told(done: Swapped | Dismissed) -> str:
-    """Return what became of the sessions."""
+    """Describe what happened to the sessions."""
     if not (done.moved or done.stayed):
         return "no session had to move"
-    parts = [f"{counted(done.moved, 'session')} went over", f"{done.stayed} ended where they were"]
+    parts = [f"{counted(done.moved, 'session')} moved", f"{done.stayed} ended where they were"]
     return ", ".join(
         (*parts, f"the longest pause between tokens was {1e3 * done.longest_pause_s:.0f} ms")
     )

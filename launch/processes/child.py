@@ -1,5 +1,5 @@
-"""The duties of a process that a supervisor started: it ends when it is told to, and when its
-supervisor ends, and shows where it is when it is asked."""
+"""Signals of a supervised process: it ends on request or when its supervisor ends, and dumps its
+stacks on SIGUSR1."""
 
 import contextlib
 import ctypes
@@ -21,13 +21,12 @@ CLONE3 = 435
 """The number of the system call, on every architecture."""
 PROGRAM = "dovetail"
 LET_GO = 3
-"""Exit code of a worker that was drained or replaced, and of one under a supervisor that the
-coordinator wants no more: it is not to be started again."""
+"""Exit code of a worker that was drained, replaced or dismissed: it must not be restarted."""
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process when the one that started it ends, even by SIGKILL; asked
-    too late, end at once."""
+    """Have the kernel end this process when its parent ends, even by SIGKILL; end at once if it has
+    ended already."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit(0)
@@ -46,7 +45,7 @@ def let_threads_start() -> None:
     if LIBC.syscall(CLONE3, None, 0) == 0 or ctypes.get_errno() != errno.EPERM:
         return
     steps = (  # struct sock_filter of linux/filter.h; of two errors the newer filter's counts
-        (0x20, 0, 0, 0),  # load the number of the call
+        (0x20, 0, 0, 0),  # load the system call number
         (0x15, 0, 1, CLONE3),  # another call: skip a step
         (0x06, 0, 0, SECCOMP_RET_ERRNO | errno.ENOSYS),
         (0x06, 0, 0, SECCOMP_RET_ALLOW),
@@ -58,10 +57,8 @@ def let_threads_start() -> None:
 
 
 def end_when_told() -> None:
-    """SIGTERM lets this process go: it unwinds, closes what it opened, and ends with exit code 0.
-
-    SIGHUP, a closed terminal, is the same as SIGTERM, whoever handles that by then - unless it is
-    ignored already, as under nohup.
+    """On SIGTERM this process unwinds, closes its resources and exits with 0. SIGHUP, a closed
+    terminal, does the same unless it is ignored already, as under nohup.
     """
 
     def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
@@ -76,8 +73,7 @@ def end_when_told() -> None:
 
 
 def show_stacks_when_asked() -> None:
-    """SIGUSR1 has this process write to stderr where all its threads are, whatever they are
-    about."""
+    """On SIGUSR1 this process writes the stacks of all its threads to stderr."""
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
@@ -88,14 +84,14 @@ def name_process(role: str, model: str = "") -> None:
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     title = " ".join(filter(None, (PROGRAM, role, model))).encode()[: end - begin - 1]
-    whole = title.decode(errors="ignore").encode()  # no half of a character at its end
+    whole = title.decode(errors="ignore").encode()  # do not end within a character
     ctypes.memmove(begin, whole.ljust(end - begin, b"\0"), end - begin)
 
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Have this process end as soon as the block is left by `sys.exit`: what an interpreter that
-    has imported torch puts away takes a second, and the system does it too."""
+    """End this process as soon as the block is left by `sys.exit`, without the second that an
+    interpreter takes to clean up after torch."""
     try:
         yield
     except SystemExit as told:
@@ -104,14 +100,13 @@ def ending_at_once() -> Iterator[None]:
 
 
 def end_undisturbed() -> None:
-    """This process ends by itself from here on: being told so does not break into what it still
-    puts away."""
+    """Ignore further signals to end: this process is already cleaning up."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def claim_stdout() -> TextIO:
-    """stdout for what we say to whoever started us; whatever else prints there from now on
-    (ONEDNN_VERBOSE and its like) goes to stderr."""
+    """Yield stdout for our parent alone; other output (such as ONEDNN_VERBOSE) goes to stderr from
+    now on."""
     said = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return said

@@ -1,4 +1,4 @@
-"""Reads what processes say on stderr, how they ended, and which of them are registered."""
+"""Reads the stderr of processes, how they ended, and which of them are registered."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ from dovetail.protocol.errors import printable
 from dovetail.protocol.messages import WorkerState
 
 LAST_WORDS_S = 0.3
-"""A process that is stuck has so long to show where."""
+"""Seconds that a stuck process has to dump its stacks."""
 LOG_BYTES = 1 << 20
-"""The file of what a process says is emptied when so much of it has been read."""
+"""The file of a process's output is truncated after this many bytes have been read."""
 
 
 def ending_of(child: Child) -> Ending:
-    """Return how a process has ended. What it said last explains an exit code; a signal that ends a
-    process at once, it does not."""
+    """Return how a process has ended: its last line with an exit code, but not with a signal that
+    ended it at once."""
     code = child.process.returncode
     last = [] if code == -signal.SIGKILL else child.last_words()[-1:]
     last_line = printable(last[0].removeprefix("dovetail: ")) if last else ""
@@ -27,8 +27,8 @@ def ending_of(child: Child) -> Ending:
 
 
 def let_speak_and_kill(child: Child) -> None:
-    """Have a process that is stuck write down where it is, if it still can, and end it; that it
-    ended is noticed as with any other."""
+    """Have a stuck process dump its stacks, if it can, and end it; its end is noticed as with any
+    other."""
     child.process.send_signal(signal.SIGUSR1)
     time.sleep(LAST_WORDS_S)
     child.process.kill()
@@ -36,23 +36,21 @@ def let_speak_and_kill(child: Child) -> None:
 
 
 def registered(ours: Mapping[str, tuple[str, int]], workers: Iterable[WorkerState]) -> set[str]:
-    """Which of our processes, whose machines and numbers these are, a coordinator knows as workers;
-    a process on another machine may have the same number."""
+    """Return which of our processes, given by machine and pid, are registered as workers; pids of
+    other machines may be equal."""
     there = {(worker.host, worker.pid) for worker in workers}
     return {name for name, at in ours.items() if at in there}
 
 
 class Ear:
-    """Reads what a process says on stderr, a line at a time, and what it has said after it has
-    ended too."""
+    """Reads the stderr of a process line by line, also after it has ended."""
 
     def __init__(self, child: Child) -> None:
         self._log = os.dup(child.log.fileno())
         self._read, self._begun = 0, b""
 
     def listen(self) -> list[str]:
-        """The lines that have ended since the last call; the file is emptied when it has become
-        long."""
+        """The complete lines since the last call; a long file is truncated."""
         said = os.pread(self._log, LOG_BYTES, self._read)
         self._read += len(said)
         if self._read > LOG_BYTES and self._read == os.fstat(self._log).st_size:

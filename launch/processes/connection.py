@@ -1,5 +1,5 @@
-"""Which coordinator a command speaks with: the one it is told, the only one of this user, or one of
-its own for as long as it runs."""
+"""Which coordinator a command uses: the given one, the only one of this user, or one that it starts
+for itself."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,19 +33,19 @@ from dovetail.runtime.telemetry.picture import folder_name
 from dovetail.workers.models.checkpoints.gguf.names import is_gguf
 
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
-"""The codes of `messages.Failed` that say that the user can do better."""
+"""The codes of `messages.Failed` that are user errors."""
 LOSSY = "int8-per-tensor"
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A registered client, what it speaks with, and the processes behind it if they are ours."""
+    """A registered client, its coordinator, and the processes of that if they are ours."""
 
     client: Client
     state: Reported
     stack: Stack | None = None
     address: str = ""
-    """The address at which it was reached; empty: where it says that it is."""
+    """The address at which it was reached; empty for the one that it reports."""
 
     def models(self, *, draft: bool = True) -> str:
         """Describe the models that decode; `draft`: whether the draft's is one."""
@@ -63,9 +63,9 @@ class Connection:
         ahead: bool | None = None,
         record: Callable[[RoundRecord], None] | None = None,
     ) -> Finished:
-        """Decode one request to its end; `record`, if there is one, hears of every round as it
-        ends. What went wrong is raised as `failure` says it; so is the loss of a process of ours,
-        even where the request survived it: what is measured or compared here needs all of them.
+        """Decode one request to its end; `record` is called with every round. Errors are raised by
+        `failure`. So is the loss of one of our processes, even if the request survived it, since
+        measurements and comparisons need all of them.
         """
         request = self.client.submit(
             turns=turns,
@@ -89,7 +89,7 @@ class Connection:
                 raise self.failure(reply)
 
     def peak_rss_mb(self) -> float:
-        """The most memory that the workers of our own stack ever held, summed, in 10^6 bytes."""
+        """The peak memory of our stack's workers, summed, in 10^6 bytes."""
         return (
             sum(child.peak_rss_bytes() for child in self.stack.workers) / 1e6
             if self.stack is not None
@@ -97,7 +97,8 @@ class Connection:
         )
 
     def failure(self, reply: Failed) -> DovetailError:
-        """Why a request failed; where a process of ours caused it, what that process has to say."""
+        """Why a request failed; if one of our processes caused it, the last output of that
+        process."""
         losses = self.stack.losses() if self.stack is not None else []
         if losses and reply.code in ("worker_lost", "no_target"):
             return losses[0]
@@ -110,8 +111,8 @@ class Connection:
 
 @contextmanager
 def connected(configuration: Configuration, address: str | None) -> Iterator[Connection]:
-    """A connection to the coordinator at `address`; without one, to the only one of this user; if
-    there is none, to one of our own."""
+    """A connection to the coordinator at `address`, or to the only one of this user, or to one that
+    is started."""
     _check_no_url(address)
     keys = configuration.settings.coordinator.keys
     models_named = names_models(configuration)
@@ -154,8 +155,8 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
 
 
 def with_choices(configuration: Configuration) -> Configuration:
-    """Return settings in which weights and a draft are chosen where the user named none; what is
-    chosen is noted."""
+    """Return settings with weights and a draft chosen where the user gave none; the choice is
+    reported."""
     weights = configuration.origins["target.model"] == POSITIONAL
     draft = not (configuration.given("draft.kind") or configuration.given("draft.model"))
     if not configuration.settings.target.model or not (weights or draft):
@@ -163,7 +164,7 @@ def with_choices(configuration: Configuration) -> Configuration:
     with spinner() as say:
         say(f"reading {configuration.settings.target.model}")
         check_target(configuration.settings)
-        from dovetail.launch.planning import choice  # what most commands do not need
+        from dovetail.launch.planning import choice  # not needed by most commands
 
         configuration, said = choice.with_choices(configuration, say)
     for line in said:
@@ -172,8 +173,8 @@ def with_choices(configuration: Configuration) -> Configuration:
 
 
 def _tell_of_recordings(supervisor: Supervisor, coordinator: Child) -> None:
-    """End a coordinator of ours, which writes its recordings to the end, and note what it says of
-    those that it could not."""
+    """End our coordinator, which completes its recordings, and report those that it could not
+    write."""
     ear = Ear(coordinator)
     supervisor.end([coordinator])
     for line in ear.listen():
@@ -211,7 +212,7 @@ def slow_kernels(state: Reported) -> list[str]:
 
 
 def ends_of(state: Reported) -> str:
-    """Describe what ends the replies of a coordinator's target; empty if there is none."""
+    """Describe the end tokens of a coordinator's target; empty without a target."""
     targets = (worker for worker in state.workers if "target" in worker.roles)
     serving = next((one for one in targets if not (one.standby or one.leaving)), None)
     if serving is None:
@@ -221,18 +222,18 @@ def ends_of(state: Reported) -> str:
 
 
 def ahead_of(draft: DraftSettings) -> bool | None:
-    """Return what `draft.ahead` asks for in a request; None leaves it to the coordinator."""
+    """Return the value of `draft.ahead` for a request; None leaves it to the coordinator."""
     return None if draft.ahead == "auto" else draft.ahead
 
 
 def is_url(address: str) -> bool:
-    """Return whether this is the address of a server over HTTP, and not that of a coordinator."""
+    """True if this is the address of a server over HTTP, not of a coordinator."""
     return address.startswith(("http://", "https://"))
 
 
 def speaks_http(address: str | None) -> bool:
-    """Return whether a command that knows both is to use a server over HTTP, and not a coordinator;
-    `UserError` for an address without what tells which."""
+    """True if a command should use a server over HTTP, not a coordinator; `UserError` for an
+    address without a scheme."""
     if address is None or is_url(address):
         return address is not None
     if address != "ipc" and not address.startswith(("ipc://", "tcp://")):
@@ -261,7 +262,7 @@ def _check_no_url(address: str | None) -> None:
 
 
 def is_lossy(worker: WorkerState) -> bool:
-    """Return whether the tokens of a target depend on what is computed beside them."""
+    """True if the tokens of a target depend on the rest of the batch."""
     return weights_of(worker) == LOSSY
 
 
@@ -291,7 +292,7 @@ def find_coordinator(
     role: Literal["client", "operator"] = "client",
 ) -> Client:
     """A client of the coordinator at `address`, or of the only one of this user; `UserError` if
-    there is none. `role`: of the key that it shows over tcp."""
+    there is none. `role`: of its key over tcp."""
     _check_no_url(address)
     if address is None:
         address, configuration = only_coordinator(configuration, "serve")
@@ -302,8 +303,8 @@ def find_coordinator(
 def only_coordinator(
     configuration: Configuration, command: str = "coordinator"
 ) -> tuple[str, Configuration]:
-    """Return where the only coordinator of this user is, and the settings with its keys;
-    `UserError` if there is none, which names the command that starts one."""
+    """Return the address of this user's only coordinator, and the settings with its keys;
+    `UserError` if there is none, with the command that starts one."""
     if (found := only_announcement()) is None:
         raise UserError(
             f"you have no coordinator running on this machine: start one with `dovetail {command}`,"
@@ -316,7 +317,7 @@ def only_coordinator(
 def open_client(
     address: str, keys: str, role: Literal["client", "operator"], answer_s: float
 ) -> Client:
-    """Return a client of the coordinator at an address; `LinkClosed` if none answers there."""
+    """Return a client of the coordinator at an address; `LinkClosed` without an answer."""
     link = open_link(address, keys=Path(keys) if keys else None, role=role)
     try:
         return Client(link, answer_s)
@@ -326,8 +327,8 @@ def open_client(
 
 
 def names_models(configuration: Configuration) -> str:
-    """The first flag that is about the workers; `--draft none` and `--draft.ahead` are not, they
-    are wishes that any coordinator can fulfil."""
+    """The first flag that is about the workers, unlike `--draft none` and `--draft.ahead`, which
+    any coordinator can serve."""
     flags = (
         n
         for n, origin in configuration.origins.items()
@@ -341,7 +342,7 @@ def names_models(configuration: Configuration) -> str:
 
 
 def describe(role: str, worker: WorkerState) -> str:
-    """Describe what a worker computes with in a role: "target demo (int8)"."""
+    """Describe the model of a worker: "target demo (int8)"."""
     details = ", ".join(
         filter(
             None,
@@ -357,11 +358,8 @@ def describe(role: str, worker: WorkerState) -> str:
 
 
 def shorten_model(model: str) -> str:
-    """Return how a model is called in a summary: "demo" for one of the embedded pair, "demo
-    dovetail" for an embedded head.
-
-    A GGUF file is called by its name. A substitute says of what it is one, and behind that which:
-    "demo (int4 substitute)".
+    """Return the name of a model in a summary: "demo" for one of the embedded pair, "demo dovetail"
+    for an embedded head, the file name for a GGUF file, "demo (int4 substitute)" for a substitute.
     """
     path = Path(model)
     name, bracket, which = path.name.partition(" (")
@@ -373,6 +371,5 @@ def shorten_model(model: str) -> str:
 
 
 def call_model(model: str) -> str:
-    """Return the name of a model in a live view: that of `shorten_model`, without the folder that
-    the model lies in."""
+    """Return the name of a model in a live view: that of `shorten_model`, without its folder."""
     return folder_name(shorten_model(model))

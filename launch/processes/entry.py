@@ -1,4 +1,4 @@
-"""The installed command begins here, before anything else of ours is imported."""
+"""The entry point of the installed command, before any other import of ours."""
 
 import signal
 
@@ -7,7 +7,7 @@ def main() -> None:
     """Import the command line and run it. Ctrl-C meanwhile ends this process by that signal, with
     no traceback of an import; afterwards it is a `KeyboardInterrupt`, as usual."""
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heeded:  # not so under nohup or in the background of a script
+    if heeded:  # unless it is ignored, as under nohup or in a script's background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from dovetail.launch import cli
 

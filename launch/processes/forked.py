@@ -1,5 +1,5 @@
-"""Processes of ours that are forked from one that has imported what they need: from this one, where
-that can be, or from one that imports what workers need, which `nursery.py` is."""
+"""Processes that are forked from one that has done their imports: from this one, if possible, or
+from the nursery (`nursery.py`)."""
 
 import ctypes
 import fcntl
@@ -28,16 +28,16 @@ from dovetail.protocol.errors import DovetailError
 
 PR_SET_CHILD_SUBREAPER = 36
 PROGRAMS = ("dovetail", "cli.py")
-"""The files that a command of ours is run from."""
+"""The files from which a command is run."""
 OURS = (nursery.COMMAND, nursery.__name__)
-"""The modules that a command of ours runs in a fork of its own."""
+"""The modules that a command runs in forked processes."""
 LOOK_S = 0.005
 """Interval at which a child is polled until it ends: pidfd_open(2) is newer than Linux 4.18."""
 
 
 def can_fork() -> bool:
-    """Return whether this process may fork: it is a command of ours and has one thread only, since
-    a fork would lack the others."""
+    """True if this process may fork: it is a command and has only one thread, since a fork would
+    lack the others."""
     return Path(sys.argv[0]).name in PROGRAMS and count_threads() == 1
 
 
@@ -50,8 +50,8 @@ def new_log() -> IO[bytes]:
 
 
 class Forked:
-    """A child of ours that was forked, with what is used of `subprocess.Popen`. One thread uses
-    it."""
+    """A forked child, with the used part of the interface of `subprocess.Popen`. Not
+    thread-safe."""
 
     def __init__(
         self, pid: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
@@ -60,7 +60,7 @@ class Forked:
         self.returncode: int | Any = None
 
     def poll(self) -> int | None:
-        """Return how it ended, as `returncode` has it; None: it has not."""
+        """Return its `returncode`; None while it runs."""
         if self.returncode is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
@@ -68,7 +68,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; `subprocess.TimeoutExpired` where it has not in time."""
+        """Wait until it has ended; `subprocess.TimeoutExpired` if it does not end in time."""
         end_s = time.monotonic() + (math.inf if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() >= end_s:
@@ -98,11 +98,10 @@ def run_module(
     stdin: int | None = None,
     reads: bool = False,
 ) -> Process:
-    """Run a module of ours as a program, in a process with a session of its own. `stdin`: a
-    descriptor, PIPE of `subprocess`, or nothing to read; `reads`: its stdout is for us.
-
-    A command of ours has imported most of what its processes need: it forks them. What is more than
-    a command, or has threads, which a fork would not have, starts them as new programs.
+    """Run one of our modules as a program, in a process with a new session. `stdin`: a descriptor,
+    PIPE of `subprocess`, or nothing to read; `reads`: we read its stdout. A command has imported
+    most of what its processes need, so it forks them. Other programs, and those with threads, start
+    new processes.
     """
     arguments = [*arguments, f"--parent={os.getpid()}"]
     if module in OURS and can_fork():
@@ -141,8 +140,8 @@ def _fork(
 def _become(
     module: str, arguments: Sequence[str], streams: Sequence[int], blocked: AbstractSet[int]
 ) -> NoReturn:
-    """Run a module with these standard streams and blocked signals, as a process that has just
-    begun; nothing of the one that we were is unwound."""
+    """Run a module with these standard streams and blocked signals, as in a new process; nothing of
+    the parent is unwound."""
     code: object = 1
     try:
         os.setsid()
@@ -168,25 +167,25 @@ def _become(
     except BaseException:
         traceback.print_exc()
     finally:
-        with suppress(OSError, ValueError):  # nobody reads what it has said
+        with suppress(OSError, ValueError):  # its output is not read
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
 
 
 class Talk:
-    """Our end of the socket of a process that forks others for us."""
+    """Our end of the nursery's socket."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def begun(self) -> bool:
-        """Wait until it has imported what it was told; False: it has ended."""
+        """Wait until it has finished its imports; False if it has ended."""
         self.theirs.close()
         return self._ours.recv(MAX_BYTES) == READY
 
     def fork(self, arguments: Sequence[str], stderr: IO[bytes]) -> Forked:
-        """Have it fork a command of ours, whose stdin is ours to write to."""
+        """Have it fork a command; we write to its stdin."""
         read, write = os.pipe()
         with os.fdopen(read, "rb") as stdin, _adopting():
             packet = json.dumps(arguments).encode()
@@ -204,7 +203,7 @@ class Talk:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Whose parent ends within the block, and descends from us, is our child from then on."""
+    """Within the block, descendants whose parent ends become our children."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:

@@ -1,4 +1,4 @@
-"""The process of a worker that is to stay: ours until it is in place."""
+"""The process of a worker that will outlive us: ours until it is in place."""
 
 import fcntl
 import os
@@ -13,8 +13,8 @@ from dovetail.launch.processes.supervise import GRACE_S, Child, Unwinding
 
 
 class Newcomer(Unwinding):
-    """A worker's process that ends with this block, unless it `stays`. A signal that ends us is
-    heeded once the process is ours."""
+    """A worker's process that ends with this block, unless it `stays`. Signals are handled once the
+    process is ours."""
 
     def __init__(self, arguments: Sequence[str], name: str) -> None:
         super().__init__()
@@ -23,8 +23,7 @@ class Newcomer(Unwinding):
         self._child: Child | None = None
 
     def start(self) -> Child:
-        """Start the worker in a session of its own, which neither Ctrl-C nor the end of the
-        terminal reaches."""
+        """Start the worker in a new session, out of reach of Ctrl-C and the end of the terminal."""
         remove_unused_logs(self._path.parent)
         log = self._path.open("a+b")
         fcntl.flock(log, fcntl.LOCK_EX)  # held for as long as the worker has the file open
@@ -57,7 +56,7 @@ class Newcomer(Unwinding):
         child.log.close()
         if self._stays:
             child.process.returncode = (
-                0  # it is nobody's child from here on: not waited for, and not complained of
+                0  # from here on it is not our child: no wait, no ResourceWarning
             )
             note(f"the output of {self._name} goes to {self._path}")
             return

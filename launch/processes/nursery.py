@@ -30,7 +30,7 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-"""Variables of the environment that say how many threads a library starts."""
+"""Environment variables with the number of threads that a library starts."""
 COMMAND = "dovetail.launch.cli"
 """The module that commands run in."""
 MODULES = (
@@ -45,9 +45,9 @@ MODULES = (
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Return what the environment says of a library's threads before torch is imported: how many
-    there are, and that they sleep between its operations. Threads that spin for milliseconds behind
-    each one take the cores of our kernels and of the other worker."""
+    """Return the environment for a library's threads before torch is imported: their number, and
+    that they sleep between operations. Threads that spin for milliseconds after each one take the
+    cores of our kernels and of the other worker."""
     return {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -75,13 +75,13 @@ def main() -> None:
 
 
 def count_threads() -> int:
-    """Return how many threads this process has, those of libraries included."""
+    """Return the number of threads of this process, including those of libraries."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def import_at_once(modules: Sequence[str]) -> None:
-    """Import modules, without looking for garbage meanwhile, of which there is none: what they hold
-    is never looked at for it later on either."""
+    """Import modules without garbage collection, and freeze their objects, so that no later
+    collection visits them."""
     gc.disable()
     for module in modules:
         importlib.import_module(module)
@@ -90,9 +90,8 @@ def import_at_once(modules: Sequence[str]) -> None:
 
 
 def _grandchild() -> int:
-    """Fork a process with a session of its own that is not our child but, as soon as the one
-    between us has ended, of whoever takes its place; return its number here, and 0 there, once that
-    has happened."""
+    """Fork twice, so that the process with its new session becomes a child of our subreaper; return
+    its pid here, and 0 there, once that has happened."""
     read, write = os.pipe()
     between = os.fork()
     if between:
@@ -104,7 +103,7 @@ def _grandchild() -> int:
     between = os.getpid()
     if os.fork():
         os._exit(0)
-    os.setsid()  # before anybody knows its number, which may be used to end its whole group
+    os.setsid()  # before its pid is known, which may be used to end its whole group
     os.write(write, str(os.getpid()).encode())
     os.close(read)
     os.close(write)
@@ -114,8 +113,8 @@ def _grandchild() -> int:
 
 
 def become(arguments: Sequence[str], stdin: int, stderr: int, *, anew: bool) -> None:
-    """Run a command of ours in this process, which was forked for it, with these descriptors in
-    place of those that it has inherited; `anew`: as a new program."""
+    """Run a command in this process, which was forked for it, with these descriptors instead of the
+    inherited ones; `anew`: as a new program."""
     for number, descriptor in ((0, stdin), (2, stderr)):
         os.dup2(descriptor, number)
         os.close(descriptor)

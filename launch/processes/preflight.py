@@ -1,8 +1,6 @@
-"""Refuses what cannot work before a process is started or torch is imported: a model that is not
-there, an inflation that this machine cannot hold.
-
-Cheap looks at files only, so that a slip of the pen costs no loading time; whether a model is whole
-and fits, its worker finds out. Knows nothing of what is in a file.
+"""Refuses what cannot work before a process is started or torch is imported: a missing model, an
+inflation that does not fit into memory. The checks look at files only, so that a typo is reported
+before anything is loaded; the worker finds out whether a model is complete and fits.
 """
 
 import json
@@ -47,8 +45,8 @@ MORE_FILES = "raise the limit with `ulimit -n 4096` (LimitNOFILE=4096 in a unit 
 
 
 def check_files(what: str, least: int) -> None:
-    """`UserError` if a process of ours may have fewer than `least` open files, which `what` needs;
-    the soft limit is raised to that number."""
+    """`UserError` if a process may have fewer than `least` open files, which `what` needs; the soft
+    limit is raised to that number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < least:
         raise UserError(
@@ -60,15 +58,15 @@ def check_files(what: str, least: int) -> None:
 
 
 def check_target(settings: Settings) -> None:
-    """`UserError` if the target cannot be loaded on this machine, as far as a look at it tells."""
+    """`UserError` if the files show that the target cannot be loaded on this machine."""
     check_model("target", settings.target.model)
     check_inflation(settings.target.inflate, memory_bytes())
     check_shards(settings)
 
 
 def why_not_sharded(target: TargetSettings) -> str:
-    """Return, in words, the setting because of which the kernels do not compute the whole target on
-    the CPU; empty if there is none."""
+    """Return in words which setting prevents that the kernels compute the whole target on the CPU;
+    empty if none does."""
     return next(
         (
             words
@@ -99,7 +97,7 @@ def check_shards(settings: Settings) -> None:
 
 
 def check_draft(settings: Settings) -> None:
-    """`UserError` if the draft cannot be loaded, as far as a look at it tells."""
+    """`UserError` if the files show that the draft cannot be loaded."""
     if settings.draft.kind == "ngram" and settings.draft.model:
         raise SettingsError(
             "draft.kind = 'ngram' has no model, and draft.model names "
@@ -119,8 +117,8 @@ def check_draft(settings: Settings) -> None:
 
 
 def check_substitute(settings: Settings) -> None:
-    """`SettingsError` for a substitute of another model than the target, or of weights that it
-    cannot have."""
+    """`SettingsError` for a substitute of another model than the target, or of a type of weights
+    that it cannot have."""
     draft = settings.draft
     if draft.model:
         raise SettingsError(
@@ -135,7 +133,7 @@ def check_substitute(settings: Settings) -> None:
 
 
 def check_unified(settings: Settings) -> None:
-    """`SettingsError` unless target and draft can be one process, as far as the settings tell."""
+    """`SettingsError` if the settings rule out that target and draft are one process."""
     target, draft = settings.target, settings.draft
     if draft.kind != "substitute":
         raise SettingsError(
@@ -181,9 +179,9 @@ def check_model(role: str, source: str, *, pickled: bool = False) -> None:
 
 
 def check_whole(source: str) -> None:
-    """Raise `CheckpointError` if a model that is here is damaged or cannot be decoded, as far as
-    its files tell without reading the weights."""
-    # torch, for seconds: for refusals alone
+    """Raise `CheckpointError` if a local model is damaged or cannot be decoded, as far as its files
+    show without reading the weights."""
+    # imports torch (seconds), only to refuse
     from dovetail.workers.models.checkpoints import checkpoint, hub, tokenizer
 
     if (folder := hub.local_folder(source)) is not None:
@@ -195,7 +193,7 @@ def check_source(role: str, source: str, *, pickled: bool = False) -> None:
     """Raise `CheckpointError` unless the hub or its cache has the model of an id; downloads
     nothing."""
     from dovetail.workers.models.checkpoints import (
-        hub,  # half a second, which only ids of the hub cost
+        hub,  # half a second, only for hub ids
     )
 
     files = (*hub.HUB_FILES, *hub.PICKLED_FILES) if pickled else hub.HUB_FILES
@@ -208,7 +206,7 @@ def check_source(role: str, source: str, *, pickled: bool = False) -> None:
 
 
 def is_path(source: str) -> bool:
-    """Return whether a model is named by a path and can be no id of a hub."""
+    """True if a model is named by a path that cannot be a hub id."""
     return source.startswith(("/", ".", "~"))
 
 
@@ -218,8 +216,8 @@ def text_here(source: str) -> Path | None:
 
 
 def check_text(folder: Path) -> None:
-    """Raise `CheckpointError` for a tokenizer that the coordinator would refuse, so that this is
-    known before the weights are read. That of a GGUF file was checked when its view was made."""
+    """Raise `CheckpointError` for a tokenizer that the coordinator would refuse, before the weights
+    are read. That of a GGUF file was checked when its view was made."""
     if files_of(folder):
         return
     from dovetail.workers.models.checkpoints.tokenizer import keep, kept_path, read_language
@@ -264,12 +262,12 @@ def check_inflation(size: str, memory: int) -> None:
 
 
 def estimated_bytes(target: TargetSettings) -> int:
-    """The memory that a target's weights will need, from the headers of its files or the size of
-    its GGUF file; 0 where they are not here yet, or hold what we cannot tell."""
+    """The memory of a target's weights, from the headers of its files or the size of its GGUF file;
+    0 if they are not here yet or unknown."""
     model = Path(with_target(target).model).expanduser()
     try:
         size = byte_count(target.inflate) if target.inflate else 0
-    except ValueError:  # `check_inflation` says so
+    except ValueError:  # `check_inflation` reports it
         return 0
     if model.is_file():
         return model.stat().st_size
@@ -279,10 +277,10 @@ def estimated_bytes(target: TargetSettings) -> int:
 
 
 def draft_bytes(settings: Settings) -> int:
-    """Return what a draft takes of the GPU that it has in common with the target, as far as the
-    sizes of both tell: weights of 16 bits unless they are fp32 (of a substitute its codes), keys
-    and values for a long conversation and its trees, a pass, and graphs. 0 where it is elsewhere,
-    or part of the target's process."""
+    """Return the memory that a draft takes on the GPU it shares with the target, estimated from the
+    sizes of both: weights of 16 bits unless they are fp32 (or a substitute's codes), keys and
+    values for a long conversation and its trees, a pass, and graphs. 0 if it is elsewhere, or part
+    of the target's process."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     device = target.split.device or target.device
     if (
@@ -305,7 +303,7 @@ def draft_bytes(settings: Settings) -> int:
 
 
 def draft_has_gpu_alone(settings: Settings) -> bool:
-    """Return whether a draft may be on a GPU, and nothing of the target asks for one."""
+    """True if a draft may be on a GPU, and no setting of the target names one."""
     target, draft = settings.target, settings.draft
     return (
         memory_of(draft.device) is not Memory.HOST
@@ -318,7 +316,7 @@ def draft_has_gpu_alone(settings: Settings) -> bool:
 
 
 def draft_room(settings: Settings) -> int:
-    """Return how much of memory.vram a draft may take; 0: it is not limited."""
+    """Return how much of memory.vram a draft may take; 0 for no limit."""
     room = settings.memory.vram_bytes
     if room is None:
         return 0
@@ -326,8 +324,8 @@ def draft_room(settings: Settings) -> int:
 
 
 def _bytes_beyond(sizes: Sizes, draft: DraftSettings, target: TargetSettings) -> int:
-    """Return what the matrices of a head, and the tables that it has of its target, take beyond
-    what the sizes tell; 0 for a smaller model."""
+    """Return the bytes of a head's matrices, and of its copies of the target's tables, beyond those
+    in the sizes; 0 for a smaller model."""
     own, theirs = (read_tensors(Path(of.model).expanduser()) for of in (draft, target))
     if not own or any(tensor.is_table for tensor in own):
         return 0
@@ -337,13 +335,13 @@ def _bytes_beyond(sizes: Sizes, draft: DraftSettings, target: TargetSettings) ->
 
 
 def _type_of(weights: str) -> str:
-    """Return the type whose bytes are counted for weights of a draft on a GPU."""
+    """Return the type by which a draft's weights on a GPU are counted."""
     return "fp32" if weights == "fp32" else "half"
 
 
 def sizes_here(model: str, weights: str, cache: str) -> Sizes | None:
-    """Return the sizes of a model, or of a head with what it has of its target, with such weights
-    and such keys and values (fp32, half), if it is here and has them in its config.json."""
+    """Return the sizes of a model, or of a head with its copies of the target's tables, for these
+    types of weights, keys and values; None if it is not here or its config.json lacks them."""
     file = Path(model).expanduser() / "config.json"
     if not model or not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
         return None
@@ -351,17 +349,17 @@ def sizes_here(model: str, weights: str, cache: str) -> Sizes | None:
         content = json.loads(file.read_text(encoding="utf-8"))
         config = text_part(content) if isinstance(content, dict) else {}
         return sizes_of(config, weights, cache) if has_sizes(config) else None
-    except (ValueError, RecursionError):  # whoever loads it says so
+    except (ValueError, RecursionError):  # its worker reports it
         return None
 
 
 def memory_bytes() -> int:
-    """The memory of this machine, or what our control group may use of it, whichever is less."""
+    """The memory of this machine, or the limit of our control group if that is less."""
     return total_bytes() or psutil.virtual_memory().total
 
 
 def free_memory_bytes() -> int:
-    """The memory that is free for a process of ours, by the machine and by our control group."""
+    """The memory that is free for one of our processes, on the machine and in our control group."""
     room = read_room()
     return room.size if room is not None else psutil.virtual_memory().available
 

@@ -1,5 +1,5 @@
-"""Decides what the nodes of a cluster have to have for the parts of a service, and says what is
-missing. Pure: settings and the nodes are handed in."""
+"""Decides what a service's parts need of the nodes of a cluster, and reports what is missing. Pure:
+settings and nodes are arguments."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from dovetail.workers.devices.registry import Memory, memory_of
 
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"
 NODE_ID = "ray.io/node-id"
-"""The label that Ray gives each node by itself."""
+"""The label that Ray gives each node."""
 LEAST_BYTES = 256e6
-"""Bytes that a part reserves of which nothing is known: two processes without torch and more."""
+"""Bytes reserved for a part of unknown size: two processes without torch, and some room."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Node:
     id: str
     name: str
     resources: Mapping[str, float]
-    """All of what it has, in use or not."""
+    """All of its resources, in use or not."""
     labels: Mapping[str, str]
     free: Mapping[str, float]
-    """The part of it that is not in use."""
+    """Its free resources."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Bundle:
 
     @property
     def cores(self) -> int:
-        """Return how many cores its process is bound to; 0: it is not bound."""
+        """Return how many cores its process is bound to; 0 if it is not bound."""
         return int(self.resources.get(CPU, 0.0))
 
     @property
     def words(self) -> str:
-        """Return what it asks for, as the setting spells it."""
+        """Return its resources, as written in the setting."""
         wishes = [f"{name}={_amount(name, value)}" for name, value in self.resources.items()]
         return ",".join([*wishes, *(f"label:{key}={value}" for key, value in self.labels.items())])
 
     def fits(self, node: Node, *, now: bool = False) -> bool:
-        """Return whether a node has what it asks for; `now`: and has it free."""
+        """True if a node has its resources; `now`: and has them free."""
         there = node.free if now else node.resources
         return all(there.get(name, 0.0) >= value for name, value in self.resources.items()) and all(
             node.labels.get(key) == value for key, value in self.labels.items()
@@ -90,7 +90,7 @@ def bundles_of(
 
 
 def why_not(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) -> str:
-    """Return which bundle no node has room for, and what the nodes have, in one sentence."""
+    """Return in one sentence which bundle fits on no node, and what the nodes have."""
     has = "; ".join(f"{node.name} has {_listed(node)}" for node in nodes) or "there is no node"
     for bundle in bundles:
         if not any(bundle.fits(node) for node in nodes):
@@ -111,13 +111,13 @@ def why_not(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) -> 
 
 
 def _reserved(wishes: Mapping[str, float]) -> dict[str, float]:
-    """Return the wishes that are any, at least a token one: a bundle cannot ask for nothing."""
+    """Return the resources above 0, at least a minimal one, since a bundle cannot be empty."""
     return {name: value for name, value in wishes.items() if value} or {MEMORY: 1.0}
 
 
 def _cores(settings: Settings, roles: Sequence[Played], nodes: Sequence[Node]) -> dict[str, int]:
-    """Return the cores of a target and a draft: what the settings say, else the share of a replica
-    in the largest nodes, of which a draft has one where there are two."""
+    """Return the cores of a target and a draft: those of the settings, else a replica's share of
+    the largest nodes, of which a draft has one if there are two."""
     largest = max((node.resources.get(CPU, 0.0) for node in nodes), default=1.0)
     alike = sum(node.resources.get(CPU, 0.0) == largest for node in nodes) or 1
     share = int(largest // math.ceil(settings.ray.replicas / alike))
@@ -139,12 +139,12 @@ def _wants_gpu(settings: Settings, role: Played, nodes: Sequence[Node]) -> bool:
 
 
 def _is_gpu(device: str) -> bool:
-    """Return whether Ray counts a device as a GPU."""
+    """True if Ray counts a device as a GPU."""
     return memory_of(device) is Memory.OWN
 
 
 def _listed(node: Node) -> str:
-    """Return what a node has in words, without what Ray adds by itself."""
+    """Return a node's resources in words, without those that Ray adds."""
     own = {
         name: value
         for name, value in node.resources.items()

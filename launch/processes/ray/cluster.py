@@ -1,5 +1,4 @@
-"""The only door to Ray: a cluster, the places that it reserves, and actors whose calls are asked
-for without ever waiting for them."""
+"""The only import of Ray: a cluster, its placement groups, and actors whose calls never block."""
 
 import logging
 import os
@@ -28,9 +27,9 @@ except ModuleNotFoundError as missing:
 
 CONNECT_S = 5.0
 LOCAL = "local"
-"""Ray's name of a cluster that it starts for us."""
+"""Ray's address of a cluster that it starts for us."""
 RAYLET = "raylet"
-"""Ray's name of the process that a node is."""
+"""Ray's name of a node's process."""
 DOVETAIL_MISSING = "No module named 'dovetail"
 
 
@@ -38,10 +37,10 @@ class Cluster:
     """A cluster that this process has joined, or started; use it as a context."""
 
     def __init__(self, address: str) -> None:
-        """`UserError` if nobody answers there."""
+        """`UserError` without an answer."""
         _check(address)
         logging.getLogger("ray").setLevel(logging.ERROR)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told that it runs
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # do not announce it
         self._own = not address
         if self._own:
             os.environ.setdefault("RAY_worker_niceness", "0")  # that of this process
@@ -69,7 +68,7 @@ class Cluster:
 
     @property
     def gone(self) -> bool:
-        """Return whether this process has started the cluster, and its only node has ended."""
+        """True if this process has started the cluster, and its only node has ended."""
         node = ray._private.worker._global_node
         return self._own and any(kind == RAYLET for kind, _ in node.dead_processes())
 
@@ -89,12 +88,12 @@ class Cluster:
         ]
 
     def reserve(self, bundles: Sequence[Bundle], strategy: str) -> "Reservation":
-        """Ask for room for these bundles."""
+        """Reserve these bundles."""
         return Reservation(bundles, strategy)
 
 
 class Reservation:
-    """Room for the parts of one replica, which Ray finds anew when a node is lost."""
+    """The placement group of one replica, which Ray places again when a node is lost."""
 
     def __init__(self, bundles: Sequence[Bundle], strategy: str) -> None:
         self.bundles = bundles
@@ -105,16 +104,16 @@ class Reservation:
         )
 
     def wait(self, seconds: float) -> bool:
-        """Return whether there is room for all of it, after so many seconds at most."""
+        """Wait at most this many seconds until it is placed; return whether it is."""
         return bool(self._group.wait(timeout_seconds=seconds))
 
     def nodes(self) -> list[str]:
-        """Return the ids of the nodes of the bundles, in their order, once there is room."""
+        """Return the ids of the nodes of the bundles, in order, once it is placed."""
         found = placement_group_table(self._group)["bundles_to_node_id"]
         return [found[index] for index in range(len(self.bundles))]
 
     def seat(self, index: int, *, guest: bool = False) -> "RemoteSeat":
-        """Have an actor begin in a bundle; a `guest` takes nothing of what the bundle holds."""
+        """Start an actor in a bundle; a `guest` uses none of its resources."""
         wishes = {} if guest else dict(self.bundles[index].resources)
         options = {
             "num_cpus": wishes.pop(CPU, 0.0),
@@ -129,7 +128,7 @@ class Reservation:
         return RemoteSeat(ray.remote(_Seat).options(**options).remote())
 
     def close(self) -> None:
-        """Give the room back."""
+        """Remove the placement group."""
         with suppress(RayError):
             remove_placement_group(self._group)
 
@@ -143,7 +142,7 @@ class _Seat(Seat):
 
 
 class RemoteSeat:
-    """A seat on another node, or on this one: one call at a time, whose answer is taken later."""
+    """A seat on any node: one call at a time, whose result is fetched later."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -151,20 +150,19 @@ class RemoteSeat:
 
     @property
     def idle(self) -> bool:
-        """Return whether no answer is awaited."""
+        """True if no call is pending."""
         return self._asked is None
 
     def ask(self, call: str, *arguments: Any, **named: Any) -> None:
-        """Call a method; its answer is taken with `answer`."""
+        """Call a method; fetch its result with `answer`."""
         self._asked = getattr(self._actor, call).remote(*arguments, **named)
 
     def order(self, call: str, *arguments: Any) -> None:
-        """Call a method whose answer nobody wants."""
+        """Call a method and ignore its result."""
         getattr(self._actor, call).remote(*arguments)
 
     def answer(self, wait_s: float = 0.0) -> Any:
-        """Return the answer to what was asked, and None while there is none; `Failed` if there
-        will be none."""
+        """Return the result of the call, None while it is pending; `Failed` if it was lost."""
         if self._asked is None:
             return None
         done, _ = ray.wait([self._asked], timeout=wait_s)
@@ -177,7 +175,7 @@ class RemoteSeat:
             raise _failed(error) from None
 
     def kill(self) -> None:
-        """End the actor at once; the kernel has its process end."""
+        """End the actor at once; the kernel ends its process."""
         with suppress(RayError, ValueError):
             ray.kill(self._actor)
 
@@ -195,7 +193,7 @@ def _failed(error: RayError) -> Failed:
 
 
 def _check(address: str) -> None:
-    """`UserError` for an address that is none, or at which nobody listens."""
+    """`UserError` for an invalid address, or if no process listens there."""
     if address in ("", "auto"):
         return
     if "://" in address:
@@ -210,6 +208,6 @@ def _check(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"ray.address = {address!r}: nobody answers there ({error}): start the cluster with "
+            f"ray.address = {address!r}: no answer ({error}): start the cluster with "
             "`ray start --head`, or leave ray.address out and one is started on this machine"
         ) from None

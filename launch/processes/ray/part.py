@@ -1,7 +1,5 @@
-"""A part of a service that runs on a node of a cluster, as the service sees it.
-
-Its seat is asked again and again how it is; what follows from each answer is decided here, and
-nothing waits. Knows no Ray.
+"""A part of a service on a node of a cluster. Its seat is polled, and decisions follow from each
+answer; nothing blocks. Does not import Ray.
 """
 
 import time
@@ -13,16 +11,16 @@ from dovetail.launch.processes.serving.parts import Ending
 from dovetail.protocol.errors import DovetailError, UserError
 
 LOOK_EVERY_S, LOOK_SELDOM_S = 0.1, 1.0
-"""Seconds between two looks at a process: at first, and later."""
+"""Seconds between two polls of a process: at first, and later."""
 YOUNG_S = 30.0
-"""Seconds after which a process is looked at more seldom."""
+"""Seconds after which a process is polled less often."""
 LOST = 1
 """The exit code of a process that was lost with its node."""
 MISTAKEN = 2
 
 
 class Failed(Exception):
-    """A call to a seat that has no answer; `mistake`: because of what the user has to change."""
+    """A call to a seat that failed; `mistake`: by a user error."""
 
     def __init__(self, why: str, *, mistake: bool = False) -> None:
         super().__init__(why)
@@ -30,7 +28,7 @@ class Failed(Exception):
 
 
 class Asked(Protocol):
-    """A seat somewhere: one call at a time, whose answer is taken later."""
+    """A seat on a node: one call at a time, whose result is fetched later."""
 
     @property
     def idle(self) -> bool:
@@ -43,7 +41,7 @@ class Asked(Protocol):
         """Call a method whose answer nobody wants."""
 
     def answer(self, wait_s: float = 0.0) -> Any:
-        """Return the answer, and None while there is none; `Failed` if there will be none."""
+        """Return the result, None while it is pending; `Failed` if it was lost."""
 
     def kill(self) -> None:
         """End it at once."""
@@ -59,11 +57,11 @@ class Command:
     last: bool = False
     """True if the cores are claimed from the last one on."""
     reads: bool = False
-    """True if the process says on stdout where it listens."""
+    """True if the process prints its address on stdout."""
 
 
 class RemotePart:
-    """One process on a node, from the wish for a seat to its end."""
+    """One process on a node, from the request for a seat to its end."""
 
     def __init__(
         self,
@@ -74,8 +72,8 @@ class RemotePart:
         patience_s: float,
         why_waiting: Callable[[], str],
     ) -> None:
-        """`release`: what a node has to say of its release. After `patience_s` seconds without a
-        node the log hears of it, with `why_waiting`."""
+        """`release`: the release that a node must report. After `patience_s` seconds without a node
+        this is logged, with `why_waiting`."""
         self.name, self.seat = name, seat
         self._release = release
         self._why_waiting, self._begun_s = why_waiting, time.monotonic()
@@ -96,7 +94,7 @@ class RemotePart:
         return self._ending is not None
 
     def begin(self, command: Command) -> None:
-        """Have its process started as soon as there is a node."""
+        """Start its process as soon as there is a node."""
         self._command = command
 
     def heard(self) -> str:
@@ -130,15 +128,15 @@ class RemotePart:
         return kind(self._failure or f"the {self.name} {ending.words}")
 
     def forget(self) -> None:
-        """Nothing is kept here."""
+        """No output is kept here."""
 
     def lose(self, why: str) -> None:
-        """Take it for ended, whatever its node may still say."""
+        """Count it as ended, whatever its node still reports."""
         if self._ending is None:
             self._ending = Ending(LOST, why)
 
     def poll(self, now_s: float) -> None:
-        """Take the answer that is there, and ask what follows from it."""
+        """Fetch a pending result, and make the next call."""
         if self.ended:
             return
         try:
@@ -173,7 +171,7 @@ class RemotePart:
                 self._ending = Ending(**answer["ending"])
 
     def _meet(self, answer: Mapping[str, Any]) -> None:
-        """Learn on which node it is; another release than ours is refused."""
+        """Note its node; another release than ours is refused."""
         theirs = {key: answer[key] for key in self._release}
         if theirs != self._release:
             self._refuse(
@@ -185,7 +183,7 @@ class RemotePart:
         self.host, self.ip = answer["host"], answer["ip"]
 
     def _go_on(self, now_s: float) -> None:
-        """Have the process started, or look at it."""
+        """Start the process, or poll it."""
         command = self._command
         if self.pid and now_s >= self._look_s:
             self.seat.ask("look")

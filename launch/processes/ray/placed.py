@@ -12,8 +12,8 @@ from dovetail.launch.settings.configure import Configuration
 
 
 def open_services(configuration: Configuration, opened: ExitStack) -> Service | Replicas:
-    """Return the services that the settings ask for, with room asked for in the cluster; they end
-    with the stack. `UserError` for a cluster that cannot be joined."""
+    """Return the services of the settings, with their placement groups requested; they end with the
+    stack. `UserError` for a cluster that cannot be joined."""
     settings = configuration.settings.ray
     cluster = opened.enter_context(Cluster(settings.address))
     supervisor = opened.enter_context(Supervisor())
@@ -30,8 +30,8 @@ def open_services(configuration: Configuration, opened: ExitStack) -> Service | 
 
 
 def _with_own_journal(configuration: Configuration, name: str) -> Configuration:
-    """Return the settings of one of several services: a folder that is named for the journal has
-    one below it for each."""
+    """Return the settings of one of several services: each gets a subfolder of a journal's
+    folder."""
     journal = configuration.settings.coordinator.journal
     if journal in ("auto", "off"):
         return configuration

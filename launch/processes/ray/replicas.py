@@ -1,7 +1,6 @@
-"""Several services, each on nodes of its own, behind one router, which is a child of this process.
-
-Each service looks after its parts as a single one does; one that cannot be kept running is left
-out, and the last one ends all. Knows no Ray.
+"""Several services, each on its nodes, behind one router, which is a child of this process. Each
+service manages its parts as a single one does. One that cannot be kept running is dropped, and the
+last one ends all. Does not import Ray.
 """
 
 import logging
@@ -31,7 +30,7 @@ TAKEN = (
     "http.body",
     "http.connections",
 )
-"""The settings of the HTTP API that a router has too, beside its port."""
+"""The settings of the HTTP API that a router also has, except its port."""
 
 
 class Replicas:
@@ -59,7 +58,7 @@ class Replicas:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The number of each process that runs, by its name."""
+        """The pid of each running process, by name."""
         found = {
             f"{service.name} {part}": pid
             for service in self._services
@@ -81,12 +80,12 @@ class Replicas:
         )
 
     def begin(self) -> None:
-        """Begin to start all of them."""
+        """Start all of them, without waiting."""
         for service in self._services:
             service.begin()
 
     def run_until_ready(self, say: Callable[[str], None]) -> None:
-        """Start everything, and wait; what the first process that ends has to say is raised."""
+        """Start everything, and wait; the error of the first process that ends is raised."""
         while not (self._watch.serving and all(service.serving for service in self._services)):
             self._supervisor.mind()
             for service in self._services:
@@ -100,7 +99,7 @@ class Replicas:
             time.sleep(LOADING_POLL_S)
 
     def run(self) -> None:
-        """Keep everything running until one of the coordinators was told to stop."""
+        """Keep everything running until one of the coordinators receives a Stop."""
         while not self._left:
             self._supervisor.mind()
             for service in [*self._services]:
@@ -124,7 +123,7 @@ class Replicas:
             self._supervisor.kill()
 
     def _step(self, service: Service) -> None:
-        """Look after a service; without one that cannot be kept running the others go on."""
+        """Supervise a service; if it cannot be kept running the others continue."""
         try:
             service.step()
         except DovetailError as failure:
@@ -136,7 +135,7 @@ class Replicas:
     # -- the router --------------------------------------------------------------------------------
 
     def _step_router(self) -> None:
-        """Have the router know where the services are, and run."""
+        """Give the router the addresses of the services, and keep it running."""
         now_s, actions = time.monotonic(), list[Action]()
         urls = "".join(f"{service.url}\n" for service in self._services if service.url)
         if urls != self._listed:
@@ -186,7 +185,7 @@ class Replicas:
         self._ear = Ear(self._child)
 
     def _pass_on(self) -> None:
-        """Pass on what the router has said."""
+        """Pass on the router's output."""
         if self._ear is not None and self._watch.serving:
             for line in self._ear.listen():
                 log.info("%s: %s", ROUTER, line)
