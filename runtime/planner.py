@@ -39,19 +39,22 @@ class Tree:
     depth: int
     width: int
 
-    def passes(self) -> Iterator[int]:
-        """Rows of the draft's passes for it: the root, then level after level, or as many nodes at
-        a time as `budget` expands."""
-        yield 1
+    def passes(self) -> Iterator[tuple[int, float]]:
+        """Rows of the draft's passes for it at most, once each: the root, then level after level,
+        or as many nodes at a time as `budget` expands."""
+        yield 1, 1.0
         more = (
             self.depth - 1
             if POLICIES[self.policy].pass_a_level
             else max(self.depth, ceil(self.gamma / self.width)) - 1
         )
         for _ in range(more):
-            yield min(self.width, self.gamma)
+            yield min(self.width, self.gamma), 1.0
 
 
+LONGER, WIDEST = 1.3, 64
+"""A pass ahead takes so many times what one as wide as the tree takes at most, and has at most so
+many rows (`workers/speculation/prices.py`, `workers/drafters/ahead.py`)."""
 Bytes = Callable[[int, int], int]
 """Returns the bytes of a device that computes so many layers and keeps so many of them, or those of
 the host beside it."""
@@ -119,11 +122,25 @@ class Draft:
     tokens: Callable[[Tree], float]
     """Returns the tokens that a round with a tree brings on average, its own counted."""
     trees: Sequence[Tree]
+    passes: Callable[[Tree, float], Iterable[tuple[int, float]]] = lambda tree, _: tree.passes()
+    """Returns (rows, how many in a round on average) of the passes that a proposal waits for, if
+    the draft could expand so many nodes ahead, while the target verified the last one."""
     proposal_s: float = 0.0
     """Seconds of a proposal beside its passes."""
     shares: bool = False
     """True if it computes with the target's own resident layers, so that more of these may cost it
     more."""
+
+    def drafting_s(self, tree: Tree, resident: int, ahead_s: float = 0.0) -> float:
+        """Return what a round waits for its proposal. `ahead_s`: seconds before, in which the draft
+        goes on by itself."""
+        ahead = 0.0
+        if ahead_s:
+            longest_s = LONGER * self.level_s(tree.width, resident)
+            passes_s = ((rows, self.level_s(rows, resident)) for rows in range(1, WIDEST + 1))
+            ahead = ahead_s * max(rows / taken for rows, taken in passes_s if taken <= longest_s)
+        passes = self.passes(tree, ahead)
+        return self.proposal_s + sum(n * self.level_s(rows, resident) for rows, n in passes)
 
 
 @dataclass(frozen=True)
@@ -142,7 +159,7 @@ class Option:
     """Memory nodes that the target is spread over."""
     tau: float
     draft_s: float
-    """T_D of a round."""
+    """T_D: drafting that a round waits for."""
     verify_s: float
     """T_V."""
     beside_s: float
@@ -267,15 +284,22 @@ class Planner:
         )
 
     def option(
-        self, computed: int, resident: int, draft: Draft | None, tree: Tree | None, tokens: float
+        self,
+        computed: int,
+        resident: int,
+        draft: Draft | None,
+        tree: Tree | None,
+        tokens: float,
+        *,
+        ahead: bool = False,
     ) -> Option:
-        """Return what a round takes and brings."""
-        draft_s = (
-            0.0
-            if draft is None or tree is None
-            else draft.proposal_s + sum(draft.level_s(rows, resident) for rows in tree.passes())
-        )
+        """Return what a round takes and brings. `ahead`: the draft goes on while the target
+        verifies."""
+        draft_s = 0.0 if draft is None or tree is None else draft.drafting_s(tree, resident)
         rows = 1 + (tree.gamma if tree is not None else 0)
+        verify_s = self.pass_s(rows, computed, resident, draft_s)
+        if ahead and draft is not None and tree is not None:
+            draft_s = draft.drafting_s(tree, resident, verify_s)
         copy_s = self._copy_s(rows, computed - resident)
         return Option(
             draft=draft,
@@ -287,7 +311,7 @@ class Planner:
             nodes=self.nodes,
             tau=tokens,
             draft_s=draft_s,
-            verify_s=self.pass_s(rows, computed, resident, draft_s),
+            verify_s=verify_s,
             beside_s=self.machine.messages.beside_s(drafted=tree is not None),
             device_bytes=self._device_bytes(computed, resident, draft),
             host_bytes=self._host_bytes(computed, resident, draft),

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.launch.simulation.figures import Figures
-from dovetail.launch.simulation.machines import read_machine
+from dovetail.launch.planning.machines import read_machine
 from dovetail.protocol.errors import UserError
 from simulation.commands import execute
+from simulation.figures import Figures
 from simulation.fleet.arrivals import Mix, Requests, draw_requests, read_trace
 from simulation.fleet.description import read_fleet
 from simulation.fleet.layout import Kind, Plan, Played, handled_s

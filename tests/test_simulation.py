@@ -15,13 +15,9 @@ from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
-from dovetail.launch.settings.configure import configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
-from dovetail.launch.simulation.clockwork import Clock
-from dovetail.launch.simulation.figures import figures
-from dovetail.launch.simulation.machines import machine_names, read_machine
-from dovetail.launch.simulation.play import Actor, Play, Stage, open_stage, play_all
-from dovetail.launch.simulation.recording import (
+from dovetail.launch.planning.acceptance import Recorded
+from dovetail.launch.planning.machines import machine_names, read_machine
+from dovetail.launch.planning.recording import (
     ABOUT,
     About,
     Library,
@@ -29,21 +25,28 @@ from dovetail.launch.simulation.recording import (
     Recording,
     read_library,
 )
+from dovetail.launch.settings.configure import configure
+from dovetail.launch.settings.embedded import DEMO_FOLDER, with_draft, with_target
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
+from dovetail.runtime import planner as places
 from dovetail.runtime.costs.curves import PassCurves
-from dovetail.runtime.costs.rounds import Messages, PlacedCosts
+from dovetail.runtime.costs.rounds import Messages
+from dovetail.runtime.planner import Draft, Machine, Planner, Target, Tree
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.target import TargetWorker
+from simulation.clockwork import Clock
 from simulation.commands import execute
+from simulation.figures import figures
 from simulation.folder import Folder
 from simulation.measured import measured_costs
 from simulation.methods import Method, read_method, vary
-from simulation.prices import placed_costs, read_size
+from simulation.play import Actor, Play, Stage, open_stage, play_all
+from simulation.prices import PlacedCosts, placed_costs, read_size
 from simulation.survey import Order, Recorder
 from simulation.validation import as_on, decode_all
 from support.cases import everyday
@@ -141,6 +144,48 @@ def played(library: Library, tree: TreeSettings = CHAIN, **options: bool) -> Pla
     plays, coverage = play_all(library, COSTS, tree, **options)
     assert not coverage.missing, "all that somebody waited for was recorded"
     return plays[0]
+
+
+# -- the planner beside the simulator --------------------------------------------------------------
+
+
+def wavering(place: int) -> Children:
+    """A draft that knows three of four tokens, and half of the others by its second guess."""
+
+    def said(path: tuple[int, ...]) -> list[tuple[int, float]]:
+        at = place + 1 + len(path)
+        right = REPLY[at] if at < len(REPLY) else 7
+        known = at % 4 or at % 8 == 0
+        return [(right if known else 8, -0.3), (9 if known else right, -1.4)]
+
+    return said
+
+
+@pytest.mark.parametrize(
+    ("policy", "ahead"), [("dynamic", False), ("dynamic", True), ("budget", False)]
+)
+def test_a_plan_of_recorded_rounds_expects_what_the_simulator_plays(
+    policy: str, ahead: bool
+) -> None:
+    library = Library(about(), (recording(REPLY, wavering, depth=10),))
+    tree = Tree(policy, 6, 4, 2)
+    settings = CHAIN.model_copy(update={"policy": policy, "gamma": 6, "depth": 4, "width": 2})
+    plays, _ = play_all(library, COSTS, settings, ahead=ahead)
+    measured = figures([plays[0].result])
+    recorded = Recorded(library, "a test")
+    draft = Draft(
+        *("small", lambda rows, _: T_D.at(rows), lambda _: 0, 0),
+        *(recorded.tokens, [tree], recorded.passes, COSTS.proposal_s),
+    )
+    planner = Planner(
+        Target(1, 1, 0, lambda *_: 0, lambda *_: 0),
+        Machine(places.Place(T_V.at, lambda _: 0.0), None, None, messages=COSTS.messages),
+    )
+    option = planner.option(0, 0, draft, tree, recorded.tokens(tree), ahead=ahead)
+    assert option.tau == pytest.approx(measured.tau, rel=0.05)
+    if not ahead:
+        assert option.draft_s == pytest.approx(measured.draft_s, rel=0.15, abs=1e-4)
+    assert option.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=0.1)
 
 
 # -- a recording -----------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ from dovetail.launch.planning.alternatives import KINDS, Alternative
 from dovetail.launch.planning.candidates import UNTRAINED, Reader
 from dovetail.launch.planning.choice import drafts_there
 from dovetail.launch.planning.designs import Design, config_of, read_design
+from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
 from dovetail.launch.planning.prices import arithmetic, described
+from dovetail.launch.planning.recording import read_library
 from dovetail.launch.planning.subject import GPU, Subject, folder_of, subject_here
 from dovetail.launch.planning.weights import planned_types
 from dovetail.launch.planning.words import figure, placement, serve_command, tree_of
@@ -31,8 +33,6 @@ from dovetail.launch.processes import preflight
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine
-from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings, byte_count
 from dovetail.workers.models.backends.sizes import INT4, WEIGHT_BYTES
@@ -43,7 +43,7 @@ WIDTH = TreeSettings.model_fields["width"].default
 COLUMNS = {
     "alternative": "a kind of placement; the best of each kind",
     "placement": "layers of the target, and the draft",
-    "tokens/s": "predicted; * played by the simulator, drafting ahead included",
+    "tokens/s": "predicted; with --rounds, drafting ahead included",
     "tau": "tokens committed per round",
     "tree": "gamma/depth/width and policy",
     "VRAM GB": "of the device, for target and draft: weights, buffers, one long conversation",
@@ -331,13 +331,12 @@ def _weights(result: dict[str, Any]) -> str:
 
 def _line(one: Alternative, device: str) -> tuple[object, ...]:
     option = one.option
-    rate = f"{figure(one.tokens_per_s)}{'*' if one.played else ''}"
     vram = option.device_bytes / 1e9 if option.computed or option.device_bytes else 0.0
     return (
         one.name,
         placement(one, device),
-        rate,
-        one.tau,
+        figure(one.tokens_per_s),
+        option.tau,
         tree_of(one),
         vram,
         option.host_bytes / 1e9,

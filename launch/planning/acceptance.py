@@ -8,15 +8,16 @@ decay (1 - p); p is fitted to one published acceptance length. Knows numbers; no
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.launch.simulation.recording import Library, Position, Recording
+from dovetail.launch.planning.recording import Floats, Library, Position, Recording
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.tree import ROOT
@@ -24,6 +25,8 @@ from dovetail.runtime.planner import Tree
 from dovetail.workers.heads.kind import Figures
 from dovetail.workers.heads.registry import KINDS
 
+KEPT = 32
+"""Children of a node that a small model keeps, drafting ahead (`workers/drafters/tree.py`)."""
 STEPS = 40
 """Halvings of the interval in which p is."""
 
@@ -37,6 +40,10 @@ class Acceptance(Protocol):
 
     def tokens(self, tree: Tree) -> float:
         """Return the tokens of a round, the target's own included."""
+
+    def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
+        """Return (rows, how many in a round) of the draft's passes that a proposal waits for, as
+        the planner's `Draft` has it."""
 
 
 # -- assumed ---------------------------------------------------------------------------------------
@@ -119,6 +126,11 @@ class Assumed:
     def tokens(self, tree: Tree) -> float:
         return _brought(self.first, self.decay, tree)
 
+    def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
+        """Return the passes of the whole tree: of what is kept of drafting ahead nothing is
+        assumed."""
+        return tree.passes()
+
 
 @cache
 def _brought(first: float, decay: float, tree: Tree) -> float:
@@ -148,6 +160,7 @@ class Recorded:
 
     def __init__(self, library: Library, name: str) -> None:
         self.library = library
+        self._passes: dict[tuple[Tree, int], Mapping[int, float]] = {}
         self.origin = f"recorded: {len(library.recordings)} replies in {name}"
         self._replies = [
             [_Walk(recording, place) for place in range(len(recording.positions))]
@@ -155,8 +168,8 @@ class Recorded:
         ]
 
     def tokens(self, tree: Tree) -> float:
-        """Return the tokens a round, computed as the simulator does, but that every level is as
-        wide as the tree allows: what `dynamic` would not have expanded is in it too."""
+        """Return the tokens of a round. Every level is as wide as the tree allows: what `dynamic`
+        would not have expanded is in it too."""
         tokens = rounds = 0
         for walks in self._replies:
             place = 0
@@ -164,6 +177,29 @@ class Recorded:
                 brought = min(1 + walks[place].accepted(tree), len(walks) - place)
                 place, tokens, rounds = place + brought, tokens + brought, rounds + 1
         return tokens / rounds
+
+    def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
+        """Return the passes of the trees that were recorded. What a head guesses from its own
+        guesses was not recorded, so it drafts nothing ahead here."""
+        nodes = 0 if self.library.about.head else round(ahead)
+        if (tree, nodes) not in self._passes:
+            self._passes[tree, nodes] = self._count_passes(tree, nodes)
+        return self._passes[tree, nodes].items()
+
+    def _count_passes(self, tree: Tree, ahead: int) -> Mapping[int, float]:
+        counts: Counter[int] = Counter()
+        rounds = 0
+        for walks in self._replies:
+            place, least = 0, np.inf
+            while place < len(walks):
+                walk = walks[place]
+                grown = walk.growth(tree, ahead=least <= 0.0)
+                passes = [int((scores < least).sum()) for scores in grown]
+                counts.update(passes)
+                accepted = walk.accepted(tree)
+                least = walk.least_below(accepted, tree, least, ahead + sum(passes))
+                place, rounds = place + 1 + accepted, rounds + 1
+        return {rows: count / rounds for rows, count in counts.items() if rows}
 
     def reaches(self, tree: Tree) -> bool:
         """Return whether so large a tree was recorded."""
@@ -203,6 +239,42 @@ class _Walk:
             if int((others > self._scores[node]).sum()) >= tree.width:
                 return
             yield node
+
+    def growth(self, tree: Tree, *, ahead: bool) -> Iterator[Floats]:
+        """Yield the scores of the nodes that each pass for such a tree expands: the root, which has
+        0, then of each level those of its best nodes that are among the best of the tree so far.
+        `ahead`: the best of it are there already."""
+        yield np.zeros(1, np.float32)
+        traits = POLICIES[tree.policy]
+        if traits.full_levels:
+            yield from (np.full(rows, -np.inf, np.float32) for rows, _ in [*tree.passes()][1:])
+            return
+        if not traits.pass_a_level:
+            inner = np.sort(self._scores[self._offered(tree) & (self._levels < tree.depth)])[::-1]
+            yield from (inner[at : at + tree.width] for at in range(0, len(inner), tree.width))
+            return
+        for level in range(1, tree.depth):
+            whole = self._offered(tree if ahead else replace(tree, depth=level))
+            offered = whole & (self._levels == level)
+            if not offered.any():
+                return
+            yield np.sort(self._scores[offered])[-tree.width :]
+
+    def least_below(self, accepted: int, tree: Tree, least: float, more: int) -> float:
+        """Return the score in the next tree, whose root follows on `accepted` nodes, from which on
+        nodes have been expanded already, where in this one those from `least` on and the best
+        `more` others have been: a small model says the same below any root."""
+        if accepted >= len(self._path):
+            return float(np.inf)
+        pool = np.sort(self._scores[self._ranks < max(tree.width, KEPT)])[::-1]
+        expanded = min(len(pool), more + int((pool >= least).sum()))
+        return float(pool[expanded - 1] - self._scores[self._path[accepted]])
+
+    def _offered(self, tree: Tree) -> NDArray[np.bool_]:
+        """Return which nodes are among the best of such a tree."""
+        inside = (self._levels <= tree.depth) & (self._ranks < tree.width)
+        best = np.sort(self._scores[inside])[-tree.gamma :]
+        return inside & (self._scores >= best[0]) if len(best) else inside
 
     @cached_property
     def _path(self) -> list[int]:

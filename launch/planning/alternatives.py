@@ -1,6 +1,5 @@
 """The kinds of placements that a plan sets side by side, each with the best that it comes to:
-layers, tree and draft decided together by the planner, and where a draft's rounds were recorded,
-played once more by the simulator, which knows drafting ahead.
+layers, tree and draft decided together by the planner, then drafting ahead.
 
 Knows candidates and costs; not how they are told.
 """
@@ -8,15 +7,8 @@ Knows candidates and costs; not how they are told.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.candidates import Candidate
 from dovetail.launch.planning.designs import LOOKUP
-from dovetail.launch.simulation.figures import figures
-from dovetail.launch.simulation.machines import ROWS
-from dovetail.protocol.calibration import ContextCurve, RowsSeconds
-from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs.curves import PassCurves
-from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.runtime.planner import Draft, Option, Places, Planner, by_budget
 
 Step = Callable[[str], None]
@@ -47,19 +39,10 @@ class Alternative:
     option: Option
     offered: Offered | None
     tokens_per_s: float
-    tau: float
-    draft_s: float
-    """Drafting that a round waits for."""
-    played: bool = False
-    """True if the simulator said so."""
 
     @property
     def candidate(self) -> Candidate | None:
         return self.offered.candidate if self.offered is not None else None
-
-    @property
-    def round_s(self) -> float:
-        return self.tau / self.tokens_per_s
 
 
 def alternatives(
@@ -159,44 +142,9 @@ def _best(
 def expected(
     planner: Planner, name: str, option: Option, offered: Offered | None, *, ahead: bool
 ) -> Alternative:
-    """An option with what is expected of it: as the planner has it, or as the simulator, where
-    rounds of its draft were recorded."""
-    plain = Alternative(name, option, offered, option.tokens_per_s, option.tau, option.draft_s)
-    recorded = offered.candidate.acceptance if offered is not None else None
-    return _played(planner, plain, recorded, ahead) if isinstance(recorded, Recorded) else plain
-
-
-def _played(planner: Planner, found: Alternative, recorded: Recorded, ahead: bool) -> Alternative:
-    """Return the alternative as the simulator plays it; a head waits there, since what it guesses
-    from its own guesses, ahead, was not recorded."""
-    from dovetail.launch.simulation.play import play_all  # torch comes in here
-
-    option, library = found.option, recorded.library
-    assert option.tree is not None
-    tree = TreeSettings(
-        **{name: getattr(option.tree, name) for name in ("policy", "gamma", "depth", "width")},
-        insist=True,
-        sharpening=library.about.sharpening,
-    )
-    plays, _ = play_all(
-        library,
-        costs_of(planner, option),
-        tree,
-        ahead=None if ahead and not library.about.head else False,
-    )
-    told = figures([play.result for play in plays])
-    return replace(
-        found, tokens_per_s=told.tokens_per_s, tau=told.tau, draft_s=told.draft_s, played=True
-    )
-
-
-def costs_of(planner: Planner, option: Option) -> PlacedCosts:
-    """Return what rounds of an option cost, as the simulator takes it."""
-    draft, machine = option.draft, planner.machine
-    assert draft is not None
-    t_v = [planner.pass_s(rows, option.computed, option.resident, option.draft_s) for rows in ROWS]
-    t_d = [draft.level_s(rows, option.resident) for rows in ROWS]
-    passes = ContextCurve(context=0, t_v=RowsSeconds.rising(ROWS, t_v))
-    return PlacedCosts(
-        PassCurves([passes]), RowsSeconds.rising(ROWS, t_d), draft.proposal_s, machine.messages
-    )
+    """An option with what is expected of it. `ahead`: the draft may go on while the target
+    verifies."""
+    if ahead:
+        place = option.computed, option.resident
+        option = planner.option(*place, option.draft, option.tree, option.tau, ahead=True)
+    return Alternative(name, option, offered, option.tokens_per_s)

@@ -82,6 +82,7 @@ class Candidate:
             0 if on_device else size,
             self.acceptance.tokens,
             self.trees,
+            self.acceptance.passes,
             proposal_s,
         )
 
@@ -96,6 +97,7 @@ class Candidate:
             0,
             self.acceptance.tokens,
             self.trees,
+            self.acceptance.passes,
             proposal_s,
             shares=True,
         )

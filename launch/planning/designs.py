@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.launch.simulation.machines import SIZES
+from dovetail.launch.planning.machines import SIZES
 from dovetail.protocol.calibration import StateTraffic
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE, Mixture

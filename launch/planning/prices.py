@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from dovetail.launch.planning.designs import DraftSize
-from dovetail.launch.simulation.machines import GIGA, MICRO
-from dovetail.launch.simulation.machines import Machine as Described
+from dovetail.launch.planning.machines import GIGA, MICRO
+from dovetail.launch.planning.machines import Machine as Described
 from dovetail.protocol.calibration import (
     STATELESS,
     Calibration,

@@ -52,7 +52,7 @@ def why(one: Alternative) -> str:
     option = one.option
     rows = 1 if option.tree is None else option.tree.gamma + 1
     passes = f"{_ms(option.verify_s)} a pass of {rows} {'row' if rows == 1 else 'rows'}"
-    drafting = f", {_ms(one.draft_s)} of drafting waited for" if option.tree is not None else ""
+    drafting = f", {_ms(option.draft_s)} of drafting waited for" if option.tree is not None else ""
     bound = {
         "draft": "drafting takes longest",
         "link": f"the link is busy for {_ms(option.copy_s)} a round",
@@ -227,7 +227,9 @@ def _offloading(
     alone_s = next(
         (1 / other.tokens_per_s for other in found if other.candidate is None), option.verify_s
     )
-    bounds = Bounds(one.tau, option.verify_s, alone_s, one.round_s, option.draft_s, one.draft_s)
+    bounds = Bounds(
+        option.tau, option.verify_s, alone_s, option.round_s, option.draft_s, option.draft_s
+    )
     bus = (
         None if link is None else layer_bytes / link.layer_s(1) / GIGA if link.layer_s(1) else None
     )
@@ -243,7 +245,7 @@ def told(
         "name": one.name,
         "placement": placement(one, device),
         "tokens_per_s": one.tokens_per_s,
-        "tau": one.tau,
+        "tau": option.tau,
         "speedup": one.tokens_per_s / alone.tokens_per_s if alone is not None else None,
         "policy": tree.policy if tree is not None else None,
         "gamma": tree.gamma if tree is not None else 0,
@@ -252,7 +254,7 @@ def told(
         "blocks": candidate.blocks if candidate is not None else None,
         "layers": {"cpu": option.on_cpu, "resident": option.resident, "streamed": option.streamed},
         "round_ms": {
-            "draft": one.draft_s * MS,
+            "draft": option.draft_s * MS,
             "verify": option.verify_s * MS,
             "beside": option.beside_s * MS,
         },
@@ -261,7 +263,6 @@ def told(
         "ram_gb": option.host_bytes / GIGA,
         "why": why(one),
         "acceptance": candidate.acceptance.origin if candidate is not None else None,
-        "played": one.played,
         "lacks": candidate.lacks if candidate is not None else "",
         "settings": dict(found),
     }

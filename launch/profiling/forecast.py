@@ -13,7 +13,7 @@ from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.control.pricing import cut
 from dovetail.runtime.costs.passes import RowCosts
-from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, RoundCosts
+from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
 SWITCHED = 8
@@ -117,7 +117,7 @@ def offers_of(records: Sequence[Sequence[RoundRecord]]) -> list[Offer]:
 
 
 @dataclass(frozen=True)
-class Prices(RoundCosts):
+class Prices:
     """The costs of a run's rounds at its mean context; drafting stands with each offer."""
 
     pass_s: Callable[[int], float]
@@ -127,11 +127,15 @@ class Prices(RoundCosts):
     undrafted_s: float
     waiting: float = 0.0
 
-    def verify_s(self, rows: int, context: float = 0.0) -> float:
+    def verify_s(self, rows: int) -> float:
         return self.pass_s(rows)
 
-    def beside_s(self, *, drafted: bool) -> float:
-        return self.drafted_s if drafted else self.undrafted_s
+    def alone_s(self) -> float:
+        return self.sum_s(self.pass_s(1), drafted=False)
+
+    def sum_s(self, verify_s: float, exposed_s: float = 0.0, *, drafted: bool) -> float:
+        beside_s = self.drafted_s if drafted else self.undrafted_s
+        return (exposed_s + verify_s + beside_s) * (1.0 + self.waiting)
 
     def scaled(self, factor: Callable[[int], float]) -> "Prices":
         """Return these prices with passes that take `factor(rows)` times as long."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.costs.averages import Average
-from dovetail.runtime.costs.rounds import RoundCosts
+from dovetail.runtime.costs.rounds import PairCosts
 
 UNDRAFTED_PASSES = 16.0
 """Passes without drafting over which their time is compared with what they should take."""
@@ -53,7 +53,7 @@ class Crowd:
         one row of every session, and what goes with it."""
         return expected_s * self._slowdown
 
-    def compare(self, costs: RoundCosts) -> None:
+    def compare(self, costs: PairCosts) -> None:
         """Compare rounds without drafting with what is expected of them by now: passes over so many
         rows may have become known after they were counted."""
         expected_s = costs.alone_s(context=self._context.value, rows=round(self._rows.value))
@@ -97,7 +97,7 @@ class Crowd:
     def undrafted(
         self,
         seconds: float,
-        costs: RoundCosts,
+        costs: PairCosts,
         *,
         rows: int,
         context: float,

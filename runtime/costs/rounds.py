@@ -2,18 +2,14 @@
 
 A round takes the drafting that is waited for, the target's pass T_V(M, context) over M rows, and
 what lies beside the two: messages, and the coordinator. Drafting takes t_D(rows) a pass, and
-something for each proposal. Those who price rounds ask a `RoundCosts`: goodput that of a running
-pair, the planner that of a placement, the simulator that of a machine, the profiler that of a run.
+something for each proposal.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
 
-from dovetail.protocol.calibration import RowsSeconds
 from dovetail.runtime.costs.averages import Average, Lags
-from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.passes import RowCosts
 
 MOST_SLOWNESS = 1.5
@@ -68,39 +64,8 @@ class Messages:
 NO_MESSAGES = Messages()
 
 
-class RoundCosts(ABC):
-    """Seconds of passes and rounds of a draft and a target."""
-
-    waiting: float = 0.0
-    """For workers that serve other sessions, over the rest of a round: the longer that is, the
-    longer are those of others."""
-
-    @abstractmethod
-    def verify_s(self, rows: int, context: float = 0.0) -> float:
-        """Return T_V: the seconds of the target's pass over so many rows behind a context of so
-        many tokens."""
-
-    @abstractmethod
-    def beside_s(self, *, drafted: bool) -> float:
-        """Return the seconds of a round beside drafting and pass."""
-
-    def round_s(self, *, rows: int, context: float = 0.0, exposed_s: float) -> float:
-        """Return the seconds of a round whose Verify has so many rows; `exposed_s`: what it waits
-        for its draft, 0 where it has none."""
-        return self.sum_s(self.verify_s(rows, context), exposed_s, drafted=exposed_s > 0.0)
-
-    def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
-        """Return the seconds of a round without a draft; `rows`: of its pass, those of other
-        sessions among them."""
-        return self.sum_s(self.verify_s(rows, context), drafted=False)
-
-    def sum_s(self, verify_s: float, exposed_s: float = 0.0, *, drafted: bool) -> float:
-        """Return the seconds of a round with a pass that takes `verify_s`."""
-        return (exposed_s + verify_s + self.beside_s(drafted=drafted)) * (1.0 + self.waiting)
-
-
 @dataclass
-class PairCosts(RoundCosts):
+class PairCosts:
     """Costs of a draft and a target that work together, as their rounds were measured, over what
     their profiles say."""
 
@@ -140,9 +105,6 @@ class PairCosts(RoundCosts):
         drafting itself."""
         return ceil(sessions / self.together) * self.draft_hop_s.value
 
-    def verify_s(self, rows: int, context: float = 0.0) -> float:
-        return self.target.at(rows, context)
-
     def slowness(self, pass_s: float, *, rows: int, context: float, experts: int = 0) -> float:
         """Return how many times as long a pass took as passes over as many rows and experts do,
         within bounds: a round without a draft would have taken that much longer, too."""
@@ -152,30 +114,19 @@ class PairCosts(RoundCosts):
         return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, pass_s / usual_s))
 
     def beside_s(self, *, drafted: bool) -> float:
+        """Return the seconds of a round beside drafting and pass."""
         host = self.undrafted_host_s if self.undrafted_host_s.known else self.host_s
         return self.target_hop_s.value + (self.host_s if drafted else host).value
 
     def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
-        """Return the seconds of a round without a draft; 0 where nothing is known."""
+        """Return the seconds of a round without a draft; 0 where nothing is known. `rows`: of its
+        pass, those of other sessions among them."""
         if not self.target.known:
             return 0.0
-        return self.sum_s(self.target.at(rows, context), drafted=False)
+        return self.target.at(rows, context) + self.beside_s(drafted=False)
 
-
-@dataclass(frozen=True)
-class PlacedCosts(RoundCosts):
-    """Costs of a draft and a target on some machine, before they run there."""
-
-    t_v: PassCurves
-    t_d: RowsSeconds
-    """A pass of the draft over rows."""
-    proposal_s: float = 0.0
-    """Seconds of the draft worker in a round beside its passes."""
-    messages: Messages = NO_MESSAGES
-    origin: Origin | None = None
-
-    def verify_s(self, rows: int, context: float = 0.0) -> float:
-        return self.t_v.at(rows, context)
-
-    def beside_s(self, *, drafted: bool) -> float:
-        return self.messages.beside_s(drafted=drafted)
+    def round_s(self, *, rows: int, context: float = 0.0, exposed_s: float) -> float:
+        """Return the seconds of a round whose Verify has so many rows; `exposed_s`: what it waits
+        for its draft, 0 where it has none."""
+        pass_s = self.target.at(rows, context)
+        return exposed_s + pass_s + self.beside_s(drafted=exposed_s > 0.0)

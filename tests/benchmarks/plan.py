@@ -26,17 +26,17 @@ from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.planning.acceptance import Recorded
 from dovetail.launch.planning.alternatives import Alternative, expected
 from dovetail.launch.planning.candidates import Reader
+from dovetail.launch.planning.recording import Library, read_library
 from dovetail.launch.planning.subject import Subject, folder_of, subject_here
 from dovetail.launch.planning.words import placement, settings
 from dovetail.launch.processes.stack import start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.launch.simulation.figures import Figures, figures
-from dovetail.launch.simulation.recording import Library, read_library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.planner import Tree
+from simulation.figures import Figures, figures
 from simulation.methods import Method
 from simulation.validation import decode
 
@@ -164,16 +164,16 @@ def _row(
         "measured": measured.tokens_per_s,
         "ratio": predicted.tokens_per_s / measured.tokens_per_s,
         "round_ms_predicted": {
-            "draft": predicted.draft_s * MS,
+            "draft": predicted.option.draft_s * MS,
             "verify": predicted.option.verify_s * MS,
-            "all": predicted.round_s * MS,
+            "all": predicted.option.round_s * MS,
         },
         "round_ms_measured": {
             "draft": measured.draft_s * MS,
             "verify": measured.verify_s * MS,
             "all": measured.decode_s / measured.rounds * MS,
         },
-        "tau_predicted": predicted.tau,
+        "tau_predicted": predicted.option.tau,
         "tau_measured": measured.tau,
         "planned_gb": planned / GIGA,
         "peak_gb": (peak - base_bytes) / GIGA,

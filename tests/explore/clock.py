@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
-from dovetail.launch.simulation.clockwork import Clock
+from simulation.clockwork import Clock
 
 S = 1_000_000_000
 MS = 1_000_000

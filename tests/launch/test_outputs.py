@@ -12,8 +12,8 @@ from dovetail.launch.bench.journal import open_journal
 from dovetail.launch.commands import profile, stratify
 from dovetail.launch.files.answers import open_answers
 from dovetail.launch.files.records import open_records
+from dovetail.launch.planning.recording import About
 from dovetail.launch.settings.thresholds import write_thresholds
-from dovetail.launch.simulation.recording import About
 from dovetail.protocol.errors import OutputError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import Sampling

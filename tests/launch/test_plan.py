@@ -455,7 +455,6 @@ def test_rounds_that_were_recorded_take_the_place_of_the_assumption(
     options = ("--limit=1", "--max-tokens=24", "--draft.device=cpu", f"--out={rounds}")
     subprocess.run([sys.executable, simulation, "record", *options], check=True)
     found = plan("--draft", "small", "--rounds", rounds)
-    assert named(found, "Dovetail")["played"]
     assert named(found, "Dovetail")["acceptance"].startswith("recorded: 1 replies")
     shutil.rmtree(rounds)
 

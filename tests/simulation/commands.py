@@ -21,13 +21,13 @@ from dovetail.launch.console.options import COUNT, FILE, json_instead_of, json_o
 from dovetail.launch.console.terminal import counted, explained, print_table
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output
+from dovetail.launch.planning.machines import SIZES, machine_names, read_machine
+from dovetail.launch.planning.recording import read_library
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DECODING_SECTIONS, DEMONSTRATED, settings_flags
-from dovetail.launch.simulation.figures import figures
-from dovetail.launch.simulation.machines import SIZES, machine_names, read_machine
-from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
+from simulation.figures import figures
 from simulation.fleet.command import fleet
 from simulation.measured import measured_costs
 from simulation.methods import read_methods

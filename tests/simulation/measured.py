@@ -11,14 +11,8 @@ from dovetail.protocol.calibration import MAX_POINTS, ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.runtime.costs.curves import PassCurves
-from dovetail.runtime.costs.rounds import (
-    DRAFTED_HOPS,
-    UNDRAFTED_HOPS,
-    Messages,
-    Origin,
-    PlacedCosts,
-    Source,
-)
+from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, Messages, Origin, Source
+from simulation.prices import PlacedCosts
 
 NS = 1e9
 

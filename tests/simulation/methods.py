@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dovetail.launch.bench.methods import tree_of
+from dovetail.launch.planning.recording import About
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration, parse_setting
-from dovetail.launch.simulation.recording import About
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import MAX_GAMMA, TreeSettings

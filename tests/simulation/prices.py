@@ -4,7 +4,9 @@ A pass takes the longer of reading its bytes and computing its products (the roo
 al., 2009), and something for each layer.
 """
 
-from dovetail.launch.simulation.machines import (
+from dataclasses import dataclass
+
+from dovetail.launch.planning.machines import (
     GIGA,
     MICRO,
     ROWS,
@@ -18,7 +20,25 @@ from dovetail.launch.simulation.machines import (
 from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.runtime.costs.curves import PassCurves
-from dovetail.runtime.costs.rounds import PlacedCosts
+from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Origin
+
+
+@dataclass(frozen=True)
+class PlacedCosts:
+    """Costs of a draft and a target on some machine."""
+
+    t_v: PassCurves
+    t_d: RowsSeconds
+    """A pass of the draft over rows."""
+    proposal_s: float = 0.0
+    """Seconds of the draft worker in a round beside its passes."""
+    messages: Messages = NO_MESSAGES
+    origin: Origin | None = None
+
+    def verify_s(self, rows: int, context: float = 0.0) -> float:
+        """Return the seconds of the target's pass over so many rows."""
+        return self.t_v.at(rows, context)
+
 
 CONTEXTS = (0, 512, 2048, 8192, 32768)
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from dovetail.launch.bench.sweep import read_sweep
 from dovetail.launch.console.terminal import progress_bar
-from dovetail.launch.simulation.figures import Figures, figures
-from dovetail.launch.simulation.machines import read_machine
-from dovetail.launch.simulation.recording import Library
+from dovetail.launch.planning.machines import read_machine
+from dovetail.launch.planning.recording import Library
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs.rounds import Origin, PlacedCosts, Source
+from dovetail.runtime.costs.rounds import Origin, Source
+from simulation.figures import Figures, figures
 from simulation.measured import measured_costs
 from simulation.methods import Method, vary
-from simulation.prices import placed_costs, read_size
+from simulation.prices import PlacedCosts, placed_costs, read_size
 from support.records import read_records
 
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
@@ -167,7 +167,7 @@ def _ratio_row(
 
 
 def _alone(library: Library, costs: PlacedCosts, step: Callable[[str], None]) -> Figures:
-    from dovetail.launch.simulation.play import play_all
+    from simulation.play import play_all
 
     plays, _ = play_all(library, costs, TreeSettings(), speculate=False)
     step("the target alone")
@@ -178,7 +178,7 @@ def figures_of(
     library: Library, costs: PlacedCosts, method: Method, step: Callable[[str], None]
 ) -> tuple[Figures, float]:
     """Return what a method comes to, and the share of what it expanded that was not recorded."""
-    from dovetail.launch.simulation.play import play_all
+    from simulation.play import play_all
 
     plays, coverage = play_all(library, costs, method.tree, ahead=method.ahead)
     step(method.name)

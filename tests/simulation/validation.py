@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from dovetail.launch.console.terminal import progress_bar, spinner
 from dovetail.launch.machine.cores import CoreLayout
 from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.planning.recording import Library, Recording
 from dovetail.launch.processes.stack import layout_of, start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
-from dovetail.launch.simulation.recording import Library, Recording
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Failed, Finished, Recorded, Result, RoundRecord
 from dovetail.runtime.client import Client

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
-from dovetail.launch.simulation.clockwork import Agenda, Clock, Process, StillHub
 from dovetail.protocol.calibration import ContextCurve, RowsSeconds
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.messages import (
@@ -39,8 +38,10 @@ from dovetail.protocol.noise import mix
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
 from dovetail.runtime.costs.curves import PassCurves
-from dovetail.runtime.costs.rounds import Messages, PlacedCosts
+from dovetail.runtime.costs.rounds import Messages
 from dovetail.runtime.engine.coordinator import Coordinator
+from simulation.clockwork import Agenda, Clock, Process, StillHub
+from simulation.prices import PlacedCosts
 from support.scripted import VOCABULARY, hello
 from support.timed import choice
 

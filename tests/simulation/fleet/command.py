@@ -15,9 +15,9 @@ from dovetail.launch.console.terminal import explained, note, print_table, progr
 from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
+from dovetail.launch.planning.recording import read_library
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
-from dovetail.launch.simulation.recording import read_library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 from simulation.fleet.arrivals import (

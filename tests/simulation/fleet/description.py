@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from dovetail.launch.simulation.figures import Figures
-from dovetail.launch.simulation.machines import Weights, read_machine
-from dovetail.launch.simulation.recording import Library
+from dovetail.launch.planning.machines import Weights, read_machine
+from dovetail.launch.planning.recording import Library
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Frozen
+from simulation.figures import Figures
 from simulation.fleet.layout import Kind
 from simulation.fleet.profile import of_costs
 from simulation.methods import Method

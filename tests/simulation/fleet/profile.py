@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.launch.simulation.figures import Figures
-from dovetail.runtime.costs.rounds import PlacedCosts
+from simulation.figures import Figures
+from simulation.prices import PlacedCosts
 
 CHUNK = 256
 """Rows of a prompt in a pass at most, the `prompt_rows` of a target on the CPU."""
@@ -61,7 +61,7 @@ def of_costs(
     """Return the profile of a server by what its passes cost, behind a mean context. `drafted`:
     the figures of recorded replies played at these costs; None: the target alone. At each number of
     sessions nothing is drafted where that is faster, which is what the controller is for."""
-    open_s = costs.beside_s(drafted=False)
+    open_s = costs.messages.beside_s(drafted=False)
     rounds = [(0.0, 1.0, 0)]
     for count in range(1, sessions + 1):
         found = (costs.verify_s(count, context) + open_s, 1.0, count)
@@ -86,7 +86,7 @@ def _drafted(
     level = max(1, round(one.rows / 2))
     draft_s = one.draft_s * costs.t_d.at(level * count) / costs.t_d.at(level)
     rows = max(1, round(one.rows * count))
-    round_s = draft_s + costs.verify_s(rows, context) + costs.beside_s(drafted=True)
+    round_s = draft_s + costs.verify_s(rows, context) + costs.messages.beside_s(drafted=True)
     return round_s, one.tau, rows
 
 

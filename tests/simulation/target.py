@@ -4,8 +4,7 @@ of its passes is made up."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dovetail.launch.simulation.clockwork import Clock, ClockSpans
-from dovetail.launch.simulation.recording import About, Recording
+from dovetail.launch.planning.recording import About, Recording
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import (
@@ -28,7 +27,8 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.protocol.tree import ROOT
 from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
-from dovetail.runtime.costs.rounds import PlacedCosts
+from simulation.clockwork import Clock, ClockSpans
+from simulation.prices import PlacedCosts
 
 MARGIN = 1.0
 """The margin given for every choice: margins are not recorded."""

@@ -7,10 +7,7 @@ Knows nothing of files and tables.
 
 from dataclasses import dataclass
 
-from dovetail.launch.simulation.clockwork import Agenda, Clock, Process, Simulated, StillHub
-from dovetail.launch.simulation.draft import Coverage, open_draft
-from dovetail.launch.simulation.recording import About, Library, Recording
-from dovetail.launch.simulation.target import Language, RecordedTarget
+from dovetail.launch.planning.recording import About, Library, Recording
 from dovetail.protocol.codec import REPLY, encode
 from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import (
@@ -24,8 +21,11 @@ from dovetail.protocol.messages import (
     Submit,
 )
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.runtime.engine.coordinator import Coordinator
+from simulation.clockwork import Agenda, Clock, Process, Simulated, StillHub
+from simulation.draft import Coverage, open_draft
+from simulation.prices import PlacedCosts
+from simulation.target import Language, RecordedTarget
 
 TARGET, DRAFT, CLIENT = b"\1target", b"\2draft", b"\3client"
 EPOCH = 3

@@ -11,10 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from dovetail.launch.simulation.clockwork import Clock, ClockSpans
-from dovetail.launch.simulation.recording import About, Floats, Ints, Recording
+from dovetail.launch.planning.recording import About, Floats, Ints, Recording
 from dovetail.protocol.messages import Open
-from dovetail.runtime.costs.rounds import PlacedCosts
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.identity import Identity
@@ -27,6 +25,8 @@ from dovetail.workers.speculation.growth import NO_ROW, GrowingTree, Nodes
 from dovetail.workers.speculation.policies import open_policy
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.score_calibration import Scale
+from simulation.clockwork import Clock, ClockSpans
+from simulation.prices import PlacedCosts
 
 
 @dataclass
