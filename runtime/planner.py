@@ -134,9 +134,8 @@ class Draft:
     def drafting_s(self, tree: Tree, resident: int, ahead_s: float = 0.0) -> float:
         """Return what a round waits for its proposal. `ahead_s`: seconds before, in which the draft
         goes on by itself."""
-        ahead = 0.0
-        if ahead_s:
-            longest_s = LONGER * self.level_s(tree.width, resident)
+        ahead, longest_s = 0.0, LONGER * self.level_s(tree.width, resident)
+        if ahead_s and longest_s:  # a look-up's pass takes no time
             passes_s = ((rows, self.level_s(rows, resident)) for rows in range(1, WIDEST + 1))
             ahead = ahead_s * max(rows / taken for rows, taken in passes_s if taken <= longest_s)
         passes = self.passes(tree, ahead)
