@@ -46,6 +46,13 @@ def run_nursery(talk: Talk, modules: Sequence[str], log: IO[bytes]) -> Process:
     return run_module(nursery.__name__, modules, log, stdin=talk.theirs.fileno())
 
 
+def expect_proof() -> None:
+    """Have the nursery import what the proof of a model takes, since this process is about to read
+    a model that was never loaded."""
+    for begun in _begun:
+        begun.talk.prepare(nursery.PROVING)
+
+
 def begun() -> bool:
     """True if a nursery was started and not taken over yet."""
     return bool(_begun)

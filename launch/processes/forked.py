@@ -184,6 +184,10 @@ class Talk:
         self.theirs.close()
         return self._ours.recv(MAX_BYTES) == READY
 
+    def prepare(self, module: str) -> None:
+        """Have it import one more module before it forks."""
+        self._ours.send(module.encode())
+
     def fork(self, arguments: Sequence[str], stderr: IO[bytes]) -> Forked:
         """Have it fork a command; we write to its stdin."""
         read, write = os.pipe()

@@ -1,9 +1,10 @@
 """A process that imports what workers import, once, and becomes several of them by forking.
 
-Run as a script whose arguments are modules, with a socket as its standard input. It says on that
-when it has imported them. Each packet that it gets then is the command of a worker, as JSON, with
-descriptors of its standard input and standard error; the answer is the number of its process, which
-is a child of our parent from then on, since the one that forked it has ended. A worker that was
+Run as a script whose arguments are modules, with a socket as its standard input, on which it
+reports when it has imported them. A packet without descriptors is the name of one more module to
+import. Any other is the command of a worker, as JSON, with descriptors of its standard input and
+standard error; the answer is the number of its process, which is a child of our parent from then
+on, since the one that forked it has ended. A worker that was
 forked is as one that was started by itself: of other threads, open files and models there are none
 here yet. Where importing has started threads, which a fork would not have, the worker's command is
 executed anew.
@@ -42,6 +43,8 @@ MODULES = (
     "dovetail.workers.drafters.model",
 )
 """Modules that every worker with a model imports."""
+PROVING = "dovetail.workers.models.parity.oracle"
+"""The module that a worker imports besides, transformers with it, to prove a model."""
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -59,12 +62,15 @@ def main() -> None:
     os.environ.update(thread_environment(1))
     talk = socket.socket(fileno=os.dup(0))
     import_at_once(sys.argv[1:-1])
-    threads = count_threads()
     talk.send(READY)
     while True:
         said, descriptors, _, _ = socket.recv_fds(talk, MAX_BYTES, 2)
         if not said:
             os._exit(0)
+        if not descriptors:
+            import_at_once([said.decode()])
+            continue
+        threads = count_threads()
         pid = _grandchild()
         if not pid:
             talk.close()

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dovetail.launch.processes import ahead
 from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.catalog import ALL_SECTIONS, PREFIX, SETTINGS, Setting, names_in
 from dovetail.launch.settings.devices import check_devices
@@ -127,7 +128,7 @@ def configure(
         origins.update(dict.fromkeys(layer, origin))
     for name in ("target.model", "draft.model"):
         if demo and isinstance(model := values.get(name), str):
-            values[name] = resolved(model)
+            values[name] = resolved(model, making=ahead.expect_proof)
     merged = _validated(values, origins, demo)
     if demo and origins["target.weights"] == "default" and keeps_blocks(merged.settings.target):
         values["target.weights"], origins["target.weights"] = FILE, BY_FILE

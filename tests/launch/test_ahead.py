@@ -8,8 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gguf import GGMLQuantizationType as Type
 
+from dovetail.launch.settings.embedded import DEMO_FOLDER
 from support.cases import everyday
+from support.gguf_files import tokens_of, write_gguf
 from support.patience import PATIENCE_S
 
 BEGUN = """
@@ -59,6 +62,22 @@ commands = {
 with Supervisor() as supervisor:
     for name, child in begin_workers(supervisor, settings, commands)().items():
         print(name, "libtorch" in Path(f"/proc/{child.process.pid}/maps").read_text())
+"""
+PROVES = """
+import sys
+from pathlib import Path
+from dovetail.launch.processes import ahead, nursery
+from dovetail.launch.processes.supervise import Supervisor
+from dovetail.launch.settings.configure import configure
+flags, sys.argv = {"target.model": sys.argv[1]}, ["dovetail"]
+nursery.MODULES, nursery.PROVING = ("json",), "torch"
+ahead.begin_for([])
+configure(flags=flags, environment={})
+waiting = ["worker", "--role=draft", "--draft.kind=ngram", "--connect=-"]
+with Supervisor() as supervisor:
+    begun = supervisor.start_nursery(nursery.MODULES)
+    (child,) = supervisor.start_forked(begun, {"worker": waiting}).values()
+    print("libtorch" in Path(f"/proc/{child.process.pid}/maps").read_text())
 """
 LEFT = """
 import sys
@@ -125,6 +144,16 @@ def test_a_coordinator_that_runs_is_used_instead(tmp_path: Path) -> None:
 def test_a_draft_that_looks_up_is_not_forked_from_it(tmp_path: Path) -> None:
     lines = python(LOOKS_UP, XDG_RUNTIME_DIR=str(tmp_path))
     assert lines == ["target worker True", "draft worker False"]
+
+
+def test_it_imports_what_a_proof_takes_while_a_file_is_read_for_the_first_time(
+    tmp_path: Path,
+) -> None:
+    file, folder = tmp_path / "model.gguf", DEMO_FOLDER / "target"
+    write_gguf(folder, file, lambda *_: Type.Q8_0, **tokens_of(folder))
+    places = {name: str(tmp_path) for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME")}
+    assert python(PROVES, str(file), **places) == ["True"]
+    assert python(PROVES, str(file), **places) == ["False"]
 
 
 def test_a_supervisor_takes_it_over_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -36,10 +36,11 @@ MOST_KEPT = 64
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def local_folder(path: Path) -> Path | None:
+def local_folder(path: Path, *, making: Callable[[], None] = lambda: None) -> Path | None:
     """Return the folder of a model that a path names: the folder itself, or the view of a GGUF
     file, or of the one model in a folder of them; None where the path is something else.
-    `CheckpointError` for a name that is not UTF-8, which messages and libraries do not support."""
+    `CheckpointError` for a name that is not UTF-8, which messages and libraries do not support.
+    `making`: called before a view is made, which takes seconds."""
     whole = path.absolute() if is_gguf(path) else path
     try:
         str(whole).encode()
@@ -49,19 +50,20 @@ def local_folder(path: Path) -> Path | None:
         ) from None
     if path.is_dir():
         plain = bool(_mark(path)) or any(any(path.glob(end)) for end in WEIGHTS)
-        return path if plain or not any(path.glob("*.gguf")) else view_of(only_model(path))
-    return view_of(path) if is_gguf(path) and path.exists() else None
+        return path if plain or not any(path.glob("*.gguf")) else view_of(only_model(path), making)
+    return view_of(path, making) if is_gguf(path) and path.exists() else None
 
 
-def resolved(source: str) -> str:
-    """Return the name of a model with a GGUF file of this machine replaced by its view."""
+def resolved(source: str, *, making: Callable[[], None] = lambda: None) -> str:
+    """Return the name of a model with a GGUF file of this machine replaced by its view; `making`:
+    called before that is made."""
     try:
         path = Path(source).expanduser()
         if not source or not (is_gguf(source) or path.is_dir()):
             return source
     except (OSError, RuntimeError):  # a name that can be none: whoever opens it says so
         return source
-    folder = local_folder(path)
+    folder = local_folder(path, making=making)
     return source if folder is None or folder == path else str(folder)
 
 
@@ -92,7 +94,7 @@ def blaming_the_file(folder: Path) -> Iterator[None]:
         raise CheckpointError(re.sub(r"((its|this) )?config\.json", "its metadata", said)) from None
 
 
-def view_of(file: Path) -> Path:
+def view_of(file: Path, making: Callable[[], None] = lambda: None) -> Path:
     """Return the view of the model that a GGUF file belongs to; `CheckpointError` in one sentence
     for one that is damaged, foreign or not read here."""
     parts = parts_of(file.absolute())
@@ -100,6 +102,7 @@ def view_of(file: Path) -> Path:
     if (folder / MARK).is_file():
         folder.parent.touch()
         return folder
+    making()
     from dovetail.workers.models.checkpoints.gguf.contents import contents_of  # numpy comes in here
     from dovetail.workers.models.checkpoints.gguf.files import read_model
     from dovetail.workers.models.checkpoints.tokenizer import keep, kept_path
