@@ -15,8 +15,6 @@ from dovetail.protocol.messages import TokenLogprobs
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.kernels.ranking import Ids, Values, likeliest, ranks
 
-UNPROCESSED = Sampling(temperature=1.0)
-
 
 def token_logprobs(
     rows: Sequence[Tensor] | Tensor, tokens: Sequence[int], top: int
@@ -43,7 +41,7 @@ def _of_row(row: Tensor, token: int, top: int) -> TokenLogprobs:
 def _likeliest(row: Tensor, count: int) -> tuple[Ids, Values]:
     """The ids of the largest logits, best first, and their log-probabilities [count]."""
     if ranks(row.device):
-        ids, values = likeliest(row.unsqueeze(0), count, sampling=UNPROCESSED)
+        ids, values = likeliest(row.unsqueeze(0), count, sampling=Sampling(temperature=1.0))
         return ids[0], values[0]
     ordered, order = row.sort(descending=True, stable=True)
     z = (ordered - ordered[0]).double()

@@ -90,13 +90,12 @@ class LookingBack:
         return z
 
     def _copied(self, logits: Tensor) -> Tensor:
-        # torch would divide a copy on the CPU among threads, which then keep cores busy for a while
         if logits.device.type != "cpu":
             return logits.clone()
-        if len(logits) != 1:
-            return torch.from_numpy(logits.numpy().copy())
-        np.copyto(self._row, logits.numpy())  # new memory would take longer than the copy
-        return torch.from_numpy(self._row)
+        # torch would divide a copy among threads, which then keep cores busy for a while
+        copy = self._row if len(logits) == 1 else np.empty(logits.shape, np.float32)
+        np.copyto(copy, logits.numpy())  # into new memory it takes twice as long
+        return torch.from_numpy(copy)
 
     def _note(self, tokens: Collection[int]) -> None:
         """Take over what the history says of tokens of the log."""

@@ -37,7 +37,6 @@ from dovetail.workers.models.parity.proof_cache import ProofCache
 from dovetail.workers.models.segment import Paths, Segment
 
 attention.register()  # transformers' models are imported with this module
-
 HIDDEN = -1e4
 """The most that eager attention adds to the score of what a row does not see."""
 LENGTHS = (0, 1, 2)

@@ -55,8 +55,7 @@ def local_folder(path: Path, *, making: Callable[[], None] = lambda: None) -> Pa
 
 
 def resolved(source: str, *, making: Callable[[], None] = lambda: None) -> str:
-    """Return the name of a model with a GGUF file of this machine replaced by its view; `making`:
-    called before that is made."""
+    """Return the name of a model with a GGUF file of this machine replaced by its view."""
     try:
         path = Path(source).expanduser()
         if not source or not (is_gguf(source) or path.is_dir()):
