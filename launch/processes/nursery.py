@@ -1,13 +1,12 @@
-"""A process that imports what workers import, once, and becomes several of them by forking.
+"""The nursery: it imports the modules of workers once, and forks workers.
 
-Run as a script whose arguments are modules, with a socket as its standard input, on which it
-reports when it has imported them. A packet without descriptors is the name of one more module to
-import. Any other is the command of a worker, as JSON, with descriptors of its standard input and
-standard error; the answer is the number of its process, which is a child of our parent from then
-on, since the one that forked it has ended. A worker that was
-forked is as one that was started by itself: of other threads, open files and models there are none
-here yet. Where importing has started threads, which a fork would not have, the worker's command is
-executed anew.
+It is a script whose arguments are modules, with a socket as its standard input, on which it reports
+the end of the imports. A packet without descriptors is the name of one more module to import. Any
+other is the command of a worker, as JSON, with descriptors of its standard input and standard
+error. The answer is the pid of the worker, which becomes a child of our parent. A forked worker is
+like one that was started separately, since there are no other threads, open files or models here
+yet. Where importing has started threads, which a fork would not have, the worker's command is
+executed again.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Put a new worker in the place of another, role by role."""
+"""Replace a worker by a new one, role by role."""
 
 import socket
 import sys
@@ -19,11 +19,11 @@ from dovetail.runtime.client import Client
 PARTS = ("checkpoint", "weights", "kernels", "split", "prefill", "cache")
 """The names of the parts of a fingerprint."""
 OTHERS = ("target.", "memory.")
-"""Settings that may change any part but the first."""
+"""Settings that may change any part except the first."""
 
 
 class Change:
-    """A newcomer, which has one role or both, in the place of who has them."""
+    """A new worker of one role or both, which replaces the present ones."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Change:
         *,
         beside: bool,
     ) -> None:
-        """`expected`: what a target has to compute. `beside`: no worker leaves."""
+        """`expected`: what a target must compute. `beside`: no worker leaves."""
         self._client, self._old, self._expected, self._beside = client, old, expected, beside
         self._names: dict[Role, str] = {
             part: f"{name}-{part}" if role == "unified" else name for part in old
@@ -43,17 +43,17 @@ class Change:
         self.newcomers: dict[Role, WorkerState] = {}
         self._placed = False
         self.words: list[str] = []
-        """The outcome in words, for people."""
+        """The outcome in words."""
 
     def wait(self, child: Child | None) -> None:
-        """Until it is registered."""
+        """Wait until it is registered."""
         for part, name in self._names.items():
             self.newcomers[part] = wait_until_here(self._client, name, child, self._old[part])
         if (target := self.newcomers.get("target")) is not None:
             self._expected.check(target)
 
     def make(self) -> dict[str, Any]:
-        """Put it in place, role by role; what came of it."""
+        """Put it in place, role by role; return the outcome."""
         found: dict[str, Any] = {}
         for part, newcomer in self.newcomers.items():
             before = self._client.status().workers
@@ -69,7 +69,7 @@ class Change:
             place = (
                 f"has replaced {old.name} (pid {old.pid} on {old.host})"
                 if old is not None
-                else "serves beside the others"
+                else "serves with the others"
                 if self._beside
                 else "is in place"
             )
@@ -82,8 +82,8 @@ class Change:
         return found
 
     def is_begun(self, *, interrupted: bool) -> bool:
-        """Return whether it has sessions, or may have where this was `interrupted`: then it is not
-        ours to end."""
+        """True if it has sessions, or may have them after an interruption: then we must not end
+        it."""
         return self._placed or (
             interrupted
             and any(is_in_place(self._client, newcomer) for newcomer in self.newcomers.values())
@@ -111,8 +111,8 @@ class Change:
         )
 
     def _let_go_latecomers(self, part: Role, before: Sequence[WorkerState]) -> None:
-        """Let those go who came back to the place while the newcomer was tried for it, unless it
-        was meant to be beside others."""
+        """Drain workers that registered in this role while the newcomer was tried, unless no worker
+        should leave."""
         known = {worker.worker_epoch for worker in (*before, *self.newcomers.values())}
         for late in [] if self._beside else all_serving(self._client.status().workers, part):
             if late.worker_epoch not in known:
@@ -144,7 +144,7 @@ def summary_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Expected:
-    """What a target has to compute that replaces another."""
+    """What a replacing target must compute."""
 
     fingerprint: str
     """The other target's fingerprint; empty if unknown."""
@@ -168,8 +168,8 @@ class Expected:
 
 
 def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> WorkerState | None:
-    """Return the worker to replace: the one that was named, or the only one of the role; None if
-    there is none."""
+    """Return the worker to replace: the named one, or the only one of the role; None if there is
+    none."""
     serving = all_serving(workers, role)
     if replaced is not None:
         return named(serving, replaced)
@@ -178,7 +178,7 @@ def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> 
             f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in serving
         )
         raise UserError(
-            f"there are {len(serving)} {role} workers, {choices}: say with --replace WORKER "
+            f"there are {len(serving)} {role} workers, {choices}: choose with --replace WORKER "
             "which one leaves, or --beside for none"
         )
     return serving[0] if serving else None
@@ -203,8 +203,8 @@ def restarted(client: Client, role: Role) -> WorkerState | None:
 def wait_until_here(
     client: Client, name: str, child: Child | None, old: WorkerState | None
 ) -> WorkerState:
-    """The worker on standby, once it is registered; what its process has to say if that ends before
-    is raised."""
+    """Wait for the worker on standby to register; if its process ends first, its error is
+    raised."""
     intervals = Intervals()
     with spinner() as say:
         while True:
@@ -230,8 +230,8 @@ def wait_until_here(
 
 
 def is_in_place(client: Client, newcomer: WorkerState) -> bool:
-    """Return whether it has sessions, or may have: then the change goes on without us, and it is
-    not ours to end."""
+    """True if it has sessions, or may have: then the change continues without us, and we must not
+    end it."""
     here = next(
         (
             worker

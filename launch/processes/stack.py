@@ -38,7 +38,7 @@ from dovetail.runtime.client import Client
 
 POLL_S = 0.05
 LOADING_POLL_S = 0.02
-"""The interval of the looks at what is not ready yet, which somebody waits for."""
+"""Seconds between two polls of parts that are not ready yet."""
 LEAST_FILES = 64
 """Open files that a worker or the HTTP API needs, with room to spare."""
 Played = Literal["target", "draft", "unified"]
@@ -53,7 +53,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Stack:
-    """A coordinator and the workers of one set of settings, as processes of ours."""
+    """A coordinator and the workers of one set of settings, as child processes."""
 
     address: str
     configuration: Configuration
@@ -65,7 +65,7 @@ class Stack:
         return Client(open_link(self.address, role="client"), answer_s)
 
     def losses(self) -> list[DovetailError]:
-        """Return what the processes that have ended meanwhile have to say."""
+        """Return the errors of the processes that have ended."""
         return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
 
 
@@ -77,11 +77,9 @@ def start_stack(
     prefix: str = "",
     anew: bool = False,
 ) -> Stack:
-    """Start what the settings ask for; it is not ready yet. `anew`: for what is measured, no reply
-    goes on from what another one left.
-
-    Nobody starts one of these processes again: unless the settings say so, a session whose target
-    is lost does not wait for another, and there is no journal.
+    """Start the processes of these settings, without waiting. `anew`: without a prefix cache, for
+    measurements. These processes are not restarted: unless the settings ask for it, a session whose
+    target is lost does not wait for another, and there is no journal.
     """
     return begin_stack(supervisor, configuration, layout=layout, prefix=prefix, anew=anew)()
 
@@ -94,8 +92,8 @@ def begin_stack(
     prefix: str = "",
     anew: bool = False,
 ) -> Callable[[], Stack]:
-    """Begin to start what `start_stack` starts; returns what waits until it has been started. What
-    has no threads yet, such as those of a spinner, can fork: that is quicker."""
+    """Begin to start what `start_stack` starts; return a function that waits for it. A process
+    without threads, such as a spinner's, can fork, which is faster."""
     check_stack(configuration)
     layout = layout or layout_of(configuration.settings)
     alone = ("coordinator.recovery_s", "0"), ("coordinator.journal", "off")
@@ -130,9 +128,9 @@ def begin_workers(
     """Begin to start workers, by name; they read the coordinator's address from stdin, since their
     imports take the longest. Returns a function that waits until they have started. Two workers
     with models are forked from one process that imports for both; so is a single one if that
-    process was started ahead. A look-up draft starts by itself: it needs none of these imports. On
-    a machine with several memory nodes a note reports whether the target is spread over them, and
-    why."""
+    process was started ahead. A look-up draft is started separately, since it needs none of these
+    imports. On a machine with several memory nodes a note reports whether the target is spread over
+    them, and why."""
     if words := choice_of(settings.target, shares=settings.draft.share is True).words:
         note(words)
     alone = dict(commands)
@@ -157,8 +155,8 @@ def begin_workers(
 
 
 def check_stack(configuration: Configuration, *hubs: str) -> None:
-    """`UserError` for what these settings ask for and this machine cannot start, as far as the
-    models' configurations show. `hubs`: further processes that hold no model."""
+    """`UserError` for settings that this machine cannot serve, judged by the models'
+    configurations. `hubs`: number of further processes without a model."""
     check_models(configuration)
     check_memory(
         configuration.settings,
@@ -168,7 +166,7 @@ def check_stack(configuration: Configuration, *hubs: str) -> None:
 
 
 def check_models(configuration: Configuration) -> None:
-    """`UserError` for models that cannot be started wherever, as far as a look at them tells."""
+    """`UserError` for models whose files show that they cannot be loaded on any machine."""
     check_files("dovetail", LEAST_FILES)
     check_target(configuration.settings)
     _check_pair(configuration)
@@ -177,15 +175,15 @@ def check_models(configuration: Configuration) -> None:
 
 
 def layout_of(settings: Settings) -> CoreLayout:
-    """The places of the processes that these settings ask for, on this machine."""
+    """The places of these settings' processes on this machine."""
     return layout_for(settings.target, shares=settings.draft.share is True)
 
 
 def wait_until_ready(
     supervisor: Supervisor, stack: Stack, note: Callable[[str], None] = lambda _: None
 ) -> Reported:
-    """Wait until all workers of a stack are registered; what a process that ends before has to say
-    is raised. `note` hears what is waited for."""
+    """Wait until all workers of a stack are registered; the error of a process that ends before is
+    raised. `note` is called with what is awaited."""
     wanted = ["target", *(["draft"] if stack.configuration.settings.draft.kind != "none" else [])]
     intervals = Intervals()
     with stack.connect() as client:
@@ -214,7 +212,7 @@ def wait_until_ready(
 
 
 def coordinator_arguments(configuration: Configuration) -> list[str]:
-    """Return the settings of a coordinator as flags, without where it listens."""
+    """Return the settings of a coordinator as flags, without its address."""
     return [
         flag
         for flag in configuration.arguments("coordinator")
@@ -223,12 +221,12 @@ def coordinator_arguments(configuration: Configuration) -> list[str]:
 
 
 def http_arguments(configuration: Configuration, address: str, url: str) -> list[str]:
-    """Return the command of the HTTP API of a coordinator, without keys. `url`: where it listened
-    before; empty: it is started for the first time."""
+    """Return the command of the HTTP API of a coordinator, without keys. `url`: its earlier URL;
+    empty at the first start."""
     settings = configuration.settings
     port = (
         [f"--http.port={url.rpartition(':')[2]}"] if url else []
-    )  # that a free one was wanted holds for the first time
+    )  # port 0 holds for the first start
     wishes = configuration.arguments("tree", "sampling", "draft", "http")
     if (bounds := settings.tree.thresholds) and configuration.origins[
         "tree.thresholds"
@@ -240,7 +238,7 @@ def http_arguments(configuration: Configuration, address: str, url: str) -> list
 
 
 def processes_of(settings: Settings) -> tuple[Played, ...]:
-    """Return what the workers' processes are that these settings ask for."""
+    """Return the workers' processes of these settings."""
     if settings.draft.kind == "none":
         return ("target",)
     return ("unified",) if settings.draft.share is True else ROLES
@@ -250,8 +248,8 @@ def worker_arguments(
     configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout | None
 ) -> list[str]:
     """The command of a worker with these settings in its place; a draft that is a head reads the
-    target's embedding, a substitute all of it. `layout`: the places of this machine; None: somebody
-    else adds them."""
+    target's embedding, a substitute all of it. `layout`: the places of this machine; None if the
+    caller adds them."""
     where = [] if layout is None else _place_arguments(role, layout)
     target = configuration.settings.target.model
     reads = [f"--target.model={target}"] if role == "draft" and target else []
@@ -288,9 +286,9 @@ def _place_arguments(role: Role | Played, layout: CoreLayout) -> list[str]:
 
 
 def with_room_for_draft(configuration: Configuration) -> Configuration:
-    """The settings of a target that is started with its draft: of a GPU that both have, the draft
-    gets its memory first, and all of it where the CPU computes the target, which then reads prompts
-    too. `SettingsError` if nothing is left."""
+    """The settings of a target that is started with its draft. On a shared GPU the draft gets its
+    memory first, and all of it where the CPU computes the target, which then reads prompts too.
+    `SettingsError` if nothing is left."""
     memory = configuration.settings.memory
     if memory.vram_bytes is None:
         return configuration
@@ -312,8 +310,8 @@ def with_room_for_draft(configuration: Configuration) -> Configuration:
 
 
 def _check_pair(configuration: Configuration) -> None:
-    """The embedded draft shares the vocabulary of the embedded target only: for another target, a
-    draft has to be named."""
+    """The embedded draft has the vocabulary of the embedded target; another target needs a named
+    draft."""
     settings = configuration.settings
     if (
         settings.target.model

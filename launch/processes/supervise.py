@@ -1,10 +1,9 @@
-"""Processes of our own: started as commands, watched until they are ready, and ended in every case.
+"""Child processes: started as commands, watched until they are ready, and ended in every case.
 
 A `Supervisor` owns what it starts: when its block is left - normally, by an exception, by Ctrl-C,
-SIGTERM or SIGHUP - every process has ended and what it left in the file system is gone; when the
-supervisor itself is killed, the kernel (`child.py`) and a process beside it (`warden.py`) see to
-it. A `Stack` is a coordinator with the workers that the settings ask for. Knows commands and exit
-codes, nothing of tokens.
+SIGTERM or SIGHUP - every process has ended and its files are removed. If the supervisor itself is
+killed, the kernel (`child.py`) and the warden process (`warden.py`) do this. A `Stack` is a
+coordinator with the workers of the settings.
 """
 
 import contextlib
@@ -30,8 +29,8 @@ from dovetail.protocol.memory import Kills, count_kills, process_load, why_kille
 
 GRACE_S = 5.0
 ORPHANED_S = 8.0
-"""Children of a supervisor that was killed have so long to end: a coordinator lets running requests
-end for five seconds, and an HTTP server tells those who still wait for two more."""
+"""Seconds that children of a killed supervisor have to end: a coordinator lets running requests
+finish for five seconds, and an HTTP server takes two more to answer waiting clients."""
 TAIL_BYTES = 4096
 TAIL_LINES = 6
 USER_ERROR = 2
@@ -40,8 +39,8 @@ SMALLER = (
     "context, or give it more memory"
 )
 WHO_KILLED = (
-    "the kernel's log (dmesg, journalctl -k) says so if memory ran out; if it does "
-    "not, somebody sent the signal"
+    "the kernel's log (dmesg, journalctl -k) shows whether memory ran out; if it did "
+    "not, another process sent the signal"
 )
 NURSERY = "process that workers are forked from"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,14 +48,13 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Child:
-    """A process of ours. Its stderr goes to a file without a name, so that nothing is left of it;
-    each write to it goes to its end."""
+    """A child process. Its stderr is an unnamed file, opened for appending."""
 
     name: str
     process: Process
     log: IO[bytes]
     before: Kills = field(default_factory=count_kills)
-    """The kernel's count of processes killed for want of memory when it was started."""
+    """The kernel's count of out-of-memory kills when it was started."""
 
     @property
     def ended(self) -> bool:
@@ -77,11 +75,11 @@ class Child:
         ]
 
     def peak_rss_bytes(self) -> int:
-        """The most memory that it ever held, by the kernel's account; 0 once it has ended."""
+        """Its peak memory as the kernel counts it; 0 once it has ended."""
         return self._status_bytes("VmHWM:")
 
     def rss_bytes(self) -> int:
-        """Return the memory that it holds, by the kernel's account; 0 once it has ended."""
+        """Return its memory as the kernel counts it; 0 once it has ended."""
         return self._status_bytes("VmRSS:")
 
     def cpu_s(self) -> float:
@@ -99,11 +97,11 @@ class Child:
 
     @property
     def was_mistaken(self) -> bool:
-        """Return whether it ended because of a mistake of the user's, and said which."""
+        """True if it ended with a user error and a message."""
         return self.process.returncode == USER_ERROR and bool(self.last_words())
 
     def how_it_ended(self) -> str:
-        """Say by which signal or with which exit code it ended."""
+        """Describe its end: the signal or the exit code."""
         code = self.process.returncode
         if code >= 0:
             return f"ended with exit code {code}"
@@ -118,8 +116,7 @@ class Child:
         )
 
     def failure(self) -> DovetailError:
-        """Why it ended, in its own words: a `UserError` if it said that it was the user's
-        mistake."""
+        """Its error: a `UserError` if it reported a user error."""
         words = self.last_words()
         if self.was_mistaken:
             return UserError(f"the {self.name}: {words[-1].removeprefix('dovetail: ')}")
@@ -173,7 +170,7 @@ class Supervisor(Unwinding):
     """Owns processes; use it as a context, in the main thread."""
 
     def __init__(self, *, apart: bool = False) -> None:
-        """`apart`: who sees to our processes when we are killed is no child of ours."""
+        """`apart`: the warden is not our child."""
         super().__init__()
         self._apart = [warden.APART] if apart else []
         self.children: list[Child] = []
@@ -204,12 +201,10 @@ class Supervisor(Unwinding):
         reads: bool = False,
         asks: bool = False,
     ) -> Child:
-        """Start a command of ours; `reads`: its stdout is for us, `asks`: its stdin is ours to
-        write to.
-
-        It is a session of its own, so that Ctrl-C on the terminal reaches the supervisor alone,
-        which then ends everything in order. The kernel ends a child with the thread that started
-        it, so this must be the main thread.
+        """Start a command; `reads`: we read its stdout, `asks`: we write to its stdin. It has its
+        own session, so that Ctrl-C on the terminal reaches the supervisor alone, which then ends
+        everything in order. The kernel ends a child with the thread that started it, so this must
+        be the main thread.
         """
         return self._own(
             name,
@@ -221,8 +216,8 @@ class Supervisor(Unwinding):
     def start_command(
         self, name: str, command: Sequence[str], *, reads: bool = False, asks: bool = False
     ) -> Child:
-        """Start any command that takes `--parent`, as `start` does; `asks`: its stdin is ours to
-        write to."""
+        """Start any command that takes `--parent`, as `start` does; `asks`: we write to its
+        stdin."""
         return self._own(
             name,
             lambda log: subprocess.Popen(
@@ -235,8 +230,7 @@ class Supervisor(Unwinding):
         )
 
     def start_nursery(self, modules: Sequence[str] = nursery.MODULES) -> tuple[Child, Talk]:
-        """Start a process that imports modules and that workers are then forked from, or take over
-        the one that this command started ahead."""
+        """Start a nursery, or take over the one that this command started ahead."""
         begun = ahead.take() if modules == nursery.MODULES else None
         talk = self._talks.enter_context(contextlib.closing(begun.talk if begun else Talk()))
         if begun:
@@ -246,8 +240,8 @@ class Supervisor(Unwinding):
     def start_forked(
         self, nursery: tuple[Child, Talk], commands: Mapping[str, Sequence[str]]
     ) -> dict[str, Child]:
-        """Start commands of ours, by name, as forks of a process that ends then; their stdin is
-        ours to write to."""
+        """Start commands, by name, as forks of a nursery that ends afterwards; we write to their
+        stdin."""
         parent, talk = nursery
         if not talk.begun():
             parent.process.wait()
@@ -263,7 +257,7 @@ class Supervisor(Unwinding):
     def _own(
         self, name: str, begin: Callable[[IO[bytes]], Process], log: IO[bytes] | None = None
     ) -> Child:
-        """Begin a process as one of ours; `begin` is given the file for its stderr."""
+        """Start a process and own it; `begin` gets the file for its stderr."""
         self._busy = True
         log = log or new_log()
         process = begin(log)
@@ -274,8 +268,8 @@ class Supervisor(Unwinding):
         return child
 
     def tell(self, child: Child, line: str) -> None:
-        """Tell a process of ours, which was started with `asks`, its only line on stdin; one that
-        has ended is noticed elsewhere."""
+        """Write the only line to the stdin of a process that was started with `asks`; its end is
+        noticed elsewhere."""
         assert child.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             child.process.stdin.write(f"{line}\n".encode())
@@ -284,8 +278,8 @@ class Supervisor(Unwinding):
     def start_coordinator(
         self, cores: Sequence[int], name: str = "coordinator", *, flags: Sequence[str] = ()
     ) -> str:
-        """Start a coordinator of our own on a private ipc address, and return the address. `flags`:
-        settings of its section but for the address and keys."""
+        """Start a coordinator on a private ipc address, and return the address. `flags`: settings
+        of its section except address and keys."""
         return self.await_address(self.begin_coordinator(cores, name, flags=flags))
 
     def begin_coordinator(
@@ -298,12 +292,11 @@ class Supervisor(Unwinding):
     def start_hub(
         self, name: str, arguments: Sequence[str], *, module: str = "dovetail.launch.cli"
     ) -> str:
-        """Start a process that listens at a private ipc address and says on stdout at which, once
-        it does."""
+        """Start a process that listens at a private ipc address and then prints it on stdout."""
         return self.await_address(self.start(name, arguments, module=module, reads=True))
 
     def await_address(self, child: Child) -> str:
-        """Wait until a process says on stdout where it listens."""
+        """Wait until a process prints its address on stdout."""
         assert child.process.stdout is not None
         address = child.process.stdout.readline().decode().strip()
         if not address:
@@ -313,40 +306,39 @@ class Supervisor(Unwinding):
         return address
 
     def owns_socket(self, child: Child, address: str) -> None:
-        """A process of ours listens at this ipc address, in a folder that it has made for it, and
-        that goes with it."""
+        """A child listens at this ipc address, in a folder that it has made and that is removed
+        with it."""
         path = Path(address.removeprefix("ipc://"))
         self._sockets.append((child, path))
         self._have_minded(warden.FOLDER, str(path.parent))
 
     def owns_folder(self, folder: Path) -> None:
-        """Processes of ours, one after the other, have their sockets in this folder, which goes
-        with the last of them."""
+        """Children have their sockets in this folder, one after the other; it is removed with the
+        last of them."""
         self._folders.append(folder)
         self._have_minded(warden.FOLDER, str(folder))
 
     def check(self) -> None:
-        """Raise what the first process that has ended has to say."""
+        """Raise the error of the first process that has ended."""
         for child in self.children:
             if child.ended:
                 raise child.failure()
 
     def end(self, children: Sequence[Child], grace_s: float = GRACE_S) -> None:
-        """End these, and forget them. A signal interrupts it, and they are left to the end of the
+        """End these, and forget them. If a signal interrupts this, they are ended with the
         block."""
         self._end(children, grace_s)
         self._clean(children)
         self.children = [child for child in self.children if child not in children]
 
     def kill(self) -> None:
-        """End everything at once, whatever it is about to do."""
+        """Kill everything at once."""
         for child in self.children:
             if not child.ended:
                 child.process.kill()
 
     def mind(self) -> None:
-        """Start the process anew that sees to what is ours when we are killed, if somebody has
-        killed it."""
+        """Restart the warden if it was killed."""
         if self._warden is None or self._warden.poll() is None:
             return
         self._warden = None
@@ -356,7 +348,7 @@ class Supervisor(Unwinding):
             self._have_minded(warden.FOLDER, str(folder))
 
     def _have_minded(self, kind: bytes, value: str) -> None:
-        """Have a process or a folder of ours go when we are killed."""
+        """Register a process or a folder with the warden."""
         if self._warden is None:
             command = [sys.executable, "-I", "-S", warden.__file__, str(ORPHANED_S), *self._apart]
             self._warden = subprocess.Popen(
@@ -367,7 +359,7 @@ class Supervisor(Unwinding):
                 start_new_session=True,
             )
         assert self._warden.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed it: see `mind`
+        with contextlib.suppress(BrokenPipeError):  # it was killed: see `mind`
             os.write(self._warden.stdin.fileno(), b"%b %b\n" % (kind, os.fsencode(value)))
 
     def _dismiss_warden(self) -> None:
@@ -400,15 +392,14 @@ class Supervisor(Unwinding):
                 child.process.stdout.close()
 
     def _clean(self, children: Sequence[Child]) -> None:
-        """Remove what a coordinator that was killed could not: the folder that it made for its
-        socket."""
+        """Remove the socket folder of a killed coordinator."""
         for child, path in self._sockets:
             if child in children:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def unwind(number: signal.Signals) -> NoReturn:
-    """Raise what unwinds the stack for a signal that ends us."""
+    """Raise the exception that unwinds the stack for a terminating signal."""
     if number is signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)

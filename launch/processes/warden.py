@@ -1,13 +1,11 @@
-"""A process that outlives its supervisor by some seconds, and ends what that has left behind.
-
-The kernel tells a supervisor's children of its death with SIGTERM (`child.py`), which a process
-that is stopped, or hangs outside of Python, does not heed. The supervisor names each of its
-children here when it starts it; when it is gone they have some seconds to end by themselves, and
-are then killed, and the folders of their sockets removed. Run as a script with that grace in
-seconds, without the packages that are installed: it is started beside everything else and needs
-none of them. Told `apart` too, it is a grandchild of the supervisor, and a process that only waits
-for it is the child: Ray kills the children of a process of its own that it ends, and knows no
-others.
+"""A process that outlives its supervisor by some seconds, and cleans up after it. When a supervisor
+dies the kernel sends its children SIGTERM (`child.py`), to which a process that is stopped, or
+hangs outside of Python, does not react. The supervisor registers each of its children here. When it
+is gone they have some seconds to end by themselves, then they are killed and their socket folders
+removed. Run as a script with that grace in seconds, without the packages that are installed: it is
+started beside everything else and needs none of them. Told `apart` too, it is a grandchild of the
+supervisor, and a process that only waits for it is the child: Ray kills the children of a process
+of its own that it ends, and knows no others.
 """
 
 import contextlib
@@ -26,12 +24,12 @@ LOOK_S = 0.02
 
 
 def main() -> None:
-    """Heed the words on stdin, `child PID` and `folder PATH`, a line each, until it is closed; then
-    see to what is left."""
+    """Read `child PID` and `folder PATH` from stdin, one a line, until it is closed; then clean
+    up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             number, signal.SIG_IGN
-        )  # whoever ends all of us at once means the others: this one ends with its supervisor
+        )  # a signal to the whole group is for the others: this process ends with its supervisor
     if APART in sys.argv and (apart := os.fork()):
         os.waitpid(apart, 0)
         return
@@ -48,7 +46,7 @@ def main() -> None:
             children = {**_alive(children), **_watched(int(value))}
     left = _alive(children)
     for child in left:
-        _signal(child, signal.SIGCONT)  # one that is stopped heeds SIGTERM then
+        _signal(child, signal.SIGCONT)  # a stopped process handles SIGTERM only then
     end_s = time.monotonic() + float(sys.argv[1])
     while left and time.monotonic() < end_s:
         time.sleep(LOOK_S)
@@ -60,9 +58,8 @@ def main() -> None:
 
 
 def _watched(pid: int) -> dict[int, int]:
-    """A process with a descriptor of its folder in /proc, which never refers to a later process
-    with the same number; nothing if it has ended already. pidfd_open(2) is newer than Linux
-    4.18."""
+    """A process and a descriptor of its folder in /proc, which never refers to a later process with
+    the same pid; nothing if it has ended already. pidfd_open(2) is newer than Linux 4.18."""
     try:
         return {pid: os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)}
     except FileNotFoundError:

@@ -44,21 +44,21 @@ Part = Literal["draft", "target"]
 Role = Part | Literal["unified"]
 USER_ERROR = 2
 ANSWER_S, ANSWER_FACTOR = 1.0, 3.0
-"""A coordinator that is looked for answers within so long, or so many times as long as it took to
-connect at first, or is tried again: a handshake takes three and a half round trips."""
+"""Seconds to wait for a lost coordinator's answer, or this multiple of the first connection's time,
+before the next attempt; a handshake takes three and a half round trips."""
 
 TOLD = "-"
-"""The address of a worker that is told it on standard input."""
+"""The address argument of a worker that reads its address from standard input."""
 NOWHERE = Place(())
 
 
 def await_address(configuration: Configuration, role: Role) -> str:
-    """Return the line of standard input that says where the coordinator is; what a worker imports
-    is imported before it is read, so that both begin at the same time."""
+    """Return the coordinator's address from standard input; the worker's modules are imported
+    before, so that both start at the same time."""
     if role != "draft" or configuration.settings.draft.kind != "ngram":
         import_at_once(["dovetail.workers.loop", "dovetail.workers.models.loading"])
     address = sys.stdin.readline().strip()
-    if not address:  # whoever started us ends
+    if not address:  # our parent ends
         sys.exit(0)
     return address
 
@@ -66,8 +66,8 @@ def await_address(configuration: Configuration, role: Role) -> str:
 def place_of(
     role: Role, target: TargetSettings, cores: str | None, memory_nodes: str
 ) -> Place | None:
-    """Return where this worker is to be bound: where it is told; else a target on a machine of
-    several nodes to those that its settings mean; None: nowhere."""
+    """Return the cores and nodes to bind this worker to: those given, else for a target on a
+    machine with several nodes those of its settings; None to bind it to none."""
     if cores is not None:
         return parse_place(cores, memory_nodes)
     if memory_nodes:
@@ -75,15 +75,15 @@ def place_of(
             "--memory-nodes goes with --cores: name the cores too, or leave both out and set "
             "target.numa"
         )
-    if role == "draft":  # what the settings say of the target may hold for another machine
+    if role == "draft":  # the target's settings may hold for another machine
         return None
     place = layout_for(target).target
     return place if place.nodes or target.numa not in ("auto", "off") else None
 
 
 def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int:
-    """Threads for this worker: what the settings say, else one for each core that it is bound to,
-    else what the layout of one machine would give it."""
+    """Threads of this worker: those of the settings, else one for each core that it is bound to,
+    else those of the layout of one machine."""
     if role != "draft" and target.threads != "auto":
         if place is not None and target.threads > len(place.cores):
             raise UserError(
@@ -97,13 +97,13 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
 
 
 def parts_of(role: Role) -> tuple[Part, ...]:
-    """Return the roles that a worker takes, each in a loop of its own."""
+    """Return the roles of a worker, each with its own loop."""
     return ("target", "draft") if role == "unified" else (role,)
 
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """A worker of one role, or of both, that this process is."""
+    """This process as a worker of one role, or of both."""
 
     configuration: Configuration
     role: Role
@@ -128,8 +128,8 @@ class WorkerProcess:
         return f"{self.role} worker {self.name}"
 
     def serve(self) -> Drain | None:
-        """Return the Drain by which the coordinator released the worker; None: the coordinator has
-        gone. Connect first: a wrong address or key is told at once, not after a model has been
+        """Return the Drain by which the coordinator dismissed the worker; None if the coordinator
+        is lost. It connects first, so that a wrong address or key is reported before a model is
         loaded."""
         parts = parts_of(self.role)
         keys = self.configuration.settings.coordinator.keys
@@ -180,10 +180,10 @@ class WorkerProcess:
             over.set()
             for part, link in links.items():
                 if part not in others or not others[part].is_alive():
-                    link.close()  # else it is its thread's, and ends with the process
+                    link.close()  # otherwise it belongs to its thread, and ends with the process
 
     def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
-        """Open the worker of each part, while the coordinator hears how far its model is."""
+        """Open the worker of each part, and report the progress of loading to the coordinator."""
         from dovetail.workers.progress import hearing_loads
         from dovetail.workers.serving.loading import Telling
 
@@ -237,7 +237,7 @@ class WorkerProcess:
         again: Callable[[], Link],
         load_s: float,
     ) -> Drain | None:
-        """Serve in one role until the coordinator lets it go, or is lost for good (None)."""
+        """Serve in one role until the coordinator dismisses it, or is lost for good (None)."""
         from dovetail.workers.loop import serve
         from dovetail.workers.progress import Watchdog
         from dovetail.workers.serving.registration import Reconnecting
@@ -262,7 +262,7 @@ class WorkerProcess:
         )
 
     def _note(self, fingerprint: str) -> None:
-        """Note how this worker was started; a failure is reported."""
+        """Save the settings of this worker; a failure is reported."""
         try:
             note_worker(self.connect, parts_of(self.role), self.flags, fingerprint)
         except (OSError, UserError) as error:
@@ -270,8 +270,8 @@ class WorkerProcess:
 
 
 class SecondRole(threading.Thread):
-    """The second of two roles; what ends it unasked, before the first one is over, is said, and
-    ends the process."""
+    """The second of two roles; an error that ends it before the first is reported, and ends the
+    process."""
 
     def __init__(self, work: Callable[[], object], over: threading.Event) -> None:
         super().__init__(name="draft", daemon=True)
@@ -293,7 +293,7 @@ class SecondRole(threading.Thread):
 def _opener(
     configuration: Configuration, role: Role, place: Place = NOWHERE
 ) -> "Callable[[str, int], Worker]":
-    """Return how the worker of this role is opened in its place: (name, threads) -> worker."""
+    """Return the function that opens the worker of this role: (name, threads) -> worker."""
     target, profile = with_target(configuration.settings.target), writable_profile_path()
     if role == "target":
         from dovetail.workers.kernels.shards import Shard
@@ -332,7 +332,7 @@ def _opener(
 
 
 def model_of(configuration: Configuration, role: Role) -> str:
-    """The model that a worker of this role loads, as the settings name it."""
+    """The model of a worker of this role, from the settings."""
     settings = configuration.settings
     if role == "draft" and settings.draft.kind != "substitute":
         return with_draft(settings.draft).model

@@ -1,8 +1,6 @@
-"""How the workers of this machine were started, from notes that they write to the runtime
-directory.
-
-None of this comes over a link: a worker could report any path, which would then be opened here. A
-note outlives its worker, so lost and drained workers are known, too.
+"""The settings of this machine's workers, from notes that they write to the runtime directory.
+Paths never come over a link, where a worker could report any path, which would then be opened here.
+A note outlives its worker, so lost and drained workers are known, too.
 """
 
 import socket
@@ -23,7 +21,7 @@ PLACE = ("--cores=", "--memory-nodes=")
 
 
 def values_of(note: WorkerNote) -> dict[str, Any]:
-    """Return the settings that a worker was given, by dotted name."""
+    """Return the settings of a worker, by dotted name."""
     parts = (flag.removeprefix("--").partition("=") for flag in note.flags)
     known = {name: text for name, _, text in parts if name in SETTINGS}
     found = {name: parse_setting(name, text, f"--{name}") for name, text in known.items()}

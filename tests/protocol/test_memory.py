@@ -283,7 +283,7 @@ def test_in_a_real_control_group_a_process_that_takes_too_much_is_said_to_have_d
     assert taken.startswith("the target worker was killed by SIGKILL (memory ran out: the kernel")
     assert killed == "the draft worker was killed by SIGKILL and left no message"
     assert told.strip().startswith(
-        "the kernel's log (dmesg, journalctl -k) says so if memory ran out"
+        "the kernel's log (dmesg, journalctl -k) shows whether memory ran out"
     )
     assert room == f"left of the 0.0839 GB of the control group {small_group}"
 

@@ -1,8 +1,6 @@
-"""An actor's content: one process of ours on its node, started and watched there.
-
-It is told a command in which words in braces stand for what only the node knows: `{folder}`, a
-private folder with the keys that the process needs, and `{ip}`, the address of the node. What it
-answers are plain values. Knows processes, and nothing of Ray.
+"""The body of an actor: one process on its node, started and watched there. In its command the node
+replaces words in braces: `{folder}`, a private folder with the keys of the process, and `{ip}`, the
+address of the node. Results are plain values. Does not import Ray.
 """
 
 import os
@@ -27,12 +25,12 @@ from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import VERSION
 
 MOST_LINES = 200
-"""Lines of stderr that one answer holds."""
+"""Lines of stderr in one result."""
 LOOK_S, ALONE_S = 1.0, 10.0
-"""Seconds between two looks whether the process of the node is there, and those that the service
-has to end this one in order when it is not."""
+"""Seconds between two checks of the node's process, and the grace for our process once that has
+ended."""
 FOLDER, IP = "{folder}", "{ip}"
-"""Words of a command that a node fills in."""
+"""Placeholders of a command that the node replaces."""
 
 
 class Seat:
@@ -40,7 +38,7 @@ class Seat:
 
     def __init__(self, ip: str) -> None:
         for name in [name for name in os.environ if name.startswith(PREFIX)]:
-            del os.environ[name]  # the settings are those of the command alone
+            del os.environ[name]  # all settings come from the command
         self._ip = ip
         self._supervisor = Supervisor(apart=True)
         self._folder = Path(tempfile.mkdtemp(prefix="dovetail-keys-"))
@@ -51,7 +49,7 @@ class Seat:
         self._heard = ""
 
     def introduce(self) -> dict[str, Any]:
-        """Say where this is, and which release is installed here."""
+        """Return the node's identity, and the installed release."""
         return {
             "host": socket.gethostname(),
             "ip": self._ip,
@@ -69,9 +67,9 @@ class Seat:
         last: bool,
         reads: bool,
     ) -> dict[str, Any]:
-        """Start a command of ours with these files in its folder, on so many cores (0: any) that
-        no other seat on this machine has, from the `last` ones on if so told; `reads`: it says on
-        stdout where it listens. The answer is its number, or why it was not started."""
+        """Start a command with these files in its folder, on this many cores (0: not bound) that no
+        other seat on this machine has, from the `last` ones on if set; `reads`: it prints its
+        address on stdout. Return its pid, or why it was not started."""
         for file, text in files.items():
             path = self._folder / file
             path.touch(mode=0o600)
@@ -93,7 +91,7 @@ class Seat:
         return {"pid": self._child.process.pid}
 
     def look(self) -> dict[str, Any]:
-        """Say what the process has said since the last look, and how it has ended if it has."""
+        """Return the output of the process since the last call, and how it has ended if it has."""
         assert self._child is not None
         assert self._ear is not None
         self._supervisor.mind()
@@ -112,19 +110,19 @@ class Seat:
         }
 
     def tell(self, line: str) -> None:
-        """Write a line to its stdin; one that has gone is noticed elsewhere."""
+        """Write a line to its stdin; its loss is noticed elsewhere."""
         assert self._child is not None
         assert self._child.process.stdin is not None
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._child.process.stdin.fileno(), f"{line}\n".encode())
 
     def stuck(self) -> None:
-        """End the process, which is stuck; what it can still say of itself is heard."""
+        """End the process, which is stuck, after it has dumped its stacks."""
         if self._child is not None and not self._child.ended:
             let_speak_and_kill(self._child)
 
     def end(self, grace_s: float) -> list[str]:
-        """End the process, with some seconds to do it by itself; its last words."""
+        """End the process, with some seconds to end by itself; return its last output."""
         if self._child is not None:
             self._supervisor.end([self._child], grace_s)
         lines = self._ear.listen() if self._ear is not None else []
@@ -135,8 +133,8 @@ class Seat:
 
 
 def end_with(node: int) -> None:
-    """Wait until the process of our node has gone, and end ours, to which nobody comes back; what
-    is left of it is seen to as ever when a supervisor is killed."""
+    """Wait until the node's process has ended, and end ours, which is orphaned then; the rest is
+    cleaned up as after any killed supervisor."""
     while os.getppid() == node:
         time.sleep(LOOK_S)
     time.sleep(ALONE_S)

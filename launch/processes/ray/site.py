@@ -1,9 +1,9 @@
 """The nodes of a cluster as the site of a service.
 
 The coordinator and the HTTP API live in one bundle, by default on the node where the service is
-started; each worker has a bundle of its own. Where all of them are on that node they meet over ipc,
-else over tcp with keys that are made for this run, of which a node gets those that its process
-needs. A worker is started ahead and told the address on its standard input.
+started; each worker has its own bundle. If all of them are on that node they connect over ipc, else
+over tcp with keys made for this run, of which a node gets those that its process needs. A worker is
+started ahead, and gets the address on its standard input.
 """
 
 import shutil
@@ -44,12 +44,12 @@ PARTS_OF: Mapping[Played, tuple[str, ...]] = {
 }
 """The roles of the keys that a worker needs."""
 END_S = 2.0
-"""Beyond the grace of a process: its node answers then, or is not waited for."""
+"""Beyond the grace of a process: after this we do not wait for its node."""
 
 
 class RaySite:
-    """Room in a cluster for the parts of one service; use it as a context, within the block of its
-    supervisor, who owns what is on this machine."""
+    """The placement of one service's parts in a cluster; use it as a context, within the block of
+    its supervisor, which owns the processes on this machine."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RaySite:
         *,
         behind_router: bool = False,
     ) -> None:
-        """`behind_router`: its HTTP API is for a router on this machine alone."""
+        """`behind_router`: only a router on this machine uses its HTTP API."""
         check_settings(configuration)
         self._supervisor, self._cluster = supervisor, cluster
         self._configuration, self._settings = configuration, configuration.settings
@@ -82,7 +82,7 @@ class RaySite:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._cluster.gone:  # nobody but us ends what was on its node
+        if self._cluster.gone:  # only we can end the processes of its node
             self.end(self._parts, GRACE_S)
         for part in [*self._parts]:
             self._let_go(part)
@@ -91,8 +91,8 @@ class RaySite:
             shutil.rmtree(self._own_keys, ignore_errors=True)
 
     def begin(self) -> None:
-        """Wait until the cluster has room, and begin to start everything; `UserError` says which
-        bundle has no place."""
+        """Wait until the cluster has room, and start everything without waiting; `UserError` names
+        the bundle that has no place."""
         if not self._reservation.wait(self._settings.ray.wait_s):
             raise UserError(f"{self._why_not()}: change it, add a node, or raise ray.wait_s")
         nodes = self._reservation.nodes()
@@ -123,7 +123,7 @@ class RaySite:
         return part
 
     def misfit(self, name: str, loading: Mapping[str, Running]) -> str:
-        """Return that it can be started: there is room in its bundle, or Ray looks for some."""
+        """Always empty: there is room in its bundle, or Ray looks for some."""
         del name, loading
         return ""
 
@@ -155,7 +155,7 @@ class RaySite:
             self._let_go(part)
 
     def mind(self) -> None:
-        """Hear from the nodes how the processes are."""
+        """Poll the processes on the nodes."""
         now_s = time.monotonic()
         self._supervisor.mind()
         if self._cluster.gone:
@@ -178,7 +178,7 @@ class RaySite:
         return why_not(self._bundles, self._cluster.nodes(), self._settings.ray.strategy)
 
     def _seat(self, name: str) -> RemotePart:
-        """Have a seat made for a part, in its bundle."""
+        """Create a seat for a part, in its bundle."""
         index = [COORDINATOR, *self.workers].index(name) if name != HTTP else 0
         guest = name in (COORDINATOR, HTTP)
         seat: RemoteSeat = self._reservation.seat(index, guest=guest)
@@ -224,7 +224,7 @@ class RaySite:
         )
 
     def _reachable(self) -> Configuration:
-        """Return the settings with which the HTTP API is reached from where it has to be."""
+        """Return the settings with which other machines can reach the HTTP API, if they must."""
         values: dict[str, object] = {}
         if self._behind_router:
             values |= {"http.host": "127.0.0.1", "http.port": 0}
@@ -233,13 +233,13 @@ class RaySite:
         return self._configuration.over("--engine ray", values) if values else self._configuration
 
     def _api_keys(self) -> dict[str, str]:
-        """Return the file of API keys that goes to another machine."""
+        """Return the file of API keys for another machine."""
         if self._near:
             return {}
         return {API_KEYS: "".join(f"{key}\n" for key in read_keys(self._settings.http))}
 
     def _take_keys(self) -> Path:
-        """Return the folder of keys of this deployment: what the settings name, else new ones."""
+        """Return the folder of keys of this deployment: that of the settings, else a new one."""
         if self._settings.coordinator.keys:
             return Path(self._settings.coordinator.keys)
         self._own_keys = Path(tempfile.mkdtemp(prefix="dovetail-keys-"))
@@ -260,7 +260,7 @@ class RaySite:
 
 
 def check_settings(configuration: Configuration) -> None:
-    """`UserError` for settings that a cluster has no use for."""
+    """`UserError` for settings that do not apply to a cluster."""
     if configuration.given("coordinator.listen"):
         raise UserError(
             "--engine ray chooses where a coordinator listens, by where its workers are: leave "

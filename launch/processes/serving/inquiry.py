@@ -1,8 +1,4 @@
-"""Asking a coordinator again and again who is there, without ever waiting for its answer: it may be
-the one that is stuck.
-
-Knows the protocol's Status and what comes back, not what follows from it.
-"""
+"""Polls a coordinator for its workers without blocking, since the coordinator may be stuck."""
 
 import os
 import secrets
@@ -19,11 +15,11 @@ RETRY_S = 0.2
 
 
 class Inquiry:
-    """A client of a coordinator; it connects when it is first asked for news, and anew when the
-    coordinator has gone."""
+    """A client of a coordinator; it connects on the first poll, and reconnects when the coordinator
+    is lost."""
 
     def __init__(self, connect: Callable[[], Link]) -> None:
-        """`connect` may take a moment, and raises `LinkError` if nobody answers."""
+        """`connect` may take a moment, and raises `LinkError` without an answer."""
         self._connect = connect
         self._epoch = secrets.randbits(62)
         self._link: Link | None = None
@@ -31,7 +27,7 @@ class Inquiry:
         self._registered = self._asked = False
 
     def news(self, now_s: float, every_s: float) -> Reported | None:
-        """Return what the coordinator has answered since the last call; None: nothing. It is asked
+        """Return the coordinator's answer since the last call, or None. It is polled every
         `every_s` seconds."""
         try:
             if self._link is None and not self._open(now_s):
@@ -46,7 +42,7 @@ class Inquiry:
         return found
 
     def close(self) -> None:
-        """Leave the coordinator; the next news come from a new connection."""
+        """Disconnect; the next poll makes a new connection."""
         if self._link is not None:
             self._link.close()
         self._link, self._registered, self._asked = None, False, False

@@ -33,7 +33,7 @@ from dovetail.protocol.memory import read_room
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A child of ours, with what is read of its stderr."""
+    """A child process, and the reader of its stderr."""
 
     child: Child
 
@@ -67,7 +67,7 @@ class LocalPart:
         try:
             os.write(self.child.process.stdin.fileno(), f"{line}\n".encode())
         except (BlockingIOError, BrokenPipeError):
-            return False  # one that is stuck hears it later, one that has gone is noticed elsewhere
+            return False  # a stuck process reads it later; a lost one is noticed elsewhere
         return True
 
     def listen(self) -> list[str]:
@@ -96,18 +96,18 @@ class Local:
         keys = self._settings.coordinator.keys
         self.keys = Path(keys) if keys else None
         self._early: dict[str, Child] = {}
-        """Workers that have been started and wait until it is their turn to be told an address."""
+        """Workers that have been started and wait for the address of the coordinator."""
         self._begun_early: Callable[[], dict[str, Child]] = dict
         """Returns these workers, once they have imported what they need."""
 
     def begin(self) -> None:
-        """Begin to start the workers; a process that has no threads yet can fork them."""
+        """Start the workers ahead; a process without threads can fork them."""
         commands = {name: self._arguments(name, TOLD, "") for name in self.workers}
         self._begun_early = begin_workers(self._supervisor, self._settings, commands)
 
     def start(self, name: str, address: str, url: str) -> LocalPart:
-        """Start a part, or have the worker go on that was started early; the coordinator and the
-        HTTP API say on stdout where they listen."""
+        """Start a part, or send the address to a worker that was started ahead; the coordinator and
+        the HTTP API print their address on stdout."""
         if name in self.workers:
             self._early, self._begun_early = {**self._early, **self._begun_early()}, dict
         if (child := self._early.pop(name, None)) is not None:
@@ -178,8 +178,8 @@ class Local:
         return [*worker_arguments(settings, role, address, self._layout), *keys]
 
     def _listening(self, address: str) -> list[str]:
-        """Return where the coordinator listens: as the settings say, and once it is known where
-        exactly, there for good."""
+        """Return the coordinator's address: that of the settings until the exact one is known,
+        which is kept."""
         listen = self._settings.coordinator.listen
         return [
             f"--coordinator.listen={address or listen}",

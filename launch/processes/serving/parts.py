@@ -1,47 +1,45 @@
-"""The parts of a service, what happens to them, and what is to be done about it."""
+"""The parts of a service, their events, and the resulting actions."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Part:
-    """A process of the service by its name, and which parts must have been ready before it is
-    started."""
+    """A process of the service, and the parts that must be ready before it is started."""
 
     name: str
     after: tuple[str, ...] = ()
     known: bool = False
-    """True if it is ready when the root knows it, and only as long as it does."""
+    """True if it is ready exactly while it is registered with the root."""
     needed: bool = True
-    """True if requests cannot be served without it, or somebody else in its place."""
+    """True if requests cannot be served without it or a replacement."""
     beats: bool = False
     """True if it sends heartbeats once it is ready."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a process: its exit code, and what it means in words."""
+    """The end of a process: its exit code, in words too."""
 
     code: int
     words: str
     mistake: bool = False
-    """True if it said that the user did something wrong, which no restart mends."""
+    """True for a user error, which no restart mends."""
     let_go: bool = False
-    """True if it ended because the root wants it no more."""
+    """True if the root dismissed it."""
     last_line: str = ""
     """The last line that it wrote to stderr."""
 
 
 @dataclass(frozen=True)
 class Outage:
-    """A part that was there, or was to be, and is not: why, since when, and when it is started
-    again."""
+    """A missing part: why, since when, and when it is restarted."""
 
     part: str
     why: str
     since_s: float
     retry_s: float | None
-    """Seconds until it is restarted; None: it has been started and is not ready yet."""
+    """Seconds until it is restarted; None if it has been started and is not ready yet."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Replace:
-    """End this part, which is alive and stuck; what it can still say of itself should be heard."""
+    """End this part, which is stuck, after it has dumped its stacks."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End this part, which was on its way back: somebody was given its place."""
+    """End this part, which is restarting: it has been replaced."""
 
     name: str
 
@@ -74,8 +72,8 @@ class Tell:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the service with what this part has to say; `why` it is not started again, where that
-    needs words."""
+    """End the service with the error of this part; `why` it is not restarted, if that needs
+    words."""
 
     name: str
     why: str = ""
@@ -83,4 +81,4 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Leave:
-    """End the service: that was asked for."""
+    """End the service, as requested."""

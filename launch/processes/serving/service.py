@@ -1,11 +1,8 @@
-"""The processes of `dovetail serve`: started, looked at, started again, replaced and drained as
-`watch.py` decides.
-
-A part is ready when it says so: the coordinator and the HTTP API with a line on stdout, a worker by
-being registered. The coordinator is asked all the time who is; one that is started again has the
-address of the one before, so that everybody comes back to it. What the processes say on stderr is
-passed on to the log once the service is ready; before, only the last words of the one that failed
-are of interest. Knows which commands there are, and nothing of tokens.
+"""The processes of `dovetail serve`: started, polled, restarted, replaced and drained as `watch.py`
+decides. The coordinator and the HTTP API are ready when they print a line on stdout, a worker when
+it is registered. The coordinator is polled for its workers; a restarted one has the same address,
+so that all processes reconnect. The stderr of the processes goes to the log once the service is
+ready; before, only the last lines of a failed one are shown.
 """
 
 import logging
@@ -33,20 +30,20 @@ from dovetail.protocol.messages import Fault, Reported, Role, Supervised
 log = logging.getLogger("dovetail.serve")
 
 DRAIN_S = 4.0
-"""Beyond the grace that a process gives to what it serves; the HTTP API takes two seconds of it to
-tell those who still wait."""
+"""Beyond the grace of a process for its requests; the HTTP API uses two seconds of it to answer
+waiting clients."""
 ASK_EVERY_S = 1.0
-"""The interval at which the coordinator is asked who is registered, once everybody is."""
+"""Seconds between two polls of the coordinator once all workers are registered."""
 LEAST_S = 2.0
-"""The least time without progress that counts as stuck: parts report every second."""
+"""The least time without progress that counts as stuck; parts report every second."""
 CONNECT_S = 0.5
 MAX_WHY = 500
-"""Characters of why a part is not there."""
+"""The most characters of a fault's reason."""
 
 
 class Service:
-    """A coordinator, its workers and the HTTP API; use it within the block of whoever owns the
-    processes of its site."""
+    """A coordinator, its workers and the HTTP API; use it within the block of the owner of its
+    site's processes."""
 
     def __init__(self, site: Site, configuration: Configuration, *, name: str = "") -> None:
         """`name`: which of several services it is, for the log."""
@@ -68,13 +65,12 @@ class Service:
         self._inquiry: Inquiry | None = None
         self._left = False
         self._told: object = None
-        """The last news of the other parts that the coordinator got, and its process at that
-        time."""
+        """The last faults that were sent to the coordinator, and its process at that time."""
         self._begun: set[str] = set()
-        """The parts that have been started at one time."""
+        """The parts that have been started at least once."""
         self.address = self.url = ""
         self._look_s = 0.0
-        """When the CPU times of the processes are read next."""
+        """Time of the next reading of CPU times."""
         self._intervals = Intervals(self._log)
         self.state: Reported | None = None
         """The last state that the coordinator reported."""
@@ -91,12 +87,12 @@ class Service:
 
     @property
     def serving(self) -> bool:
-        """Return whether everything has been ready at one time."""
+        """True if everything has been ready at least once."""
         return self._watch.serving
 
     @property
     def left(self) -> bool:
-        """Return whether the coordinator was told to stop."""
+        """True if the coordinator has received a Stop."""
         return self._left
 
     @property
@@ -106,21 +102,23 @@ class Service:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The number of each process that runs, by its name."""
+        """The pid of each running process, by name."""
         return {name: running.pid for name, running in self._running.items()}
 
     def begin(self) -> None:
-        """Begin to start what takes the longest; a process that has no threads yet can fork it."""
+        """Start the slowest parts ahead; a process without threads can fork them."""
         self._site.begin()
         self.step()
 
     def run_until_ready(self, say: Callable[[str], None]) -> None:
-        """Start everything else, and wait; what the first process that ends has to say is raised.
-        `say` hears what is waited for."""
-        told = sys.stderr.isatty()  # then `say` shows it, else the log has it once models are left
+        """Start everything else, and wait; the error of the first process that ends is raised.
+        `say` is called with what is awaited."""
+        told = (
+            sys.stderr.isatty()
+        )  # `say` shows it; otherwise it is logged once only models are missing
         while not self._watch.serving:
             self.step()
-            if HTTP in self._begun:  # a spinner has a thread, too
+            if HTTP in self._begun:  # a spinner is a thread
                 say(
                     f"starting {' and '.join(self._watch.missing)}"
                     + (loading_text(self.state.loading) if self.state is not None else "")
@@ -133,8 +131,8 @@ class Service:
             time.sleep(LOADING_POLL_S)
 
     def run(self) -> None:
-        """Keep everything running until the coordinator was told to stop; what a process says that
-        cannot be kept running is raised."""
+        """Keep everything running until the coordinator receives a Stop; the error of a process
+        that cannot be kept running is raised."""
         while not self._left:
             self.step()
             time.sleep(POLL_S)
@@ -153,8 +151,8 @@ class Service:
         )
 
     def drain(self) -> None:
-        """End who takes requests, then who has them, then who computes; a signal meanwhile ends all
-        of them at once."""
+        """End the HTTP API, then the coordinator, then the workers; a signal meanwhile ends all of
+        them at once."""
         try:
             self._log(
                 "ending: running requests have a few seconds to finish; a second signal ends them "
@@ -168,12 +166,12 @@ class Service:
     # -- what happens ------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Take notice of what has happened, and do what follows; what a process says that cannot
-        be kept running is raised."""
+        """Process events, and act on them; the error of a process that cannot be kept running is
+        raised."""
         now_s = time.monotonic()
         self._site.mind()
-        # The coordinator is looked at last and heard first: a process that ended because of its
-        # loss is never taken for one that failed by itself.
+        # The coordinator is polled last and handled first, so that a process that ended because of
+        # its loss does not count as failed.
         ended = [
             name
             for name in sorted(self._running, key=lambda name: name == COORDINATOR)
@@ -187,7 +185,7 @@ class Service:
         for name in self._watch.waiting:
             if name not in self._workers and self._says_ready(name, self._running[name]):
                 self._perform(self._watch.ready(name, now_s))
-        forked = HTTP in self._begun  # a link has threads: nothing can be forked after it
+        forked = HTTP in self._begun  # a link has threads: no fork after it
         if self._inquiry is not None and forked and COORDINATOR not in self._watch.missing:
             self._ask(self._inquiry, now_s)
         self._look_after(now_s)
@@ -225,12 +223,12 @@ class Service:
                 case GiveUp(name, why):
                     assert ended is not None
                     if not self._watch.serving:
-                        self._pass_on([COORDINATOR])  # it may have said why nobody finds it
+                        self._pass_on([COORDINATOR])  # its output may explain why it is not found
                         raise ended.failure()
                     self._give_up(f"the {name} {why}", ended)
 
     def _give_up(self, why: str, ended: Running) -> NoReturn:
-        """Let the requests end that still can, then everything else; raise why."""
+        """Let running requests finish, end everything, and raise the reason."""
         last = ended.ending()
         failure = f"{why}; most recently it {': '.join(filter(None, (last.words, last.last_line)))}"
         log.error(
@@ -249,7 +247,7 @@ class Service:
         raise DovetailError(failure)
 
     def _tell_coordinator(self, now_s: float, *, ending: str = "") -> None:
-        """Have the coordinator know how the other parts are, if that has changed; `ending`: why the
+        """Send the coordinator the state of the other parts, if that has changed; `ending`: why the
         service ends."""
         hub = self._running.get(COORDINATOR)
         drained = tuple(self._played(name) for name in self._watch.drained)
@@ -263,8 +261,8 @@ class Service:
             self._told = told
 
     def _start(self, name: str) -> None:
-        """Start a part; the coordinator and the HTTP API say on stdout where they listen. A worker
-        is started again only if it fits into memory."""
+        """Start a part; the coordinator and the HTTP API print their address on stdout. A worker is
+        restarted only if it fits into memory."""
         if name in self._begun and name in self._workers and (why := self._misfit(name)):
             self._perform(self._watch.refused(name, why, time.monotonic()))
             return
@@ -274,8 +272,7 @@ class Service:
             self._log(f"the {name} starts" + (f", pid {running.pid}" if running.pid else ""))
 
     def _misfit(self, name: str) -> str:
-        """Return why a worker cannot be started now beside those that are loading; empty if it
-        can."""
+        """Return why a worker cannot be started while others are loading; empty if it can."""
         loading = {
             other: self._running[other]
             for other in self._watch.waiting
@@ -311,7 +308,7 @@ class Service:
         return True
 
     def _ask(self, inquiry: Inquiry, now_s: float) -> None:
-        """Hear from the coordinator which of the workers it knows."""
+        """Get the registered workers from the coordinator."""
         state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
         if state is not None:
             self.state = state
@@ -337,27 +334,27 @@ class Service:
                 }
                 for there in (others, [worker for worker in others if worker.swapped_in])
             )
-            if state.totals.waiting:  # only the lost target may be able to continue these
+            if state.totals.waiting:  # perhaps only the lost target can continue these
                 given = {name for name in given if self._played(name) == "draft"}
             drained = [name for name in self._workers if self._played(name) in state.drained]
             known = registered(ours, state.workers)
             self._perform(self._watch.answered(known, now_s, filled, given, drained))
 
     def _played(self, name: str) -> Role:
-        """Return the role that a worker plays, the first one of one that plays both."""
+        """Return the role of a worker, the first one if it has both."""
         return "draft" if self._workers[name] == "draft" else "target"
 
     # -- what they say -----------------------------------------------------------------------------
 
     def _pass_on(self, names: Collection[str] | None = None) -> None:
-        """Pass on what the processes have said, all of them if none are named."""
+        """Pass on the output of these processes, or of all."""
         for name, running in self._running.items():
             if names is None or name in names:
                 for line in running.listen():
                     self._log(f"{name}: {line}")
 
     def _hear_out(self, name: str, gone: Running) -> None:
-        """Pass on the last words of a process that has ended."""
+        """Pass on the last output of a process that has ended."""
         for line in gone.listen():
             self._log(f"{name}: {line}")
         gone.forget()

@@ -1,5 +1,4 @@
-"""The place where the parts of a service run, as the service sees it: this machine, or the nodes of
-a cluster."""
+"""The interface to where the parts of a service run: this machine, or the nodes of a cluster."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,15 +12,15 @@ COORDINATOR, HTTP = "coordinator", "http"
 
 
 class SiteLost(DovetailError):
-    """The place where the parts run has gone, and none of them can be started again."""
+    """The site is lost, and no part can be restarted."""
 
 
 class Running(Protocol):
-    """A process of a part that was started."""
+    """A started process of a part."""
 
     @property
     def pid(self) -> int:
-        """Return its number on its machine; 0: it has none yet."""
+        """Return its pid on its machine; 0 if it has none yet."""
 
     @property
     def host(self) -> str:
@@ -32,7 +31,7 @@ class Running(Protocol):
         """Return whether it has ended."""
 
     def heard(self) -> str:
-        """Return the line that it has said on stdout; empty if it has not yet."""
+        """Return the line that it has printed on stdout; empty if it has not yet."""
 
     def beats(self) -> bool:
         """Return whether it has sent a heartbeat since the last call."""
@@ -41,7 +40,7 @@ class Running(Protocol):
         """Return the CPU time that it has used in seconds."""
 
     def tell(self, line: str) -> bool:
-        """Write a line to its stdin; False: it does not take it now."""
+        """Write a line to its stdin; False if it cannot take it now."""
 
     def listen(self) -> list[str]:
         """Return the lines of its stderr since the last call, also once it has ended."""
@@ -50,18 +49,18 @@ class Running(Protocol):
         """Return how it has ended."""
 
     def failure(self) -> DovetailError:
-        """Return why it has ended, in its own words."""
+        """Return its error."""
 
     def forget(self) -> None:
-        """Let go of what is kept here of a process that has ended."""
+        """Release the resources of a process that has ended."""
 
 
 class Site(Protocol):
-    """A place where parts are started, by their names."""
+    """Starts parts by name."""
 
     @property
     def workers(self) -> Mapping[str, Played]:
-        """Return the names of the workers, with what each of them plays."""
+        """Return the names of the workers, with their roles."""
 
     @property
     def keys(self) -> Path | None:
@@ -69,21 +68,20 @@ class Site(Protocol):
         tcp."""
 
     def begin(self) -> None:
-        """Begin to start what takes the longest, ahead of its turn."""
+        """Start the slowest parts ahead."""
 
     def start(self, name: str, address: str, url: str) -> Running:
         """Start a part. `address`, `url`: those of the coordinator and of the HTTP API, as far as
         these have listened before."""
 
     def misfit(self, name: str, loading: Mapping[str, Running]) -> str:
-        """Return why a worker cannot be started now beside those that are loading; empty if it
-        can."""
+        """Return why a worker cannot be started while others are loading; empty if it can."""
 
     def owns(self, address: str) -> None:
-        """The coordinator listens at this address, for good."""
+        """Keep this address of the coordinator."""
 
     def stuck(self, running: Running) -> None:
-        """End a process that is stuck; what it can still say of itself should be heard."""
+        """End a stuck process after it has dumped its stacks."""
 
     def end(self, running: Sequence[Running], grace_s: float) -> None:
         """End these, with some seconds to do it by themselves."""
@@ -92,5 +90,5 @@ class Site(Protocol):
         """End everything at once."""
 
     def mind(self) -> None:
-        """See to it, from time to time, that nothing is left behind if this process is killed;
-        `SiteLost` if the place has gone."""
+        """Called from time to time: keep the cleanup for our own death working; `SiteLost` if the
+        site is lost."""

@@ -39,7 +39,7 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 LONGEST_SPARED_PAUSE_S = 300.0
 """The longest pause of a part that serving does not need at present: loading it takes time and
-memory from those that serve."""
+memory from the others."""
 HEALTHY_S = 60.0
 MOST_RESTARTS = 5
 """The most restarts of one part within `WITHIN_S`."""
@@ -49,7 +49,7 @@ BUSY = 6.0
 """Multiple of the patience, in CPU time, for a silent part that computes; and, in wall time, for
 one that is not ready yet and does not."""
 STANDSTILL_S = 2.0
-"""Between two looks; they are much closer together."""
+"""The longest time between two polls, normally much less."""
 
 
 RESTARTED = "; it has been restarted and is not ready yet"
@@ -70,25 +70,24 @@ class _State:
     ready_s: float | None = None
     """Since when it has been ready."""
     heard_s: float | None = None
-    """Time at which it was last known to run; of the root, at which it last answered. None: not
-    since it was started, or it is being replaced."""
+    """Time at which it was last known to run; of the root, at which it last answered. None if not
+    since its start, or while it is being replaced."""
     worked_s: float = -math.inf
     """When it was last seen to compute."""
     cpu_s: float = 0.0
     """CPU time that it has used; `heard_cpu_s`: at its last report."""
     heard_cpu_s: float = 0.0
     down_s: float | None = None
-    """Since when it has been lost; None: it is ready, or has not been ready yet and was not lost
-    either."""
+    """Since when it has been lost; None if it is ready, or is starting for the first time."""
     why: str = ""
-    """True if it was lost, or is about to be ended because it is stuck."""
+    """Why it was lost, or is about to be ended."""
     stuck: bool = False
-    """True if it is about to be ended for that."""
+    """True if it is about to be ended because it is stuck."""
     beside: bool = False
-    """True if somebody who was put in place was beside it when it was lost, and so is not there
-    instead of it."""
+    """True if another worker was serving with it when it was lost, and so is not its
+    replacement."""
     losses: int = 0
-    """Since it was last healthy."""
+    """Losses since it was last healthy."""
     drained: bool = False
     """True from when an operator drains the part until its process ends."""
     ends: deque[float] = field(default_factory=deque)
@@ -109,7 +108,7 @@ class _State:
         self.heard_s, self.heard_cpu_s = now_s, self.cpu_s
 
     def lost(self, why: str, now_s: float) -> None:
-        """Note why it is not there, and since when: it may have been lost before."""
+        """Note why it is missing, and since when: it may have been lost before."""
         self.why, self.down_s = why, now_s if self.down_s is None else self.down_s
 
     def pause_s(self, now_s: float, longest_s: float) -> float:
@@ -120,7 +119,7 @@ class _State:
         return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(self.losses - 1, MOST_DOUBLINGS))
 
     def ended_too_often(self, now_s: float) -> bool:
-        """Return whether a restart now would be one too many; counts the end."""
+        """Count the end; True if a restart now would be one too many."""
         self.ends.append(now_s)
         while now_s - self.ends[0] > WITHIN_S:
             self.ends.popleft()
@@ -129,28 +128,28 @@ class _State:
 
 @dataclass
 class _Away:
-    """A part that the root let go."""
+    """A part that the root dismissed."""
 
     part: Part
     seen_s: float | None = None
-    """Time at which another worker was last in its place; None: none has been."""
+    """Time at which another worker last replaced it; None if none did."""
 
 
 class Watch:
-    """The state of a service; each call takes one event and says what follows."""
+    """The state of a service; each call takes one event and returns actions."""
 
     def __init__(self, parts: Sequence[Part], now_s: float, *, stuck_s: float) -> None:
-        """`stuck_s`: a part that is alive and was not heard of for so long is replaced."""
+        """`stuck_s`: a part that is alive without a report for this long is replaced."""
         self._root, self._stuck_s = parts[0].name, stuck_s
         self._states = {part.name: _State(part, now_s) for part in parts}
         self._away: dict[str, _Away] = {}
         self._filled: Collection[str] = ()
-        """The parts in whose place somebody else serves, as far as the root has said."""
+        """The parts that another worker replaces, as reported by the root."""
         self._given: Collection[str] = ()
-        """Parts that a worker from standby has replaced."""
+        """Parts that were replaced by a worker from standby."""
         self._looked_s = now_s
         self.serving = False
-        """True if everything has been ready at one time, but for what was lost and is not
+        """True if everything has been ready at least once, except lost parts that are not
         needed."""
 
     @property
@@ -176,16 +175,16 @@ class Watch:
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """The parts that were let go and in whose place nobody has been since."""
+        """The parts that were dismissed and not replaced since."""
         return tuple(name for name, away in self._away.items() if away.seen_s is None)
 
     def needs(self, name: str) -> bool:
-        """Return whether requests cannot be served without this part."""
+        """True if requests cannot be served without this part."""
         return self._states[name].part.needed and name not in self._filled
 
     def due(self, now_s: float) -> list[Action]:
-        """Start what is to be started by now, and replace what is stuck. The time in which nobody
-        asked, since this process stood still, was no silence."""
+        """Start the parts whose time has come, and replace stuck ones. Time in which this process
+        itself was stopped does not count as silence."""
         actions: list[Action] = []
         if (asleep_s := now_s - self._looked_s) > STANDSTILL_S:
             for state in self._states.values():
@@ -214,7 +213,7 @@ class Watch:
         return actions
 
     def ready(self, name: str, now_s: float) -> list[Action]:
-        """A part that runs does its work from now on."""
+        """A running part is ready."""
         state = self._states[name]
         if not state.running or state.ready_s is not None:
             return []
@@ -240,7 +239,7 @@ class Watch:
         state.cpu_s = cpu_s or 0.0
 
     def _begin_to_serve(self) -> None:
-        """Serve if everything is ready that is needed, or has not been lost."""
+        """Serve if all needed parts are ready, and those that were not lost."""
         self.serving = not any(
             state.ready_s is None and (state.down_s is None or self.needs(name))
             for name, state in self._states.items()
@@ -254,9 +253,8 @@ class Watch:
         given: Collection[str] = (),
         drained: Collection[str] = (),
     ) -> list[Action]:
-        """The root has said which of the others it knows, and in which of their places somebody
-        else serves; in those `given`, who was put there on purpose. The places that an operator
-        `drained` stay empty."""
+        """The root has reported which parts are registered, and which are replaced by other
+        workers, those in `given` on purpose. Parts that an operator `drained` are not restarted."""
         self._states[self._root].hear(now_s)
         for name in drained:
             if name in self._away:
@@ -276,19 +274,18 @@ class Watch:
                 self._lose(name, f"the {self._root} has lost it", now_s)
                 actions.append(Tell(f"the {self._root} has lost the {name}"))
         for name, state in self._states.items():
-            if not state.running and self.needs(name):  # it was not, perhaps, when its pause began
+            if not state.running and self.needs(name):  # it may not have been when its pause began
                 state.due_s = min(state.due_s, now_s + LONGEST_PAUSE_S)
         return [*actions, *self._fill(filled, now_s)]
 
     def _lose(self, name: str, why: str, now_s: float) -> None:
-        """Note that a part is not there, why, and who was put beside it before."""
+        """Note that a part is missing, why, and whether another worker served with it."""
         state = self._states[name]
         state.beside = name in self._given if state.down_s is None else state.beside
         state.lost(why, now_s)
 
     def _yield_places(self, now_s: float) -> list[Action]:
-        """Do without the parts that were lost and whose place was given to somebody since then, for
-        as long as anybody serves there."""
+        """Do not restart lost parts that have been replaced, while their replacement serves."""
         actions: list[Action] = []
         for name, state in [*self._states.items()]:
             state.beside &= name in self._given
@@ -305,8 +302,7 @@ class Watch:
         return actions
 
     def _fill(self, filled: Collection[str], now_s: float) -> list[Action]:
-        """Have those start again in whose place somebody was who has been gone for as long as a
-        part may be silent."""
+        """Restart parts whose replacement has been gone for as long as a part may be silent."""
         root, actions = self._states[self._root], list[Action]()
         for name, away in [*self._away.items()]:
             if name in filled:
@@ -359,8 +355,8 @@ class Watch:
         return [Tell(f"the {name} {ending.words}; it is restarted in {pause_s:g} s")]
 
     def refused(self, name: str, why: str, now_s: float) -> list[Action]:
-        """A part that was to be started cannot be at present. That is no loss to be counted:
-        nothing was tried, and what is in the way may go."""
+        """A part cannot be started at present. This does not count as a loss, since nothing was
+        tried and the obstacle may go."""
         state = self._states[name]
         pause_s = state.pause_s(
             now_s, LONGEST_PAUSE_S if self.needs(name) else LONGEST_SPARED_PAUSE_S
@@ -370,14 +366,14 @@ class Watch:
         return [Tell(f"the {name} was not started; the next attempt is in {pause_s:g} s: {why}")]
 
     def _expect_back(self) -> None:
-        """The root is lost: those that it knew have to come back to the next one."""
+        """The root is lost: its workers must register with the next one."""
         for state in self._states.values():
             if state.part.known:
                 state.ready_s = None
 
     def _is_stuck(self, state: _State, now_s: float) -> bool:
-        """Return whether a part has been silent for too long, by the root's reports if it sends
-        none. A part that has never reported is stuck unless it computes."""
+        """True if a part has been silent for too long, by the root's reports if it sends none. A
+        part that has never reported is stuck unless it computes."""
         root = self._states[self._root]
         if state.heard_s is None:
             idle_s = now_s - state.worked_s
