@@ -1,2 +1,1 @@
-"""Everything that a person sees on a terminal: help, progress, tables, log lines, the live view of
-`top`."""
+"""Terminal output: help, progress, tables, log lines, the live view of `top`."""

@@ -1,4 +1,4 @@
-"""Says that the draft of a reply failed: the text is the same, only slower. Computes nothing."""
+"""The warning that the draft of a reply failed: the text is the same, only slower."""
 
 from collections.abc import Iterable
 
@@ -16,6 +16,6 @@ def failure_told(failure: DraftFailure) -> str:
 
 
 def first_failure(results: Iterable[Result]) -> tuple[int, DraftFailure | None]:
-    """Return of how many replies the draft failed, and the failure of the first of these."""
+    """Return the number of replies whose draft failed, and the first failure."""
     found = [result.draft_failure for result in results if result.draft_failure is not None]
     return len(found), next(iter(found), None)

@@ -1,8 +1,7 @@
 """Help in two lengths: `--help` shows the options that most people need, in groups, and
 `--help-all` shows all of them.
 
-An option that is made with `cls=Rare` is one for `--help-all`. Knows nothing of what the options
-mean.
+An option with `cls=Rare` is shown by `--help-all` only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,11 @@ FEW = 13
 """A command with at most this many options shows all of them."""
 HELP_ALL = "--help-all"
 NAMES_OF_HELP = ["-h", "--help", HELP_ALL]
-"""Options of help for groups of commands, whose help has one length."""
+"""Help options of groups of commands, whose help has one length."""
 
 
 class Grouped(click.Option):
-    """An option with a group of its own in the help; `rare` ones are for `--help-all`."""
+    """An option in a named group of the help; `rare` ones are for `--help-all`."""
 
     def __init__(
         self, *arguments: Any, group: str = "Options", rare: bool = False, **attributes: Any
@@ -93,8 +92,8 @@ def common(options: Sequence[click.Option]) -> list[click.Option]:
 
 @contextmanager
 def hinted(arguments: Sequence[str]) -> Iterator[None]:
-    """Complain of an unknown option among `arguments` with what it is called here, where it is one
-    of another program; of a model given as an argument, with the option that names it."""
+    """Reject an unknown option among `arguments`, with ours if it is one of another program; reject
+    a model given as an argument, with the option that names it."""
     given = tuple(arguments)
     try:
         yield

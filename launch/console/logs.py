@@ -1,5 +1,4 @@
-"""The log of a process of ours: a line on stderr for each record, whatever peers have put into
-their names and words."""
+"""The log of a process: a line on stderr for each record, without control characters from peers."""
 
 import logging
 import os
@@ -18,8 +17,8 @@ STDERR = 2
 
 
 class OneLine(logging.Formatter):
-    """The message in one line that no terminal takes for commands; a traceback, which is of our own
-    making, stands below it."""
+    """The message in one line without control characters, followed by a traceback, which contains
+    only our text."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -41,8 +40,8 @@ def log_to_stderr(level: int, form: str = "%(asctime)s %(levelname)s %(message)s
 
 
 def keep_stderr_short() -> None:
-    """Cut the file that stderr is appended to whenever it has become long, as long as this process
-    lives. Nobody else may write to it."""
+    """Truncate the file that stderr is appended to whenever it has become long. No other process
+    may write to it."""
 
     def look() -> None:
         while True:
@@ -53,8 +52,7 @@ def keep_stderr_short() -> None:
 
 
 def remove_stderr() -> None:
-    """Remove the file that stderr is appended to: its process ends as it should, and nobody has to
-    read why."""
+    """Remove the file that stderr is appended to, after a normal end."""
     file = Path(f"/proc/self/fd/{STDERR}")
     with suppress(OSError):
         if file.is_file():
@@ -62,8 +60,7 @@ def remove_stderr() -> None:
 
 
 def cut(descriptor: int, longest_bytes: int) -> None:
-    """Leave of a file that is longer than this the last half of that, from the beginning of a line
-    on."""
+    """Shorten a file that is longer than this to half of it, its last lines."""
     size, half = os.fstat(descriptor).st_size, longest_bytes // 2
     if size <= longest_bytes:
         return

@@ -15,7 +15,7 @@ import click
 
 @dataclass(frozen=True)
 class Foreign:
-    """Options of another program that mean the same, and what to write here instead."""
+    """Options of another program with the same meaning, and what to write here instead."""
 
     written: str
     """Their names, separated by spaces."""
@@ -74,8 +74,8 @@ def _candidates(arguments: Sequence[str], option: str) -> Iterator[str]:
 
 
 def context_size(value: str) -> str | None:
-    """Return what is meant by `-c VALUE` where that is no file of settings: the size of a context,
-    or the rest of an option such as `-ctk`; None if it is neither."""
+    """Return advice for `-c VALUE` that is not a settings file: a context size, or the rest of an
+    option such as `-ctk`; None if it is neither."""
     if value.isdigit():
         own = names().option("--max-model-len")
         assert own is not None
@@ -84,8 +84,8 @@ def context_size(value: str) -> str | None:
 
 
 def extra_argument(message: str, context: click.Context | None) -> str | None:
-    """Return how a model is named, if `message` complains of an argument that a command does not
-    take and the command has a target; else None."""
+    """Return how to name a model, if `message` rejects an argument and the command has a target;
+    else None."""
     if context is None or "unexpected extra argument" not in message:
         return None
     if not any("--target" in parameter.opts for parameter in context.command.params):

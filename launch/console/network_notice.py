@@ -1,7 +1,5 @@
-"""Says what goes over the network, for the person before whom a session begins: token ids, and for
-heads hidden states; never weights.
-
-Knows what the messages carry, and sends none.
+"""Reports what will be sent over the network before a session begins: token ids, and for heads
+hidden states; never weights.
 """
 
 from collections.abc import Iterable
@@ -13,17 +11,17 @@ NEVER = "no weights, no files"
 
 
 def leaves_the_machine(address: str) -> bool:
-    """Return whether what is said to this address goes over a network, or may."""
+    """True if messages to this address may go over a network."""
     return address.startswith("tcp://")
 
 
 def of_worker(hello: Hello, address: str) -> str:
-    """Return what a worker that introduces itself so gets and sends."""
+    """Describe what a worker with this Hello receives and sends."""
     reads, tokenizer = hello.reads, hello.tokenizer
     gets, sends = ["token ids of prompts and replies", "the settings of requests"], ["token ids"]
     if "target" in hello.roles:
         gets.append("proposed token ids")
-        sends.append("how sure it was of them (log-probabilities where they are asked for)")
+        sends.append("their margins (log-probabilities if requested)")
         if hello.states is not None:
             sends.append(
                 f"for a draft that reads them, hidden states of 2 x {hello.states.width} bytes "
@@ -41,7 +39,7 @@ def of_worker(hello: Hello, address: str) -> str:
 
 
 def of_request(address: str, state: Reported) -> str:
-    """Return what a client's request sets going."""
+    """Describe what a client's request sends."""
     hops = [
         f"to the {'+'.join(worker.roles)} worker {worker.name} on {worker.host} "
         f"{_to_worker(worker)}"

@@ -7,13 +7,14 @@ import click
 
 
 class Number(click.FloatRange):
-    """A number in a range, which nan is not."""
+    """A number in a range; nan is refused."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the number; `click.BadParameter` if it is none, or is not in the range."""
+        """Return the number; `click.BadParameter` for text that is no number, or is out of
+        range."""
         number: float = super().convert(value, param, ctx)
         if math.isnan(number):
-            self.fail(f"{value!r} is no number: write one in figures", param, ctx)
+            self.fail(f"{value!r} is not a number: write digits", param, ctx)
         return number

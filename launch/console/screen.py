@@ -1,8 +1,6 @@
-"""The pages of `dovetail top`: a picture (`runtime/telemetry/live_stats.py`) as lines of a
-terminal, 80 columns or more. rich obeys NO_COLOR.
-
-Nothing is told by colour alone: marks and words say the same. Knows no keys, no time and nobody to
-ask.
+"""The pages of `dovetail top`: live stats (`runtime/telemetry/live_stats.py`) as lines of a
+terminal, 80 columns or more. rich obeys NO_COLOR, and everything shown by colour is also shown by
+marks or words. Pure layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,24 +34,24 @@ DOING = {
     "target": "for target",
     "coordinator": "for coord.",
 }
-"""The names of what a worker waits for."""
+"""Names of the reasons for which a worker waits."""
 
 
 @dataclass
 class Standing:
-    """The choices of the person in front of it, and the state of the connection."""
+    """The user's choices, and the state of the connection."""
 
     page: int = 0
     session: int | None = None
-    """Whose tree; None: the newest session's."""
+    """The session whose tree is shown; None for the newest."""
     paused: bool = False
     ended: bool = False
     lost: str = ""
-    """Why nobody answers; empty: somebody does."""
+    """Why there is no answer; empty while connected."""
 
 
 def page(picture: Picture, standing: Standing, console: Console) -> RenderableType:
-    """One page of the picture, as high as the terminal."""
+    """One page, as high as the terminal."""
     parts = [_head(picture, standing), *_parts(picture, PAGES[standing.page], standing.session)]
     return _cut(console, parts, _foot(standing))
 
@@ -66,7 +64,7 @@ def everything(picture: Picture) -> RenderableType:
 
 
 def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> RenderableType:
-    """Return what fits into the terminal, with the foot in its last line."""
+    """Return the lines that fit into the terminal, with the footer last."""
     lines = console.render_lines(Group(*parts), console.options.update(height=None), pad=False)
     room = max(1, console.height - 1)
     more = len(lines) > room
@@ -87,7 +85,7 @@ def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> Rende
 
 
 def _parts(picture: Picture, name: str, chosen: int | None) -> Iterator[RenderableType]:
-    """Return what a page consists of; `chosen`: the session that is marked."""
+    """Return the lines of a page; `chosen`: the marked session."""
     if name == "overview":
         yield from _overview(picture)
     elif name == "tree":

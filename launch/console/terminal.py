@@ -1,7 +1,5 @@
-"""Shows people that work goes on while they wait: a spinner, a progress bar, a table. Only on a
-terminal; without one there is silence.
-
-All of it goes to stderr, but for tables, which are results. rich obeys NO_COLOR.
+"""Spinners, progress bars and tables. Progress is shown only on a terminal, on stderr; tables are
+results. rich obeys NO_COLOR.
 """
 
 import re
@@ -19,11 +17,10 @@ from dovetail.protocol.messages import LoadingState
 SAY_EVERY_S = 10.0
 BAR_CELLS = 24
 QUANTISED = "layers quantised"
-"""The end of a worker's line that says how far it has got."""
+"""The end of a worker's line of progress."""
 WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL = 200, 50
 GAP, MOST_WORD = 2, 24
-"""Letters between two columns of a table; a longer word than this is broken where there is no
-room."""
+"""Letters between two columns of a table, and the longest word that is not broken."""
 FIGURE = re.compile(r"[+-]?\d[\d.,]*( ?%|x| \([\d.-]+\))?")
 """Matches a cell with a number: 3, 1.70, 84%, 1.17x, 2.38 (1.87-2.65)."""
 
@@ -34,8 +31,7 @@ def note(text: str) -> None:
 
 
 class Intervals:
-    """Lines for who has no terminal and waits for models: one in `SAY_EVERY_S`, the first when that
-    has passed since something was loaded first."""
+    """Progress of loading models without a terminal: a line every `SAY_EVERY_S`."""
 
     def __init__(
         self, say: Callable[[str], None] = note, clock_s: Callable[[], float] = time.monotonic
@@ -44,7 +40,7 @@ class Intervals:
         self._said_s: float | None = None
 
     def tell(self, loading: Sequence[LoadingState]) -> None:
-        """Say how far each of these has got, if it is time."""
+        """Print the progress of each of these, if it is time."""
         now_s = self._clock_s()
         if not loading or self._said_s is None:
             self._said_s = now_s if loading else None
@@ -55,8 +51,8 @@ class Intervals:
 
 
 def loading_text(loading: Sequence[LoadingState]) -> str:
-    """Return how far models are loaded, for a terminal: a bar, bytes, rate and time left of each;
-    empty where none is."""
+    """Return the progress of loading models, for a terminal: a bar, bytes, rate and time left of
+    each; empty if none is loading."""
     return "".join(
         f"\n  {_bar(state.done / state.total)} {printable(state.words)}"
         if state.total
@@ -72,7 +68,7 @@ def _bar(share: float) -> str:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until what runs in this block is done."""
+    """Defer Ctrl-C until the end of this block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -82,15 +78,13 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def unwound_by_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that was closed, unwind what runs in this block, so that it
-    leaves the terminal as it was, and end the process with 128 and their number. What is ignored,
-    as under nohup, stays ignored. That the terminal is gone by then is no news."""
+    """On SIGTERM, and on SIGHUP of a closed terminal, unwind this block, so that the terminal is
+    restored, and exit with 128 plus the signal's number. Ignored signals, as under nohup, stay
+    ignored. Errors of a closed terminal are ignored."""
 
     def unwind(number: int, _frame: FrameType | None) -> NoReturn:
         for other in before:
-            signal.signal(
-                other, signal.SIG_IGN
-            )  # a second one does not break into what is put away
+            signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
         sys.exit(128 + number)
 
     before = {
@@ -114,7 +108,7 @@ def unwound_by_signals() -> Iterator[None]:
 
 @contextmanager
 def spinner() -> Iterator[Callable[[str], None]]:
-    """Shows that something is under way; what it yields says what."""
+    """A spinner; call what it yields with the text to show."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -137,9 +131,8 @@ def spinner() -> Iterator[Callable[[str], None]]:
 def progress_bar(
     total: int, unit: str, remaining: Callable[[], float | None] | None = None
 ) -> Iterator[Callable[[str], None]]:
-    """A bar over `total` steps; what it yields takes one step and says which comes next.
-    `remaining` says how many seconds are left, where steps differ. Where nothing is to be done
-    there is no bar."""
+    """A bar over `total` steps; call what it yields after each step with the name of the next.
+    `remaining` returns the seconds left, if steps differ. Without steps there is no bar."""
     if not total or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -155,8 +148,7 @@ def progress_bar(
     from rich.text import Text
 
     class Left(ProgressColumn):
-        """The time left as `remaining` says it, as often as the bar is drawn; without it, by the
-        steps so far."""
+        """The time left by `remaining`, updated with the bar; without it, by the steps so far."""
 
         def render(self, task: Task) -> Text:
             return Text(
@@ -178,8 +170,8 @@ def progress_bar(
 
 @contextmanager
 def counting_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is drawn when what it yields is first told how many steps of how many are done;
-    without a terminal a line now and then."""
+    """A bar; call what it yields with the steps done and their total. Without a terminal it prints
+    a line now and then."""
     bars: list[Callable[[str], None]] = []
     drawn, said_s = 0, 0.0
 
@@ -199,7 +191,7 @@ def counting_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def clock_text(seconds: float | None) -> str:
-    """A duration as a clock shows it: 0:07, 1:02:03; dashes for one that is not known."""
+    """A duration such as 0:07 or 1:02:03; dashes if it is not known."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -210,15 +202,15 @@ def clock_text(seconds: float | None) -> str:
 def print_table(
     headings: Sequence[str], rows: Sequence[Sequence[object]], *, keys: int = 1, whole: bool = False
 ) -> None:
-    """A table on stdout; numbers to the right. Where the terminal is too narrow for all columns,
-    those that do not fit follow below, beside the first `keys` again. `whole`: every cell stands in
-    one line."""
+    """Print a table on stdout; numbers to the right. Columns that do not fit into the terminal
+    follow in a second table, with the first `keys` columns repeated. `whole`: no cell is
+    wrapped."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    # with a height beside it the width holds for a "dumb" terminal too, which rich takes for 80
-    # columns else
+    # with a height the width also holds for a "dumb" terminal, for which rich assumes 80 columns
+    # else
     width, height = (
         (None, None) if sys.stdout.isatty() else (WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL)
     )
@@ -243,8 +235,8 @@ def print_table(
 
 
 def beside_each_other(widths: Sequence[int], most: int, keys: int = 1) -> list[list[int]]:
-    """Which columns of these widths stand beside each other in `most` letters, table by table; the
-    first `keys` stand in each of them."""
+    """Split columns of these widths into tables of at most `most` characters; the first `keys`
+    columns are in each."""
     first = [*range(min(keys, len(widths)))]
     found = [first] if widths else []
     for column in range(len(first), len(widths)):
@@ -257,8 +249,8 @@ def beside_each_other(widths: Sequence[int], most: int, keys: int = 1) -> list[l
 
 
 def _least_width(heading: str, cells: Sequence[object], *, whole: bool) -> int:
-    """Return the least width of a column whose lines break between words, those of `whole` cells
-    nowhere; what is longer than MOST_WORD may be broken in any case."""
+    """Return the least width of a column that wraps between words, or not at all if `whole`; words
+    longer than MOST_WORD may be broken in any case."""
     parts = [
         *heading.split(),
         *(part for text in map(format_cell, cells) for part in ([text] if whole else text.split())),
@@ -267,8 +259,8 @@ def _least_width(heading: str, cells: Sequence[object], *, whole: bool) -> int:
 
 
 def _is_number(cell: object) -> bool:
-    """Return whether it belongs to the right side of a column: a figure, its unit beside it or not,
-    or the want of one."""
+    """True if a cell is aligned to the right: a figure, with or without a unit, or a missing
+    one."""
     return (
         isinstance(cell, int | float | None)
         or cell in ("", "-")
@@ -277,8 +269,8 @@ def _is_number(cell: object) -> bool:
 
 
 def explained(columns: Mapping[str, str], heading: str = "Columns:") -> str:
-    """Return what the columns of a table mean, a line each, for the end of a command's help; the
-    first line keeps click from filling them up."""
+    """Return the meaning of a table's columns, one a line, for the end of a command's help; the
+    first line keeps click from rewrapping them."""
     width = max(map(len, columns))
     return "\n".join(
         ("\b", heading, *(f"  {name:<{width}}  {meaning}" for name, meaning in columns.items()))
@@ -286,7 +278,7 @@ def explained(columns: Mapping[str, str], heading: str = "Columns:") -> str:
 
 
 def in_print(value: Any) -> Any:
-    """Plain values with nothing in their texts that a terminal takes for commands."""
+    """Plain values without control characters in their texts."""
     if isinstance(value, dict):
         return {name: in_print(inner) for name, inner in value.items()}
     return (
@@ -299,12 +291,12 @@ def in_print(value: Any) -> Any:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """So many of something, in words; `many` where an s does not do."""
+    """A number of things, such as "2 rounds"; `many`: an irregular plural."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def format_cell(cell: object) -> str:
-    """A number with the digits that mean something; nothing for None."""
+    """A number with its significant digits; empty for None."""
     if cell is None:
         return "-"
     if isinstance(cell, bool):

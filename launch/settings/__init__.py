@@ -1,1 +1,1 @@
-"""The settings in force and where each came from; the embedded models; files of thresholds."""
+"""The settings in force and their origins; the embedded models; files of thresholds."""

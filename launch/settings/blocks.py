@@ -1,5 +1,5 @@
-"""A quantised target in words, in GGUF files or safetensors: its formats, and what is computed of
-them."""
+"""Describes a quantised target, in GGUF files or safetensors: its formats, and what is computed
+from them."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from dovetail.workers.models.checkpoints.gguf.view import blocks_kept, mix_of
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
 FUNCTIONS = {"fp32": "the file's exact function", "half": "exact for 16-bit files alone"}
-"""Weights -> what they compute of a GGUF file; others compute another function."""
+"""Weights -> what they compute from a GGUF file; others compute another function."""
 BLOCKS = {"int8": "its blocks, times activations in int8", "fp32": FUNCTIONS["fp32"]}
 """Activations -> what weights `file` compute."""
 LESS = "--weights file takes less"
@@ -21,8 +21,8 @@ EXACT, ROUNDED = "the checkpoint's exact weights", "weights rounded once more"
 
 
 def why_not_blocks(target: TargetSettings) -> str:
-    """Return why a target in a GGUF file is not computed from its blocks; empty: it can be, or
-    there are none."""
+    """Return why a target in a GGUF file is not computed from its blocks; empty if it can be, or
+    has none."""
     if not in_blocks(Path(target.model)):
         return ""
     if target.inflate:
@@ -34,8 +34,7 @@ def why_not_blocks(target: TargetSettings) -> str:
 
 
 def keeps_blocks(target: TargetSettings) -> bool:
-    """Return whether a target is computed from the blocks of its GGUF file unless its weights are
-    named."""
+    """True if a target is computed from the blocks of its GGUF file by default."""
     return blocks_kept(Path(target.model)) and not why_not_blocks(target)
 
 
@@ -52,7 +51,7 @@ def blocks_in_words(target: TargetSettings) -> str:
         mix = "experts in MXFP4"
         exact = {"fp32": EXACT, "half": EXACT, "file": BLOCKS[target.activations]}
         said, less = exact.get(weights, ROUNDED), why_not_blocks(target) or LESS
-    elif (mix := _scheme_in(folder)) and weights != "half":  # which is refused
+    elif (mix := _scheme_in(folder)) and weights != "half":  # refused later
         said, less = EXACT if weights == "fp32" else ROUNDED, "--weights int8 takes a quarter"
     else:
         return ""
@@ -61,8 +60,8 @@ def blocks_in_words(target: TargetSettings) -> str:
 
 
 def _scheme_in(folder: Path) -> str:
-    """The method that the weights of a folder are quantised by; empty where there is none that is
-    read, and whoever loads them says the rest."""
+    """The quantisation method of a folder's weights; empty if there is none that we read (loading
+    reports it)."""
     try:
         scheme = scheme_of(text_part(read_json(folder / "config.json")))
     except (CheckpointError, ValueError):

@@ -1,4 +1,4 @@
-"""The settings there are: names, types, defaults, and in words what each may be."""
+"""All settings: names, types, defaults, and descriptions of their values."""
 
 import json
 from collections.abc import Sequence
@@ -52,19 +52,19 @@ class Setting:
 
     @property
     def alternatives(self) -> list[str]:
-        """Describe each kind of value that the setting takes; a word stands between quotes."""
+        """Describe each kind of value that the setting takes; words are quoted."""
         return _expected(self.type)
 
     @property
     def is_table(self) -> bool:
-        """Return whether it maps things to things: a flag for it can be given several times."""
+        """True if it is a mapping: its flag can be given several times."""
         return (
             get_origin(self.field.annotation) is tuple
             and get_origin(get_args(self.field.annotation)[0]) is tuple
         )
 
     def parse(self, text: str, origin: str) -> Any:
-        """The value that a flag or a variable spells; `SettingsError` if it spells none."""
+        """Parse the text of a flag or variable; `SettingsError` if it is invalid."""
         with uninterrupted():
             adapter: TypeAdapter[Any] = TypeAdapter(self.type)
         try:
@@ -73,7 +73,7 @@ class Setting:
             raise SettingsError(self.complaint(error, text, origin)) from None
 
     def complaint(self, error: ValidationError, value: Any, origin: str) -> str:
-        """Return what is wrong with a value, and what would be right."""
+        """Return what is wrong with a value, and which ones are valid."""
         first = error.errors(include_url=False)[0]
         if first["type"] == "value_error":
             return (

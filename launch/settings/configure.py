@@ -1,9 +1,9 @@
-"""The settings in force: flag > environment > file > default, and where each of them came from.
+"""The settings in force (flag > environment > file > default) and their origins.
 
 Every setting is a flag by its dotted name (`--tree.gamma 6`), a variable (`DOVETAIL_TREE__GAMMA=6`)
-and a key of a TOML file (`--config FILE`). The embedded pair of models comes with a file of its
-own, which lies beneath the user's while no target is named. Knows what a setting is called and what
-it may be (from `protocol/settings/`), not what it does.
+and a key of a TOML file (`--config FILE`). The embedded pair of models has a settings file, which
+the user's file overrides, used while no target is named. Names and values come from
+`protocol/settings/`.
 """
 
 import difflib
@@ -31,24 +31,24 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved, spelle
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
 BY_FILE = "the GGUF file"
-"""The origin of weights that a target's file calls for."""
+"""The origin of weights chosen by a target's file."""
 POSITIONAL = "MODEL"
-"""The origin of a target that a command names without a flag."""
+"""The origin of a target given as an argument."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The settings in force; `origins` says for every dotted name whether it came from a flag, a
+    """The settings in force; `origins` has for every dotted name whether it came from a flag, a
     variable, a file, the demo's file, a model's file or a default."""
 
     settings: Settings
     origins: Mapping[str, str]
     local: bool = True
-    """True if the workers are started with these settings; else somebody else has started them,
-    with settings of their own."""
+    """True if the workers are started with these settings, not by another command with other
+    settings."""
     thresholds: str | tuple[float, ...] = ""
-    """`tree.thresholds` as it was given. The settings have the numbers, or nothing where they are
-    not needed: no name of a file leaves this process."""
+    """`tree.thresholds` as given. The settings have the numbers, or nothing if they are not needed,
+    so that no file name leaves this process."""
 
     def value(self, name: str) -> Any:
         if name == "tree.thresholds":
@@ -56,19 +56,19 @@ class Configuration:
         return reduce(getattr, name.split("."), self.settings)
 
     def given(self, name: str) -> bool:
-        """Return whether the user said it, by whatever means."""
+        """True if the user set it, by any means."""
         return self.origins[name] not in ("default", "demo", BY_FILE)
 
     def arguments(self, *sections: str) -> list[str]:
         """The flags that give another command the same settings, whatever its environment and
-        defaults say."""
+        defaults."""
         names = (
             n for n in SETTINGS if n.split(".")[0] in sections and self.origins[n] != "default"
         )
         return [f"--{name}={SETTINGS[name].flag_text(self.value(name))}" for name in names]
 
     def typed(self, *sections: str) -> list[str]:
-        """Return these flags as a person types them: a GGUF file in the place of its view."""
+        """Return these flags as a user would type them: a GGUF file instead of its view."""
         parts = (flag.partition("=") for flag in self.arguments(*sections))
         return [f"{name}={spelled(value)}" for name, _, value in parts]
 
@@ -81,7 +81,7 @@ class Configuration:
 
     def stratified(self) -> "Configuration":
         """Return the configuration with the thresholds of `heterospec` read; `SettingsError` if
-        there are none that hold for its draft."""
+        there are none for its draft."""
         if not self.settings.tree.traits.by_entropy or self.settings.draft.kind == "none":
             return self
         found = thresholds_of(self.thresholds, self.settings, local=self.local)
@@ -101,8 +101,8 @@ def configure(
     value, where it came from and the remedy.
 
     `model`: the target, where the command names it without a flag. `demo`: whether no named target
-    means the embedded one; it does not where the workers are somebody else's. `stratified`: whether
-    the thresholds of `heterospec` are needed.
+    means the embedded one; it does not if another command started the workers. `stratified`:
+    whether the thresholds of `heterospec` are needed.
     """
     environment = os.environ if environment is None else environment
     layers: list[tuple[str, dict[str, Any]]] = []
@@ -137,8 +137,8 @@ def configure(
 
 
 def parse_setting(name: str, text: str, origin: str) -> Any:
-    """The value that a text spells for the setting of this dotted name; `SettingsError` if there is
-    no such setting or the text spells none."""
+    """Parse a text as the setting of this dotted name; `SettingsError` if there is no such setting
+    or the text is invalid."""
     return _setting(name, origin).parse(text, origin)
 
 
@@ -171,8 +171,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a table and of the tables in it; a setting may itself be a table,
-    and none in itself."""
+    """Dotted names and values of a table and its subtables; a setting may itself be a table."""
     if isinstance(value, dict) and name not in SETTINGS and (value or name in ALL_SECTIONS):
         for key, part in value.items():
             yield from _flat(f"{name}.{key}", part)
@@ -181,8 +180,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
-    """The settings among the variables. Others may begin with our prefix (Kubernetes names a
-    service's address so), but not with two underscores in it."""
+    """The settings among the variables. Others may have our prefix (Kubernetes sets such names for
+    services), but not with two underscores."""
     by_name = {s.variable: s for s in SETTINGS.values()}
     collapsed = {name.replace("__", "_"): name for name in by_name}
     found = []
@@ -235,8 +234,8 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str], local: boo
 
 
 def _with_queues(settings: Settings, origins: Mapping[str, str]) -> Settings:
-    """Return the settings with a limit of each key's queue that is no more than that of the whole
-    queue; `SettingsError` if somebody asked for more."""
+    """Return the settings with each key's queue limited to the whole queue's limit; `SettingsError`
+    if the user set more."""
     own = settings.coordinator
     if own.key_queue <= own.queue:
         return settings

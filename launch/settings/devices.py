@@ -12,12 +12,12 @@ OTHERS: Mapping[str, Sequence[str]] = {
     "target.prefill": ("auto", "local"),
     "draft.device": ("auto",),
 }
-"""The settings that name a device -> what else they may be."""
+"""The settings that name a device -> their other values."""
 
 
 def check_devices(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Refuse a setting that names no device; `SettingsError` names it, its value and where that
-    comes from. Whether the device is there, its worker finds out."""
+    """Refuse a setting that does not name a device; `SettingsError` has its name, value and origin.
+    The worker finds out whether the device exists."""
     target, draft = settings.target, settings.draft
     given = (target.device, target.split.device, target.prefill, draft.device)
     for (name, others), value in zip(OTHERS.items(), given, strict=True):

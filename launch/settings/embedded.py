@@ -1,5 +1,4 @@
-"""The models that come with the program: which one an empty setting means. Knows where they are,
-not what is in them."""
+"""The embedded models, and which one an empty setting means."""
 
 from pathlib import Path
 

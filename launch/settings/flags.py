@@ -30,7 +30,7 @@ GROUPS = {
 MODELS = ("target.model", "target.weights")
 REPLIES = ("sampling.temperature", "sampling.max_tokens")
 BASIC = (*MODELS, "memory.vram", "tree.policy", *REPLIES)
-"""Settings that `--help` shows if a command does not say which; `--help-all` has the others."""
+"""Settings in `--help` unless a command names its own; `--help-all` has the others."""
 DEMONSTRATED = (*MODELS, "target.inflate", *REPLIES)
 """Settings in `--help` of commands that newcomers run with the embedded pair."""
 LONGEST_METAVAR = 24
@@ -69,7 +69,7 @@ SHORT_FORMS = {
 
 
 class SettingsFile(click.Path):
-    """A file of settings; what another program means by `-c` is told from it."""
+    """A settings file; a value of other programs' `-c` is recognised and rejected."""
 
     def convert(
         self,
@@ -93,9 +93,9 @@ def settings_flags(
     """Gives a command the flags of these sections, or of single settings by their dotted names, and
     `--config`, and calls it with the settings in force as `configuration`.
 
-    `without` are short forms that the command has another use for, `shown` the settings that its
-    `--help` has. `stratified`: whether a command that has flags for the tree needs the thresholds
-    of `heterospec`. `named`: whether the target may be named without a flag.
+    `without`: short forms that the command uses for something else; `shown`: the settings in its
+    `--help`. `stratified`: whether a command that has flags for the tree needs the thresholds of
+    `heterospec`. `named`: whether the target may be named without a flag.
     """
     stratified = stratified and "tree" in sections
 
@@ -194,8 +194,8 @@ def _options(
 
 
 def _check_misspelling(draft: str) -> None:
-    """`SettingsError` if `draft` is a number, or nearly a kind, and no folder: it would be looked
-    for on the hub."""
+    """`SettingsError` if `draft` is a number or a misspelt kind, and no folder: it would be looked
+    up on the hub."""
     if draft.isdigit() and not Path(draft).exists():
         raise SettingsError(
             f"--draft {draft} is neither a kind of draft nor a folder: --draft names the draft, "
@@ -227,7 +227,7 @@ def _metavar(setting: Setting) -> str:
 
 
 def _kind(words: str) -> str:
-    """Return what stands in help for one kind of value, which these words describe."""
+    """Return the placeholder in help for one kind of value."""
     if words.startswith("'"):
         return words.strip("'")
     kinds = {"a whole number": "INTEGER", "a number": "NUMBER", "true or false": "true|false"}

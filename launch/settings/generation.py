@@ -1,4 +1,4 @@
-"""Sampling defaults that a target brings along, in its generation_config.json."""
+"""A target's sampling defaults, from its generation_config.json."""
 
 import json
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ TAKEN = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Names in the file, and those of the settings."""
+"""Names in the file -> names of the settings."""
 
 
 def with_generation_config(configuration: Configuration) -> tuple[Configuration, str]:
-    """Return settings in which the target's own sampling defaults stand where the user said
-    nothing, and what was taken over, in words; empty: nothing. `SettingsError` for a file that is
-    damaged, or has a value that no request may have."""
+    """Return settings completed by the target's sampling defaults, and in words what was taken
+    over; empty if nothing. `SettingsError` for a damaged file, or a value that no request may
+    have."""
     settings = configuration.settings
     if settings.sampling.generation_config == "none" or not settings.target.model:
         return configuration, ""
@@ -36,8 +36,7 @@ def with_generation_config(configuration: Configuration) -> tuple[Configuration,
 
 
 def by_folder(configuration: Configuration, folder: Path | None) -> tuple[Configuration, str]:
-    """Return what `with_generation_config` does, for the target in this folder; None: it is not
-    known."""
+    """As `with_generation_config`, for the target in this folder; None if it is not known."""
     if folder is None or configuration.settings.sampling.generation_config == "none":
         return configuration, ""
     file = folder / FILE
@@ -58,8 +57,8 @@ def by_folder(configuration: Configuration, folder: Path | None) -> tuple[Config
 
 
 def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
-    """The settings that a file names. A model that is not to be sampled (`do_sample` false) is
-    decoded greedily; one that is has the temperature 1 where the file says none."""
+    """The settings in a file. A model with `do_sample` false is decoded greedily; with true its
+    default temperature is 1."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The keys that clients of the HTTP API may send, read from a file that nobody else can read."""
+"""The API keys of the HTTP API, read from a file that only its owner can read."""
 
 import logging
 import shlex
@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 
 class KeyFile(Sequence[str]):
-    """The keys that clients may send, read again when their file changes. What is wrong with the
-    new file is logged, and the keys that were read before go on holding."""
+    """The API keys, reread when their file changes. Errors in the new file are logged, and the
+    previous keys stay valid."""
 
     def __init__(
         self, settings: HttpSettings, *, now_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """`UserError` as `read_keys` has it."""
+        """`UserError` as in `read_keys`."""
         self._settings, self._now_s = settings, now_s
         self._looked_s, self._stamp = now_s(), self._look()
         self._keys = read_keys(settings)
@@ -46,7 +46,7 @@ class KeyFile(Sequence[str]):
         return iter(self._present())
 
     def _present(self) -> tuple[str, ...]:
-        """Return the keys, once the file has been looked at in this second."""
+        """Return the keys; the file is checked at most once a second."""
         if self._settings.api_key_file and self._now_s() - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = self._now_s()
             if (stamp := self._look()) != self._stamp:
@@ -54,11 +54,11 @@ class KeyFile(Sequence[str]):
                 try:
                     self._keys = read_keys(self._settings)
                 except UserError as error:
-                    _log.warning("%s; until then the keys that were read before hold", error)
+                    _log.warning("%s; until then the previous keys are valid", error)
         return self._keys
 
     def _look(self) -> tuple[int, ...]:
-        """Return what changes with the file; empty if it is not there."""
+        """Return the identity of the file; empty if there is none."""
         try:
             status = Path(self._settings.api_key_file).expanduser().stat()
         except OSError:
@@ -67,8 +67,8 @@ class KeyFile(Sequence[str]):
 
 
 def read_keys(settings: HttpSettings) -> tuple[str, ...]:
-    """The keys that clients may send; `UserError` if they are needed and missing, if others can
-    read them, or if what is there is no file of keys."""
+    """The API keys; `UserError` if they are required and missing, if other users can read them, or
+    if the file is not one of keys."""
     if not settings.api_key_file:
         if not is_here_only(settings.host):
             text = (
@@ -80,7 +80,7 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
     path = Path(settings.api_key_file).expanduser()
     try:
         mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):  # reading a pipe waits for whoever writes to it
+        if not stat.S_ISREG(mode):  # reading a pipe would block
             raise SettingsError(
                 f"http.api_key_file {path} is not a regular file, and keys are read again when "
                 "they change: write them into a file, and name that"
@@ -111,7 +111,7 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
 
 
 def _fault(line: str) -> str:
-    """Return what a line has that no key has, without what it says; empty for a key."""
+    """Return what is wrong with a line, without quoting it; empty for a key."""
     if line.startswith("#") or len(line.split()) > 1:
         return "has more than a key"
     if len(line) < SHORTEST_KEY:
@@ -129,4 +129,4 @@ def is_here_only(host: str) -> bool:
             )
         )
     except (OSError, UnicodeError):
-        return True  # it is no address: `listen` says so
+        return True  # not an address: `listen` reports it

@@ -1,5 +1,5 @@
-"""The file of thresholds that `heterospec` goes by: written by `dovetail stratify`, read where
-settings are merged, so that only numbers ever travel.
+"""The file of thresholds for `heterospec`: written by `dovetail stratify`, read when settings are
+merged, so that only numbers are sent.
 
     thresholds = [1.2, 3.4]         # nats, ascending
 
@@ -33,7 +33,7 @@ from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 MADE_FOR = ("depth", "width", "sharpening")
 """The tree's settings that an entropy depends on."""
 MOST_NATS = 1e6
-"""The largest threshold, here as in tree.thresholds."""
+"""The largest threshold, as in tree.thresholds."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,10 @@ class Thresholds:
 def thresholds_of(
     named: str | tuple[float, ...], settings: Settings, *, local: bool
 ) -> tuple[float, ...]:
-    """The thresholds in force under `heterospec`: those of the file that is `named`, or that comes
-    with an embedded draft; numbers are what they are.
-
-    `SettingsError` names what is missing or does not fit, and the command that makes it. `local`:
-    whether the draft of the settings is the one that will draft, so that the file can be held
-    against it.
+    """The thresholds in force under `heterospec`: those of the `named` file, or of the embedded
+    draft's; numbers are returned unchanged. `SettingsError` names what is missing or does not fit,
+    and the command that makes it. `local`: whether the draft of the settings will be used, so that
+    the file can be checked against it.
     """
     if not isinstance(named, str):
         return named
@@ -68,7 +66,8 @@ def thresholds_of(
 
 
 def read_thresholds(path: Path) -> Thresholds:
-    """The content of a file; `SettingsError` where there is none, or where it is no such file."""
+    """The content of a file; `SettingsError` if there is none, or it is not a file of
+    thresholds."""
     try:
         content = tomllib.loads(read_text(path, f"the file of thresholds {path}"))
     except OSError as error:
@@ -96,7 +95,7 @@ def write_thresholds(
     sections: Mapping[str, Mapping[str, Any]],
     bins: Sequence[Mapping[str, Any]],
 ) -> None:
-    """The file, `sections` with `holds_for` among them."""
+    """The text of the file, with these sections."""
     lines = [
         '# Bounds between the bins of entropy (nats) of tree.policy "heterospec", made by '
         "`dovetail stratify`: name this file as tree.thresholds.",
@@ -119,8 +118,8 @@ def write_thresholds(
 
 
 def draft_facts(draft: DraftSettings) -> dict[str, str]:
-    """Return what a draft is called and, where its files are here, the SHA-256 of its config.json
-    and weights."""
+    """Return the name of a draft and, if its files are here, the SHA-256 of its config.json and
+    weights."""
     if draft.kind == "substitute":
         return {"draft": f"substitute ({draft.weights})", "draft_sha256": ""}
     source = with_draft(draft).model
@@ -177,7 +176,7 @@ def _remedy(settings: Settings) -> str:
     command = shlex.join(
         ["dovetail", "stratify", *models, *shape, "--prompts", "FILE", "--out", "thresholds.toml"]
     )
-    return f"run `{command}`, and name what it writes: --tree.thresholds thresholds.toml"
+    return f"run `{command}`, and use its file: --tree.thresholds thresholds.toml"
 
 
 def _digest(folder: Path) -> str:
@@ -197,7 +196,7 @@ def _digest(folder: Path) -> str:
 
 
 def _bounds(numbers: Any) -> tuple[float, ...]:
-    """`numbers` where they are what tree.thresholds may be, else none."""
+    """`numbers` if they are valid for tree.thresholds, else none."""
     if not isinstance(numbers, list) or not all(
         isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
     ):

@@ -83,7 +83,7 @@ def test_keys_are_read_again_when_their_file_changes(
     assert len(keys) == 2
     (told,) = caplog.messages
     assert "can be read by others: chmod 600" in told
-    assert told.endswith("until then the keys that were read before hold")
+    assert told.endswith("until then the previous keys are valid")
     path.write_text(both[1], encoding="utf-8")
     path.chmod(0o600)
     now_s += LOOK_EVERY_S
@@ -105,7 +105,7 @@ def test_keys_go_on_holding_when_their_file_becomes_something_else(
     assert [*keys] == ["0123456789abcdef"]
     (told,) = caplog.messages
     assert "is not UTF-8 text" in told or "is not a regular file" in told
-    assert told.endswith("until then the keys that were read before hold")
+    assert told.endswith("until then the previous keys are valid")
 
 
 @pytest.mark.parametrize(
