@@ -1,1 +1,1 @@
-"""The workers that are here, which of them serve a session, and whose turn it is on each."""
+"""The registered workers, which of them serve a session, and the order of commands on each."""

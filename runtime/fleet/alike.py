@@ -1,9 +1,8 @@
-"""Targets of one fingerprint: which of them gets the next session.
-
-They compute the same, so that the passes of one tell how long those of another take, but for a
-constant factor. Passes over more rows than any target has had are not predicted: a guess from a few
-passes would send one session after the other to the target with the lower guess. The time of a pass
-is taken to be proportional to its sessions, so that equally fast targets get equally many. Pure.
+"""Targets of one fingerprint: which of them gets the next session. They compute the same, so that
+the passes of one predict those of another up to a constant factor. Passes over more rows than any
+target has had are not predicted: a guess from a few passes would send one session after the other
+to the target with the lower guess. The time of a pass is assumed to be proportional to its
+sessions, so that equally fast targets get equally many. Pure.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ as much from one moment to the next."""
 
 
 def are_alike(targets: Sequence[Worker]) -> bool:
-    """Return whether targets compute the same, and what their passes take was not said by
-    profiles."""
+    """True if targets compute the same, and have no profiles of their passes."""
     return len({str(target.hello.fingerprint) for target in targets}) == 1 and not any(
         target.verifying.profiled for target in targets
     )

@@ -1,5 +1,5 @@
-"""The prompts of running sessions, with whose rows other requests of the same owner can begin.
-Workers and sessions are looked at, and nothing is changed."""
+"""Finds running sessions from whose rows other requests of the same owner can begin. Reads workers
+and sessions, changes nothing."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,8 +1,6 @@
-"""Drafts that fail: what is said of one that could not carry out a command, though its sessions
-go on without it.
-
-A draft counts as failing until a request that began after its last failure has been drafted for to
-its end. Knows workers by their addresses; no messages but what is reported of them, and no clock.
+"""Reports of drafts that could not execute a command; their sessions continue without them. A draft
+counts as failing until a request that began after its last failure has been drafted to its end.
+Workers are known by their addresses; there is no clock here.
 """
 
 from dataclasses import dataclass
@@ -60,8 +58,7 @@ class FailingDrafts:
             note_failure(running, draft, why, now_ns)
 
     def drafted(self, running: RunningRequest, rounds: int) -> None:
-        """Note that a session has ended with its draft, after so many rounds with a proposal of
-        it."""
+        """Note that a session has ended with its draft, after this many rounds with a proposal."""
         if running.draft is None or not rounds or running.draft_failure is not None:
             return
         known = self._failing.get(running.draft.peer)
@@ -73,12 +70,12 @@ class FailingDrafts:
         self._failing.pop(worker.peer, None)
 
     def faults(self, now_ns: int) -> list[Fault]:
-        """Return what is to be said of those that fail."""
+        """Return the reports of failing drafts."""
         return [failing.fault(now_ns) for failing in self._failing.values()]
 
 
 def note_failure(running: RunningRequest, draft: Worker, why: str, now_ns: int) -> None:
-    """Have a session's result tell of the first failure of its draft."""
+    """Add the first failure of its draft to a session's result."""
     if running.draft_failure is None:
         running.draft_failure = DraftFailure(
             draft=draft.name[:MAX_WORDS],

@@ -1,10 +1,8 @@
-"""Liveness: whether a worker still does what it is asked, judged by what it says to probes. Pure:
-times are handed in, what follows is the coordinator's business.
-
-A worker does one command after the other, and messages keep their order both ways. So a probe that
-it answers between two commands is answered after all that was asked before it: what it owed when
-the probe left and still owes will not come. A probe that it answers in the midst of a command says
-only that it is at work, for however long that may take.
+"""Liveness: whether a worker still executes its commands, judged by its answers to probes. Pure:
+times are arguments. A worker executes one command after the other, and messages keep their order
+both ways. So if it answers a probe between two commands, it has answered everything that was sent
+before: what it owed when the probe was sent and still owes will not come. An answer during a
+command only shows that it is computing.
 """
 
 from collections.abc import Mapping
@@ -14,13 +12,14 @@ from dovetail.protocol.messages import Probed
 from dovetail.runtime.fleet.scheduler import Owed
 
 MOST_STEP_NS = 1_000_000_000
-"""Between two looks no more counts as silence: whoever looks may have stood still itself."""
+"""The most silence counted between two checks, since the coordinator itself may have been
+stopped."""
 LEAST_S = 5.0
-"""A worker may be silent for so long at least: it says that it is at work some seconds after it
-began."""
+"""The least silence of a lost worker: a busy one reports some seconds after the start of a
+command."""
 DEAF = 6
-"""After so many times `coordinator.stuck_s` without a word a worker is lost: its own watchdog ends
-it sooner, if it still can."""
+"""Multiple of `coordinator.stuck_s` after which a silent worker is lost; its own watchdog ends it
+sooner, if it still can."""
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Liveness:
     sent_ns: int = -1
     """When that was."""
     silent_ns: int = 0
-    """For so long it has not answered it, nor said anything else; 0 again with its next word."""
+    """Its silence since the probe; 0 again with its next message."""
 
     def probed(self, owed: Mapping[int, Owed], now_ns: int) -> None:
         """A probe leaves."""

@@ -1,8 +1,6 @@
-"""Messages to one client, in order: text that comes quickly waits a little, and what a full queue
-does not take waits longer.
-
-Text of a request that waits is told in one piece. Knows neither sockets nor a clock: times and the
-way out are handed in.
+"""Messages to one client, in order. Text that comes quickly is delayed a little and merged;
+messages wait while the socket's queue is full. Without sockets and clocks: times and the function
+that sends are arguments.
 """
 
 from collections import deque
@@ -23,19 +21,20 @@ from dovetail.protocol.messages import (
 )
 
 EMIT_EVERY_NS = 20_000_000
-"""A client is not woken more often for text: nobody reads faster, and where cores are few it would
-take one from a worker. To be woken and to say something over HTTP takes some 300 us of a core."""
+"""The least time between two texts to a client: people do not read faster, and where cores are few
+the client would take one from a worker. Waking up and sending over HTTP takes some 300 us of a
+core."""
 MAX_JOINED = 8192
-"""Tokens that are told in one piece, so that every message can be sent."""
+"""The most tokens in one message, so that every message can be sent."""
 RECORD_EVERY_NS = 2_000_000
-"""The pause between records, which somebody measures by."""
+"""The least time between two records."""
 OBJECT_BYTES, TOKEN_BYTES, SCORE_BYTES = 512, 48, 144
 """Bytes in memory of an empty message or score, of a token id with its attributes, and of an
 alternative in a score."""
 
 
 def scores_size(scores: Sequence[TokenLogprobs]) -> int:
-    """Return approximately the bytes that scores take in memory; those of a reply have one size."""
+    """Return approximately the bytes of scores in memory; those of a reply have one size."""
     return len(scores) * (OBJECT_BYTES + SCORE_BYTES * len(scores[0].top)) if scores else 0
 
 
@@ -66,7 +65,7 @@ class _Piece:
     bytes: int = 0
 
     def message(self) -> Message:
-        """Return one message that says all of it."""
+        """Return one message with all of it."""
         texts = [message for message in self.messages if isinstance(message, Emitted)]
         if len(texts) < 2:
             return self.messages[0]
@@ -91,7 +90,7 @@ class Outbox:
         """By request: the text that waits and can be added to, since nothing of the request waits
         behind it."""
         self._begun: set[int] = set()
-        """Requests that have been told some text and not their end."""
+        """Requests with text sent, and not yet their end."""
         self.bytes = 0
         """Approximate bytes of the waiting messages in memory."""
         self._patience_ns = EMIT_EVERY_NS
@@ -135,8 +134,8 @@ class Outbox:
         return self._patience_ns
 
     def remind(self) -> bool:
-        """Return whether somebody has to come back for what waits, in `patience_ns`; once until it
-        is sent, or sooner than was said."""
+        """Return whether the caller must call again in `patience_ns` for waiting messages; true
+        once until they are sent, or if it is sooner than returned before."""
         sooner = self._reminded_ns is None or self._patience_ns < self._reminded_ns
         if sooner:
             self._reminded_ns = self._patience_ns
@@ -177,7 +176,7 @@ class Outbox:
 
     @property
     def requests(self) -> set[int]:
-        """Those that something waits to be said of."""
+        """Requests with a waiting message."""
         return {piece.request for piece in self._waiting if piece.request >= 0}
 
 

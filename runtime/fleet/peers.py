@@ -1,4 +1,4 @@
-"""Peers: a registered worker or client, and what the coordinator knows of it. Pure."""
+"""Peers: a registered worker or client, and the coordinator's records of it. Pure."""
 
 from collections import deque
 from collections.abc import Callable
@@ -51,11 +51,10 @@ class Traffic:
     round_bytes: Average = field(default_factory=Average)
     """Bytes of a session's order and its answer."""
     order_bytes: int = 0
-    """Size of the last message that asked for what a round needs."""
+    """Size of the last command of a round."""
 
     def answered(self, size: int, rounds: int) -> None:
-        """Count an order and its answer, which have this size together and are about so many
-        rounds."""
+        """Count a command and its answer, of this size together and for this many rounds."""
         self.round_bytes.add(size / rounds)
 
 
@@ -72,7 +71,7 @@ class Pass:
 
 
 TOLD_ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows at which `status` tells what passes of a target take."""
+"""Rows for which `status` reports the time of a target's pass."""
 
 
 @dataclass(eq=False)
@@ -83,8 +82,7 @@ class Worker:
     hello: Hello
     limits: Limits
     language: Language | None
-    """None: a draft that has no vocabulary of its own, such as a head of its target's, or none at
-    all. A target has one."""
+    """None for a draft without its own vocabulary, such as a head. A target always has one."""
     turns: Turns
     registered_ns: int
     clock: ClockOffset = field(default_factory=ClockOffset)
@@ -102,8 +100,7 @@ class Worker:
     standby: bool = False
     """The worker gets no sessions until it is put in place."""
     leaving: bool = False
-    """The worker gets no more sessions, and is let go when those that it has are over or
-    elsewhere."""
+    """The worker gets no more sessions, and is dismissed when its sessions have ended or moved."""
     sessions: int = 0
     shelf: PrefixCache = field(default_factory=lambda: PrefixCache(0))
     """The ended sessions that it keeps."""
@@ -126,12 +123,12 @@ class Worker:
     sharing: Average = field(default_factory=Average)
     """Sessions of the passes that `round_s` is of, of each as often as it has sessions."""
     alone_rows: int = 0
-    """Rows of the chunk that it reads in a pass of its own now; 0: none."""
+    """Rows of the chunk that it reads now in a separate pass; 0 if none."""
     traffic: Traffic = field(default_factory=Traffic)
     prompts: int = 0
     """Prompts, and logs, that it was given to read."""
     held_until_ns: int | None = None
-    """Up to when a pass waits for proposals that are nearly there; None: none does."""
+    """Until when a pass waits for proposals that are nearly ready; None if none does."""
 
     @property
     def name(self) -> str:
@@ -186,7 +183,7 @@ class Worker:
 
     @property
     def hop_s(self) -> float:
-        """Return the seconds of a message there and its answer, as far as they are known."""
+        """Return the seconds of a round trip, as far as known."""
         return (self.round_trip_ns or 0) / 1e9
 
     @property
@@ -258,9 +255,9 @@ class ClientPeer:
     hello: Hello
     sessions: dict[int, int] = field(default_factory=dict)
     reading: dict[int, bool] = field(default_factory=dict)
-    """Requests whose prompts are being read, and whether they are still wanted."""
+    """Requests that are being tokenized, and whether they are still wanted."""
     reading_bytes: int = 0
     """Approximate bytes of these requests in memory."""
     outbox: Outbox = field(default_factory=Outbox)
     hear: Callable[[Message], None] | None = None
-    """Takes what the client is told if it is no peer, but the coordinator itself."""
+    """Receives the client's messages if the client is the coordinator itself."""

@@ -29,7 +29,7 @@ from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, Tally
 
 REFEED_WORTH = 64
-"""`JOIN_WORTH` where the draft reads its target, which then has to read the whole log once more."""
+"""`JOIN_WORTH` if the draft reads its target, which then must read the whole log again."""
 
 
 class Placement:
@@ -46,9 +46,9 @@ class Placement:
         say: Callable[[str], None],
         sessions: int = 0,
     ) -> None:
-        """`running`: the sessions by their numbers. `reuse`: sessions go on from what the workers
-        hold of others. `say` hears of every decision about a session's drafting; `sessions`: the
-        highest number that one has had."""
+        """`running`: the sessions by their numbers. `reuse`: sessions may continue from the rows of
+        others. `say` is called with every decision about a session's drafting; `sessions`: the
+        highest number so far."""
         self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
         self._running = running
         self._pairs: dict[Peers, Pair] = {}
@@ -60,8 +60,7 @@ class Placement:
     # -- what they have learned --------------------------------------------------------------------
 
     def pair(self, draft: Worker | None, target: Worker) -> tuple[Pair | None, PairCosts]:
-        """Return what these two have learned together, and what their rounds cost; or those of the
-        target alone."""
+        """Return the statistics and costs of this pair, or of the target alone."""
         if draft is None:
             return None, self._alone.setdefault(target.peer, PairCosts(target.verifying))
         key = (draft.peer, target.peer)
@@ -93,7 +92,7 @@ class Placement:
     def target(
         self, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0
     ) -> Worker | None:
-        """The wanted target with room and the highest predicted rate, for a session of about so
+        """The wanted target with room and the highest predicted rate, for a session of about this
         many tokens."""
         targets = [
             target
@@ -105,8 +104,8 @@ class Placement:
         return best(targets, [target_rate(target, self._pairs, context) for target in targets])
 
     def reader(self) -> Worker | None:
-        """The target for which requests are read, whose limits are theirs: that with the longest
-        context, so that how long one may be hangs on no placement."""
+        """The target whose tokenizer and limits are used for requests: that with the longest
+        context, so that the limit does not depend on placement."""
         targets = [
             worker
             for worker in self._registry.workers.values()
@@ -148,10 +147,10 @@ class Placement:
         self, target: Worker, request: Request, has_room: Callable[[Worker], bool]
     ) -> Worker | None:
         """Return the target for a request that was tokenized for `target`: the best one of the same
-        tokens that has room for it; None: all are full, and the request has to wait.
+        tokens that has room for it; None if all are full, and the request must wait.
 
-        If `target` has gone and no other is there that could ever take the request, return `target`
-        all the same: the session then waits for it to come back.
+        If `target` is lost and no other could ever take the request, return `target` anyway: the
+        session then waits for it to return.
         """
         able = [
             other
@@ -245,8 +244,8 @@ class Placement:
     def read_log(
         self, client: ClientPeer, target: Worker, request: Request, now_ns: int
     ) -> RunningRequest:
-        """A session that reads the log of another on this target, of which nothing counts: the
-        prompt of `request`. It goes on from what the target has of it."""
+        """An uncounted session that only reads the prompt of `request` on this target, ahead of a
+        move. It continues from the rows that the target has."""
         submit = Submit(
             epoch=self._epoch,
             request=0,
@@ -312,8 +311,8 @@ class Placement:
     # -- who takes over ----------------------------------------------------------------------------
 
     def joining(self, running: RunningRequest) -> Worker | None:
-        """A draft for a session that has none, or whose own is not available any more, where that
-        is worth it."""
+        """A draft for a session that has none, or whose draft is not available any more, if that
+        pays."""
         return self.draft(
             running.target,
             lambda draft: self._is_worth_joining(draft, running),
@@ -350,8 +349,8 @@ class Placement:
         return base
 
     def target_base(self, running: RunningRequest, target: Worker) -> Base | None:
-        """Return what another target of a session goes on from, None if nothing: it reads the whole
-        log, and nobody wants features any more of what it leaves out."""
+        """Return the base on a session's new target, or None. The target reads the rest of the log;
+        features of the base are not needed any more."""
         session = running.session
         if running.draft is target:
             return None

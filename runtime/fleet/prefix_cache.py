@@ -1,10 +1,7 @@
-"""The prefix cache: what a worker still holds of sessions that have ended, and which of them, or of
-those that run, a prompt goes on from.
-
-A `PrefixCache` stands for one worker: it knows the logs of the sessions whose caches that worker
-keeps, and lets the oldest go when there is no more room. Logs are compared as bytes, so that a
-prompt of a hundred thousand tokens takes microseconds. Pure: which messages follow is the
-coordinator's business.
+"""The prefix cache: the rows of ended sessions that a worker still has, and from which session,
+ended or running, a prompt continues. A `PrefixCache` is for one worker: it has the logs of the
+sessions whose caches that worker keeps, and evicts the oldest when there is no room. Logs are
+compared as bytes, so that a prompt of a hundred thousand tokens takes microseconds. Pure.
 """
 
 from collections.abc import Iterable
@@ -16,8 +13,8 @@ from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
 MAX_KEPT = 64
 """Sessions in a cache: every request looks through all of them."""
 WORTH = 16
-"""Tokens. Reading so few takes no longer than the pass over a tree, and what begins alike for so
-long has at least a template in common."""
+"""Tokens. Reading fewer takes no longer than the pass over a tree, and a longer common beginning is
+more than a template."""
 
 
 @dataclass
@@ -79,7 +76,7 @@ class PrefixCache:
             self._pinned[base.session] = self._kept.pop(base.session)
 
     def taken(self, opened: int, base: Base) -> None:
-        """The worker has been told to open a session that goes on from another, which is used up
+        """The worker has a command to open a session that continues from another, which is used up
         unless it is shared."""
         if base.shared:
             self.shared.begin(opened, base.session, base.tokens)
@@ -103,14 +100,13 @@ class PrefixCache:
     def find(
         self, prompt: bytes, *, owner: str = "", known: int = 0, running: Iterable[Kept] = ()
     ) -> Base | None:
-        """Return the owner's session with the longest common beginning, of equals the youngest that
-        is kept. `known`: how many tokens behind a row must be the prompt's for it to hold;
-        `running`: sessions that run there.
-
-        The last token of the prompt is always read: what follows it has to be known. A session that
-        runs, or that would lose much, is shared. If the worker cannot share, one that would lose
-        more than is won is left alone, since its own next turn may come: a beginning that many
-        prompts have would otherwise cost one conversation after the other its cache.
+        """Return the owner's session with the longest common beginning, the youngest kept one of
+        equals. `known`: how many tokens after a row must be equal for the row to be valid;
+        `running`: sessions that run there. The last token of the prompt is always read, since its
+        logits are needed. A session that runs, or that would lose much, is shared. If the worker
+        cannot share, a session that would lose more than is gained is not used, since its next turn
+        may come: a beginning of many prompts would otherwise cost one conversation after the other
+        its cache.
         """
         found, least = None, WORTH
         for kept in (*reversed(self._kept.values()), *(running if self.shares else ())):

@@ -1,6 +1,5 @@
-"""The queue of requests that wait for room on a target, fair by API key. Pure: times are handed in.
-
-A key is charged the tokens that it holds on targets or those that it was given recently, whichever
+"""The queue of requests that wait for room on a target, fair by API key. Pure: times are arguments.
+A key is charged the tokens that it holds on targets or those that it received recently, whichever
 are more, minus some for each second that it has waited: since its first waiting request came, or
 since its last request began, whichever is later, so that a key with many requests ages no faster
 than one with few. The first request of the key with the lowest charge is next, so that none waits
@@ -97,9 +96,9 @@ class FairQueue(Generic[T]):
     def take(
         self, fits: Callable[[T], bool | None], held: Mapping[str, int], now_ns: int
     ) -> T | None:
-        """Remove and return the next request that fits; None: none may begin. `fits` returns None
-        for a request that waits for something other than room, which holds up no other. `held`: the
-        tokens that each key holds on targets."""
+        """Remove and return the next request that fits, or None. `fits` returns None for a request
+        that waits for something other than room, which blocks no other. `held`: the tokens that
+        each key holds on targets."""
 
         def rank(head: Waiting[T]) -> tuple[float, int]:
             tokens = max(held.get(head.key, 0), self._of_late(head.key, now_ns))

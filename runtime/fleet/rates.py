@@ -6,14 +6,14 @@ from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.fleet.peers import Worker
 
 ROWS = 4.0
-"""Rows of a session in a pass, where no pair has told how many they are."""
+"""Rows of a session in a pass, if no pair has measured them."""
 
 Peers = tuple[bytes, bytes]
 """The addresses of a draft and a target."""
 
 
 def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
-    """Those of a role that may be given one session more."""
+    """The workers of a role that may get one more session."""
     return [
         worker
         for worker in workers
@@ -47,8 +47,8 @@ def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> fl
 
 
 def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
-    """Tokens a second of one session more, 0: not known. Its drafting waits for that of the others
-    there, as far as they share no passes; its verification is one pass with theirs."""
+    """Tokens a second of one more session; 0 if not known. Its drafting waits for the others' where
+    they share no passes; its verification is one pass with theirs."""
     if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
         return 0.0
     verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)

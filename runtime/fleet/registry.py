@@ -1,8 +1,6 @@
-"""The registry of the workers and clients that said Hello, and on what terms a newcomer is let in.
-
-Checks what only the coordinator can: protocol versions, that a key may play the role, that a draft
-fits its target (`fit.py`). Knows no sockets; a refusal is a `RequestError` whose code and text go
-back to the peer.
+"""The registry of workers and clients, and the checks of a Hello that only the coordinator can do:
+protocol versions, the role of a key, whether a draft fits its target (`fit.py`). Without sockets; a
+refusal is a `RequestError` whose code and text are sent to the peer.
 """
 
 from dovetail.protocol.errors import RequestError
@@ -23,7 +21,7 @@ from dovetail.runtime.fleet.scheduler import Turns
 
 MAX_WORKERS = 64
 LOADING_NS = 15 * 10**9
-"""A worker that says nothing for so long while its model loads is no longer listed."""
+"""A worker that is silent for this long while its model loads is no longer listed."""
 MAX_CLIENTS = 960
 """The most clients; however many there are, a worker that was lost finds its place free."""
 
@@ -36,8 +34,8 @@ class Registry:
         self.workers: dict[bytes, Worker] = {}
         self.clients: dict[bytes, ClientPeer] = {}
         self.engaged: set[tuple[str, int]] = set()
-        """Processes that came on standby and were put in place: one whose connection failed before
-        it heard of that is in place when it is there again."""
+        """Workers from standby that were put in place: one whose connection failed before it got
+        that message is in place when it reconnects."""
         self._loading: dict[bytes, tuple[LoadingState, int]] = {}
         """The last words of each worker that is not registered yet, and when they came."""
 
@@ -57,8 +55,8 @@ class Registry:
             self._loading[peer] = (state, now_ns)
 
     def loading(self, now_ns: int) -> tuple[LoadingState, ...]:
-        """Return how far those have got that load their models, but for those that have said
-        nothing for long, or are registered by now."""
+        """Return the progress of workers that load their models, except silent and registered
+        ones."""
         here = {worker.process for worker in self.workers.values()}
         told = [state for state, at_ns in self._loading.values() if now_ns - at_ns < LOADING_NS]
         return tuple(state for state in told if (state.host, state.pid) not in here)
@@ -66,8 +64,9 @@ class Registry:
     def admit(
         self, peer: bytes, hello: Hello, key: PeerKey | None, now_ns: int
     ) -> Worker | ClientPeer:
-        """Register a newcomer; `RequestError` says why not."""
-        # A sender would have to leave out what an older minor does not know, and nobody does yet.
+        """Register a newcomer; `RequestError` with the reason of a refusal."""
+        # A sender would have to leave out fields that an older minor does not have, and none does
+        # yet.
         if hello.version != VERSION:
             raise RequestError(
                 "version",
@@ -113,8 +112,7 @@ class Registry:
         )
 
     def check_place(self, newcomer: Worker) -> None:
-        """Raise `RequestError`, which names what differs, unless a worker can be put in place
-        beside all that are."""
+        """Raise `RequestError` with the difference if a worker does not fit the present ones."""
         for target in self._others(newcomer, "target"):
             check_fit(newcomer, target)
         for draft in self._others(newcomer, "draft"):
@@ -131,9 +129,9 @@ class Registry:
         return misfits
 
     def warnings(self, worker: Worker) -> list[str]:
-        """Return what is to be said of this worker together with those that were there: heads that
-        were trained for another checkpoint work, but guess badly, and workers with the same cores
-        slow each other down."""
+        """Return warnings about this worker together with the present ones: heads that were trained
+        for another checkpoint work, but guess badly, and workers with the same cores slow each
+        other down."""
         pairs = [(worker, target) for target in self._others(worker, "target")] + [
             (draft, worker) for draft in self._others(worker, "draft")
         ]
@@ -200,7 +198,7 @@ class Registry:
                 f"the target worker {hello.name} introduced itself without a fingerprint",
             )
         language = read_language(hello)
-        if hello.roles == ("draft",):  # nobody requests these of a draft
+        if hello.roles == ("draft",):  # never requested of a draft
             hello = hello.model_copy(update={"tokenizer": None, "table": None})
         assert hello.limits is not None
         worker = Worker(
@@ -224,7 +222,7 @@ class Registry:
         return worker
 
     def _others(self, worker: Worker, role: Role) -> list[Worker]:
-        """Return the workers of a role that serve and whose partner this one is."""
+        """Return the serving workers of a role that this one fits."""
         partner = "draft" if role == "target" else "target"
         return [
             other

@@ -22,11 +22,11 @@ class Rest:
 
     @property
     def left(self) -> int:
-        """Return how many rows are unread, as far as that is known."""
+        """Return how many rows are unread, as far as known."""
         return self.rows - max(self.done, 0)
 
     def item(self, rows: int) -> ReadItem:
-        """Return the item that asks for the next `rows` rows."""
+        """Return the item for the next `rows` rows."""
         command = self.command
         return ReadItem(
             session=command.session, round=command.round, start=max(self.done, 0), rows=rows

@@ -1,5 +1,5 @@
-"""The room on a target, in tokens: what its sessions may take, and what a request needs beside
-them. Rows that several begin with count once. Pure."""
+"""The room on a target, in tokens: the most that its sessions may take, and what a request needs in
+addition. Shared rows count once. Pure."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,8 @@ def tokens_of(request: Request) -> int:
 
 
 def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
-    """Return how many tokens the sessions that run on a target may take in all, and those whose
-    logs are being read there before they move to it."""
+    """Return how many tokens the sessions on a target may take in all, including those whose logs
+    are read there before a move."""
     there = {one.session.number: tokens_of(one.claim) for one in _on(target, running)}
     return sum(there.values()) - target.shelf.shared.saved(there)
 
@@ -25,8 +25,8 @@ def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
 def has_room(
     target: Worker, request: Request, running: Mapping[int, RunningRequest], *, reuse: bool
 ) -> bool:
-    """Return whether a request fits into a target's memory beside those that run there. An idle
-    target takes any, and refuses by itself what is too large."""
+    """True if a request fits into a target's memory with those that run there. An idle target takes
+    any, and refuses one that is too large."""
     held = held_on(target, running)
     return (
         target.limits.room is None
@@ -38,8 +38,8 @@ def has_room(
 def needs(
     request: Request, target: Worker, running: Mapping[int, RunningRequest], *, reuse: bool
 ) -> int:
-    """Return how many tokens a request may take on a target beside those that run there. `reuse`:
-    sessions go on from the rows of others."""
+    """Return how many tokens a request may take on a target in addition to those that run there.
+    `reuse`: sessions may continue from the rows of others."""
     if not (reuse and request.may_reuse):
         return tokens_of(request)
     begun = prompts_on_target(running, target, request.owner)

@@ -1,13 +1,11 @@
-"""Whose turn it is on which worker.
-
-A worker does one command at a time; what else is asked of it waits here, in the order in which it
-came. Verdicts are the exception: everything that waits for a target worker when it falls idle goes
-out as one `Verify`, so that one pass over the weights serves several sessions. Orders for a draft
-whose passes several sessions share go out as one `Drafts`. Prompts and other logs are read in
-chunks, if the worker can do that: after each chunk the unread rows wait behind what others have
-asked for meanwhile, and share their passes. Knows no sockets and no clock, and nothing of a session
-but its number; `cut` says how many nodes of a tree go into a pass, `share` how many rows of logs,
-`first` which log is read first.
+"""The order of commands on each worker. A worker executes one command at a time; others wait here,
+in their order. Verifications are the exception: all that wait for a target worker when it becomes
+idle are sent as one `Verify`, so that one pass over the weights serves several sessions. Draft
+commands of a draft whose passes several sessions share are sent as one `Drafts`. Prompts and other
+logs are read in chunks, if the worker can do that: after each chunk the unread rows queue behind
+the commands that arrived meanwhile, and share their passes. Knows no sockets and no clock, and
+nothing of a session but its number; `cut` says how many nodes of a tree go into a pass, `share` how
+many rows of logs, `first` which log is read first.
 """
 
 from collections import deque
@@ -57,13 +55,13 @@ Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
 
 
 Share = Callable[[Sequence[VerifyItem], Sequence[Rest]], Sequence[int]]
-"""Returns how many rows of each log are read in a pass that verifies these items, or in one of
-their own if there are none."""
+"""Returns how many rows of each log are read in a pass that verifies these items, or in a separate
+pass if there are none."""
 
 
 Hold = Callable[[Sequence[int]], bool]
-"""True if a pass of these sessions waits for those whose proposals are nearly there; who says so
-has them looked at again. Without sessions: True if a chunk in a pass of its own waits."""
+"""True if a pass of these sessions should wait for proposals that are nearly ready; the caller must
+then check again. Without sessions: True if a chunk in a separate pass should wait."""
 
 
 def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
@@ -82,7 +80,7 @@ class Turns:
 
     epoch: int
     cut: Cut = whole
-    """Asked of items whose nodes were not drawn from a law."""
+    """Called for items whose nodes were not sampled."""
     hold: Hold = lambda _: False
     share: Share = all_rows
     first: Callable[[Sequence[Rest]], int] = lambda _: 0
@@ -94,17 +92,16 @@ class Turns:
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
     postponed: dict[int, list[Open | Feed]] = field(default_factory=dict)
-    """Prompts by session, with what the target says of them, that are read once somebody wants what
-    follows from them."""
+    """Prompts by session that are read once their result is needed."""
     void: set[int] = field(default_factory=set)
-    """Sessions that had ended here when it was under way: nobody waits for it, though another of
-    the same number may have begun."""
+    """Sessions that ended here while it was under way: its answer for them is dropped, though a
+    session of the same number may have begun."""
     _sent: list[tuple[int, Waiting]] = field(default_factory=list)
     """The commands that `next` returned last, by session."""
     _reading: dict[int, Rest] = field(default_factory=dict)
     """By session: logs of which the worker reads a chunk."""
     prompted: bool = False
-    """False if no prompt has been asked for since none was to be read."""
+    """False if no prompt was queued since the last was read."""
 
     def ask(self, session: int, command: Command) -> None:
         self.prompted |= isinstance(command, Open | Feed)
@@ -123,7 +120,7 @@ class Turns:
         return bool(commands)
 
     def busy_with(self, session: int) -> bool:
-        """Return whether the session has asked for something that has not been answered."""
+        """True if the session waits for an answer."""
         return (
             session in self.owed
             or session in self.postponed
@@ -131,8 +128,7 @@ class Turns:
         )
 
     def reads(self, session: int) -> bool:
-        """Return whether a prompt of the session, or what the target says of it, is still to be
-        read."""
+        """True if a prompt of the session is still unread."""
         owed = self.owed.get(session)
         if session in self.postponed:
             return True
@@ -152,16 +148,15 @@ class Turns:
 
     @property
     def orders(self) -> Sequence[tuple[int, bool]]:
-        """Return the sessions that are served next, in their order, and whether it is a proposal
-        that each wants."""
+        """Return the sessions that are served next, in order, and whether each waits for a
+        proposal."""
         return [
             *[(session, owed.type is Drafted) for session, owed in self.owed.items()],
             *[(session, isinstance(command, Draft)) for session, command in self.waiting],
         ]
 
     def answered(self, session: int, answer: Owed) -> bool:
-        """Return whether the worker owed this session this answer, and it is wanted; it does no
-        more."""
+        """Note an answer; True if the worker owed it to this session and it is still wanted."""
         if self.owed.get(session) != answer:
             return False
         del self.owed[session]
@@ -171,9 +166,9 @@ class Turns:
         return wanted
 
     def read(self, session: int, round: int, done: int) -> bool:
-        """Note that the worker has read a log up to row `done`, and have the unread rows wait for
-        their turn, ahead of what else the session waits for. Return False if that chunk was not
-        asked for, or the rest is no longer wanted."""
+        """Note that the worker has read a log up to row `done`, and queue the unread rows before
+        the session's other commands. Return False if that chunk was not requested, or the rest is
+        no longer wanted."""
         owed, rest = self.owed.get(session), self._reading.get(session)
         if owed is None or owed.type not in (Opened, Refed) or owed.round != round:
             return False
@@ -199,8 +194,7 @@ class Turns:
         return {number: rest.done for number, rest in {**waiting, **self._reading}.items()}
 
     def settle(self, session: int, answer: Owed) -> None:
-        """The answer has come, and could not be handled: whoever waits for the worker need not wait
-        for it."""
+        """The answer has come, and could not be handled: the worker is free."""
         if self.owed.get(session) == answer:
             self.answered(session, answer)
 
@@ -214,7 +208,7 @@ class Turns:
 
     def withdraw(self, session: int, *types: type[Command]) -> Sequence[Command]:
         """Drop the waiting commands of a session, or those of some types, and return them, except
-        logs that were read in part."""
+        partly read logs."""
         dropped = [
             entry
             for entry in self.waiting
@@ -268,8 +262,8 @@ class Turns:
         self.waiting.appendleft(entry)
 
     def _orders(self, command: Draft, most: int) -> tuple[Sent, Sequence[int]]:
-        """Return the message for `command` and the orders that can go with it, and their sessions:
-        those for which nothing else has to be done first."""
+        """Return the message for `command` with the commands that can join it, and their sessions:
+        those without an earlier command waiting."""
         first: dict[int, Waiting] = {}
         for session, asked in self.waiting:
             first.setdefault(session, asked)
@@ -284,7 +278,7 @@ class Turns:
     def _alone(self, command: Waiting) -> tuple[Sent, Owed]:
         """Return the message for a command other than Verify, and the answer that it is owed."""
         if isinstance(command, Verify):
-            raise TypeError("verdicts are asked for in passes")
+            raise TypeError("verifications are sent in passes")
         if isinstance(command, Rest):
             (rows,) = self.share((), (command,))
             message = Read(epoch=self.epoch, item=command.item(max(1, rows)))
@@ -344,15 +338,15 @@ class Turns:
         }
 
     def _ready(self, command: Verify, most: int) -> tuple[dict[int, Verify], bool]:
-        """Return the verdicts that may be asked for in one pass with that of `command`, by session,
-        and whether other sessions wait for something else than unread rows of a log."""
+        """Return the verifications that may share a pass with that of `command`, by session, and
+        whether other sessions wait for something other than unread rows of a log."""
         if len(self.waiting) == 1:
             return {self.waiting[0][0]: command}, False
         width, ready, rests = drawn_from(command), dict[int, Verify](), 0
         seen: set[int] = set()
         for session, asked in self.waiting:
             if session in seen:
-                continue  # what a session asked for before is done before
+                continue  # a session's earlier commands come first
             seen.add(session)
             if isinstance(asked, Rest):
                 rests += 1

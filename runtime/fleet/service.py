@@ -1,4 +1,4 @@
-"""The standing of the whole service: whether it ends, and what whoever started it says of its other
+"""The state of the whole service: whether it ends, and its supervisor's report of the other
 parts."""
 
 from dataclasses import dataclass, field
@@ -15,12 +15,11 @@ class Service:
     ending: bool = False
     """True if nothing begins any more."""
     given_up: str = ""
-    """Why whoever started us ends the service: what is missing does not come back. Empty: it does
-    not end it."""
+    """Why the supervisor ends the service: a missing part will not return. Empty if it does not."""
     drained: set[Role] = field(default_factory=set)
     """Roles of which an operator drained a worker, until the next one registers."""
     supervised: Supervised = field(default_factory=Supervised)
-    """The last words of whoever started us; `supervised_ns`: when they came."""
+    """The last report of the supervisor; `supervised_ns`: its time."""
     supervised_ns: int = 0
 
     def refusal(self) -> RequestError:

@@ -1,25 +1,23 @@
-"""Which rows the sessions of one worker share, so that they are counted once. Pure.
-
-It follows what workers do: a session that begins with rows of another shares them with that one and
-with all sessions that share these rows already. If it takes many more than those, they are shared
-anew.
+"""Which rows the sessions of one worker share, so that they are counted once. Pure. It mirrors the
+workers: a session that begins with rows of another shares them with that one and with all sessions
+that already share these rows. If it takes many more, a new group is made.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 WHOLE = 16
-"""Rows are shared in runs of so many."""
+"""Rows are shared in multiples of this number."""
 LEAST = 128
 """Fewer rows are copied."""
 ANEW = 2
-"""Rows are shared anew if they are more than so many times those that the other shares already."""
+"""A new group is made if the rows are more than this multiple of those already shared."""
 
 
 @dataclass
 class SharedRows:
-    """The sessions of one worker that share rows, in groups. Those of a group have one beginning in
-    common, of which each shares its own number of first rows."""
+    """The sessions of one worker that share rows, in groups. Those of a group have a common
+    beginning, of which each shares a number of first rows."""
 
     _groups: dict[int, int] = field(default_factory=dict)
     """The group of each session."""

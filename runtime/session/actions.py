@@ -26,7 +26,7 @@ class Ask(NamedTuple):
 
 class Emit(NamedTuple):
     """Newly committed tokens, the first `drafted` of which were drafted, and the text they
-    complete, which is read when it is asked for."""
+    complete, which is decoded lazily."""
 
     tokens: tuple[int, ...]
     drafted: int
@@ -53,7 +53,7 @@ class NextRound:
     actions."""
 
     may_draft: bool = False
-    """True if the session's draft can be asked for a tree."""
+    """True if the session's draft is ready for a Draft command."""
     holding: bool = False
     """True if the target holds features that the draft has to read first."""
 
@@ -67,7 +67,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Note:
-    """The record of a round, for a client that asked for it."""
+    """The record of a round, for a client that requested records."""
 
     record: RoundRecord
 

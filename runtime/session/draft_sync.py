@@ -1,8 +1,7 @@
-"""Draft sync: what a session's draft has of the token log, and what it is yet to be told.
-
-A draft is opened with a beginning of the log, is fed the features of that part if it reads its
-target, and learns with each order what has been committed since the last one. Rounds may go by
-without a draft: what they commit is kept for the next order. Pure; looks into no features.
+"""Draft sync: which part of the token log a session's draft has, and what must be sent. A draft is
+opened with the beginning of the log, gets the features of that part if it reads its target, and
+with each command the tokens committed since the last one. Tokens of rounds without a draft are kept
+for the next command. Pure; features are opaque.
 """
 
 from dataclasses import dataclass, field
@@ -46,11 +45,11 @@ class DraftSync:
     held_bytes: int = 0
     """Size of `features`, and of those that the target holds."""
     held: int = 0
-    """Rows of features that the target holds: those of its last verdicts."""
+    """Rows of features that the target has kept from its last verdicts."""
     rows: int = 0
     """Tokens of the log that it had when it made its last proposal; 0: it has made none."""
     fed: int = field(init=False)
-    """Positions whose features it has been fed, or has from its base."""
+    """Positions whose features it was sent, or has from its base."""
 
     def __post_init__(self) -> None:
         self.fed = self.base.tokens if self.base is not None and self.reads is not None else 0
@@ -66,13 +65,13 @@ class DraftSync:
         return 0 if self.reads is None else self.reads.row * ITEM_BYTES[self.reads.dtype]
 
     def keep_held(self, rows: int) -> None:
-        """Note that the target holds so many rows more."""
+        """Note that the target has kept this many more rows."""
         self.held += rows
         self.held_bytes += rows * self.row_bytes
 
     def fits(self, features: Array | None, rows: int) -> bool:
-        """Return whether these are so many rows of what it reads. If it reads nothing, anything
-        fits: a draft before it has asked for that."""
+        """True if these are this many rows of the features that it reads; always true for a draft
+        that has not requested any."""
         if self.reads is None:
             return True
         return features is not None and (features.dtype, features.shape) == (
@@ -83,9 +82,9 @@ class DraftSync:
     def committed(
         self, accepted: tuple[int, ...], bonus: int, features: Array | None, *, ordered: bool
     ) -> None:
-        """Note what a round has committed. `ordered`: the draft was asked for a proposal, whether
-        or not that came in time; `features`: of what the target held, the root and the accepted
-        nodes; None: the target holds them."""
+        """Note the tokens of a round. `ordered`: the draft got a command, whether or not its
+        proposal came in time; `features`: those of the root and the accepted nodes; None if the
+        target has kept them."""
         if self.reads is not None and features is None:
             self.keep_held(1 + len(accepted))
         elif self.reads is not None and features is not None:

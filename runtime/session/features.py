@@ -33,7 +33,7 @@ class FeatureRows:
         """Position of the next row; rows behind the draft's part of the log belong to the
         verdict."""
         self.recomputing = False
-        """True if the target computes features anew, for a draft that has joined."""
+        """True if the target recomputes features, for a draft that has joined."""
         self._root: list[Array] = []
 
     @property

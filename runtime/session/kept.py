@@ -29,8 +29,8 @@ class Kept:
     """Tokens that the worker may have in its log: a verdict may have had some behind the end of the
     reply."""
     owner: str = ""
-    """The owner of the request: nobody else goes on from it, or learns how much of a prompt was
-    sent before."""
+    """The owner of the request: no other owner may continue from it, or learn how much of a prompt
+    was sent before."""
 
 
 def pack(tokens: Sequence[int]) -> bytes:

@@ -1,5 +1,5 @@
-"""Log-probabilities that a target sends: whether they are those that were asked for, and which of a
-prompt's the client has been told. Pure."""
+"""Log-probabilities from a target: checks them, and tracks which of a prompt's were sent to the
+client. Pure."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from dovetail.runtime.session.request import Request
 
 
 def check_logprobs(logprobs: Sequence[TokenLogprobs], tokens: int, request: Request) -> None:
-    """Raise `ProtocolError` unless these are the log-probabilities of so many tokens, or none if
-    none were asked for."""
+    """Raise `ProtocolError` unless these are the log-probabilities of this many tokens, or none if
+    none were requested."""
     expected = 0 if request.logprobs is None else tokens
     if len(logprobs) != expected or not _fit(logprobs, request):
         raise ProtocolError(
@@ -20,7 +20,7 @@ def check_logprobs(logprobs: Sequence[TokenLogprobs], tokens: int, request: Requ
 
 
 def _fit(logprobs: Sequence[TokenLogprobs], request: Request) -> bool:
-    """Return whether each has as many alternatives as were asked for, all of them tokens."""
+    """True if each has the requested number of alternatives, all of them tokens."""
     size = request.vocabulary_size
     most = min(request.logprobs or 0, size)
     return all(
@@ -36,7 +36,7 @@ class PromptScores:
         self._next = 1
         """Position of the next token whose score the target sends."""
         self.told = 1
-        """Position of the first token whose score the client has not been told."""
+        """Position of the first token whose score was not sent to the client."""
 
     def restart(self) -> None:
         """Expect the scores from the beginning on: another target reads the prompt."""
@@ -45,8 +45,8 @@ class PromptScores:
     def take(
         self, event: Scored, request: Request, *, expected: bool
     ) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
-        """Return the position and the scores that the client has not been told, None if it has been
-        told all. Raise `ProtocolError` unless the scores are `expected` and fit."""
+        """Return the position and the scores that were not sent to the client yet, or None. Raise
+        `ProtocolError` unless the scores are `expected` and fit."""
         stop = event.start + len(event.logprobs)
         if event.start < self._next:
             raise StaleError(

@@ -1,5 +1,5 @@
-"""The opening of a session: its workers read the token log. The target shows features of it, which
-the draft is fed, and scores of the prompt, which the client is told. Pure."""
+"""The opening of a session: its workers read the token log. The target returns features for the
+draft, and scores of the prompt for the client. Pure."""
 
 from dovetail.protocol.errors import ProtocolError, StaleError
 from dovetail.protocol.messages import Feed, Open, Prefilled, Refed, Scored
@@ -17,9 +17,9 @@ class OpeningSession(SessionState):
         return [*asks, self._open_draft(self.length, self.round)] if self.speculating else asks
 
     def base_refused(self, role: str) -> list[Action]:
-        """Have a worker read everything: it does not have what its session should have gone on
-        from. A draft that reads its target keeps the features of its base, so those of the same
-        positions are asked for as before."""
+        """Let a worker read everything, since it lacks the rows from which its session should have
+        continued. A draft that reads its target keeps the features of its base, so those of the
+        same positions are requested as before."""
         if role == "target":
             self.target_base = None
             return [self._open_target()]
@@ -37,8 +37,8 @@ class OpeningSession(SessionState):
         )
 
     def _open_target(self) -> Ask:
-        """Have the target read the log. It shows no features of what the draft has; behind that,
-        those of the root, which come with a verdict else."""
+        """Let the target read the log. It returns the features that the draft lacks, including
+        those of the root, which otherwise come with a verdict."""
         self._features.forget_root()
         features_from = None
         if self.draft_sync is not None and self.draft_sync.reads is not None:
@@ -52,13 +52,13 @@ class OpeningSession(SessionState):
         return Ask("target", command)
 
     def _open_draft(self, tokens: int, round: int) -> Ask:
-        """Have the draft read so many tokens of the log; `round`: the one that the token behind
-        them ends."""
+        """Let the draft read this many tokens of the log; `round`: the one that ended with the
+        token after them."""
         base = self.draft_sync.base if self.draft_sync is not None else None
         return Ask("draft", for_draft(self._open(tokens, round), base))
 
     def prefilled(self, event: Prefilled) -> list[Action]:
-        """The target has read a part of the log: features of what the draft has of it go on to the
+        """The target has read a part of the log: pass on the features of the draft's part to the
         draft."""
         waits = self.state is State.OPENING or self._features.recomputing
         if event.round != self.round or not waits:
@@ -95,8 +95,8 @@ class OpeningSession(SessionState):
         return []
 
     def scored(self, event: Scored) -> list[Action]:
-        """The target sends its log-probabilities of a part of the prompt; those of another target
-        are passed on as far as the first had not sent them."""
+        """The target sends its log-probabilities of a part of the prompt; those from another target
+        are passed on where the first had not sent them."""
         if self.state is not State.OPENING or event.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for scores of position {event.start}"

@@ -1,4 +1,4 @@
-"""Proposals of a draft worker: whether one is what was asked for. Pure."""
+"""Checks of a draft worker's proposals. Pure."""
 
 from dovetail.protocol.errors import ProtocolError, TreeError
 from dovetail.protocol.messages import MAX_CANDIDATES, Drafted
@@ -13,7 +13,7 @@ def read_proposal(event: Drafted, request: Request) -> TokenTree:
     nodes = len(tree)
     if nodes > request.most_nodes:
         raise TreeError(
-            f"a proposal of {nodes} nodes where at most {request.most_nodes} were asked for"
+            f"a proposal of {nodes} nodes where at most {request.most_nodes} were requested"
         )
     if len(event.scores) != nodes:
         raise ProtocolError(f"a proposal of {nodes} nodes with {len(event.scores)} scores")

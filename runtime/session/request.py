@@ -29,7 +29,7 @@ class Request:
     """The prompt as the prefix cache compares it; made with the request, when a millisecond does
     not matter."""
     most_nodes: int = field(init=False, repr=False)
-    """The most nodes of a tree; stored, since every round asks for them."""
+    """The most nodes of a tree; stored, since every round needs it."""
     most_levels: int = field(init=False, repr=False)
     """The most levels of a tree."""
     rejects: bool = field(init=False, repr=False)
@@ -43,8 +43,7 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Return the most tokens of prompt and reply together; there is a place for the first
-        token even if none is wanted."""
+        """Return the most tokens of prompt and reply together, at least one for the reply."""
         return len(self.prompt) + max(1, self.max_tokens)
 
     @property
@@ -82,8 +81,8 @@ class Request:
     def for_target(
         self, command: Open, base: Base | None, *, features_from: int | None, begun: bool
     ) -> Open:
-        """Return the command as the target gets it. `features_from`: the first position whose
-        features it shows, None if nobody reads them; `begun`: the reply has tokens already."""
+        """Return the command for the target. `features_from`: the first position whose features it
+        returns, None if no draft reads them; `begun`: the reply has tokens already."""
         own: dict[str, object] = {
             "logprobs": self.logprobs,
             "scored": self.scored and not begun,
@@ -108,7 +107,7 @@ def _going_on_from(base: Base) -> dict[str, object]:
 
 
 def base_of(command: Open) -> Base | None:
-    """Return what a session is told to go on from; None: from nothing."""
+    """Return the base from which a session continues, or None."""
     if command.base is None:
         return None
     return Base(command.base, command.kept, command.shared)

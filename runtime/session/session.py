@@ -4,9 +4,9 @@ The token log (`prompt + tokens`) is the only truth; a worker holds nothing that
 from it. A round asks the draft worker for a tree, the target worker for its verdict, and commits
 the accepted tokens and the bonus one by one. An end token, a stop string or the length limit cuts
 inside an accepted path, so the output does not depend on how many tokens a round brought. Then the
-session asks for its next round, which begins when it is told how to draft. What a draft reads of
-its target is handed on as it comes, the prompt's features by Feed and those of verdicts with the
-next Draft; nothing looks into it.
+session requests its next round, which begins with a plan for drafting. Features for a draft are
+passed on as they arrive, the prompt's by Feed and those of verdicts with the next Draft; they are
+opaque here.
 
 A session outlives its workers. Without its draft it goes on with the target alone, and it takes
 another draft between two rounds: that one reads the log, and its features if it reads the target,
@@ -100,7 +100,7 @@ class Session(OpeningSession):
 
     @property
     def may_draft(self) -> bool:
-        """Return whether the session's draft can be asked for a tree for the next round."""
+        """True if the session's draft is ready to draft the next round."""
         left = self.request.max_tokens - len(self.tokens)
         return self.draft_sync is not None and self.request.tree.gamma > 0 and left > 1
 
@@ -110,20 +110,19 @@ class Session(OpeningSession):
 
     @property
     def holding(self) -> bool:
-        """Return whether the target holds features that the draft has to read before it can be
-        asked."""
+        """True if the target has kept features that the draft must read before it can draft."""
         return self.draft_sync is not None and self.draft_sync.held > 0
 
     @property
     def scores(self) -> Sequence[float]:
-        """Return the scores of the nodes that the target is asked for, or was."""
+        """Return the scores of the nodes in the target's command."""
         return self.proposal.scores[: len(self.tree.tokens)] if self.proposal is not None else ()
 
     def _readable(self, item: VerifiedItem, features: Array | None) -> bool:
         """Return whether the features that came with a verdict, or came not, are what the draft
         needs to go on."""
         if self.draft_sync is None or self.draft_sync.reads is None:
-            return True  # those that were held for another draft concern nobody
+            return True  # rows kept for another draft are not needed
         if self._hold and features is None:
             return True
         rows = self.draft_sync.held + 1 + len(item.accepted)
@@ -143,8 +142,8 @@ class Session(OpeningSession):
         return self._verify(tree, event if self.request.rejects and tree else None)
 
     def sent(self, nodes: int) -> list[Action]:
-        """The first so many nodes of the proposal have gone to the target: the verdict is about
-        these."""
+        """Note how many nodes of the proposal, from the first on, were sent to the target: the
+        verdict is about these."""
         if nodes < len(self.tree.tokens):
             self.tree = self.tree.prefix(nodes)
         return []
@@ -208,9 +207,9 @@ class Session(OpeningSession):
     def next_round(
         self, plan: Plan | None, joining: Joining | None = None, hold: bool = False
     ) -> list[Action]:
-        """Begin the next round, drafted as in `plan`; None: not at all. `joining`: a draft that the
-        session gets now, and which this round does without; `hold`: a round without a draft whose
-        features the target holds, since the draft will not be asked soon."""
+        """Begin the next round, drafted by `plan`, or undrafted if that is None. `joining`: a draft
+        that the session gets now, not used in this round; `hold`: in this round without a draft the
+        target keeps the features, since no drafting is expected soon."""
         if self.state not in (State.READY, State.BETWEEN):
             raise RuntimeError(f"session {self.number} is {self.state.value}, not between rounds")
         if joining is not None:
@@ -241,8 +240,8 @@ class Session(OpeningSession):
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     def target_lost(self) -> list[Action]:
-        """Wait for another target. What the draft was asked for in this round it may do; nobody
-        waits for it, and none of it will be accepted."""
+        """Wait for another target. The draft may finish its command of this round; the result is
+        ignored."""
         self.state, self.tree, self._features.recomputing = State.WAITING, NO_TREE, False
         self._features.forget_root()
         return []
@@ -265,7 +264,7 @@ class Session(OpeningSession):
         return [] if self.state is State.DONE else self._finish("cancelled")
 
     def abandon(self) -> list[Ask]:
-        """Nobody waits for the reply any more: both workers forget the session."""
+        """The client has cancelled: both workers close the session."""
         return self._close(keep=False)
 
     def _close(self, *, keep: bool) -> list[Ask]:
@@ -283,7 +282,7 @@ class Session(OpeningSession):
         *,
         drafted: int,
     ) -> list[Action]:
-        """Append to the token log until something ends the reply, then stream and ask for the next
+        """Append to the token log until something ends the reply, then stream and request the next
         round."""
         begin = len(self.tokens)
         count, shown, reason = self.reply.read(tokens, self.request.max_tokens - begin)
@@ -301,8 +300,8 @@ class Session(OpeningSession):
         ]
 
     def _join(self, joining: Joining) -> list[Action]:
-        """Have a draft read the log up to the root, which is the first bonus that it hears of. This
-        round goes by without it."""
+        """Let a draft read the log up to the root, the first bonus that it gets. This round is not
+        drafted."""
         reads, base = joining.reads, joining.base
         self._ordered = False
         self.draft_sync = DraftSync(

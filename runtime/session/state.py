@@ -1,4 +1,4 @@
-"""The state of a session, and what can be said of it. Its events are in `session.py`. Pure."""
+"""The state of a session. Its events are in `session.py`. Pure."""
 
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
@@ -15,8 +15,8 @@ from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText
 
 NO_TREE = TokenTree()
 MAX_HELD_BYTES = 32 << 20
-"""Features that are kept for a draft that is not asked for anything; beyond that it is given up.
-They have to fit into one message."""
+"""The most features kept for a draft that gets no commands; beyond this the draft is closed. They
+must fit into one message."""
 
 
 class State(Enum):
@@ -48,7 +48,7 @@ class SessionState:
     fingerprint: str = ""
     """The fingerprint of its target."""
     draft_sync: DraftSync | None = None
-    """The part of the log that its draft has; None: there is no draft."""
+    """The part of the log that its draft has; None without a draft."""
     target_base: Base | None = None
     """The ended session that the target goes on from; as many tokens as the draft if that reads its
     target."""
@@ -59,17 +59,17 @@ class SessionState:
     by an earlier coordinator."""
     margins: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the tokens, if they were asked for."""
+    """Log-probabilities of the tokens, if requested."""
     moves: int = 0
     """Times that it went on on another target."""
     proposal: Drafted | None = None
-    """The proposal of this round; None if nothing was asked for."""
+    """The proposal of this round; None if none was requested."""
     ended: RoundFacts | None = None
-    """The round that has ended last, until somebody takes it."""
+    """The last round, until it is taken."""
     tree: TokenTree = NO_TREE
     """The tree that is being verified, or was."""
     _ordered: bool = False
-    """True if the draft was asked in this round."""
+    """True if the draft got a command in this round."""
     _hold: bool = False
     """True if the target is to hold the features of this round."""
     _prompt_read: bool = False
@@ -88,9 +88,9 @@ class SessionState:
     restored: int = field(init=False)
     """Tokens that an earlier coordinator had committed."""
     over: FinishReason | None = field(init=False, default=None)
-    """Why the reply had ended with these; None: it had not."""
+    """Why the reply ended with these tokens; None if it did not."""
     length: int = field(init=False)
-    """Tokens of the log; stored, since every round asks for it several times."""
+    """Tokens of the log; stored, since every round needs it several times."""
 
     def __post_init__(self, detokenizer: Detokenizer) -> None:
         self.restored = len(self.tokens)
@@ -107,7 +107,7 @@ class SessionState:
 
     @property
     def text(self) -> str:
-        """Return the text that the client has been told."""
+        """Return the text that was sent to the client."""
         return self.reply.shown
 
     @property
@@ -124,8 +124,8 @@ class SessionState:
 
     @property
     def to_brief(self) -> int:
-        """Return how many tokens the draft has to read before it can be asked, since it does not
-        have them from an ended session."""
+        """Return how many tokens the draft must read before it can draft, without those that it has
+        from an ended session."""
         if self.draft_sync is None:
             return 0
         return self.draft_sync.tokens - (
@@ -139,7 +139,7 @@ class SessionState:
 
     @property
     def unheard(self) -> bool:
-        """Return whether the client has been told nothing yet."""
+        """True if nothing was sent to the client yet."""
         return not self.tokens and self._scores.told == 1
 
     @property
@@ -175,11 +175,11 @@ class SessionState:
 
     @property
     def scores_told(self) -> int:
-        """Return how many tokens of the prompt the client has been told the scores of."""
+        """Return how many scores of the prompt were sent to the client."""
         return self._scores.told - 1
 
     def told_scores(self, tokens: int) -> None:
-        """Note that the client has been told the scores of so many tokens of the prompt."""
+        """Note that the scores of this many tokens of the prompt were sent to the client."""
         self._scores.told = 1 + tokens
 
     # -- for others --------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class SessionState:
         )
 
     def packed(self, tokens: int | None = None) -> bytes:
-        """Return so many tokens of the log, or all, as the prefix cache compares them."""
+        """Return this many tokens of the log, or all, as bytes for the prefix cache."""
         kept = self.tokens if tokens is None else self.tokens[: tokens - len(self.request.prompt)]
         return self.request.packed + pack(kept)
 
