@@ -103,8 +103,8 @@ class Client:
         """Ask for a completion of token ids, of text or of chat turns; returns the request's
         number, under which the replies come.
 
-        `sample`: which of several replies to the same prompt and seed; `owner`: whose request it
-        is; `end`: ids that end the reply, None: the target's; `vocabulary`: the digest of that
+        `sample`: which of several replies to the same prompt and seed; `owner`: the owner of the
+        request; `end`: ids that end the reply, None: the target's; `vocabulary`: the digest of that
         which `tokens` are of, where the target is to have no other. `logprobs`: tokens come with
         their log-probabilities and so many alternatives, `scored`: those of the prompt too, ahead
         of them. `record`: every round comes as a Recorded; `ahead`: whether drafting goes on while
@@ -153,7 +153,7 @@ class Client:
         return state
 
     def inquire(self) -> None:
-        """Ask for the coordinator's state, which comes as a Reported among the other replies."""
+        """Request the coordinator's state, which arrives as a Reported among the other replies."""
         self._send(Status(epoch=self.epoch))
 
     def describe(self) -> Described:
@@ -170,15 +170,15 @@ class Client:
         return self._wait_for(Seen)
 
     def swap(self, newcomer: int, old: int | None) -> int:
-        """Ask for a worker on standby to be put in place, of another or beside those that are
-        there; both are named by their epochs. The request's number."""
+        """Request that a worker on standby replaces another or joins the present ones; both are
+        named by their epochs. Return the request's number."""
         self._requests += 1
         self._send(Swap(epoch=self.epoch, request=self._requests, newcomer=newcomer, old=old))
         return self._requests
 
     def dismiss(self, worker: int, *, last: bool = False) -> int:
-        """Ask for a worker to be let go, named by its epoch; `last`: also the last target. The
-        request's number."""
+        """Request that a worker, named by its epoch, is dismissed; `last`: also the last target.
+        Return the request's number."""
         self._requests += 1
         self._send(Dismiss(epoch=self.epoch, request=self._requests, worker=worker, last=last))
         return self._requests
@@ -186,8 +186,8 @@ class Client:
     def changed(
         self, request: int, say: Callable[[str], None] = lambda _: None
     ) -> Swapped | Dismissed:
-        """Wait until a change of workers is over; `RequestError` if it failed. `say` hears how far
-        it has come."""
+        """Wait until a change of workers is over; `RequestError` if it failed. `say` is called with
+        its progress."""
         while True:
             reply = self.receive(None)
             if isinstance(reply, Progressed) and reply.request == request:
@@ -197,7 +197,7 @@ class Client:
             elif isinstance(reply, Failed) and reply.session in (request, None):
                 raise RequestError(reply.code, reply.text)
             elif reply is None:
-                raise LinkClosed("the coordinator says nothing of a change of workers")
+                raise LinkClosed("the coordinator does not report the change of workers")
 
     def replies(self, timeout_s: float | None = None) -> Iterator[Reply]:
         """Replies as they come; ends when none came within the timeout."""
@@ -205,7 +205,7 @@ class Client:
             yield reply
 
     def receive(self, timeout_s: float | None = None) -> Reply | None:
-        """The next reply; None if none comes in time. A repeated Welcome only asks whether we are
+        """The next reply; None if none comes in time. A repeated Welcome only checks that we are
         still here."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:

@@ -1,4 +1,4 @@
-"""Calibration: how many tokens a session's proposals bring, beside what their scores say.
+"""Calibration: how many tokens a session's proposals bring, compared with their scores.
 
 The scores of a proposal are log-probabilities of paths, so the sum of their exponentials is the
 number of its nodes that are expected to be accepted. A draft may be too sure of itself, or not sure

@@ -22,12 +22,12 @@ from dovetail.runtime.costs.averages import add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
 CONTROLS = (0, 8, 32)
-"""Rounds of a pair before which the target's pass over a single row is measured, as often as they
-are many, where no profile tells it."""
+"""Without a profile, the target's pass over a single row is measured after these numbers of a pair's
+rounds."""
 EMPTY = 4
 """Proposals of nothing in a row after which what was learned of the draft is doubted."""
 RESTING = 16
-"""Rounds without an order after so many, where other sessions wait for the draft meanwhile."""
+"""Rounds without a command after that, if other sessions wait for the draft."""
 STALE = 0.95
 """tau of a head that grows ahead over that of one that does not: what is below the new root was
 guessed from guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and
@@ -50,8 +50,8 @@ class Controller:
         say: Callable[[str], None],
         drawn: bool = False,
     ) -> None:
-        """`ahead`: None if it is to be found out; `say` hears of every decision; `drawn`: the reply
-        depends on what is drafted, and so on no clock."""
+        """`ahead`: None to find out by trial; `say` is called with every decision; `drawn`: the
+        reply depends on the drafts, so decisions must not depend on a clock."""
         self._number, self._greedy, self._ahead, self._say = number, greedy, ahead, say
         self._fixed = tree.insist or drawn
         self._now = Situation(pair, costs)
@@ -69,7 +69,7 @@ class Controller:
     # -- with whom, and beside whom ----------------------------------------------------------------
 
     def work_with(self, pair: Pair | None, costs: PairCosts) -> None:
-        """Go on with these workers: what rounds brought with others says nothing of them."""
+        """Continue with these workers, without the statistics of others."""
         self._now.pair, self._now.costs = pair, costs
         self._own = (
             OnOff(pair.experiences[self._greedy]) if pair is not None and not self._fixed else None
@@ -173,8 +173,8 @@ class Controller:
     # -- before the first round: the prompt --------------------------------------------------------
 
     def awaits_draft(self, context: int, tokens: int) -> bool:
-        """Return whether a session waits until the draft has read a prompt of which the target read
-        so many tokens: it does if the first round without the draft would cost more."""
+        """True if a session should wait until the draft has read a prompt, of which the target read
+        this many tokens: that is if the first round without the draft would cost more."""
         pair = self._now.pair
         if self._own is None or pair is None:
             return False
@@ -197,7 +197,7 @@ class Controller:
         self._now.costs.draft.observe_all(event.passes)
 
     def prompt_read(self, tokens: int, seconds: float) -> None:
-        """Learn how long the draft took to read so many tokens of a prompt, or of a log."""
+        """Learn how long the draft took to read this many tokens of a prompt or log."""
         if self._now.pair is not None:
             self._now.pair.costs.prompts.add(tokens, seconds)
 
@@ -212,8 +212,8 @@ class Controller:
     # -- before a round ----------------------------------------------------------------------------
 
     def begin_round(self, load: Load) -> bool:
-        """Begin a round at this load, since rounds at another level say nothing of it. Return
-        whether it may be drafted."""
+        """Begin a round at this load; each level has its own statistics. Return whether the round
+        may be drafted."""
         now = self._now
         changed, now.load = load.level != now.load.level, load
         if changed:
@@ -278,8 +278,8 @@ class Controller:
         return not (target.seen(1) >= due or (target.known and pair.controls >= due))
 
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
-        """Predict the round whose nodes of these scores are verified in a pass of so many rows,
-        behind `context` tokens in the mean of all who share it."""
+        """Predict the round whose nodes of these scores are verified in a pass of this many rows,
+        with a mean context of `context` tokens."""
         begun, costs, pair = self.begun, self._now.costs, self._now.pair
         begun.nodes = nodes = sum(map(exp, scores))
         begun.expected = None
@@ -357,7 +357,7 @@ class Controller:
         self._tell(words)
 
     def _tell(self, words: str | None) -> None:
-        """Say what was decided for this session, if anything was."""
+        """Report a decision for this session, if there was one."""
         if words is not None:
             self._say(f"session {self._number}, {self._names}: {words}")
 

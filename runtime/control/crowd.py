@@ -17,11 +17,10 @@ FAR = 0.25
 CARE_OF_A_TRY = 2.0
 """The most with which drafting is tried again."""
 BEHIND = 0.97
-"""Share of the rate without drafting below which a session beside others suffers from what these
-draft."""
+"""Share of the rate without drafting below which a session suffers from the drafting of others."""
 LEAST_HOPE = 0.1
-"""Tokens a round that drafting beside other sessions has to bring, where text is predictable and at
-known costs, to be tried."""
+"""Tokens a round that drafting with several sessions must bring, for predictable text and at known
+costs, to be tried."""
 
 
 class Crowd:
@@ -54,8 +53,8 @@ class Crowd:
         return expected_s * self._slowdown
 
     def compare(self, costs: PairCosts) -> None:
-        """Compare rounds without drafting with what is expected of them by now: passes over so many
-        rows may have become known after they were counted."""
+        """Compare rounds without drafting with their present prediction: the costs of their passes
+        may have become known after they were counted."""
         expected_s = costs.alone_s(context=self._context.value, rows=round(self._rows.value))
         if self._undrafted.known and expected_s > 0.0:
             slowdown = self._undrafted.value / expected_s

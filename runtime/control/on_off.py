@@ -1,8 +1,8 @@
 """Drafting on and off: what pays, from rounds as they were.
 
 `OnOff` turns drafting off when it loses against the target alone, and tries it again now and then;
-`Experience` is what the sessions of a pair have learned of that together. Rounds are told in tokens
-and seconds; what is decided comes back as a sentence. Pure: no clock, no messages.
+`Experience` is what the sessions of a pair have learned together. Rounds are given in tokens and
+seconds; a decision is returned as a sentence. Pure: no clock, no messages.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LOSS_OF_A_WINNER = 6.0
 """Rounds that it may lose if drafting has paid for long: then a run of misses is likely to be
 chance."""
 MOST_LOSS_OF_A_WINNER = 2.5
-"""Rounds that a single one may lose: a machine that stood still for a while says nothing of
+"""The most that a single round may lose, in rounds: a pause of the machine is no evidence about
 drafting."""
 LATE = 1.5
 """Rounds that a late proposal counts as lost, in addition to its wait; more tend to follow."""
@@ -33,8 +33,7 @@ MOST_ALLOWANCE = 30.0
 TRY_GAIN, TRY_LOSS = 1.5, 1.0
 """Rounds of the target alone by which a try is won or lost before it is over."""
 LEAST_TRY, MOST_TRY = 3, 8
-"""Rounds of a try, beside the first, which catches up with what was said meanwhile and does not
-count."""
+"""Rounds of a trial after the first, in which the draft catches up and which does not count."""
 TRY_ROUNDS = 2
 """Rounds that a try which fails is thought to need."""
 TRY_MARGIN = 1.03
@@ -44,8 +43,8 @@ HOPELESS = 256
 """Rounds without drafting after which it is tried though known costs let nothing pay, or nothing
 was drafted after the last try; doubled like `FIRST_TRY` by every such try that fails."""
 FIRST_OF_MANY = 2
-"""Rounds without drafting before it is first tried where several sessions run: so many tell what a
-pass over their roots takes."""
+"""Rounds without drafting before its first trial with several sessions: they measure a pass over
+their roots."""
 WORTH_OF_MANY = 1.02
 """Factor by which drafting has to be better where several sessions run."""
 BARREN = 8
@@ -72,7 +71,7 @@ class Experience:
     """Why drafting last stopped, to follow "because"; empty if it never did."""
     granted: bool = False
     hopeless: int = 0
-    """Tries in a row that failed as known costs had said, or after which nothing was drafted."""
+    """Consecutive trials that failed as predicted from known costs, or that drafted nothing."""
     fruitless: bool = False
     """True if nothing was drafted after the last of them."""
     token_s: float | None = None
@@ -133,14 +132,12 @@ class OnOff:
     """On, off or trying, for one session, or for all sessions that run at once."""
 
     def __init__(self, experience: Experience, *, many: bool = False) -> None:
-        """`many`: it is told the rounds of several sessions that run at once, and begins without
-        drafting, which has yet to show that it pays."""
+        """`many`: for the rounds of several sessions at once; it begins without drafting."""
         self._experience, self._many = experience, many
         self.state: Literal["on", "off", "try"] = "off" if experience.losing or many else "on"
         self.drafting = self.state != "off"
         self.era = 0
-        """Counts the changes of state: a round that began before one says nothing of what is
-        now."""
+        """Counts the changes of state: rounds that began before the last one do not count."""
         self._before: Literal["on", "off", "try"] = self.state
         """The state of the era before."""
         self._rounds = 0.0
@@ -152,7 +149,7 @@ class OnOff:
         self._compared = Compared()
         """On: the rounds in which `_balance` was lost. Trying: the rounds that count."""
         self._tried = self._doubted = False
-        """`_doubted`: the try in hand is made against what known costs say."""
+        """`_doubted`: the present trial is made although known costs predict a loss."""
         self._cost_s = 0.0
         """Time that the try in hand has cost."""
         self._worst_s = 0.0
@@ -208,12 +205,12 @@ class OnOff:
         before_s: float = 0.0,
         worth_trying: Callable[[], bool] = lambda: True,
     ) -> str | None:
-        """Count a round without drafting. Return in words what follows, None if nothing does. Of
-        several sessions in a pass one has its round told.
+        """Count a round without drafting. Return a decision in words, or None. Of several sessions
+        in a pass one counts its round.
 
-        `before_s`: what drafts would take to read prompts before a try. `worth_trying`: whether
-        known costs let a try pay. What they were taken from may have changed since, so a try is
-        made after `HOPELESS` rounds all the same.
+        `before_s`: what drafts would take to read prompts before a try. `worth_trying`: whether a
+        trial can pay at known costs. They may be out of date, so a trial is made after `HOPELESS`
+        rounds in any case.
         """
         self._experience.earn(seconds, alone_s, before_s=before_s)
         if self.state != "off":
@@ -287,9 +284,9 @@ class OnOff:
         return self._stop(alone_s, fruitless=fruitless)
 
     def beside_prompts(self, tokens: float, seconds: float, alone_s: float) -> str | None:
-        """Count a round with drafting in which prompts were read. It says nothing of drafting
-        without them; where such rounds lose, drafting pauses until none are read, since the pass
-        with the prompt waits for the draft. Return that in words, None if nothing follows."""
+        """Count a round with drafting in which prompts were read. It is no evidence for rounds
+        without them. If such rounds lose, drafting pauses until no prompts are read, since the pass
+        with the prompt waits for the draft. Return a decision in words, or None."""
         if self.state == "off" or alone_s <= 0.0:
             return None
         self._beside = max(0.0, self._beside + seconds / alone_s - tokens)
@@ -344,8 +341,8 @@ class OnOff:
         return None
 
     def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
-        """Count a round in which drafts read prompts, which says nothing of drafting: what it cost,
-        drafting has cost, or a try of it."""
+        """Count a round in which drafts read prompts, which is no evidence about drafting; its cost
+        is charged to drafting or to the trial."""
         cost_s = max(0.0, seconds - tokens * alone_s) / among
         if self.state == "try":
             self._cost_s += cost_s

@@ -45,8 +45,8 @@ class Pair:
     )
     """Experience of sessions that run alone, by whether they are greedy."""
     crowds: dict[tuple[bool, tuple[int, int]], Crowd] = field(default_factory=dict)
-    """Experience of sessions that run beside others, by whether they are greedy and by the level of
-    their load."""
+    """Experience of concurrent sessions, by whether they are greedy and by the level of their
+    load."""
     trial: AheadTrial = field(default_factory=AheadTrial)
     rounds: int = 0
     """Rounds with a draft."""
@@ -90,8 +90,7 @@ class Pair:
         return self.crowds[key]
 
     def learn(self, done: Round, drafted: Drafted, seconds: float) -> None:
-        """Learn from a round that was drafted, and took so many seconds without the wait for its
-        target."""
+        """Learn from a drafted round, and its seconds without the wait for its target."""
         times, costs = done.times, self.costs
         costs.draft.observe_all(drafted.passes)
         told = [

@@ -61,7 +61,7 @@ class Situation:
     costs: PairCosts
     load: Load = ALONE
     crowd: Crowd | None = None
-    """Experience of the sessions that run beside each other at this load; None: it runs alone."""
+    """Experience of the concurrent sessions at this load; None for a single session."""
     on_off: OnOff | None = None
     """Decides whether the session is drafted for; None: every round is drafted."""
 
@@ -85,17 +85,16 @@ class Pricing:
             self._tokens, self._seconds = self._tokens + its_tokens, self._seconds + its_seconds
 
     def forget(self) -> None:
-        """Forget the session's rounds: they say nothing of what comes now."""
+        """Forget the session's rounds, which no longer apply."""
         self._recent.clear()
         self._tokens = self._seconds = 0.0
 
     # -- what a second is worth --------------------------------------------------------------------
 
     def rate(self, context: int) -> float:
-        """Return what a second is worth, in tokens; 0 if nothing is known.
-
-        It is the rate of late, but beside other sessions not less than that without any drafting: a
-        second that is wasted is wasted for all of them.
+        """Return the worth of a second in tokens; 0 if nothing is known. It is the recent rate, but
+        with other sessions at least the rate without any drafting: a wasted second is wasted for
+        all of them.
         """
         now, rate = self._now, self.rate_of_late(context)
         if now.load.alone or (alone_s := self.alone_s(context)) <= 0.0:
@@ -186,8 +185,8 @@ class Pricing:
         return max(1, min(self._depth, ceil(log(level_s / alone_s) / log(SURE))))
 
     def hope(self, context: int) -> float:
-        """Return the tokens a round that drafting beside other sessions may bring above its cost,
-        where text is predictable."""
+        """Return the tokens a round that drafting with other sessions may gain above its cost, for
+        predictable text."""
         return self._hope(context)[1]
 
     def _hope(self, context: int) -> tuple[int, float]:
@@ -209,8 +208,8 @@ class Pricing:
         return levels, gain - levels * price - costs.orders_s(draft) / alone_s
 
     def reading_s(self, tokens: int) -> float:
-        """Return how long the target waits while its draft reads so many tokens: not at all where
-        they share no device, nor where nothing is known of it."""
+        """Return how long the target waits while its draft reads this many tokens; 0 if they share
+        no device, or nothing is known."""
         pair = self._now.pair
         if pair is None or not tokens or not pair.shared:
             return 0.0
@@ -226,7 +225,7 @@ class Pricing:
         alone_s = self._now.costs.alone_s(context=pair.context, rows=load.target)
         drafted_s = on_off.token_s
         slower = load.alone and drafted_s is not None and drafted_s >= alone_s
-        if on_off.state == "try" or slower:  # only rounds with a draft tell whether it is still
+        if on_off.state == "try" or slower:  # only rounds with a draft show whether it is still
             drafted_s = HOPED_GAIN * alone_s
         if reading_s is None or drafted_s is None or alone_s <= 0.0:
             return True
@@ -236,8 +235,8 @@ class Pricing:
 
 
 def least_probability(rate: float, seconds: Callable[[int], float], rows: int, most: int) -> float:
-    """Return how likely a node has to be for its row to pay, in a pass of about so many rows that
-    has room for `most`: the least price of a row from there on.
+    """Return how likely a node must be for its row to pay, in a pass of about this many rows with
+    room for `most`: the least price of a row from there on.
 
     `seconds(M)`: of a pass over M rows, up to most + 1.
     """
@@ -278,7 +277,7 @@ def cut(
 
 
 def _best(gains: Iterator[float], base: int, rate: float, seconds: Callable[[int], float]) -> int:
-    """Return how many nodes to take of those that bring these tokens, beside `base` rows."""
+    """Return how many nodes of these expected tokens to take, in addition to `base` rows."""
     best, most, expected = 0, -rate * seconds(base), 0.0
     for taken, gain in enumerate(gains, 1):
         expected += gain

@@ -56,7 +56,7 @@ class Round:
     drafted: Drafted | None
     """The proposal; None if none was asked for."""
     other_rows: int = 1
-    """Rows of the pass beside the drafted nodes: the root, and all rows of other sessions."""
+    """Rows of the pass without the drafted nodes: the root, and all rows of other sessions."""
     load: Load = ALONE
     """The load when it ended."""
     disturbed: bool = False

@@ -27,9 +27,9 @@ class Liveness:
     """The liveness of one worker."""
 
     owed: Mapping[int, Owed] = field(default_factory=dict)
-    """When the last probe left."""
+    """What it owed when the last probe was sent."""
     sent_ns: int = -1
-    """When that was."""
+    """Time of that probe; -1 before the first."""
     silent_ns: int = 0
     """Its silence since the probe; 0 again with its next message."""
 

@@ -1,1 +1,1 @@
-"""The HTTP API: an OpenAI-shaped face for a client of the coordinator, in a process of its own."""
+"""The HTTP API, which is OpenAI-compatible: a client of the coordinator in a separate process."""

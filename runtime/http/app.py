@@ -23,7 +23,7 @@ from dovetail.runtime.http.guard import OPEN_PATHS, App, Guard, shared
 from dovetail.runtime.http.service import Service, json_response
 
 BEARER = HTTPBearer(scheme_name="key", auto_error=False)
-"""The API key, for the document alone: the guard has read it before a route is asked."""
+"""The API key, for the document alone: the guard has checked it before a route is called."""
 
 
 def open_app(service: Service) -> App:
@@ -78,20 +78,19 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/chat/completions/{name}", **documented("chat_again"))
     async def chat_again(name: str, request: Request, stream: bool | None = None) -> Response:
-        """The reply to a conversation once more, by the id of the response, as long as the journal
-        has it; streamed, behind what the header Last-Event-ID says that the client has. With that
-        header it is streamed unless `stream` is false."""
+        """The reply to a conversation again, by the id of the response, as long as the journal has
+        it; as a stream, after the part that the header Last-Event-ID gives. With that header it is
+        streamed unless `stream` is false."""
         return await service.resume(name, request, stream=_streamed(stream, request))
 
     @app.get("/v1/completions/{name}", **documented("text_again"))
     async def text_again(name: str, request: Request, stream: bool | None = None) -> Response:
-        """The continuation of a text once more, as of a conversation."""
+        """The continuation of a text again, as for a conversation."""
         return await service.resume(name, request, stream=_streamed(stream, request))
 
 
 def _streamed(asked: bool | None, request: Request) -> bool:
-    """Return whether a client that comes back gets a stream: one that has had a part of it wants
-    the rest of it, unless it says otherwise."""
+    """True if a returning client gets a stream: by default if it has received a part of one."""
     return bool(request.headers.get("last-event-id")) if asked is None else asked
 
 
@@ -184,7 +183,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _no_object(request: Request, error: Any) -> str:
-    """Return why there are no fields: curl's -d has a header of its own, which is no JSON's."""
+    """Return why there are no fields: curl's -d sends another Content-Type than JSON's."""
     kind = request.headers.get("content-type", "")
     if "json" in kind and error["type"] == "json_invalid":
         return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"

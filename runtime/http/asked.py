@@ -1,5 +1,5 @@
-"""Requests to the coordinator, each with who is told of it and what has been told; questions to it;
-and the target that requests are decoded with."""
+"""Pending requests to the coordinator, each with its receiver and what was delivered; pending
+queries; and the target of requests."""
 
 import asyncio
 from collections import deque
@@ -39,8 +39,8 @@ class Target:
         return self.described.limits.context
 
     def name(self, known: Mapping[str, str]) -> str:
-        """Return its own name: that of a folder says nothing of where it is. `known`: names of
-        folders by the ends of their paths."""
+        """Return its name, which for a folder does not reveal the path. `known`: names of folders
+        by the ends of their paths."""
         own = self.described.model
         if not own.startswith(("/", "./", "../", "~")):
             return own
@@ -55,10 +55,10 @@ class Asked:
     submit: Submit
     tell: Callable[[Told], None]
     told: ToldPart
-    """The part of its reply that has been told."""
+    """The part of its reply that was delivered."""
 
     def count(self, reply: Emitted | PromptScored) -> None:
-        """Note what is told."""
+        """Note what is delivered."""
         self.told = self.told.after(reply)
 
     @property
@@ -77,13 +77,13 @@ class Questions:
         return len(self._waiting)
 
     def expect(self, kind: type[A]) -> asyncio.Future[A]:
-        """Return the future of an answer of this kind to a question that is asked now."""
+        """Return a future for the answer of this kind to a query that is sent now."""
         answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting.append((kind, answer))
         return answer
 
     def answered(self, reply: Described | Reported | Seen | Recalled) -> None:
-        """Give the answer to the first question, if it is of its kind and somebody still waits."""
+        """Resolve the first query, if it expects this kind and its caller still waits."""
         if not self._waiting:
             return
         kind, answer = self._waiting.popleft()

@@ -1,8 +1,6 @@
-"""The bodies that HTTP clients send: OpenAI's, with what vLLM's clients add. They say what may be
-asked for; `orders.py` knows what that means for a target.
-
-Fields that are not served here are refused unless they ask for nothing, and so are fields that
-nobody knows (`fields.py`).
+"""The bodies of HTTP requests: OpenAI's, with vLLM's additions. `orders.py` turns them into
+requests to the coordinator. Unsupported and unknown fields are refused, unless their value has no
+effect (`fields.py`).
 """
 
 import json
@@ -82,7 +80,7 @@ class Body(BaseModel):
 
     @classmethod
     def _is_read(cls, _body: dict[str, Any]) -> bool:
-        """Return whether fields that nobody knows are the first thing to be told."""
+        """True if unknown fields are the first error to report."""
         return True
 
 
@@ -91,7 +89,7 @@ class StreamOptions(Body):
     benign = frozenset({"include_obfuscation"})
 
     include_usage: bool = Field(
-        False, description="a last chunk says how many tokens were read and written"
+        False, description="a last chunk has the numbers of tokens read and written"
     )
     continuous_usage_stats: bool = Field(False, description="every chunk does")
 
@@ -103,7 +101,7 @@ class Wishes(Body):
     benign = frozenset()
 
     drafted: bool = Field(
-        False, description="each streamed choice says which of its tokens the draft had proposed"
+        False, description="each streamed choice marks the tokens that the draft had proposed"
     )
     speculate: bool = Field(True, description="false: the target alone decodes this request")
     event_ids: bool = Field(
@@ -127,7 +125,7 @@ class Decoding(Body):
         None, max_length=512, description="name of the served model; left out: that one"
     )
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None, description="replies to each prompt, each with noise of its own"
+        None, description="replies to each prompt, each with its own noise"
     )
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None, description="served only if it equals n"
@@ -166,7 +164,7 @@ class Decoding(Body):
         biases = body.get("logit_bias") if isinstance(body, dict) else None
         if (
             isinstance(biases, dict) and len(biases) > MAX_BIASES
-        ):  # told before each of them is complained of
+        ):  # reported before each of them is validated
             raise ApiError(
                 400,
                 f"logit_bias has {len(biases)} entries: name at most {MAX_BIASES}",
@@ -290,7 +288,7 @@ class ChatBody(Decoding):
         None, description="each token comes with its natural log-probability"
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(
-        None, description="likeliest tokens beside it; needs logprobs"
+        None, description="likeliest alternatives of each token; needs logprobs"
     )
     chat_template_kwargs: TemplateValues | None = None
 

@@ -1,10 +1,7 @@
-"""The dashboard: one page at `/`, and what it asks again and again, as does `dovetail top` over
-HTTP.
-
-Nobody looks, nothing is asked: the coordinator is asked when somebody asks here, and at most twice
-a second however many pages are open. The page is plain files that lie beside this one; they hold
-nothing that needs a key, and ask for it. What they may do in a browser is said in their headers:
-nothing from elsewhere, no script in the text, and no text taken for HTML.
+"""The dashboard: one page at `/`, and the state that it and `dovetail top` poll over HTTP. The
+coordinator is queried only on such a poll, and at most twice a second however many pages are open.
+The page is plain static files without secrets; it asks the user for the key. Its headers allow
+nothing from elsewhere and no inline script, and forbid MIME sniffing.
 """
 
 import asyncio
@@ -29,10 +26,9 @@ Shown = Literal["full", "anonymous", "off"]
 EVERY_S = 1.0
 """Seconds between two requests of a page."""
 FRESH_S = 0.5
-"""Seconds for which an answer is told to others who ask, too."""
+"""Seconds for which an answer is cached."""
 MOST_LOOKS = 8
-"""Messages that are read at most to hear of what has happened since the last time; the rest comes
-with the next request."""
+"""The most messages read for one update; the rest comes with the next request."""
 STATE_PATH = "/dashboard/state"
 FOLDER = Path(__file__).parent / "page"
 TYPES = {
@@ -69,7 +65,7 @@ def page_files() -> dict[str, tuple[str, bytes]]:
 
 
 class Watch:
-    """Asks the coordinator what it sees, for all who look."""
+    """Queries the coordinator for all viewers."""
 
     def __init__(
         self,
@@ -80,8 +76,8 @@ class Watch:
         called: Callable[[str], str],
         about: Mapping[str, Any],
     ) -> None:
-        """`name`: under which a target is served; `called` returns how a worker's model is called;
-        `about`: what is told of this server."""
+        """`name`: the served name of a target; `called` returns the name of a worker's model;
+        `about`: facts about this server."""
         self._gateway, self._shown, self._name, self._about = gateway, shown, name, about
         self._called = called
         self._live_stats = LiveStats()
@@ -89,7 +85,7 @@ class Watch:
         self._hearing = asyncio.Lock()
 
     async def picture(self, session: int | None) -> bytes:
-        """All that is shown, as JSON; `ApiError` if nobody is there to ask."""
+        """The whole state, as JSON; `ApiError` without a coordinator."""
         async with self._hearing:
             if asyncio.get_running_loop().time() - self._heard_s >= FRESH_S:
                 await self._hear()
@@ -125,7 +121,7 @@ def _spelt(target: Target, token: int) -> str:
 
 
 def add_dashboard(app: FastAPI, watch: Watch) -> None:
-    """The routes of the page and of what it asks; none of them is part of the API."""
+    """The routes of the page and of its state; none of them is part of the API."""
     for path, (kind, content) in page_files().items():
         about = {"content-type": kind, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}
         app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(
@@ -142,7 +138,7 @@ def add_dashboard(app: FastAPI, watch: Watch) -> None:
 
 
 def _serve(content: bytes, about: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers with a file, or says that it is still the same."""
+    """A route that returns a file, or 304 if it has not changed."""
     headers = {**HEADERS, **about, "cache-control": "no-cache"}
 
     async def serve(request: Request) -> Response:

@@ -1,9 +1,7 @@
-"""One HTTP request while it is decoded: what the coordinator says of its replies comes in here, in
-order, and whoever writes the answer takes it out.
-
-It ends with the last reply, with an error, or because nobody waits for it any more; however it
-ends, the coordinator is told at once of what still runs. A full queue refuses it if it takes none
-of its replies; else those without a place are asked for again as others end.
+"""One HTTP request while it is decoded: a queue of the coordinator's messages about its replies, in
+order, which the writer of the response reads. It ends with the last reply, with an error, or when
+the client disconnects; replies that still run are then cancelled at once. A full queue refuses it
+if none of its replies has a place; else the others are submitted again as earlier ones end.
 """
 
 import asyncio
@@ -24,7 +22,7 @@ the target."""
 
 
 class Gone(Exception):
-    """The client has gone: nobody reads the answer."""
+    """The client has disconnected."""
 
 
 class WrongVocabulary(Exception):
@@ -40,7 +38,7 @@ class Run:
         self._gateway = gateway
         self._order: Order | None = None
         self._next = 0
-        """The number of the first reply that has not been asked for."""
+        """The number of the first reply that has not been submitted."""
         self._numbers: dict[int, int] = {}
         """Reply -> number of its request with the coordinator, while it runs."""
         self._refused: deque[int] = deque()
@@ -53,7 +51,7 @@ class Run:
 
     async def begin(self, order: Order, within_s: float | None = None) -> None:
         """Request the replies and wait at most `within_s` seconds for the first message;
-        `WrongVocabulary` if the prompt has to be tokenized again."""
+        `WrongVocabulary` if the prompt must be tokenized again."""
         self._order, self._next = order, 0
         self._ask()
         with suppress(TimeoutError):
@@ -130,7 +128,7 @@ class Run:
         return True
 
     def _ask_more(self) -> None:
-        """Ask for the first reply that was put off, or for further ones."""
+        """Submit the first deferred reply, or further ones."""
         try:
             if self._refused and self._order is not None:
                 self._submit(self._order, self._refused.popleft())
@@ -159,6 +157,6 @@ class Run:
 
 
 def ended_early() -> ApiError:
-    """Return what is said of a reply that the coordinator cancelled, which it does only when it
+    """Return the error for a reply that the coordinator cancelled, which it does only when it
     ends."""
     return unavailable("the coordinator has ended: try again once another is running")

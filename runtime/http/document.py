@@ -30,9 +30,9 @@ STATUSES = {
     404: "There is no such model, or no reply with this id that is known to this client.",
     413: "The body is too large.",
     415: "The Content-Encoding of the body is not supported.",
-    429: "The queue is full; `Retry-After` says when to try again.",
+    429: "The queue is full; `Retry-After` has the seconds to wait.",
     500: "The server failed.",
-    503: "There is no coordinator or no target; `Retry-After` says when to try again.",
+    503: "There is no coordinator or no target; `Retry-After` has the seconds to wait.",
     504: "The request took longer than http.deadline_s.",
 }
 RETRY_AFTER = {"Retry-After": {"description": "Seconds until then.", "schema": {"type": "integer"}}}
@@ -67,7 +67,7 @@ STREAMED: Mapping[str, type[BaseModel]] = {
     "chat_again": ChatEvent,
     "text_again": TextEvent,
 }
-"""Route -> the server-sent events that it answers with where a stream is asked for."""
+"""Route -> the server-sent events of its streams."""
 SCHEMAS = "#/components/schemas/{model}"
 """The place of a model's schema in the document."""
 
@@ -101,8 +101,8 @@ def documented(name: str) -> dict[str, Any]:
 
 
 class Documented(FastAPI):
-    """An app whose document has the two things that no parameter of FastAPI says: the events of
-    routes that answer whole or streamed, and that a wrong field is answered with 400, not 422."""
+    """An app whose document has two things that FastAPI's parameters cannot express: the events of
+    routes that answer whole or streamed, and status 400, not 422, for a wrong field."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is not None:

@@ -1,5 +1,4 @@
-"""Errors as HTTP clients are told of them: OpenAI's error object and the status that goes with it.
-Knows no framework."""
+"""Errors for HTTP clients: OpenAI's error object and its status. Independent of the framework."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -100,7 +99,7 @@ def not_served(method: str, path: str) -> ApiError:
 
 
 def unavailable(why: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """503: nobody is there to do it; somebody may be soon."""
+    """503: a coordinator or target is missing, perhaps not for long."""
     return ApiError(503, why, code="unavailable", retry_after_s=retry_after_s)
 
 
@@ -127,7 +126,7 @@ def of_failure(failed: Failed) -> ApiError:
         case "no_target":
             text = (
                 "there is no target worker: if one is starting, try again once it has loaded "
-                "its model; /readyz tells when"
+                "its model; /readyz reports when"
             )
             return unavailable(text, retry_after_s=RESTART_S)
         case "worker_lost":

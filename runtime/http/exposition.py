@@ -1,9 +1,7 @@
-"""The metrics at /metrics, in Prometheus's text form: under names of our own, and, where existing
-dashboards and benchmarks look for them, under vLLM's.
-
-What the coordinator counts comes from its answer to Status, once a scrape; what only this process
-sees - the times that clients wait - is observed here. The only door to `prometheus_client`, with a
-registry of its own.
+"""The metrics at /metrics, in Prometheus's text format: under our names, and under vLLM's where
+existing dashboards and benchmarks expect them. The coordinator's counters come from its answer to
+Status, once a scrape; the latencies of clients are observed in this process. The only import of
+`prometheus_client`, with a private registry.
 """
 
 import time
@@ -136,7 +134,7 @@ class Watch:
     last_s: float | None = None
 
     def tokens(self, count: int) -> None:
-        """So many tokens of the reply have come."""
+        """Count tokens of the reply."""
         now_s = time.monotonic()
         if self.last_s is None:
             self.first.observe(now_s - self.began_s)
@@ -247,18 +245,18 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield _gauge("dovetail_sessions", "Requests that are being decoded.", reported.sessions)
     yield _gauge(
         "dovetail_waiting_sessions",
-        "Requests whose target was lost, and that wait for another.",
+        "Requests whose target was lost and that wait for another.",
         totals.waiting,
     )
     yield _gauge(
-        "dovetail_kept_sessions", "Ended conversations whose caches are held.", totals.kept
+        "dovetail_kept_sessions", "Ended conversations whose caches are kept.", totals.kept
     )
     yield from _of_workers(reported)
     yield from _of_requests(reported)
     yield from _of_tokens(totals)
     yield _counter(
         "dovetail_clients_let_go",
-        "Clients whose requests were ended because they read nothing.",
+        "Clients whose requests were ended because they did not read.",
         totals.let_go,
     )
     yield _counter(

@@ -1,9 +1,9 @@
-"""Fields of a body that mean something elsewhere and are not served here: which of their values ask
-for nothing, and which fields never ask for anything.
+"""Fields of a body that other servers support and this one does not: their values without effect,
+and fields that never have one.
 
 From the references of OpenAI's API, vLLM, llama-server, SGLang, TGI and the routers before them.
-What is in neither table is not known to anybody here, and is refused as OpenAI refuses it: it may
-be a misspelt name, or change what comes out.
+Fields in neither table are unknown, and are refused as OpenAI refuses them: the name may be
+misspelt, or the field may change the output.
 """
 
 from collections.abc import Collection, Mapping
@@ -69,7 +69,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "options"), ({},)),
     **dict.fromkeys(("sampling_params", "parameters"), ({},)),
-    # what is said of the reply
+    # annotations of the reply
     "prompt_logprobs": (),
     "separate_reasoning": (),
     "n_probs": (0,),
@@ -83,8 +83,8 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "response_fields": ([],),
     "reasoning_format": ("none", "auto"),
 }
-"""Fields that are not served (or by the other kind of completion only), each with the values,
-beside null, that ask for nothing."""
+"""Unsupported fields (or those of the other kind of completion only), each with the values, besides
+null, that have no effect."""
 
 INSTEAD: Mapping[str, str] = {
     "n_predict": "max_tokens",
@@ -99,7 +99,7 @@ INSTEAD: Mapping[str, str] = {
     "top_n_tokens": "logprobs, in a chat with top_logprobs",
     "system": "a message with the role system",
     "system_prompt": "a message with the role system",
-    "options": "its fields, beside messages",
+    "options": "its fields, next to messages",
     "sampling_params": "its fields, beside prompt",
     "parameters": "its fields, beside prompt",
     "inputs": "prompt",
@@ -128,10 +128,8 @@ def check_fields(
     benign: Collection[str] = BENIGN,
     param: str = "",
 ) -> None:
-    """Pass a body all of whose fields are `known`, `benign` or ask for nothing; else `ApiError`
-    names the first that is not.
-
-    `param`: the field that the body is the value of.
+    """Accept a body whose fields are all `known`, `benign` or without effect; else raise `ApiError`
+    with the first that is not. `param`: the field whose value the body is.
     """
     for name, value in body.items():
         if name in known or name in benign or value is None:

@@ -1,10 +1,8 @@
-"""The HTTP process's end of its one link to the coordinator: many requests at a time, each with
-somebody who is told of its replies.
-
-The link is read by the event loop: its descriptors are edge-triggered, so it is read until it is
-empty after each of them and after whatever was sent. When the coordinator goes, a new one is waited
-for, with growing patience; requests go on with it if the old one had a journal, and else fail.
-Knows the protocol, nothing of HTTP.
+"""The HTTP process's end of its link to the coordinator: many requests at a time, each with a
+receiver of its messages. The link is read by the event loop: its descriptors are edge-triggered, so
+it is read until it is empty after each event and after each send. When the coordinator is lost, the
+gateway reconnects, with growing intervals; requests continue on the new one if the old one had a
+journal, and else fail. Independent of HTTP.
 """
 
 import asyncio
@@ -59,17 +57,17 @@ from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 log = logging.getLogger("dovetail.http")
 
 RETRY_S, MOST_RETRY_S = 0.1, 1.0
-"""Seconds from one search for a coordinator to the next: at first, and at most. A search that found
-nobody for so long is followed by the next at once, so that whoever comes is found."""
+"""Seconds from one search for a coordinator to the next: at first, and at most. A search that took
+this long is followed by the next at once."""
 FRESH_S = 0.5
-"""For so long the target that was described last is taken to be there without asking."""
+"""Seconds for which the last description of the target is valid."""
 BUSY_S = 0.005
 MAX_UNSENT = 4096
 AWAY_S = 60.0
-"""For so long requests with a ticket wait for another coordinator."""
+"""Seconds for which requests with a ticket wait for another coordinator."""
 COMES_BACK = (
     "try again in a few seconds; `dovetail serve` restarts its coordinator, one started by "
-    "`dovetail coordinator` has to be restarted by hand"
+    "`dovetail coordinator` must be restarted by hand"
 )
 
 
@@ -84,9 +82,9 @@ class Gateway:
         answer_s: float = ANSWER_S,
         read: Callable[[], TextCodec | None] = lambda: None,
     ) -> None:
-        """`connect` opens a link, blocking, or raises why there is none; `first` is open.
-        `answer_s`: how long an answer may take. `read` reads the codec of the first target in
-        advance; None: it is not known."""
+        """`connect` opens a link, blocking, or raises; `first` is open. `answer_s`: how long an
+        answer may take. `read` loads the tokenizer of the first target in advance; None if that is
+        not known."""
         self._read_ahead = read
         self._ahead: asyncio.Future[TextCodec | None] | None = None
         self._answer_s = answer_s
@@ -98,7 +96,7 @@ class Gateway:
         self._there = False
         self._why = "the coordinator has not answered yet"
         self._changed = asyncio.Event()
-        """The coordinator has said Welcome, or has gone."""
+        """The coordinator has sent Welcome, or is lost."""
         self._tried = asyncio.Event()
         self._number = 0
         self._asked: dict[int, Asked] = {}
@@ -141,7 +139,7 @@ class Gateway:
 
     @property
     def missing(self) -> str:
-        """Why nothing can be asked of the coordinator; empty: it can."""
+        """Why the coordinator cannot be reached; empty if it can."""
         return "" if self._there else self._why
 
     @property
@@ -152,11 +150,10 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, tell: Callable[[Told], None]) -> int:
-        """Ask for a completion, and have its replies told, the last one a Finished or a Failed; the
-        number to cancel it by. One that goes on with what is known of its ticket, or is a part of
-        an answer that has begun, waits for the next coordinator if one was just lost.
-
-        `ApiError` if nobody is there, or if it is too long for a message.
+        """Submit a completion and return the number to cancel it by. Its messages go to the
+        receiver, the last one a Finished or a Failed. One that continues a ticket, or is a part of
+        an answer that has begun, waits for the next coordinator if one was just lost. `ApiError`
+        without a coordinator, or if it is too long for a message.
         """
         if not (submit.again and self._comes_back):
             self._check_there()
@@ -179,20 +176,19 @@ class Gateway:
         """Return the memo of a ticket; `ApiError` if its owner has none."""
         try:
             question = Recall(epoch=self._epoch, request=0, ticket=ticket, owner=owner)
-        except ValidationError:  # longer than any that was given to somebody
+        except ValidationError:  # longer than any that was handed out
             text = f"no response {ticket[:80]!r} is known here: send its id as it came"
             raise ApiError(404, text, code="reply_not_found") from None
         return (await self._ask(question, Recalled)).memo
 
     def cancel(self, number: int) -> None:
-        """Nobody wants to hear of this request any more; of one that has ended already, nothing
-        happens."""
+        """Cancel a request; no effect if it has ended already."""
         if self._asked.pop(number, None) is not None and self._there:
             self._send(Cancel(epoch=self._epoch, request=number))
 
     async def target(self) -> Target:
-        """Return what a request is decoded with: asked for once, and again when that may have
-        changed. `ApiError` if there is none."""
+        """Return the target of requests, queried once, and again when it may have changed.
+        `ApiError` if there is none."""
         self._check_there()
         async with self._describing:
             now_s = asyncio.get_running_loop().time()
@@ -222,13 +218,13 @@ class Gateway:
         self._target = None
 
     async def status(self) -> Reported:
-        """The coordinator's state; `ApiError` if nobody is there."""
+        """The coordinator's state; `ApiError` without a coordinator."""
         state = await self._ask(Status(epoch=self._epoch), Reported)
         self._loading = state.loading
         return state
 
     async def look(self, after: int) -> Seen:
-        """Return what has happened since a number; `ApiError` if nobody is there."""
+        """Return the events since a number; `ApiError` without a coordinator."""
         return await self._ask(Look(epoch=self._epoch, request=0, after=after), Seen)
 
     async def _ask(self, question: Describe | Status | Look | Recall, kind: type[A]) -> A:
@@ -248,7 +244,7 @@ class Gateway:
     # -- the link ----------------------------------------------------------------------------------
 
     async def _open(self) -> bool:
-        """Connect and say Hello; whether somebody answered."""
+        """Connect and send Hello; return whether there was an answer."""
         loop = asyncio.get_running_loop()
         try:
             link = self._first
@@ -283,7 +279,7 @@ class Gateway:
             await self._changed.wait()
 
     def _close(self) -> None:
-        """Let the link go; who waits for something is told that it will not come."""
+        """Close the link, and fail everything that waits for it."""
         self._lose(self._why)
         if self._link is not None:
             for descriptor in (self._link.fileno(), self._link.monitor_fileno()):
@@ -348,7 +344,7 @@ class Gateway:
         self._read(lambda link: link.take())
 
     def _look(self) -> None:
-        """The coordinator may have gone: handle what it still said, and find out."""
+        """The coordinator may be lost: handle its last messages, and find out."""
         self._read(lambda link: link.receive(0))
 
     def _read(self, take: Callable[[Link], list[bytes] | None]) -> None:
@@ -384,7 +380,7 @@ class Gateway:
 
     def _welcomed(self, welcome: Welcome) -> None:
         """Go on with the requests that another coordinator had."""
-        if self._there:  # it only asks whether we are still here
+        if self._there:  # it only checks that we are still here
             return
         self._there, self.journal = True, welcome.journal
         self._changed.set()

@@ -21,17 +21,17 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")
-"""A supervisor asks these, and has no key."""
+"""Paths for supervisors, which have no key."""
 LOCAL_PATHS = ("/metrics",)
 """These answer on the machine itself without a key too."""
 STRAIGHT = "dovetail.send"
 """The key of a stream's way to its client past the layers of the framework, each of which would
 cost microseconds a token."""
 OWNER = "dovetail.owner"
-"""The key under which a request says whose it is: a digest of its API key; absent without one."""
+"""The scope's key for a request's owner: a digest of its API key; absent without one."""
 UNREAD = "dovetail.unread"
-"""The key under which a stream says what is to be called when its client reads nothing: it ends
-then, with an error for its last words."""
+"""The scope's key for the function that ends a stream, with an error as its last event, when its
+client does not read."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 ENCODINGS = (b"gzip", b"x-gzip", b"deflate")
 """Content encodings that are decompressed."""
@@ -54,9 +54,9 @@ class Guard:
         only_local_names: bool,
         open_paths: Container[str] = OPEN_PATHS,
     ) -> None:
-        """`keys` are looked at for every request, and may change. `open_paths` answer without a
-        key. `only_local_names`: without a key, a browser on this machine must not be led here by a
-        web page whose host's name is made to mean this machine."""
+        """`keys` are checked for every request, and may change. `open_paths` answer without a key.
+        `only_local_names`: without a key, refuse other host names, so that a web page whose name
+        resolves to this machine cannot reach the server (DNS rebinding)."""
         self._app = app
         self._keys = keys
         self._most = most_body_bytes
@@ -217,8 +217,7 @@ async def answer(error: ApiError, send: Send) -> None:
 
 
 def is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
-    """Return whether somebody on this machine asks, and not for another: a proxy says whom it asks
-    for."""
+    """True if the request comes from this machine, and not through a proxy, which adds a header."""
     client = scope.get("client")
     return (
         client is not None

@@ -43,7 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def refusal(host: str, port: int, error: OSError) -> str:
-    """Return why nobody can listen at an address, and what to do, in one sentence."""
+    """Return in one sentence why we cannot listen at an address, and what to do."""
     match error.errno:
         case errno.EADDRNOTAVAIL:
             return f"http.host = {host!r} is not an address of this machine: {OWN_ADDRESS}"

@@ -29,7 +29,7 @@ from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.text.tokenizer import against_values
 
 COMPLETION_TOKENS = 16
-"""Tokens of a text completion that does not say how many: OpenAI's default."""
+"""Tokens of a text completion without `max_tokens`: OpenAI's default."""
 OVERRIDES = (
     "temperature",
     "top_p",
@@ -46,13 +46,13 @@ ID_PREFIXES: Mapping[Kind, str] = {"chat": "chatcmpl", "text": "cmpl"}
 
 @dataclass(frozen=True)
 class Defaults:
-    """The settings of a request that does not say otherwise."""
+    """The defaults of a request."""
 
     sampling: SamplingSettings
     tree: TreeSettings
     speculate: bool = True
     ahead: bool | None = None
-    """True if drafting goes on while the target verifies; None: where that pays."""
+    """True if drafting continues while the target verifies; None to do so where that pays."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Values for the chat template."""
     fit: bool = True
@@ -61,7 +61,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Order:
-    """A request in tokens: one Submit for each reply, those to one prompt beside each other."""
+    """A request in tokens: one Submit for each reply, those to one prompt next to each other."""
 
     kind: Kind
     submits: tuple[Submit, ...]
@@ -72,11 +72,11 @@ class Order:
     usage_always: bool
     wishes: Wishes
     logprobs: int | None = None
-    """Tokens come with their log-probabilities, and with so many likeliest ones."""
+    """The number of alternatives with log-probabilities for each token."""
     echo: tuple[str, ...] | None = None
     """The prompts as text, where they come before the replies."""
     name: str = ""
-    """The id of the response, which nobody can guess."""
+    """The id of the response, which is unguessable."""
     asked: int = 0
     """The max_tokens of the request; 0 if it has none."""
     created: int = 0
@@ -92,7 +92,7 @@ class Order:
 
 
 def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = "") -> Order:
-    """Return what a chat completion asks for."""
+    """Return the request of a chat completion."""
     _check_best_of(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
@@ -110,7 +110,7 @@ def chat_order(body: ChatBody, target: Target, defaults: Defaults, owner: str = 
 def completion_order(
     body: CompletionBody, target: Target, defaults: Defaults, owner: str = ""
 ) -> Order:
-    """Return what a text completion asks for."""
+    """Return the request of a text completion."""
     _check_best_of(body)
     prompts = [_prompt(prompt, target) for prompt in _prompts(body)]
     if len(prompts) * body.copies > MAX_CHOICES:
@@ -240,7 +240,7 @@ def _check_room(
 
 
 def _length_field(body: Decoding) -> str:
-    """Return the name of the field that says how long a reply may be."""
+    """Return the name of the field that limits the reply's length."""
     chat = isinstance(body, ChatBody) and body.max_completion_tokens is not None
     return "max_completion_tokens" if chat else "max_tokens"
 
@@ -261,7 +261,7 @@ def _check_best_of(body: Decoding) -> None:
 
 
 def _sampling(body: Decoding, target: Target, base: SamplingSettings) -> Sampling:
-    """The processors of a request: what it says, and of the rest what the settings say."""
+    """The processors of a request: its fields, and the settings for the others."""
     said = {name: value for name in OVERRIDES if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         said["top_k"] = max(0, body.top_k)
@@ -344,8 +344,7 @@ def _refused(error: RequestError, param: str) -> ApiError:
 def _template_values(
     given: Mapping[str, Any] | None, target: Target, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return what a request gives the chat template, beside what every request does; where it does
-    not say, the defaults hold."""
+    """Return the additional variables of a request for the chat template, with the defaults."""
     if why_not := against_values(given or {}, target.described.vocabulary.template):
         raise ApiError(400, f"chat_template_kwargs: {why_not}", param="chat_template_kwargs")
     return {**defaults, **(given or {})}

@@ -30,7 +30,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last thing that a stream says that went wrong; no [DONE] follows."""
+    """The last event of a stream that failed; no [DONE] follows."""
     return event(error.body)
 
 
@@ -65,7 +65,7 @@ class Writer(ABC):
         self._end = '],"usage":null}\n\n' if order.usage_chunk else "]}\n\n"
         known = dict(enumerate(places[: len(order.submits)]))
         self._streamed = [Place() if known.get(reply.index) else None for reply in self.replies]
-        """The part of each reply that there has been; None: not even its first chunk."""
+        """The streamed part of each reply; None before its first chunk."""
         self._has = {index: place for index, place in known.items() if place is not None}
         """The parts that the client has, and does not get again."""
         self._parts: dict[int, list[Part]] = {}
@@ -73,7 +73,7 @@ class Writer(ABC):
     # -- streamed ----------------------------------------------------------------------------------
 
     def lines(self, reply: Reply, part: Part | None) -> str:
-        """The chunks that say what is new of a reply. The first one has the seed: the stream may be
+        """The chunks with the new part of a reply. The first one has the seed: the stream may be
         cut before its end."""
         if part is None or (part := self._unheard(reply.index, part)) is None:
             return ""
@@ -100,7 +100,7 @@ class Writer(ABC):
         return said
 
     def _unheard(self, index: int, part: Part) -> Part | None:
-        """Return what a client that came back does not have of a part; None: it has all of it."""
+        """Return the part that a returning client lacks, or None."""
         if (has := self._has.get(index)) is None:
             return part
         before = self._streamed[index] or Place()
@@ -148,7 +148,7 @@ class Writer(ABC):
         return self._begin + choice + end
 
     def _extra(self, part: Part) -> str:
-        """Our own field of a choice, where it was asked for."""
+        """Our field of a choice, if requested."""
         if not self._order.wishes.drafted:
             return ""
         shown = part.tokens

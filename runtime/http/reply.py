@@ -15,8 +15,8 @@ from dovetail.runtime.text.tokenizer import Detokenizer
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A token whose text has been shown: where it begins in the text of the reply, whether the
-    draft had proposed it, what the target thinks of it."""
+    """A token whose text has been sent: its offset in the text of the reply, whether it was
+    drafted, and its log-probability."""
 
     token: int
     text: str

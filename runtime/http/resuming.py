@@ -1,5 +1,5 @@
-"""Replies that clients come back for, by the id of the response: what they have of them, and what
-is kept of a request to write its answer again.
+"""Replies that clients request again by the id of the response: what they have of them, and what is
+kept of a request to write its response again.
 
 An event id is the id of the response and, for each reply, how much of it has been streamed:
 characters, tokens whose text has been shown, and e once its last chunk has been. Pure.
@@ -32,14 +32,14 @@ class Place:
 
     @property
     def words(self) -> str:
-        """Return the place as an error tells it."""
+        """Return the position for an error message."""
         end = ", to its end," if self.ended else ""
         return f"{self.characters} characters and {self.tokens} tokens{end}"
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A response that is known, and what its client has of it."""
+    """A known response, and what its client has of it."""
 
     name: str
     created: int
@@ -68,7 +68,7 @@ def read_event_id(text: str) -> tuple[str, tuple[Place | None, ...]]:
 
 
 def no_event(text: str) -> ApiError:
-    """Return what is said of a Last-Event-ID that is none, or another response's."""
+    """Return the error for an invalid Last-Event-ID, or one of another response."""
     return ApiError(
         400,
         f"Last-Event-ID {text[:80]!r} is not the id of an event of this response: send it as it "
@@ -78,7 +78,7 @@ def no_event(text: str) -> ApiError:
 
 
 def beyond(place: Place, whole: Place) -> ApiError:
-    """Return what is said of a Last-Event-ID that counts what its reply does not have."""
+    """Return the error for a Last-Event-ID beyond the end of its reply."""
     return ApiError(
         400,
         f"Last-Event-ID counts {place.words} of a reply of {replace(whole, ended=False).words}: "

@@ -62,8 +62,8 @@ class SpeculativeDecoding(BaseModel):
 
 
 class Metrics(Result):
-    """Figures of a reply and of its draft. Seconds, except where the name says
-    otherwise; shares 0..1."""
+    """Figures of a reply and of its draft. Seconds unless the name has another unit; shares
+    0..1."""
 
     text: SkipJsonSchema[str] = ""
     token_ids: SkipJsonSchema[tuple[int, ...]] = ()
@@ -229,7 +229,7 @@ class Model(BaseModel):
     root: str
     max_model_len: int
     sampling: dict[str, Any]
-    """The settings of requests that do not say otherwise."""
+    """The defaults of requests."""
 
 
 class Models(BaseModel):

@@ -31,7 +31,7 @@ KEEP_ALIVE_S = 30
 GRACE_S = 5.0
 """After a signal, requests that run have so long to end."""
 LAST_WORDS_S = 2.0
-"""Then they are told, and have so long to hear it."""
+"""Seconds for the error that ends them then."""
 
 
 class Connections:
@@ -50,18 +50,18 @@ class Connections:
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """A connection whose patience ends."""
+    """A connection with timeouts."""
 
     shared: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._began_s: float | None = self.loop.time()
-        """When the request that is arriving began to; None: it has arrived, or none has begun."""
+        """When the arriving request began; None if none is arriving."""
         self._unread = 0
         self._unread_s = self._began_s
         self._told_s: float | None = None
-        """When its client was told that it reads nothing."""
+        """When its stream was ended because its client did not read."""
         self._head = 0
         self._refused = self._repeats = False
         if len(self.shared.open) >= self.shared.most:
@@ -125,7 +125,7 @@ class PatientProtocol(HttpToolsProtocol):
         if self._head > MAX_HEAD_BYTES:
             raise ValueError(
                 "the head of the request is too large"
-            )  # which the parser passes on as an error of its own
+            )  # which the parser passes on as its own error
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in our own words."""
@@ -165,8 +165,8 @@ class PatientProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _let_go(self, now_s: float) -> None:
-        """Part with a client that reads nothing. Behind what waits for it its stream says so, for
-        as long again: it may begin to read."""
+        """End the stream of a client that does not read, with an error after the queued data; it
+        has the same time again to read them."""
         if self._told_s is None:
             self.shared.let_go += 1
             log.warning(
@@ -199,8 +199,8 @@ async def serve(
     ready: Callable[[], None],
     progress: Callable[[], None],
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT; then those that run have `GRACE_S` to end before
-    they are told to by `hurry`. `progress` is called once a second, by the loop that answers."""
+    """Answer requests until SIGTERM or SIGINT; running ones then have `GRACE_S` before `hurry` ends
+    them. `progress` is called once a second by the event loop."""
     loop = asyncio.get_running_loop()
     protocol = type("Protocol", (PatientProtocol,), {"shared": connections})
     config = uvicorn.Config(

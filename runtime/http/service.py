@@ -43,7 +43,8 @@ from dovetail.runtime.telemetry.picture import folder_name
 from dovetail.runtime.text.templates import RENDERERS
 
 SMALL_CHARACTERS = 4096
-"""Texts up to this are tokenized at once; longer ones in a thread: nobody waits for them."""
+"""Texts up to this length are tokenized at once; longer ones in a thread, without blocking the
+loop."""
 REFUSAL_S = 1.0
 """Seconds without a token after which the head of a stream is sent; an earlier refusal still gets
 its own status."""
@@ -81,7 +82,7 @@ class Terms:
     cors: str = ""
     """The setting http.cors."""
     dashboard: Shown = "off"
-    """Says if there is a page, and if it shows the tokens of requests."""
+    """Whether there is a dashboard, and whether it shows the tokens of requests."""
 
 
 class Service:
@@ -99,7 +100,7 @@ class Service:
         """Limits the prompts of each owner that are read, so that none takes all threads."""
 
     def end(self) -> None:
-        """Tell those who still wait that the server ends."""
+        """Fail all waiting requests, since the server ends."""
         for run in [*self.runs]:
             run.fail(unavailable("the server is ending: try again once another is running"))
 
@@ -116,8 +117,8 @@ class Service:
         return target
 
     async def answer(self, body: ChatOrTextBody, request: Request) -> Response:
-        """Return the answer to a completion of either kind; the rest of it, where the header
-        Last-Event-ID says that the client has had some."""
+        """Return the response to a completion of either kind, or its rest with a header
+        Last-Event-ID."""
         if not (event := request.headers.get("last-event-id", "")):
             return await self._answer(body, request)
         name, _ = read_event_id(event)
@@ -128,9 +129,8 @@ class Service:
     async def resume(
         self, name: str, request: Request, *, stream: bool, sent: ChatOrTextBody | None = None
     ) -> Response:
-        """Return the answer with this id, behind what the header Last-Event-ID says that the client
-        has had of it. `ApiError` if it is not known, or if the request that the client sends once
-        more is another one."""
+        """Return the response with this id, after the part given by the header Last-Event-ID.
+        `ApiError` if it is not known, or if the client's repeated request differs."""
         event = request.headers.get("last-event-id", "")
         named, places = read_event_id(event) if event else ("", ())
         if named not in ("", name):
@@ -180,8 +180,8 @@ class Service:
     async def _begin(
         self, body: ChatOrTextBody, run: Run, owner: str, resumed: Resumed | None
     ) -> tuple[Writer, str]:
-        """Have the replies begun, up to the first word of any; once more if the target has become
-        another meanwhile."""
+        """Start the replies, until the first message of any; again if the target has changed in the
+        meantime."""
         for _ in range(2):
             target = await self.target(body.model)
             order = await self._order(body, target, owner)
@@ -197,7 +197,7 @@ class Service:
             places = resumed.places if resumed is not None else ()
             writer = open_writer(order, target, self.name_of(target), places)
             return writer, self.name_of(target)
-        raise unavailable("the target's vocabulary keeps changing: ask again later")
+        raise unavailable("the target's vocabulary keeps changing: try again later")
 
     async def _order(self, body: ChatOrTextBody, target: Target, owner: str) -> Order:
         def read() -> Order:

@@ -1,9 +1,7 @@
-"""Claims: clients send the Submit of a reply that the journal knows, and get what they do not have.
-
-A reply that has ended is told; one that runs goes on with its new client; one that does not run is
-decoded on from its last token, on a target of the fingerprint that it had, as soon as one is there.
-What the journal does not have of a reply that a client was told is decoded again, and not told
-twice: with one seed it is the same.
+"""Claims: clients send the Submit of a reply in the journal again, and get the part that they lack.
+An ended reply is sent; a running one continues with its new client; any other is decoded from its
+last token on, on a target of its fingerprint, as soon as there is one. Tokens that a client has and
+the journal lacks are decoded again, and not sent twice: with one seed they are the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +30,7 @@ from dovetail.runtime.session.session import Session
 
 PATIENCE_S = 30.0
 LOADS = 2.0
-"""A target is waited for so long, and so many times as long as the last one took to load."""
+"""Seconds to wait for a target, plus this multiple of the last one's loading time."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Claims:
             raise RequestError(
                 "coordinator_lost",
                 "a part of this reply is not in the journal, and tokens by rejection sampling "
-                "cannot be decoded again: ask anew",
+                "cannot be decoded again: send a new request",
             )
         return entry
 
@@ -136,7 +134,7 @@ class Claims:
             begin, text = begin + MAX_JOINED, ""
 
     def ended(self, submit: Submit, entry: Entry) -> Iterator[Message]:
-        """Yield what a client is told of a reply that has ended."""
+        """Yield the messages for an ended reply."""
         assert entry.finished is not None
         yield from self.missed(submit, entry, None)
         told = {"epoch": self._shared.service.epoch, "request": submit.request, "spans": ()}
@@ -254,8 +252,8 @@ class Claims:
         return tuple(one.session for one in worker.hello.held if self._keep(worker, one))
 
     def _runs(self, served: int | None, held: HeldSession) -> bool:
-        """Return whether a session runs here that a worker was lost with and comes back with: it is
-        opened anew, and a worker opens none whose number is taken."""
+        """True if a returning worker still has a session that runs here: it is opened again, and a
+        worker does not open a number that is in use."""
         shared = self._shared
         return served == shared.service.epoch and held.session in shared.running
 

@@ -219,7 +219,7 @@ class Database:
             with closing(sqlite3.connect(self._file, timeout=0, isolation_level=None)) as base:
                 base.execute("pragma wal_checkpoint(passive)")  # writers do not wait for most of it
                 if base.execute("pragma wal_checkpoint(truncate)").fetchone()[0]:
-                    self._erased = True  # not yet: somebody reads it
+                    self._erased = True  # not yet: a reader is active
 
     @property
     def size(self) -> int:
@@ -233,7 +233,7 @@ class Database:
         if remove:
             for name in OURS:
                 (self.folder / name).unlink(missing_ok=True)
-            with suppress(OSError):  # files of somebody else are in it
+            with suppress(OSError):  # it contains other files
                 self.folder.rmdir()
         os.close(self._lock)
 

@@ -15,11 +15,11 @@ class Delivery:
     ahead: Told = NOTHING_TOLD
     """Tokens that are yet to be committed, and that the client has already."""
     noted: int = 0
-    """Actions, among those that the client is yet to be told of, that the journal has."""
+    """The undelivered actions that are in the journal."""
     fingerprint: str = ""
-    """The fingerprint that the client was told with the last tokens."""
+    """The fingerprint sent to the client with the last tokens."""
     finished: bool = False
-    """True if its client has been told its end."""
+    """True if its end was sent to the client."""
 
     def left_of(self, emit: Emit) -> Emit | None:
         """Return the part of newly committed tokens that the client does not have; None: it has

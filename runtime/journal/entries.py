@@ -45,7 +45,7 @@ class Entry:
     left_s: float | None = None
     """When it stopped running, in seconds since 1970; None: it runs."""
     finished: Finished | None = None
-    """The words that its client was told at the end; None: it has not ended, or was left."""
+    """The last message to its client; None if it has not ended, or its client has left."""
     reply: int = field(default=0, compare=False)
     """Its number on disk; below, its records and bytes there."""
     rows: int = field(default=0, compare=False)
@@ -93,8 +93,8 @@ class Entry:
         return _record("begun", encode(self.submit)[0], self.key)
 
     def serves(self, session: int, fingerprint: str, load_s: float, tokens: int) -> bytes:
-        """Note that it goes on behind so many tokens as this session, on this target; the record of
-        that."""
+        """Note that it continues after this many tokens as this session, on this target; return the
+        record."""
         return self._said("serves", session, fingerprint, load_s, tokens)
 
     def committed(self, emit: Emit, margins: Sequence[float]) -> bytes:
@@ -107,7 +107,7 @@ class Entry:
         return self._said("left", now_s)
 
     def ended(self, finished: Finished, now_s: float) -> bytes:
-        """Note how it ended; the record of that. Spans are told once."""
+        """Note how it ended; return the record. Spans are sent once."""
         self.finished, self.left_s = finished.model_copy(update={"spans": ()}), now_s
         return _record("ended", encode(self.finished)[0], now_s)
 
@@ -116,7 +116,7 @@ class Entry:
         return _record(kind, *what)
 
     def snapshot(self) -> Iterable[bytes]:
-        """Yield records that say all of it anew."""
+        """Yield records that contain all of it."""
         yield self.begun()
         for session in self.sessions:
             yield _record("serves", session, self.fingerprint, self.load_s, 0)

@@ -66,7 +66,7 @@ class Journal:
         aside: Aside = _at_once,
     ) -> None:
         """`keep_s`: how long a reply that is not running is kept. `most`: limit in bytes of all
-        replies on disk, and of those in memory. `aside`: waits for the disk in the background."""
+        replies on disk, and of those in memory. `aside`: syncs to disk in the background."""
         self._base, self._keep_s, self._most, self._now_s = base, keep_s, most, now_s
         self.aside = aside
         self._entries: dict[str, Entry] = {}
@@ -213,7 +213,7 @@ class Journal:
     def serves(
         self, ticket: str, session: int, fingerprint: str, load_s: float, tokens: int
     ) -> None:
-        """Note which session goes on with a request behind so many tokens, on which target."""
+        """Note the session that continues a request after this many tokens, and its target."""
         if (entry := self._find(ticket)) is None:
             return
         self._ended.pop(ticket, None)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 WORTH = 2.0
 """Least ratio of what a move saves to what it costs: both are predictions."""
 LEAST_GAIN = 0.05
-"""A move has to save at least this share of all seconds that the sessions of both targets have to
-go, so that noise in the passes moves nobody back and forth."""
+"""A move must save at least this share of the remaining seconds of both targets' sessions, so that
+noise in the passes moves no session back and forth."""
 LEAST_S = 0.5
-"""Seconds that a move has to save at least, or nobody would notice."""
+"""Seconds that a move must save at least, to be noticeable."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Place:
 
     name: bytes
     round_s: Callable[[int], float]
-    """Seconds of a round of so many sessions."""
+    """Seconds of a round of this many sessions."""
     seats: Sequence[Seat] = ()
 
     def left_s(self, more: float = 0.0, sessions: int = 0) -> float:
-        """Return the seconds that all sessions here have to go together if so many join (below 0:
-        leave) with `more` rounds to go."""
+        """Return the remaining seconds of all sessions here if this many join (below 0: leave) with
+        `more` rounds to go."""
         count = len(self.seats) + sessions
         if not count:
             return 0.0

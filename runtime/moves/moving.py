@@ -1,8 +1,6 @@
-"""Running sessions part with their workers and get others: a draft between two rounds, a target
-wherever they are.
-
-What is lost, late or to leave is parted with here; on whom a session goes on `placement.py` says,
-and how long it waits for a target `recovery.py`.
+"""Running sessions change their workers: a draft between two rounds, a target at any time. Lost,
+late and leaving workers are removed from sessions here; `placement.py` chooses the next, and
+`recovery.py` how long to wait for a target.
 """
 
 import logging
@@ -67,7 +65,7 @@ class Moving:
             return None
         self._forget_draft(running)
         if running.session.state is State.DONE:
-            return None  # telling the draft failed, and that ended the session
+            return None  # sending to the draft failed, which ended the session
         if draft is None:
             running.controller.leave()
             running.give(running.session.draft_lost)
@@ -92,8 +90,8 @@ class Moving:
         self._acts.perform(running, running.give(running.session.draft_lost))
 
     def draft_failed(self, running: RunningRequest, why: str) -> None:
-        """Go on with the target alone, since a session's draft cannot do what is asked of it: that
-        is said, and it is not asked again."""
+        """Continue with the target alone, since a session's draft cannot execute a command; this is
+        reported, and the draft is not used again."""
         if running.draft is not None and not running.trial:
             self._failing.failed(running.draft, running, why, self._now_ns())
         self.drop_draft(running, shun=True)
@@ -114,7 +112,7 @@ class Moving:
             self._acts.forget_on(draft, running)
 
     def _draft_stuck(self, running: RunningRequest) -> None:
-        """Nobody has to wait for a draft: go on without it."""
+        """Continue without a draft."""
         draft, number = running.draft, running.session.number
         if draft is not None and (owed := draft.turns.owed.get(number)) and owed.type is Drafted:
             draft.stuck = True

@@ -1,5 +1,5 @@
 """Rebalancing: running sessions move to a target of the same fingerprint that has joined, has
-returned or has fewer sessions than before, where `gains.py` says that it pays.
+returned or has fewer sessions than before, if it pays by `gains.py`.
 
 One session moves at a time, once the new target has read its log (`reading_ahead.py`); if that
 target keeps no rows, the session pauses until all of its log is read. The fingerprint is the same,
@@ -240,7 +240,7 @@ class Rebalancing:
         )
 
     def _beside_s(self, running: RunningRequest) -> float:
-        """Return the seconds of a round of a session beside its pass."""
+        """Return the seconds of a session's round outside its pass."""
         if running.draft is None or not running.session.tree.tokens:
             return 0.0
         return self._placement.pair(running.draft, running.target)[1].order_s
@@ -292,8 +292,8 @@ def _in_common(one: Worker, other: Worker) -> bool:
 
 
 def _passes_of(target: Worker, targets: Sequence[Worker], context: float) -> Callable[[int], float]:
-    """Return what a target's passes take over so many rows, in seconds: by its profile and its
-    passes, or by its passes and those of the others of its fingerprint."""
+    """Return the seconds of a target's passes over this many rows: by its profile and its passes,
+    or by its passes and those of others with its fingerprint."""
     if target.verifying.profiled:
         return partial(target.verifying.at, context=context)
     others = [other.verifying.curve(context) for other in targets if other is not target]
@@ -301,5 +301,5 @@ def _passes_of(target: Worker, targets: Sequence[Worker], context: float) -> Cal
 
 
 def _round_s(pass_s: Callable[[int], float], rows: float, beside_s: float, sessions: int) -> float:
-    """Return the seconds of a round of so many sessions, each with so many rows."""
+    """Return the seconds of a round of this many sessions, each with this many rows."""
     return pass_s(round(rows * sessions)) + beside_s

@@ -1,9 +1,9 @@
 """Recovery of sessions whose target was lost: on which targets, for how long they wait, and when it
 is enough.
 
-A session that has told its client something goes on where the same bytes are computed, or, if the
-user allows it, where its tokens are tokens; one that has told nothing goes on wherever its tokens
-are tokens. Pure: decides, and does nothing.
+A session that has sent tokens to its client continues on a target of the same fingerprint, or, if
+the user allows it, of the same vocabulary; one that has sent nothing continues on any target of the
+same vocabulary. Pure: decisions only.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ from dovetail.runtime.fleet.peers import Worker
 
 MARGIN_S = 30.0
 LOADS = 2.0
-"""A target that is started again is waited for so long, and so many times as long as the lost one
-took to load: one try may fail."""
+"""Seconds to wait for a restarted target, plus this multiple of the lost one's loading time: one
+attempt may fail."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Recovery:
         return RequestError("worker_lost", f"{running.loss.words}, {text}")
 
     def words(self, running: RunningRequest, now_ns: int) -> str:
-        """Return what `status` says of a session that waits."""
+        """Return the words of `status` for a waiting session."""
         assert running.loss is not None
         left_s = max(0.0, self.patience_s(running) - (now_ns - running.loss.since_ns) / 1e9)
         return (

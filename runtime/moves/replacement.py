@@ -1,8 +1,5 @@
-"""The one change of workers that is under way, if there is one: what `steps.py` decides, done with
-the coordinator's workers and sessions.
-
-A client asks for it and is told how far it has come. Knows which workers and sessions there are;
-how a session is tried out or goes over is the coordinator's business.
+"""The change of workers in progress, if there is one: executes the decisions of `steps.py` on the
+coordinator's workers and sessions. A client requests it and gets its progress.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +84,7 @@ class Changes:
     # -- what is asked for -------------------------------------------------------------------------
 
     def swap(self, client: ClientPeer, asked: Swap, now_ns: int) -> None:
-        """Begin; `RequestError` says why not."""
+        """Begin; `RequestError` with the reason of a refusal."""
         newcomer = self._registry.of_epoch(asked.newcomer)
         if newcomer is None or not newcomer.standby:
             raise RequestError(
@@ -113,7 +110,7 @@ class Changes:
         self._begin(change, client, asked.request, newcomer, old, now_ns)
 
     def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> None:
-        """Begin to drain a worker; `RequestError` says why not."""
+        """Begin to drain a worker; `RequestError` with the reason of a refusal."""
         self._check_free()
         old = self._leaver(asked.worker)
         role: Role = "target" if old.plays("target") else "draft"
@@ -374,7 +371,7 @@ class Changes:
             self._acts.let_go(worker)
 
     def _end(self, why: str) -> None:
-        """Tell how it ended; the next change may come."""
+        """Report the outcome; the next change may begin."""
         assert self._change is not None
         change, about = self._change, {"epoch": self._epoch, "request": self._request}
         self._ahead.abandon(self._log)

@@ -1,5 +1,5 @@
-"""The steps by which a worker takes the place of another, or leaves: which they are, in which
-order, and what is taken back where one fails.
+"""The steps by which a worker replaces another, or leaves, their order, and what is undone if one
+fails.
 
 A newcomer is on standby. It is tried with short sessions; then it is put in place, so that new
 sessions come to it and none to the old worker. Those that the old one has go over to whoever is
@@ -71,7 +71,7 @@ class Move:
 
 @dataclass(frozen=True)
 class LetGo:
-    """Nobody needs this worker any more."""
+    """This worker is not needed any more."""
 
     party: Party
 
@@ -125,12 +125,12 @@ class Change:
     _heard_ns: int = 0
     _ends: dict[TrialName, Finished] = field(default_factory=dict)
     _held: set[int] = field(default_factory=set)
-    """Sessions that the old worker has had since it gets no more; `_asked`: that were told to leave
-    it; `_gone`: that did."""
+    """Sessions of the old worker since it gets no new ones; `_asked`: those that must leave it;
+    `_gone`: those that did."""
     _asked: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)
     _waits: bool = False
-    """True if it was said that sessions end where they are."""
+    """True if it was reported that sessions end where they are."""
     _failure: str = ""
     """Why the newcomer is taken back."""
     _leaves: str = field(init=False)
@@ -198,8 +198,8 @@ class Change:
         return self._move_over() if len(self._ends) == len(self.trials) else []
 
     def _contradiction(self, name: TrialName, end: Finished) -> str:
-        """Why an answer cannot be right beside the others; empty if it may be. Every trial has the
-        same answer, but for near-ties."""
+        """Why an answer contradicts the others; empty if it does not. Every trial has the same
+        answer, except for near-ties."""
         for other_name, other in self._ends.items():
             parted = first_difference(end, other)
             if parted is None or parted.near_tie:
@@ -278,8 +278,8 @@ class Change:
         return []
 
     def failed(self, peer: bytes, why: str) -> list[Action]:
-        """A worker could not do for a session what was asked of it. A newcomer that nobody could
-        take back from is a worker like any other."""
+        """A worker failed at a session's command. A newcomer that has fully replaced the old worker
+        is a worker like any other."""
         if (
             self.phase is not Phase.MOVING
             or self.newcomer is None

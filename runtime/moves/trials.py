@@ -27,7 +27,7 @@ TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width
 
 
 class Trials:
-    """Runs trials and hears how they end."""
+    """Runs trials and receives their results."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class Trials:
         self._ended.clear()
 
     def plan(self, newcomer: Worker, role: Role, old: Worker | None) -> Sequence[Trial]:
-        """Return what a newcomer is tried with: as a draft, drafting for the target that is there;
-        as a target alone, then with the draft that is there, and beside a target that should decide
-        the same."""
+        """Return the trials of a newcomer: as a draft, drafting for the present target; as a target
+        alone, then with the present draft, and compared with a target that should give the same
+        tokens."""
         if role == "draft":
             target = self._placement.target(
                 lambda target: self._placement.goes_with(newcomer, target)
@@ -97,7 +97,7 @@ class Trials:
         ]
 
     def begin(self, trial: Trial) -> None:
-        """Run a trial, and hear what its client would be told."""
+        """Run a trial, and receive its messages as the client."""
         target, draft = (
             self._registry.workers.get(trial.target),
             self._registry.workers.get(trial.draft or b""),
@@ -133,8 +133,8 @@ class Trials:
     def session(
         self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
     ) -> RunningRequest:
-        """Return a session for a request of ours on these workers, which `hear` is told the replies
-        to; `RequestError` if it cannot be read."""
+        """Return a session for an internal request on these workers; `hear` receives its messages.
+        `RequestError` if it cannot be tokenized."""
         request = attempt(submit, target)
         if isinstance(request, RequestError):
             raise request
@@ -143,8 +143,8 @@ class Trials:
         return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
 
     def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
-        """Hear what the client of a trial is told. A draft that has gone meanwhile has not failed
-        at it."""
+        """Receive a message of a trial. A draft that was lost in the meantime has not failed at
+        it."""
         self._heard = True
         if isinstance(message, Finished | Failed):
             draft_sync, gone = (

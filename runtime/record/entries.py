@@ -87,8 +87,8 @@ def plain(value: Any, *, timed: bool) -> Any:
 
 
 def outline(action: Action) -> tuple[Any, ...]:
-    """Return what a recording says of an action. The exact command to a worker is in the message
-    that it is sent, if it still is."""
+    """Return the recorded form of an action. The exact command to a worker is in the recorded
+    message, if it was sent."""
     match action:
         case Ask():
             return ("ask", action.role, action.command.type)

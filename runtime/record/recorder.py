@@ -1,12 +1,10 @@
-"""Records sessions: each into a file of its own, with all that was said about it and every event
-that it was given.
-
-Nothing waits for it. What happens is remembered, packed when the workers have been told what they
-wait for, and every quarter of a second handed to a thread, which writes it (`writer.py`). What a
-recording may take is bounded: in its file, in the folder, where the oldest go, and in memory,
-should the disk not keep up. A recording that goes beyond, or cannot be written, ends there and says
-so; its session does not notice. What has not been written when the process is killed is lost. How
-entries look is `recording.py`'s business, what a step means `session.py`'s.
+"""Records sessions, each into a file, with all of its messages and events. Nothing waits for it:
+events are stored, packed once the workers have their commands, and passed every quarter of a second
+to a thread that writes them (`writer.py`). A recording is bounded in its file, in its folder, where
+the oldest are removed, and in memory, if the disk does not keep up. A recording beyond a bound, or
+that cannot be written, ends with a note; its session is not affected. What has not been written
+when the process is killed is lost. How entries look is `recording.py`'s business, what a step means
+`session.py`'s.
 """
 
 import logging
@@ -65,10 +63,8 @@ MAX_NOTES = 1024
 
 
 class Recorder:
-    """Notes what happens in a coordinator's sessions.
-
-    What happens is only remembered at first, which takes a microsecond, and packed when `settle` is
-    called: when the workers have been told what they wait for.
+    """Records the events of a coordinator's sessions. They are only stored at first, which takes a
+    microsecond, and packed by `settle`, once the workers have their commands.
     """
 
     def __init__(self, folder: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -80,7 +76,7 @@ class Recorder:
         self._files: dict[int, _SessionFile] = {}
         """The file of each session."""
         self._requests: dict[tuple[bytes, int], _SessionFile] = {}
-        """The file of each client's request, until that has been told its end."""
+        """The file of each client's request, until its end was sent."""
         self._over: set[int] = set()
         """Sessions that had ended when it was looked at last."""
         self._submitted: dict[tuple[bytes, int], tuple[int, Sequence[bytes]]] = {}
@@ -137,8 +133,8 @@ class Recorder:
     # -- what becomes of it ------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Pack what has happened. What cannot be packed is our mistake: it is told, and disturbs
-        nobody."""
+        """Pack the stored events. A failure to pack is an internal error: it is logged, and affects
+        no session."""
         notes, self._notes = self._notes, []
         for write, what in notes:
             try:
@@ -147,8 +143,8 @@ class Recorder:
                 log.exception("a message could not be recorded")
 
     def tick(self, running: Container[int]) -> None:
-        """Have everything written; what is still said of a session that has ended is noted until
-        the next time. `running`: the sessions that have not."""
+        """Write everything; later messages of an ended session are kept until the next call.
+        `running`: the sessions that have not ended."""
         self.settle()
         over = {number for number in self._files if number not in running}
         ended = [self._files.pop(number) for number in over & self._over]
@@ -239,7 +235,7 @@ class _SessionFile:
     them."""
 
     def __init__(self, path: Path, writer: FileWriter, began_ns: int, *, timed: bool) -> None:
-        """`timed`: what is said of rounds says how long they took."""
+        """`timed`: include the times of rounds."""
         self._path, self._writer, self._began_ns, self._timed = path, writer, began_ns, timed
         self._peers: dict[bytes, int] = {}
         self._pieces: list[bytes] = []

@@ -71,7 +71,7 @@ class From(Frozen):
 
 
 class Drafting(Frozen):
-    """The part of the log that a draft is told of when a session begins: the beginning of a
+    """The part of the log that a draft has when a session begins: the start of a
     `draft_sync.DraftSync`."""
 
     tokens: Count
@@ -116,7 +116,7 @@ class Deflated(Frozen):
 
 
 class Peer(Frozen):
-    """Somebody who said or was told something of the session; the first one is number 0."""
+    """A peer that sent or received a message of the session; the first one is number 0."""
 
     type: Literal["peer"] = "peer"
     number: Count

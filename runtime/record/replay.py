@@ -1,9 +1,7 @@
-"""Plays a recording into the session logic of today: do the same actions follow?
-
-Every step of the recording is taken again, with what was handed to it then, and the actions that
-follow are compared with those that followed; what a worker was sent is compared with what it is
-asked now, and what the client was told with what it is told now. The first difference ends it: what
-came later was an answer to something else. Knows no workers and no clock.
+"""Replays a recording through the present session logic, and compares the actions. Every step is
+taken again with its recorded arguments; the resulting actions, the commands to workers and the
+messages to the client are compared with the recorded ones. The first difference ends it, since
+later events answered other commands.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +48,7 @@ TOLD: tuple[tuple[type[Action], type[Reply], Sequence[str]], ...] = (
     (Score, PromptScored, ("logprobs",)),
     (Note, Recorded, ("record",)),
 )
-"""Messages by which a client is told of an action, and their fields."""
+"""Messages to a client for an action, and their fields."""
 MOST_WORDS = 300
 """Characters of one side of a difference."""
 
@@ -103,7 +101,7 @@ class Replay:
     """Commands that have not been seen to be sent; they need not be, if the session has ended
     meanwhile or the worker was lost."""
     _told: list[Reply] = field(default_factory=list)
-    """Messages that the client was told then, but for the end."""
+    """The recorded messages to the client, without the last."""
 
     def __post_init__(self) -> None:
         self.session = _session(self.recording)
@@ -271,8 +269,8 @@ class Replay:
         )
 
     def _compare_told(self) -> None:
-        """Compare what the client was told, piece by piece or in one; it need not have been told
-        everything."""
+        """Compare the messages to the client, in pieces or merged; the recording may lack the last
+        ones."""
         actions = [action for taken in self.taken for action in taken.actions]
         for kind, told_as, names in TOLD:
             for name in names:
@@ -281,7 +279,7 @@ class Replay:
                 )
                 now = _joined(name, [action for action in actions if isinstance(action, kind)])
                 if then != now[: len(then)]:
-                    raise _Differs(f"{name} that the client is told", short(then), short(now))
+                    raise _Differs(f"{name} that is sent to the client", short(then), short(now))
 
     def _compare_result(self, finished: Finished) -> None:
         now = self.session.result(finished.result.rounds, finished.result.finish_reason)
@@ -332,8 +330,8 @@ def _session(recording: Recording) -> Session:
 
 
 def whole(action: Action) -> tuple[Any, ...]:
-    """Return what a recording says of an action with the whole of its command, so that no message
-    is needed to compare it with."""
+    """Return the recorded form of an action with its whole command, so that no message is needed to
+    compare it."""
     told = outline(action)
     return (*told, tuple(encode(action.command))) if isinstance(action, Ask) else told
 

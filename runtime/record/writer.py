@@ -1,8 +1,6 @@
-"""The thread that writes recordings, so that nobody waits for a disk.
-
-It makes their files, which only their owner can read, and sees to it that all recordings of a
-folder together stay within a bound: the oldest go. A file that cannot be written is given up, and
-that is said once. Knows no entries: pieces of files are handed in.
+"""The thread that writes recordings, so that nothing else waits for a disk. It makes their files,
+readable by their owner alone, and keeps a folder within its bound by removing the oldest. A file
+that cannot be written is given up, which is logged once. Pieces of files are opaque here.
 """
 
 import logging
@@ -22,7 +20,7 @@ from dovetail.runtime.record import recording
 log = logging.getLogger("dovetail.coordinator")
 
 MAX_FOLDER_BYTES = 1 << 30
-"""Most bytes of all recordings in a folder, beside those that are being written."""
+"""Most bytes of all recordings in a folder, except those being written."""
 MAX_WAITING_BYTES = 128 << 20
 """Most bytes that wait for the disk."""
 
@@ -49,7 +47,7 @@ class FileWriter:
         self._tokenizer: tuple[bytes, bytes] = (b"", b"")
         """The last one, and its entry."""
         self._done = _recordings(folder)
-        """Files that nobody writes any more, with their sizes, oldest first."""
+        """Complete files with their sizes, oldest first."""
         self._done_bytes = sum(size for _, size in self._done)
         self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
         self._thread.start()
@@ -67,7 +65,7 @@ class FileWriter:
         return room
 
     def add_tokenizer(self, path: Path, content: bytes) -> None:
-        """An entry of it, which is not made anew for every recording."""
+        """Its packed entry, shared by all recordings."""
         self._queue.put(_Piece(path, 0, lambda: self._deflated(content)))
 
     def finish(self, path: Path) -> None:

@@ -27,7 +27,7 @@ COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 PASSED = (*COMPLETIONS, "/tokenize", "/detokenize", "/version", "/openapi.json")
 MODELS = "/v1/models"
 AGAIN = tuple(f"{path}/" for path in COMPLETIONS)
-"""Below these a reply is asked for once more by its id, which one of the replicas knows."""
+"""Below these paths a reply is requested again by its id, which one of the replicas has."""
 BELOW = (f"{MODELS}/", *AGAIN)
 FULL = (429, 503)
 """Answers of a replica that has no room, or no target at present."""
@@ -50,7 +50,8 @@ class Call:
         self.connection: Connection | None = None
 
     def end(self) -> None:
-        """The client has gone, or the router ends: the replica has to hear of it."""
+        """The client has disconnected, or the router ends: the replica's request must be
+        cancelled."""
         self.gone = True
         if self.connection is not None:
             self.connection.close()
@@ -148,7 +149,7 @@ class Router:
         self, replica: Replica, scope: Scope, body: bytes, call: Call, send: Send
     ) -> tuple[Message, bytes] | None:
         """Pass on the reply of one replica; return it if it is a refusal that another replica may
-        do better than. `Broken` if nothing has been said to the client yet."""
+        not give. `Broken` if nothing was sent to the client yet."""
         target = scope["raw_path"] + (
             b"?" + scope["query_string"] if scope["query_string"] else b""
         )
@@ -272,7 +273,7 @@ def _wanted(scope: Scope, body: bytes) -> Wanted:
         return NOTHING
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError):  # its replica says so
+    except (ValueError, RecursionError):  # its replica reports it
         return NOTHING
     return wanted(fields, dict(scope["headers"]).get(b"authorization", b""))
 
@@ -292,7 +293,7 @@ def _nobody(replicas: Any, tried: set[str]) -> ApiError:
         )
     count = len(replicas)
     return unavailable(
-        f"none of the {count} replicas serves at present: /readyz tells how they are"
+        f"none of the {count} replicas serves at present: /readyz has their state"
         if count
         else "this router has no replica: name one with --connect, or list it in the file of "
         "--replicas"

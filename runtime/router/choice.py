@@ -1,4 +1,4 @@
-"""Decides which replica gets a request: the one that is predicted to be done with it first. Pure.
+"""Decides which replica gets a request: the one that is predicted to finish it first. Pure.
 
 A replica that has read the beginning of a conversation keeps it in its prefix cache and reads only
 what is new, so that it is chosen unless its sessions make it slower by more than reading the
@@ -25,12 +25,12 @@ CHARACTERS = 4.0
 MOST_BLOCKS = 1 << 16
 """Blocks that are remembered of a replica: a million tokens."""
 USUAL_TOKENS = 256
-"""Tokens of a reply, where the request allows more: nobody knows before it has been written."""
+"""The assumed tokens of a reply, if the request allows more."""
 USUAL_S, USUAL_FURTHER = 0.02, 0.5
-"""Seconds a token of a session alone, and the part of them that each further session adds, where no
-replica has told yet."""
+"""Seconds a token of a session alone, and the part of them that each further session adds, before
+any replica has reported."""
 READING = 0.05
-"""Seconds of reading a token over those of writing one, where it is not told."""
+"""Seconds of reading a token over those of writing one, if not reported."""
 ALIKE = 0.02
 """Predictions that differ by less are the same: then the replica with the fewest requests is
 chosen, and among these the one that was chosen longest ago."""
@@ -40,13 +40,13 @@ EQUAL = 0.25
 """Replicas whose rates differ by less, as those of equal ones do where they are measured, are taken
 to have the same rate."""
 AGE_S = 300.0
-"""Seconds after which the rate of a replica that has had no round since is not believed any more:
-it may have been slow for a reason that has gone, and at a light load nobody would find out. One
-that is still slow gets one request in that time, which measures it again."""
+"""Seconds after which the rate of a replica without a round expires: it may have been slow for a
+reason that is gone, which at a light load would stay unnoticed. One that is still slow gets one
+request in that time, which measures it again."""
 NEVER = float("-inf")
 BESIDE_STREAMS = 2.0
-"""Times as long as by itself a prompt is taken to be read beside streams, which have a third of the
-passes: with 1.5, in a simulated fleet, the slowest first tokens came later."""
+"""Assumed slow-down of reading a prompt while streams run, which take a third of the passes: with
+1.5, in a simulated fleet, the slowest first tokens came later."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Rate(NamedTuple):
 
 
 UNKNOWN = Rate(USUAL_S, USUAL_FURTHER * USUAL_S)
-"""The rate of replicas where none has told."""
+"""The rate of replicas before any has reported."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Replica:
     rate: Rate = UNKNOWN
     """The rate that `agree_on_rates` has given it."""
     rated_s: float = 0.0
-    """When its own rate last changed, by the clock of `told`; every round changes it."""
+    """When its rate last changed, by the clock of `told`; every round changes it."""
     in_flight: int = 0
     """Requests of this router that run there."""
     sent: int = 0
@@ -131,7 +131,7 @@ class Replica:
     """Hashes of the blocks that it has read, those of long ago first."""
 
     def told(self, load: Load, now_s: float = 0.0) -> None:
-        """Take its word; a coordinator that began anew has read nothing."""
+        """Take its report; a restarted coordinator has read nothing."""
         if load.epoch != self.load.epoch:
             self.known.clear()
             self.unread_s = 0.0
@@ -179,8 +179,7 @@ class Replica:
 
 
 def wanted(body: Any, key: bytes) -> Wanted:
-    """Read a request's body, as JSON has it, for the choice alone: what is wrong with it, its
-    replica says."""
+    """Read a request's JSON for the choice alone; its replica reports errors in it."""
     fields = body if isinstance(body, Mapping) else {}
     text = _text(fields)
     blocks, before = [], hash(key)
@@ -199,8 +198,8 @@ def wanted(body: Any, key: bytes) -> Wanted:
 
 
 def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replica | None:
-    """Return the replica that is predicted to be done first, and note that it reads the request
-    from `now_s` on; None: nobody is there."""
+    """Return the replica that is predicted to finish first, and note that it reads the request from
+    `now_s` on; None without a replica."""
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None
@@ -246,8 +245,8 @@ def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
 
 
 def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
-    """Give replicas the rates that they have told: to those that are near each other the mean, and
-    to those that have told none, or none for `AGE_S`, that of all others."""
+    """Set the rates of replicas: their mean for rates near each other, and the mean of all others
+    for those without a report within `AGE_S`."""
     told = sorted(
         (
             (rate, one)
@@ -269,7 +268,7 @@ def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
 
 
 def _rate(load: Load) -> Rate | None:
-    """Return what a replica has told; None: nothing yet."""
+    """Return the report of a replica; None if there is none yet."""
     alone_s, further_s = load.seconds_per_token, load.further_seconds_per_token
     if not alone_s:
         return None

@@ -1,4 +1,4 @@
-"""The replicas behind a router: their list, which may change, and what each says of itself, twice a
+"""The replicas behind a router: their list, which may change, and the report of each, twice a
 second."""
 
 import asyncio
@@ -19,7 +19,7 @@ LOOK_EVERY_S = 0.5
 ANSWER_S = 2.0
 """Seconds in which a replica has to answer how it is."""
 LOAD = TypeAdapter(Load)
-"""Reads what a replica says of itself, and leaves out what only a later version says."""
+"""Reads the report of a replica, without fields of later versions."""
 
 
 class Fleet:
@@ -44,8 +44,8 @@ class Fleet:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
-        """Take notice of a changed list, and of what each replica says. One that is listed no more
-        gets no further requests, and is forgotten when its last one has ended."""
+        """Read a changed list, and the report of each replica. One that is no longer listed gets no
+        further requests, and is forgotten when its last one has ended."""
         urls = self._listed()
         for url in urls:
             if self._all.setdefault(url, Replica(url)).draining:
@@ -67,8 +67,8 @@ class Fleet:
         self._upstream.close(replica.url)
 
     async def _ask(self, replica: Replica) -> None:
-        """Hear from a replica whether it serves, and at what rate. Of what runs there may be our
-        own what ran when it was asked and what was sent there until it answered."""
+        """Query whether a replica serves, and its rate. Its running requests may include ours:
+        those running at the query, and those sent until the answer."""
         asked = replica.in_flight - replica.sent
         try:
             async with asyncio.timeout(ANSWER_S):

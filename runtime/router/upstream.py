@@ -25,7 +25,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Broken(Exception):
-    """A replica that cannot be reached, or broke off; the words say why."""
+    """A replica that cannot be reached, or that broke off, with the reason."""
 
 
 class Connection:
@@ -128,7 +128,7 @@ class Upstream:
         return Connection(reader, writer)
 
     async def get(self, url: str, target: bytes) -> tuple[int, bytes]:
-        """The status and the whole reply to a GET without a key, on a connection of its own."""
+        """The status and the whole reply to a GET without a key, on a new connection."""
         connection = await self.take(url, fresh=True)
         try:
             host = [(b"host", urlsplit(url).netloc.encode()), (b"connection", b"close")]

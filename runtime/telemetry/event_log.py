@@ -1,11 +1,10 @@
 """The event log: a ring of recent rounds and spans, out of which Look is answered, and the spans of
 requests that are traced.
 
-What happens is only remembered, which takes a microsecond; what is shown is made when somebody
-asks. Rounds and spans share one numbering, so that whoever asks again with the last number gets
-what is new, and hears how much is gone. Fine spans are asked of the workers while somebody looks
-for spans, or a request is traced. Pure: the clock and the workers are handed in. Knows no sockets,
-and no session but by its number.
+Events are only stored, which takes a microsecond; messages are made on request. Rounds and spans
+share one numbering, so that a caller with the last number gets the new ones, and how many were
+dropped. Workers record fine spans while spans are requested, or a request is traced. Pure: the
+clock and the workers are arguments, and sessions are numbers.
 
 A worker's spans are on its own clock. They are moved by what is known of its offset; one of which
 it is possible that it has our clock has it, as processes of one machine do.
@@ -39,13 +38,13 @@ MAX_HELD = 1 << 15
 MAX_TRACED = 1 << 16
 """Spans of a request that is traced."""
 LATEST_NS = (1 << 63) - 1
-"""That a message can tell."""
+"""The largest value in a message."""
 LOOKED_NS = 5_000_000_000
-"""Fine spans are recorded for so long after somebody has looked for spans."""
+"""Time for which fine spans are recorded after spans were requested."""
 OURS = "coordinator"
 """The name of our own process."""
 BOUND_TO = re.compile(r"^full: .*memory of node ([\d,-]+)")
-"""The nodes in what a worker says of its binding."""
+"""Matches the nodes in a worker's binding."""
 
 Waits = Literal["", "draft", "target", "coordinator", "no work"]
 """The reason for which a worker waits; empty: it works."""
@@ -130,7 +129,7 @@ class EventLog:
         return now_ns
 
     def event(self, worker: Worker, event: Event) -> None:
-        """Note what an event says of its worker's time."""
+        """Note the time of its worker in an event."""
         spans, beside = getattr(event, "spans", ()), getattr(event, "beside", ())
         if not spans and not beside:
             return
@@ -155,7 +154,7 @@ class EventLog:
         at_ns: int,
         record: Callable[[], RoundRecord],
     ) -> None:
-        """A round has ended; what is to be said of it is asked for when somebody looks."""
+        """A round has ended; its record is made on request."""
         self._number += 1
         self._ring.append(
             _Round(
@@ -209,7 +208,7 @@ class EventLog:
     # -- who looks ---------------------------------------------------------------------------------
 
     def orders(self, workers: Iterable[Worker]) -> list[tuple[Worker, bool]]:
-        """Which workers are to be told whether they record fine spans."""
+        """The workers to notify whether to record fine spans."""
         self.fine = bool(self._traces) or (self._until_ns > 0 and self.now_ns() < self._until_ns)
         if not self.fine and not self._told:
             return []
@@ -271,8 +270,8 @@ class EventLog:
 
 
 def _on_ours(peer_ns: int, offset_ns: int) -> int:
-    """A worker's time on our clock, as far as a message may tell it: a clock that jumps must not
-    keep others from being seen."""
+    """A worker's time on our clock, clamped to the range of a message: a clock that jumps must not
+    hide other workers."""
     return min(max(0, peer_ns - offset_ns), LATEST_NS)
 
 

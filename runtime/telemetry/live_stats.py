@@ -1,10 +1,8 @@
-"""The live stats: what has happened in the last two minutes, for the dashboard and `dovetail top`.
-
-`LiveStats` is told a coordinator's states and the events of its log, and keeps what is shown: how
-much was decoded in each of the last seconds, how busy each worker was, the last round of each
-session. All of it is bounded, however much happens. `view` returns the picture as plain values; the
-page, `dovetail top` and scripts get the same object. Pure: the time is the coordinator's, as it
-says it. Knows no HTTP and no terminal.
+"""The live stats: the last two minutes, for the dashboard and `dovetail top`. `LiveStats` takes a
+coordinator's states and the events of its log, and keeps the displayed values: tokens in each of
+the last seconds, how busy each worker was, the last round of each session. All of it is bounded.
+`view` returns plain values; the page, `dovetail top` and scripts get the same object. Pure: times
+are the coordinator's.
 """
 
 from collections import Counter, deque
@@ -108,7 +106,7 @@ class WorkerLoad:
 
     def add(self, seen: SeenWorker) -> None:
         passed_ns, worked_ns = seen.at_ns - self.seen.at_ns, seen.busy_ns - self.seen.busy_ns
-        if passed_ns > 0 and self.seen.at_ns:  # 0: it had not said anything yet
+        if passed_ns > 0 and self.seen.at_ns:  # 0: no report yet
             self.shares.append((seen.at_ns, min(1.0, max(0.0, worked_ns / passed_ns))))
         self.seen = seen
 
@@ -187,9 +185,9 @@ class LiveStats:
         session: int | None = None,
         called: Callable[[str], str] = folder_name,
     ) -> dict[str, Any]:
-        """Return all that is shown, and the last tree of a session: of this one, or of the newest.
-        `spell`: without it neither tokens nor texts are told; `called`: a model -> its name in the
-        view."""
+        """Return all displayed values, and the last tree of this session, or of the newest.
+        `spell`: without it neither tokens nor texts are included; `called`: a model -> its name in
+        the view."""
         state = self._state
         assert state is not None, "nothing has arrived yet"
         stats = self._sessions.get(session) if session is not None else None

@@ -1,5 +1,5 @@
-"""The load of a coordinator as it is told to a router: what runs, and how fast sessions go by their
-number. Pure."""
+"""The load of a coordinator for a router: running sessions, and their speed by their number.
+Pure."""
 
 from statistics import fmean
 from typing import Any
@@ -34,8 +34,8 @@ def load_of(state: Reported) -> dict[str, Any]:
 
 
 def _predicted(target: WorkerState) -> tuple[float, float, float] | None:
-    """Return the three of one target: its tokens of late are to take as much longer or shorter with
-    other numbers of sessions as the curve of its passes says."""
+    """Return the three figures of one target: the time of its recent tokens, scaled to other
+    numbers of sessions by the curve of its passes."""
     curve, token_s = target.t_v, target.token_s
     if curve is None or token_s is None or not curve.seconds[0]:
         return None

@@ -44,7 +44,7 @@ class RoundTimes:
     draft_ns: int = 0
     """Drafting that was waited for."""
     draft_hop_ns: int = 0
-    """Between the order's departure and the proposal's arrival, beside drafting; `target_hop_ns`
+    """From sending the command to the arrival of the proposal, without drafting; `target_hop_ns`
     likewise."""
     draft_queue_ns: int = 0
     """Until the draft worker was free, or had read the prompt."""
@@ -53,7 +53,7 @@ class RoundTimes:
     target_queue_ns: int = 0
     coordinator_ns: int = 0
     experts: int = 0
-    """Experts that the target's pass went through, as its verdict says."""
+    """Experts that the target's pass used, from its verdict."""
 
     @property
     def own_ns(self) -> int:
@@ -87,7 +87,7 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """A round that has ended, before anybody wants to hear of it."""
+    """An ended round, before its record is requested."""
 
     round: int
     prefix: int
@@ -207,14 +207,13 @@ class Dropped:
     """Messages that changed nothing."""
 
     stale: int = 0
-    """Nobody waited for them any more."""
+    """Late messages that were no longer awaited."""
     refused: int = 0
-    """They broke the protocol, or came from somebody who was not let in."""
+    """Messages that broke the protocol, or came from an unregistered peer."""
 
 
 def count_depths(accepted: int, *counts: list[int]) -> None:
-    """Count a round that accepted a node at each of so many depths in all of these counts, by
-    depth."""
+    """Count a round that accepted nodes down to this depth, in all of these counts by depth."""
     for at_depth in counts:
         at_depth.extend([0] * (accepted - len(at_depth)))
         for depth in range(accepted):
@@ -276,11 +275,11 @@ class Accounts:
         self.tally.moves += 1
 
     def committed(self, tokens: int) -> None:
-        """So many tokens were committed without a verdict."""
+        """Count tokens that were committed without a verdict."""
         self.tally.completion_tokens += tokens
 
     def verdict(self, drafted: int, accepted: int, committed: int) -> None:
-        """One target pass: so many tokens were committed, `accepted` of them drafted nodes."""
+        """Count one target pass: committed tokens, `accepted` of them drafted nodes."""
         tally = self.tally
         tally.completion_tokens += committed
         self.rounds += 1

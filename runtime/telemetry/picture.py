@@ -30,7 +30,7 @@ def label(content: bytes) -> str:
 
 
 def folder_name(model: str) -> str:
-    """Return the last part of a model's path: a picture does not say where models lie."""
+    """Return the last part of a model's path: the view does not reveal where models are."""
     return model.rstrip("/").rpartition("/")[2]
 
 

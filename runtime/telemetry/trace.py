@@ -1,10 +1,10 @@
 """The spans of all processes as one trace that Perfetto and chrome://tracing load.
 
-A process is a row, which says how well its clock is aligned; the coordinator's has a track for each
-session. On a track slices lie beside or within each other: what overlaps another one in part, such
-as a message that is still on its way, is on a further track. Arrows follow a tree on its trip: from
-the draft to the target, and from the verdict to the draft's next order. Knows only names and
-intervals on one clock; aligning the clocks is done before (`event_log.py`).
+A process is a row, labelled with the accuracy of its clock; the coordinator's has a track for each
+session. On a track slices follow or contain each other; one that partly overlaps another, such as a
+message on its way, is on a further track. Arrows follow a tree on its trip: from the draft to the
+target, and from the verdict to the draft's next order. Knows only names and intervals on one clock;
+aligning the clocks is done before (`event_log.py`).
 """
 
 import itertools
@@ -162,7 +162,7 @@ def _arrows(spans: Sequence[SeenSpan], where: Mapping[int, Place]) -> Iterator[d
             *([after] if after is not None else []),
         ]
         for one, other in pairwise(way):
-            if one.span[1] <= other.span[1]:  # else the clocks are not aligned well enough to say
+            if one.span[1] <= other.span[1]:  # otherwise the clocks are not aligned well enough
                 arrow = {"name": "tree", "cat": "tree", "id": next(numbers)}
                 yield {**arrow, "ph": "s", **_at(one, where, before_ns=other.span[1])}
                 yield {**arrow, "ph": "f", "bp": "e", **_at(other, where)}

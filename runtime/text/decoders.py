@@ -54,8 +54,7 @@ class Fuse(Stage):
 
 
 class Strip(Stage):
-    """Takes so many characters of one kind from the beginning of a token, and so many from its
-    end."""
+    """Strips a number of characters from the beginning of a token, and a number from its end."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -91,8 +90,8 @@ class Replace(Stage):
 
 
 class Metaspace(Stage):
-    """Makes spaces of the characters that stand for them; in the first token they stand for
-    nothing, unless nothing was put before the text."""
+    """Replaces the characters that represent spaces; in the first token they are dropped if the
+    tokenizer had put one before the text."""
 
     def __init__(self, replacement: str, *, prepended: bool) -> None:
         self._replacement, self._space = replacement, "" if prepended else " "
@@ -125,7 +124,7 @@ class WholeTokens(Stage):
 
 
 class Rewritten(WholeTokens):
-    """Rewrites every token by itself, the first one in a way of its own."""
+    """Rewrites every token separately, the first one differently."""
 
     def __init__(self, rewrite: Rewrite, first: Rewrite | None = None) -> None:
         super().__init__()
@@ -172,7 +171,7 @@ class Suffixed(WholeTokens):
 
 
 class Bytes(WholeTokens):
-    """ByteLevel: every letter stands for a byte; what comes out is one token."""
+    """ByteLevel: every letter represents a byte; the result is one token."""
 
     def __init__(self, byte_of_letter: Mapping[str, int]) -> None:
         super().__init__()
@@ -266,8 +265,8 @@ def open_stages(
     library: Callable[[Any], Callable[[list[str]], str]],
     byte_of_letter: Mapping[str, int],
 ) -> list[Stage]:
-    """The chain of a decoder as tokenizer.json has it, None: there is none. `library` makes the
-    library's own decoder of such a description."""
+    """The chain of a decoder in tokenizer.json, None without one. `library` makes the library's
+    decoder from such a description."""
 
     def alone(spec: Any) -> Rewrite:
         decode = library(spec)
@@ -319,8 +318,7 @@ def overlap(text: str, pattern: str) -> int:
 
 
 def _byte(token: str) -> int | None:
-    """The byte that a token such as <0xE4> stands for, as the library reads it: with a plus sign
-    too."""
+    """The byte of a token such as <0xE4>, parsed as in the library, also with a plus sign."""
     digits = token[3:-1]
     if (
         len(token) != 6

@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 OUT_OF_MEMORY = 3
 """Exit code of a process that ran out of memory."""
 MARK = 7130295184
-"""In a trial, this and a number stand for a text: templates do not change digits."""
+"""In a trial, this and a number replace a text: templates do not change digits."""
 
 Content = str | list[dict[str, str]]
 Message = dict[str, Any]

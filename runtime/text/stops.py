@@ -47,7 +47,7 @@ class StopStrings:
     beginning of one. Takes time in proportion to the text."""
 
     def __init__(self, stops: Sequence[str], marks: str = "") -> None:
-        """`marks`: characters that stand for hidden tokens. Stop strings without marks are found as
+        """`marks`: characters that represent hidden tokens. Stop strings without marks are found as
         if the text had none."""
         self._stops, self._marks = tuple(stops), frozenset(marks)
         self._unmarked = dict.fromkeys(map(ord, marks)) if marks else None

@@ -1,5 +1,5 @@
-"""Renders chat templates in processes of their own (`rendering.py`), since they are programs of a
-checkpoint: one that never ends, fills memory or crashes fails only its own request."""
+"""Renders chat templates in separate processes (`rendering.py`), since they are programs of a
+checkpoint: one that never ends, fills memory or crashes fails only its request."""
 
 import atexit
 import json
@@ -53,7 +53,7 @@ class Renderer:
         os.register_at_fork(after_in_child=self.forget)
 
     def forget(self) -> None:
-        """Start with an empty pool, as a fork does, whose parent owns the processes."""
+        """Start with an empty pool after a fork, since the parent owns the processes."""
         self._idle: list[_Process] = []
         self._places = BoundedSemaphore(RENDERERS)
 

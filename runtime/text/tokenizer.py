@@ -27,8 +27,7 @@ from dovetail.runtime.text.stops import StopStrings
 from dovetail.runtime.text.templates import INSTEAD, RENDERER
 
 MAX_GROWTH = 64
-"""Letters that tokenizing and its inverse may make of one; those of today's models make one or
-two."""
+"""The most letters that tokenizing and its inverse make of one; today's models make one or two."""
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of what every chat template is given."""
 LARGE = 1 << 20
@@ -38,7 +37,7 @@ PROMPT_TAIL = 32
 """Last tokens of a prompt that are detokenized with a reply: they decide whether its first token
 begins the text, completes a character of up to four tokens, or continues a pattern."""
 MARKS = "".join(map(chr, range(0xD800, 0xE000)))
-"""Lone surrogates, which never occur in a reply: they stand for special tokens in the search for
+"""Lone surrogates, which never occur in a reply: they represent special tokens in the search for
 stop strings."""
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
@@ -210,8 +209,7 @@ class TextCodec(Spelling):
 
     @cached_property
     def _anchor(self) -> tuple[int, ...]:
-        """Something to stand before a token: decoders treat the first one of a text in a way of its
-        own."""
+        """A token to put before another: decoders treat the first token of a text differently."""
         return self.encode("a", special=False)[-1:]
 
     def _ids(self, text: str, *, special: bool) -> tuple[int, ...]:
@@ -230,10 +228,10 @@ def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCode
 
 
 class Stopwatch(Protocol):
-    """Notes how long the coordinator's parts take, while somebody looks at that."""
+    """Records the times of the coordinator's parts while they are observed."""
 
     fine: bool
-    """False: nobody looks."""
+    """False while nothing observes them."""
 
     def now_ns(self) -> int: ...
 
@@ -328,8 +326,8 @@ def open_detokenizer(tokenizer: bytes, prompt: Sequence[int]) -> Detokenizer:
 
 
 class Piece:
-    """The text that some tokens of a reply complete. It is read when it is asked for, unless stop
-    strings are looked for: workers do not wait for it."""
+    """The text that some tokens of a reply complete. It is decoded lazily, after the workers have
+    their commands, unless stop strings are searched for."""
 
     def __init__(self, reply: "ReplyText", tokens: Sequence[int], text: str | None = None) -> None:
         self.tokens, self.text, self._reply = tokens, text, reply
@@ -372,7 +370,7 @@ class ReplyText:
         self._about: object = None
 
     def watch(self, stopwatch: Stopwatch, about: object) -> None:
-        """Have each reading noted by a stopwatch. `about`: the session whose reply this is."""
+        """Record the time of each decoding. `about`: the session of this reply."""
         self._stopwatch, self._about = stopwatch, about
 
     @property
@@ -438,8 +436,8 @@ class ReplyText:
 
 
 def _byte_letters() -> Mapping[str, int]:
-    """The letters by which byte-level vocabularies spell bytes (GPT-2's): printable ones stand for
-    themselves, the rest follow from U+0100 on."""
+    """The letters for bytes in byte-level vocabularies (GPT-2's): printable bytes are themselves,
+    the rest follow from U+0100 on."""
     themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in themselves]
     return {

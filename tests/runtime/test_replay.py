@@ -255,7 +255,7 @@ def test_other_words_to_the_client_are_named(tmp_path: Path) -> None:
 
     difference = altered(recording, tmp_path / "x", change)
     assert difference is not None
-    assert difference.where == "text that the client is told"
+    assert difference.where == "text that is sent to the client"
 
 
 def test_a_step_that_is_left_out_is_noticed(tmp_path: Path) -> None:
