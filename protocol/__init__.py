@@ -1,2 +1,2 @@
-"""The agreement between two processes: messages, trees, noise, settings, links and keys. Knows
-nobody else, and never torch."""
+"""The agreement between two processes: messages, trees, noise, settings, links and keys. Imports no
+other folder, and never torch."""

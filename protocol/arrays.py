@@ -1,7 +1,6 @@
 """A tensor on the wire: dtype and shape in the body of the message, bytes (little-endian,
-row-major) in a raw frame of their own.
-
-Knows neither torch nor numpy: both read `data` through the buffer protocol.
+row-major) in a separate raw frame. Imports neither torch nor numpy, which both read `data` through
+the buffer protocol.
 """
 
 from collections.abc import Sequence

@@ -51,8 +51,8 @@ class RowsSeconds(Frozen):
         return cls(rows=tuple(rows), seconds=tuple(accumulate(seconds, max)))
 
     def at(self, rows: int) -> float:
-        """Seconds of a pass over so many rows: linear between the measured ones, and level or along
-        the last piece beyond them."""
+        """Seconds of a pass over this many rows: linear between the measured ones, constant or
+        along the last piece beyond them."""
         points = list(zip(self.rows, self.seconds, strict=True))
         if rows <= points[0][0] or len(points) == 1:
             return points[0][1]
@@ -109,7 +109,8 @@ class ExpertCosts(Frozen):
 
 @dataclass(frozen=True)
 class StateTraffic:
-    """Bytes of states, in fp32, that a pass over rows of one session moves beside weights."""
+    """Bytes of states, in fp32, that a pass over rows of one session moves in addition to
+    weights."""
 
     states: float = 0.0
     """The states of all layers: a pass reads them once, whatever its rows."""
@@ -162,8 +163,8 @@ class LeastTime:
         mixture: Mixture = DENSE,
         states: StateTraffic = STATELESS,
     ) -> "LeastTime":
-        """Passes through weights of so many bytes, with so many operations a row if it goes
-        through all of them, and through states."""
+        """Passes through weights of this many bytes, with this many operations a row if it uses all
+        of them, and through states."""
         row_s = (mixture.active * operations + states.operations) / (gflop_s * 1e9)
         whole_s, states_s, factors_s = (
             moved / (bandwidth_gb_s * 1e9) for moved in (size, states.fixed, states.row)
@@ -171,7 +172,7 @@ class LeastTime:
         return cls(whole_s, row_s, mixture, states_s, factors_s)
 
     def reading_s(self, rows: float) -> float:
-        """Return the seconds of moving what a pass over so many rows moves."""
+        """Return the seconds of memory traffic of a pass over this many rows."""
         return self.whole_s * self.mixture.read(rows) + self.states_s + rows * self.factors_s
 
     @property
@@ -183,7 +184,7 @@ class LeastTime:
         return rows
 
     def at(self, rows: float) -> float:
-        """Return the seconds of a pass over so many rows."""
+        """Return the seconds of a pass over this many rows."""
         return max(self.reading_s(rows), rows * self.row_s)
 
 
@@ -216,8 +217,8 @@ class MachineLimits(Frozen):
         states: StateTraffic = STATELESS,
         size: int = 0,
     ) -> LeastTime:
-        """Return the least time of passes through so many weights of a type, and states; `size`:
-        their bytes, where the type does not tell."""
+        """Return the least time of passes through this many weights of a type, and states; `size`:
+        their bytes, if the type does not determine them."""
         return LeastTime.of(
             size=size or parameters * WEIGHT_BYTES.get(weights, 4),
             operations=2 * parameters,
@@ -269,8 +270,8 @@ class Reading(Frozen):
 
 
 class DeviceCosts(Frozen):
-    """Seconds of the parts of a target in a pass over rows, on a device and on the CPU beside it: a
-    planner puts placements together from them."""
+    """Seconds of the parts of a target in a pass over rows, on a device and on the CPU: a planner
+    composes placements from them."""
 
     device: str
     link_gb_s: Rate

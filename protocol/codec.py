@@ -37,8 +37,8 @@ C = TypeVar("C", bound=Sized)
 
 
 class Dialect(Generic[M]):
-    """The messages that one direction of a link may carry: a union of message types, told apart by
-    their `type`."""
+    """The messages that one direction of a link may carry: a union of message types, distinguished
+    by `type`."""
 
     def __init__(self, union: Any) -> None:
         self._members: dict[str, type[Message]] = {
@@ -48,8 +48,8 @@ class Dialect(Generic[M]):
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
-        """Return what says why a message is of no member. It is built when there is one, since
-        most processes never meet any."""
+        """Return the validator that explains why a message fits no member. It is built on demand,
+        since most processes never need it."""
         with uninterrupted():
             return TypeAdapter(self._tagged)
 
@@ -154,7 +154,7 @@ def _attach(body: dict[str, Any], member: type[Message] | None, raw: Sequence[by
         if header is None:
             continue
         if not rest or not isinstance(header, dict) or "data" in header:
-            raise DecodeError(f"array {name!r} has no frame of its own")
+            raise DecodeError(f"array {name!r} has no frame")
         body[name] = {**header, "data": bytes(rest.pop(0))}
     if rest:
         raise DecodeError(f"{len(rest)} frames belong to no array")

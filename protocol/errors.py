@@ -1,8 +1,7 @@
-"""The exceptions of the whole project, drawn as one tree.
-
-A `UserError` is somebody's mistake and is answered with one line that names the thing, the value
-and the remedy (exit code 2). A `ProtocolError` is a peer's mistake: the message is dropped and
-counted, and nothing else suffers. What is neither is ours and is loud.
+"""The exceptions of the whole project, as one tree. A `UserError` is answered with one line: the
+thing, the value and the remedy (exit code 2). A `ProtocolError` is a peer's error: the message is
+dropped and counted, without further effects. Any other exception is a bug, and is logged with its
+traceback.
 """
 
 
@@ -33,8 +32,7 @@ class CheckpointError(UserError):
 
 
 class OutputError(DovetailError):
-    """A file that the system does not let us write: names the file, what the system says and the
-    remedy."""
+    """A file that cannot be written, with the system's error and the remedy."""
 
 
 class KeysError(UserError):
@@ -42,8 +40,8 @@ class KeysError(UserError):
 
 
 class RequestError(UserError):
-    """A request that cannot be served; `code` says why in one word (see `messages.Failed`), and the
-    text in one printable line, whoever wrote it."""
+    """A request that cannot be served; `code` is the reason in one word (see `messages.Failed`),
+    the text one printable line."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(printable(text))
@@ -68,8 +66,7 @@ class StaleError(ProtocolError):
 
 
 class OverError(StaleError):
-    """An answer about a session that has ended since it was asked for: nobody is at fault, and it
-    is not counted."""
+    """An answer about a session that has ended in the meantime: this is normal, and not counted."""
 
 
 class TreeError(ProtocolError):
@@ -94,5 +91,5 @@ class LinkClosed(LinkError):
 
 
 class LinkRefused(LinkClosed):
-    """Somebody answers and takes no connection of ours, because of the keys or because it is
-    something else."""
+    """The peer answers and refuses our connection, because of the keys or because it is another
+    program."""

@@ -36,7 +36,7 @@ class Mixture:
         return self.read(1)
 
     def read(self, rows: float) -> float:
-        """Return the share of the weights that a pass over so many rows reads, on average: of
+        """Return the share of the weights that a pass over this many rows reads, on average: of
         `count` experts each is missed by a row with probability 1 - chosen / count."""
         missed: float = (1.0 - self.chosen / self.count) ** rows
         return 1.0 - self.share * missed

@@ -1,5 +1,5 @@
-"""Files that are written for a user, and texts that are read for one: what is refused is told with
-the name of the file and a remedy. Also the folder of a user's caches, and how much is kept there.
+"""Writing files and reading texts for a user: errors have the name of the file and a remedy. Also
+the folder of a user's caches, and its limits.
 """
 
 import codecs
@@ -90,8 +90,8 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 
 def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
-    """Write to the end of an open file at once, past its own buffer: what is refused is told here,
-    and not a second time when the file is closed."""
+    """Append to an open file, bypassing its buffer: an error is raised here, and not again when the
+    file is closed."""
     with writing(path, what):
         left = memoryview(content)
         while left:
@@ -112,7 +112,7 @@ def decode(content: bytes, what: str, *, zeros: bool = False) -> str:
     for name, marks in MARKS.items():
         if content.startswith(marks):
             raise UserError(
-                f"{what} is {name} text, as its first bytes say; save it as UTF-8, such as "
+                f"{what} is {name} text, by its first bytes; save it as UTF-8, such as "
                 f"with `iconv -f {name} -t UTF-8`"
             )
     zero = -1 if zeros else content.find(b"\0")

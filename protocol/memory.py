@@ -58,18 +58,18 @@ class Room:
     """The name of the bound, in words that follow "there are 3 GB": "available on this machine",
     "left in the control group /a (limit 4 GB)"."""
     swap: int = 0
-    """Bytes of swap beside it; nothing runs well there, but nothing is killed either."""
+    """Bytes of swap in addition; processes run slowly there, but are not killed."""
 
 
 def read_room(root: Path = ROOT) -> Room | None:
     """Return the least room that the machine and the control groups leave to this process; None if
-    the kernel does not say."""
+    unknown."""
     return min(_rooms(root), key=lambda room: room.size + room.swap, default=None)
 
 
 def node_room(node: int, root: Path = ROOT) -> Room | None:
-    """Return the room on a memory node, for a process that is bound to it alone; None if the kernel
-    does not say."""
+    """Return the room on a memory node, for a process that is bound to it alone; None if
+    unknown."""
     found = _fields(read_text(root / f"sys/devices/system/node/node{node}/meminfo"))
     if "MemFree" not in found:
         return None
@@ -107,7 +107,7 @@ def process_room() -> Room | None:
 
 def total_bytes(root: Path = ROOT) -> int | None:
     """Return the memory of the machine, or the least limit of our control groups if that is less;
-    None if the kernel does not say."""
+    None if unknown."""
     machine = _fields(read_text(root / "proc/meminfo")).get("MemTotal")
     return min(
         [*([] if machine is None else [machine]), *(limit for _, limit, _ in _limits(root))],
@@ -194,17 +194,15 @@ def count_kills(root: Path = ROOT) -> Kills:
 
 
 def why_killed(pid: int, before: Kills, root: Path = ROOT) -> str:
-    """Return why the kernel killed a process of ours, as far as it says that memory was the reason;
-    empty if it does not.
-
-    `before`: its counts when the process was started. The counts of its control groups and the log
-    mean this process; the machine's may mean another one.
+    """Return in words that the kernel killed a process for want of memory, and how that is known;
+    empty if it is not. `before`: the counters when the process was started. Those of its control
+    groups and the log are about this process; the machine's may be about another one.
     """
     if any(
         int(killed) == pid and int(at_us) >= before.at_us
         for at_us, killed in KILLED.findall(_kernel_log(root / "dev/kmsg"))
     ):
-        return "memory ran out: the kernel ended it, as its log says"
+        return "memory ran out: the kernel ended it, according to its log"
     for file, count in before.groups:
         if (_oom_kills(file) or 0) > count:
             limits = (

@@ -45,7 +45,7 @@ MACHINE_FIELDS = (
     "CPU part",
     "Features",
 )
-"""The fields of /proc/cpuinfo that tell processors apart, on x86-64 and on aarch64."""
+"""The fields of /proc/cpuinfo that distinguish processors, on x86-64 and on aarch64."""
 
 
 class ProfileError(UserError):
@@ -53,7 +53,7 @@ class ProfileError(UserError):
 
 
 class ProfileKey(Frozen):
-    """The circumstances of a measurement: change any of these, and it is made anew."""
+    """The circumstances of a measurement: if any of these changes, it is repeated."""
 
     machine: str
     """`machine_key()`."""
@@ -135,7 +135,7 @@ class NodeTimes(Frozen):
     them."""
 
     key: tuple[str, ...]
-    """Machine, nodes, model and settings: change any of these, and it is measured anew."""
+    """Machine, nodes, model and settings: if any of these changes, the measurement is repeated."""
     rows: Positive
     alone_s: Seconds
     sharded_s: Seconds
@@ -145,8 +145,8 @@ class TypeTimes(Frozen):
     """Seconds of products on a device in types of weights of 16 and 32 bits."""
 
     key: tuple[str, ...]
-    """Libraries and card, driver, functions of ours. If any of these changes, times are measured
-    anew."""
+    """Libraries and card, driver, functions of ours: if any of these changes, times are measured
+    again."""
     seconds: Mapping[str, tuple[Seconds, ...]]
     """Type -> seconds of a product of 1, 4 and 16 rows."""
     refused: Mapping[str, str] = {}
@@ -251,8 +251,8 @@ def update_profile(path: Path, key: ProfileKey, change: Callable[[Entry], Entry]
 
 
 def rewrite_profile(path: Path, change: Callable[[Profile], Profile]) -> Profile:
-    """Replace the profile on disk by `change` of it, while nobody else does, and return it;
-    `ProfileError` if the file cannot be written."""
+    """Replace the profile on disk by `change` of it, under a lock, and return it; `ProfileError` if
+    the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(path.name + ".lock")):
@@ -268,7 +268,7 @@ def rewrite_profile(path: Path, change: Callable[[Profile], Profile]) -> Profile
 
 def machine_key(cpuinfo: Path = Path("/proc/cpuinfo"), *, cores: int | None = None) -> str:
     """A digest of processor, instruction flags and number of cores; 16 hexadecimal digits. `cores`:
-    those of the machine unless told."""
+    by default those of the machine."""
     first = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     fields = dict(re.findall(r"^([^\t:]+?)\s*:[ \t]*(.*)$", first, re.MULTILINE))
     facts = [" ".join(sorted(fields.get(name, "").split())) for name in MACHINE_FIELDS]

@@ -1,9 +1,9 @@
 """Intervals on a monotonic clock, and the offset between two machines' clocks.
 
 A span is (name, start_ns, duration_ns) on the clock of the process that measured it. Only durations
-decide anything; offsets serve display. Coarse spans are always recorded, fine ones while somebody
-looks. What a worker does for a command goes with the answer; what it does beside its commands, such
-as growth ahead, goes with a later one and says what it was about.
+are used for decisions; offsets are for display. Coarse spans are always recorded, fine ones on
+request. Spans of a command are sent with its answer; those outside of commands, such as growth
+ahead, with a later answer and with their session.
 """
 
 import time
@@ -29,8 +29,8 @@ NAMES: Mapping[str, str] = {
     "move": "the root moves: the log grows, and of the tree what lies below stays (fine)",
     "root": "a pass of the draft over what the log has more",
     "level": "a pass of the draft over nodes of the tree",
-    "grow": "passes of the draft that nobody waits for",
-    "prepare": "work ahead of time that nobody waits for: noise, learning from verdicts",
+    "grow": "passes of the draft that no round waits for",
+    "prepare": "work ahead of time that no round waits for: noise, learning from verdicts",
     "feed": "the draft reads features of its target",
     "decode": "bytes become a message (fine)",
     "encode": "a message becomes bytes (fine)",
@@ -44,16 +44,16 @@ NAMES: Mapping[str, str] = {
     "link": "a command or its answer is on its way, decoded and encoded",
     "lost": "a session waited for an answer that it has done without",
 }
-"""All there are, each with what it means. Those of a worker that are beside its commands are
-`grow`, `prepare`, `decode`, `encode` and `send`."""
+"""All names with their meanings. Those outside of a worker's commands are `grow`, `prepare`,
+`decode`, `encode` and `send`."""
 
 MAX_BESIDE = 1024
-"""Spans beside the commands that wait until they are taken; then the oldest go."""
+"""The most waiting spans outside of commands; the oldest are dropped."""
 MERGED_NS = 200_000
-"""Coarse spans beside the commands that are no farther apart become one: between two passes ahead a
-worker looks whether a command has come."""
+"""Coarse spans outside of commands that are closer than this are joined: between two passes ahead a
+worker checks for a command."""
 JOINED = frozenset({"prepare"})
-"""Those that become one while somebody looks, too: they are short and many."""
+"""Those that are always joined: they are short and many."""
 
 
 class Spans:
@@ -89,8 +89,8 @@ class Spans:
         session: int | None = None,
         round: int | None = None,
     ) -> None:
-        """A span that belongs to no command. While nobody looks, what follows at once on one of its
-        kind is joined to it."""
+        """A span outside of commands. Unless fine spans are recorded, it is joined to one of its
+        kind just before."""
         beside = self._beside
         if beside and (not self.fine or name in JOINED) and beside[-1][:2] == (session, round):
             last, since, duration = beside[-1][2]
@@ -107,7 +107,7 @@ class Spans:
         return spans
 
     def take_beside(self, limit: int) -> tuple[Beside, ...]:
-        """The oldest of those beside the commands, at most `limit`."""
+        """The oldest of those outside of commands, at most `limit`."""
         taken, self._beside = tuple(self._beside[:limit]), self._beside[limit:]
         return taken
 

@@ -67,7 +67,7 @@ class TokenTable:
             if len(rest) != spelt or len(ends) != tokens:
                 raise ValueError("its size disagrees with its header")
             if not isinstance(about["digest"], str) or not {*about["special"]} <= {*ids}:
-                raise ValueError("it has no digest, or special tokens that are none of its own")
+                raise ValueError("it has no digest, or special tokens outside of its vocabulary")
             rest.decode("utf-8", "surrogatepass")
             within = any(rest[end] & 0xC0 == 0x80 for end in ends if end < spelt)
             ordered = all(map(lt, ids, ids[1:])) and all(map(le, ends, ends[1:]))
@@ -165,7 +165,8 @@ def _no_vocabulary(error: Exception) -> CheckpointError:
 
 def _vocabulary_of(content: Mapping[str, Any]) -> tuple[dict[int, str], list[int]]:
     """Return the tokens by their ids, and the special ones' ids. As in the tokenizers library, an
-    added token has the id of the model's token of this spelling, or the next, whatever it says."""
+    added token has the id of the model's token with its spelling, or the next free one, whatever
+    the file states."""
     try:
         model = content["model"]["vocab"]
         named = (

@@ -3,10 +3,9 @@
 
 Two kinds behave alike: ipc (a socket in a folder that only its owner can enter) and tcp (CURVE keys
 required, on loopback too). Frames arrive whole, in the order of each sender, at most once. A
-message to a peer that has gone raises `PeerGone` and one to a peer that takes nothing off its full
-queue `PeerBusy`, so that nothing vanishes unseen and nobody waits for a slow peer. A link whose
-coordinator has gone raises `LinkClosed` and never connects again. Knows frames, not what they mean
-(`codec.py`).
+message to a disconnected peer raises `PeerGone`, and one to a peer with a full queue `PeerBusy`, so
+that nothing is lost silently and no sender blocks. A link whose coordinator is lost raises
+`LinkClosed` and never reconnects. Knows frames, not what they mean (`codec.py`).
 
 Liveness is libzmq's own. A closed connection is seen at once, and the kernel closes that of a
 process that dies. Heartbeats find a peer that is stopped (SIGSTOP), or that the way to is cut,
@@ -61,16 +60,16 @@ class Hub(Protocol):
         never blocks."""
 
     def user(self, peer: bytes) -> PeerKey | None:
-        """The key of a peer that has been heard over tcp: its name and the roles that it may take,
-        none if it was revoked. None where there are no keys."""
+        """The key of a peer over tcp: its name and allowed roles, none if it was revoked. None
+        without keys."""
 
     def monitor_fileno(self) -> int:
         """A descriptor that becomes readable when peers may have disconnected or were refused; call
         `disconnects` then."""
 
     def disconnects(self) -> int:
-        """Return how many peers disconnected since the last call. Which ones, `send` tells: probe
-        them all. Takes some milliseconds if there are any."""
+        """Return how many peers disconnected since the last call. To find out which, probe them all
+        with `send`. Takes some milliseconds if there are any."""
 
     def refused(self) -> int:
         """Handshakes and messages refused so far."""

@@ -26,7 +26,7 @@ MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders for sockets where the name of the temporary directory is too long."""
 ABANDONED_S = 60.0
-"""A folder of sockets that nobody holds is taken for abandoned when it is so old."""
+"""Age after which an unlocked folder of sockets counts as abandoned."""
 
 _HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
 
@@ -70,7 +70,7 @@ class IpcPlace:
     """
 
     def __init__(self, path: Path, *, own: bool) -> None:
-        """`own`: nobody else knows the folder, so that whatever lies in it may go."""
+        """`own`: the folder is private to us, so its content may be removed."""
         self._path = path
         self._own = own
         self._workers_path = path.with_name(path.name + WORKERS_SUFFIX)
@@ -163,8 +163,8 @@ def _fits(path: Path) -> bool:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder of sockets if nobody holds its lock; `OSError` if somebody does. One that was
-    made just now may be about to be locked, and stays."""
+    """Remove a folder of sockets unless it is locked (`OSError`). A new one may be about to be
+    locked, and is kept."""
     status = folder.lstat()
     if status.st_uid != os.geteuid() or time.time() - status.st_mtime < ABANDONED_S:
         return
@@ -199,7 +199,7 @@ def check_private(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.geteuid():
         raise UserError(
-            f"the folder {folder} of the socket belongs to somebody else: choose a path in a "
+            f"the folder {folder} of the socket belongs to another user: choose a path in a "
             "folder of your own"
         )
     if status.st_mode & 0o077:
@@ -218,7 +218,7 @@ def check_way(path: Path) -> None:
         if path.exists():
             raise
         raise UserError(
-            f"nobody listens at ipc://{path}, and no coordinator would: {error}"
+            f"no process listens at ipc://{path}, and no coordinator could: {error}"
         ) from None
 
 

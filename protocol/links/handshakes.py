@@ -1,7 +1,4 @@
-"""Handshakes of peers over tcp: which keys are let in (ZAP, ZeroMQ RFC 27).
-
-Knows the keys of a folder, not what is said after a handshake.
-"""
+"""Handshakes of peers over tcp: which keys are accepted (ZAP, ZeroMQ RFC 27)."""
 
 import logging
 import threading
@@ -21,8 +18,8 @@ from dovetail.protocol.keys import (
 )
 
 DOMAIN = b"dovetail"
-"""The ZAP domain: the hub's socket and its handler must name the same one, else libzmq lets
-everybody in or nobody."""
+"""The ZAP domain, which must be equal for the hub's socket and its handler, else libzmq accepts all
+peers or none."""
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _SAY_EVERY_S = 10.0
@@ -92,11 +89,9 @@ class AllowedPeers:
 
 
 def start_judge(context: "zmq.Context[zmq.Socket[bytes]]", peers: AllowedPeers) -> threading.Thread:
-    """A thread that answers libzmq's question about every CURVE handshake of `context`; it ends
-    when the context is terminated.
-
-    A key that is allowed is let in with itself as User-Id, which libzmq attaches to every message
-    of that connection; any other is refused, and the log says whose and from where.
+    """A thread that answers libzmq's request for every CURVE handshake of `context`; it ends when
+    the context is terminated. An allowed key is accepted with itself as User-Id, which libzmq
+    attaches to every message of that connection; any other is refused and logged with its address.
     """
     socket = context.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 0)
@@ -124,14 +119,14 @@ def _judge(socket: "zmq.Socket[bytes]", peers: AllowedPeers) -> None:
 
 
 class _Refusals:
-    """Says which handshakes were refused, and not more often than somebody can read."""
+    """Logs refused handshakes, at a limited rate."""
 
     def __init__(self) -> None:
         self._said_s = -_SAY_EVERY_S
         self._unsaid = 0
 
     def tell(self, key: str, address: str) -> None:
-        """Tell of a handshake with a key, in words, from an address."""
+        """Log a handshake with a key, described in words, from an address."""
         now_s = time.monotonic()
         if now_s - self._said_s < _SAY_EVERY_S:
             self._unsaid += 1
@@ -147,7 +142,7 @@ def _verdict(
     refused: Callable[[str, str], None],
 ) -> list[bytes]:
     """The answer of RFC 27 to (version, request, domain, address, identity, mechanism, 32-byte
-    public key); `refused` hears of keys that are not allowed."""
+    public key); `refused` is called with keys that are not allowed."""
     version, request, domain, address, _identity, mechanism, *credentials = question
     known = None
     if (

@@ -252,8 +252,7 @@ class ZmqLink:
                 lost = True
         if lost:
             advice = (
-                "it may need keys, have other keys than coordinator.pub says, or not be a "
-                "coordinator"
+                "it may need keys, have other keys than coordinator.pub, or not be a coordinator"
             )
             raise LinkRefused(f"what answers at {self.address} breaks the connection off: {advice}")
         self._check_host()

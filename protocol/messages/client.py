@@ -29,19 +29,19 @@ from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 
 
 class Told(Frozen):
-    """The part of a reply that its client has been told already, and is not told again."""
+    """The part of a reply that its client has already received, and that is not sent again."""
 
     tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     characters: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Characters of the text."""
     scores: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """Tokens of the prompt whose log-probabilities it was told."""
+    """Tokens of the prompt whose log-probabilities it has received."""
     fingerprint: Name = ""
     """The fingerprint of the target that computed these tokens; empty: it is not known, or several
     targets of different fingerprints did."""
 
     def after(self, reply: "Emitted | PromptScored") -> "Told":
-        """Return what a client has been told with this reply too."""
+        """Return what a client has received, including this reply."""
         if isinstance(reply, PromptScored):
             return self.model_copy(update={"scores": self.scores + len(reply.logprobs)})
         told: dict[str, int | str] = {
@@ -75,17 +75,17 @@ class Submit(Message):
     ] = ()
     seed: Count | None = None
     sample: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
-    """Which of several replies to the same prompt: each has noise of its own."""
+    """Which of several replies to the same prompt; each has its own noise."""
     owner: Name = ""
-    """Whose it is, as the sender tells its users apart: what is kept of an ended session is for its
-    owner's requests alone."""
+    """The owner, by which the sender distinguishes its users: rows of an ended session are used for
+    its owner's requests alone."""
     end: Ends | None = None
     """Ids that end the reply; None: the target's."""
     vocabulary: Name = ""
     """Digest of the vocabulary that `tokens` are of; the request fails where the target's is
     another. Empty: not checked."""
     logprobs: Top | None = None
-    """Each token comes with its TokenLogprobs, with so many alternatives. None: without."""
+    """Each token comes with its TokenLogprobs, with this many alternatives. None: without."""
     scored: bool = False
     """True: those of the prompt come first, as PromptScored; `logprobs` must be given."""
     tree: TreeSettings
@@ -96,12 +96,12 @@ class Submit(Message):
     record: bool = False
     """True: every round comes as a Recorded."""
     ahead: bool | None = None
-    """True if the draft goes on growing while the target verifies; None: where the two share no
-    device, or where measuring says that it pays."""
+    """True if the draft keeps growing the tree while the target verifies; None: if the two share no
+    device, or if measurements show that it pays."""
     ticket: Name = ""
-    """A name that nobody can guess, under which a coordinator with a journal keeps the reply. A
-    Submit with the ticket of a reply that it knows goes on with that one, whatever else it says.
-    Empty: the reply ends with its coordinator, or its client."""
+    """An unguessable name, under which a coordinator with a journal keeps the reply. A Submit with
+    the ticket of a known reply continues that one, whatever its other fields. Empty: the reply ends
+    with its coordinator, or its client."""
     memo: Annotated[bytes, Field(max_length=MAX_MEMO)] = b""
     """Kept with the ticket for whoever recalls it; the coordinator does not read it."""
     told: Told = NOTHING_TOLD
@@ -142,10 +142,9 @@ class Status(Message):
 
 
 class Look(Message):
-    """A client asks what has happened since it last asked: answered by Seen. What a coordinator
-    holds of it is bounded; whoever wants to see asks often.
-
-    A client on another machine gets the tokens of its own requests alone.
+    """A client requests the events since its last request: answered by Seen. A coordinator keeps a
+    bounded number of events, so poll often. A client on another machine gets the tokens of its own
+    requests alone.
     """
 
     type: Literal["look"] = "look"
@@ -153,8 +152,7 @@ class Look(Message):
     after: Count = 0
     """The `next` of the last Seen; 0: whatever is still there."""
     spans: bool = False
-    """Spans too; and have the workers record fine ones until nobody has asked so for some
-    seconds."""
+    """Spans too; workers record fine ones until some seconds after the last such request."""
 
 
 class Describe(Message):
@@ -180,7 +178,7 @@ class Swap(Message):
     request: Count
     newcomer: Count
     old: Count | None = None
-    """The worker in whose place it comes; None: it comes beside those that are there."""
+    """The worker that it replaces; None: it joins the present ones."""
 
 
 class Dismiss(Message):
@@ -291,7 +289,7 @@ class DraftFailure(Frozen):
 
 
 class Result(Frozen):
-    """One request's result: the fields of `--json`. Seconds, except where the name says otherwise;
+    """One request's result: the fields of `--json`. Seconds unless the name has another unit;
     shares 0..1."""
 
     text: Text

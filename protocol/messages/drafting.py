@@ -70,7 +70,7 @@ class Drafts(Message):
     orders: Annotated[
         tuple[Draft, ...], Field(min_length=1, max_length=MAX_SESSIONS, fail_fast=True)
     ]
-    """Orders of different sessions, each without features of its own."""
+    """Draft commands of different sessions, whose features are in one array."""
     rows: Annotated[tuple[Rows, ...], Field(max_length=MAX_SESSIONS, fail_fast=True)] = ()
     """The number of rows of `features` that each order has; empty without features."""
     features: Array | None = None
@@ -79,7 +79,7 @@ class Drafts(Message):
     @model_validator(mode="after")
     def _adds_up(self) -> "Drafts":
         if any(order.features is not None for order in self.orders):
-            raise ValueError("an order has features of its own: put those of all into one array")
+            raise ValueError("a single command has features: put those of all into one array")
         there = 0 if self.features is None else self.features.shape[0] if self.features.shape else 0
         if (self.rows and len(self.rows) != len(self.orders)) or sum(self.rows) != there:
             raise ValueError(
@@ -147,7 +147,7 @@ class Drafted(AboutSession):
     policy asks for it (HeteroSpec, section 4.1)."""
     spans: SpanFields = ()
     beside: BesideFields = ()
-    """Spans of what this worker did beside its commands since it last said so: growth ahead,
+    """Spans of this worker's work outside of commands since its last report: growth ahead,
     messages."""
     candidates: Array | None = None
     """int32 [1 + nodes, K <= MAX_CANDIDATES], where acceptance is "rejection": the tokens among

@@ -1,4 +1,4 @@
-"""The messages with which a worker or a client registers, and what a worker says of itself."""
+"""The messages with which a worker or a client registers, and a worker's description of itself."""
 
 from typing import Annotated, Literal
 
@@ -75,7 +75,7 @@ class Limits(Frozen):
 
 
 class VocabularyFacts(Frozen):
-    """Facts that a worker knows of its vocabulary; the tokenizer file itself travels beside it."""
+    """Facts about a worker's vocabulary; the tokenizer file itself is sent separately."""
 
     digest: Name
     """SHA-256 over the sorted (id, token) pairs, see `vocabulary.py`."""
@@ -187,8 +187,8 @@ class Hello(Message):
     weights: Name = ""
     """The type of a draft's weights; empty if it has none. A target's is in its fingerprint."""
     inflation: Name = ""
-    """The size to which a target's linears were inflated, as the setting says it; empty: they were
-    not."""
+    """The size to which a target's linears were inflated, as in the setting; empty: not
+    inflated."""
     standby: bool = False
     """True if the worker gets no sessions until it is put in place, by a Swap."""
     placement: Name = ""
@@ -248,8 +248,7 @@ class LoadingState(Frozen):
 
 
 class Loading(Message):
-    """A worker that is not registered yet tells its coordinator now and then how far it has got;
-    there is no answer."""
+    """A worker that is not registered yet reports its progress now and then; there is no answer."""
 
     type: Literal["loading"] = "loading"
     state: LoadingState

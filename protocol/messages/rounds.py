@@ -52,7 +52,7 @@ class RoundRecord(Frozen):
     """Drafting that the round waited for."""
     verify_ns: Nanoseconds = 0
     experts: Experts = 0
-    """Experts that the target's pass went through, as Verified says; 0: not counted."""
+    """Experts that the target's pass used, from Verified; 0: not counted."""
     transport_ns: Nanoseconds = 0
     queue_ns: Nanoseconds = 0
     coordinator_ns: Nanoseconds = 0
@@ -76,5 +76,5 @@ class SeenSpan(Frozen):
     ] = ()
     """Session and round of each, where it was about several."""
     span: SpanField
-    """On the coordinator's clock, which that of another machine is aligned with as well as its
-    `clock_bound_ns` says."""
+    """On the coordinator's clock, to which that of another machine is aligned within its
+    `clock_bound_ns`."""

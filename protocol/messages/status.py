@@ -1,4 +1,4 @@
-"""The state of the coordinator, as Status and Look tell it."""
+"""The state of the coordinator, in the answers to Status and Look."""
 
 from typing import Annotated, Literal
 
@@ -44,7 +44,7 @@ class SeenRound(Frozen):
     at_ns: Nanoseconds
     """When its verdict was handled, on the coordinator's clock."""
     readable: bool = True
-    """True if its tokens are told; else zeros stand in the record for them and for the bonus."""
+    """True if the record has its tokens; else they and the bonus are zeros."""
     record: RoundRecord
 
 
@@ -63,11 +63,11 @@ class SeenWorker(Frozen):
     node: Name = ""
     """The memory nodes that it is bound to, such as 0 or 0-1; empty: to none."""
     busy_ns: Nanoseconds
-    """Nanoseconds that it has worked, as it last said (Probed)."""
+    """Nanoseconds that it has worked, by its last Probed."""
     at_ns: Nanoseconds
     """When that was, on the coordinator's clock."""
     clock_bound_ns: Nanoseconds | None = None
-    """The most by which what is said of its clock is wrong; None: it has not been asked yet."""
+    """The bound of the error of its clock's offset; None: not measured yet."""
     waiting: Literal["", "draft", "target", "coordinator", "no work"] = ""
     """The part that it waits for; empty: it works."""
 
@@ -164,7 +164,7 @@ class PairState(Frozen):
     """The rate that the target alone would have."""
     predicted_tokens_per_s: float | None
     hops_us: float | None
-    """The time that the messages of a round take beside the work."""
+    """The time of a round's messages, without the work."""
     t_v: RowsSeconds | None
     """The target's pass over rows, at the context of late."""
     t_d: RowsSeconds | None
@@ -261,7 +261,7 @@ class Fault(Frozen):
     since_s: Annotated[float, Field(ge=0.0)]
     """For so long."""
     retry_s: Annotated[float, Field(ge=0.0)] | None = None
-    """Seconds until the part is started again; None: it has been, or nobody does it."""
+    """Seconds until the part is restarted; None: it has been, or will not be."""
     restarts: bool = False
     """True if the supervisor restarts the part, or has restarted it."""
 
@@ -327,13 +327,13 @@ class Reported(Message):
     rounds: Count
     tau: float | None
     stale: Count
-    """Events that were dropped since nobody waited for them: duplicates, those of other
+    """Events that were dropped because they were not awaited: duplicates, those of other
     incarnations, and late ones, unless their session has ended."""
     refused: Count
     """Peers and messages that broke the protocol."""
     degraded: bool
     reasons: Annotated[tuple[Name, ...], Field(max_length=64, fail_fast=True)]
-    """Sentences that say what is degraded, and what else there is to say."""
+    """Sentences about what is degraded, and other notes."""
     faults: Annotated[tuple[Fault, ...], Field(max_length=MAX_FAULTS, fail_fast=True)] = ()
     """Faults of parts, which are among the reasons."""
     loading: Annotated[tuple[LoadingState, ...], Field(max_length=256, fail_fast=True)] = ()
@@ -345,6 +345,6 @@ class Reported(Message):
     """The last changes of how is speculated, oldest first, each with its reason."""
     totals: Totals = Totals()
     drained: Annotated[tuple[Role, ...], Field(max_length=2, fail_fast=True)] = ()
-    """Roles that nobody plays since an operator drained their last worker."""
+    """Roles without a worker since an operator drained the last one."""
     journal: JournalState | None = None
     """None: requests end with this coordinator."""

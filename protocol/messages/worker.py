@@ -68,14 +68,14 @@ class Open(AboutSession):
     any, come from this position on; a row of a draft that reads them was made with the token behind
     it too, so that one is the base's as well."""
     logprobs: Top | None = None
-    """To the target: each token that it commits comes with its TokenLogprobs, with so many
+    """To the target: each token that it commits comes with its TokenLogprobs, with this many
     alternatives. None: without."""
     scored: bool = False
     """To the target: it sends Scored of the prompt, with as many alternatives. Then there is no
     base."""
     replied: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
-    """The last so many tokens of the prompt, fewer than it has, are the reply's, which was begun
-    elsewhere: what looks at the reply alone begins with them."""
+    """The number of last tokens of the prompt, fewer than all, that belong to the reply, which was
+    begun elsewhere: processors of the reply begin with them."""
     features_from: Count | None = None
     """To the target, where features are asked for: those of positions before this one are not.
     None: from `kept` on."""
@@ -108,8 +108,8 @@ class Prefilled(AboutSession):
 
 
 class Refeed(AboutSession):
-    """Compute the features of committed tokens anew, for a draft that has joined later, and leave
-    the session as it is: positions `start` to `prefix` - 2, for the last committed token has no row
+    """Recompute the features of committed tokens, for a draft that has joined later, without
+    changing the session: positions `start` to `prefix` - 2, for the last committed token has no row
     yet. Verdicts from now on come with them too."""
 
     type: Literal["refeed"] = "refeed"
@@ -233,8 +233,8 @@ class VerifiedItem(Frozen):
 
 
 class Verified(Message):
-    """Verdicts of one pass; those whose features differ in type or width come in messages of their
-    own."""
+    """Verdicts of one pass; those whose features differ in type or width come in separate
+    messages."""
 
     ARRAYS = ("features",)
     type: Literal["verified"] = "verified"
@@ -246,7 +246,7 @@ class Verified(Message):
     or does not count them."""
     spans: SpanFields = ()
     beside: BesideFields = ()
-    """Spans of what this worker did beside its commands, as in Drafted."""
+    """Spans of this worker's work outside of commands, as in Drafted."""
     features: Array | None = None
     """[sum of held + 1 + accepted, row], where they were asked for: of each item's positions that
     had been held, its root and accepted nodes, one below the other."""
@@ -267,7 +267,7 @@ class Closed(Message):
 
 
 class Probe(Message):
-    """Say how you are; times the round trip and aligns the clocks."""
+    """Request a Probed; measures the round trip and aligns the clocks."""
 
     type: Literal["probe"] = "probe"
     sent_ns: Nanoseconds
@@ -290,7 +290,7 @@ class Probed(Message):
     """True: it answers in the midst of a command, whose answer is still to come; else everything
     that was asked before the probe has been answered."""
     beside: BesideFields = ()
-    """Spans of what this worker did beside its commands, as in Drafted."""
+    """Spans of this worker's work outside of commands, as in Drafted."""
 
 
 class Observe(Message):
@@ -301,8 +301,7 @@ class Observe(Message):
 
 
 class Engage(Message):
-    """To a worker that introduced itself on standby: it is in place, and is so when it introduces
-    itself anew."""
+    """To a worker that registered on standby: it is in place, also when it registers again."""
 
     type: Literal["engage"] = "engage"
 
@@ -312,5 +311,5 @@ class Drain(Message):
 
     type: Literal["drain"] = "drain"
     dismissed: bool = False
-    """True: an operator drained this worker or had another one take its place, so that nobody is to
-    start it again; False: the coordinator ends."""
+    """True: an operator drained or replaced this worker, so it must not be restarted; False: the
+    coordinator ends."""

@@ -27,7 +27,7 @@ NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 TARGETS_OWN = ("target.model", "target.inflate", "target.context")
 """Settings of the target that a draft reads too: what a head or a substitute is made for."""
 MODELLESS_KINDS = ("ngram", "substitute", "none")
-"""The draft kinds that name no model of their own: none at all, or the target."""
+"""The draft kinds without a separate model: none at all, or the target's."""
 
 
 def cache_of(cache: str, weights: str) -> str:
@@ -164,7 +164,7 @@ class TargetSettings(Frozen):
 
     @property
     def cached(self) -> str:
-        """Return the type of keys and values on a CPU, as far as the settings tell."""
+        """Return the type of keys and values on a CPU by the settings."""
         library = self.backend == "library" and self.cache == "auto"
         return "fp32" if library else cache_of(self.cache, self.weights)
 
@@ -207,7 +207,7 @@ class DraftSettings(Frozen):
     contrast: bool | Literal["auto"] = Field(
         "auto",
         description="whether a head's contrast output (jakiro) drafts the last level without "
-        "a pass of its own; auto: where the head has one",
+        "a separate pass; auto: where the head has one",
     )
     ahead: bool | Literal["auto"] = Field(
         "auto",

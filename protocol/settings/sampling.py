@@ -119,8 +119,8 @@ class Sampling(Frozen):
 
     @property
     def looks_back(self) -> bool:
-        """Return whether anything is asked for beside temperature, top-k, top-p and min-p: then a
-        token's logit depends on what was said before."""
+        """True if anything besides temperature, top-k, top-p and min-p is set: then a token's logit
+        depends on earlier tokens."""
         return self.repetition_penalty != 1.0 or bool(
             self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens
         )

@@ -12,7 +12,7 @@ from dovetail.protocol.settings.values import Frozen, one_of
 
 MAX_GAMMA, MAX_DEPTH, MAX_WIDTH = 1023, 128, 64
 MAX_BINS = 8
-"""Bins of entropy that heterospec may tell apart."""
+"""The most bins of entropy of heterospec."""
 
 
 def _listed(value: Any) -> Any:

@@ -30,7 +30,7 @@ class Frozen(BaseModel):
 
     @classmethod
     def model_rebuild(cls, *, _parent_namespace_depth: int = 2, **options: Any) -> bool | None:
-        """Build what checks values of this kind, whatever tells this process to end meanwhile."""
+        """Build the validator of values of this kind, with signals deferred."""
         with uninterrupted():
             return super().model_rebuild(
                 _parent_namespace_depth=_parent_namespace_depth + 1, **options

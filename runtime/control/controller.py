@@ -22,8 +22,8 @@ from dovetail.runtime.costs.averages import add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
 CONTROLS = (0, 8, 32)
-"""Without a profile, the target's pass over a single row is measured after these numbers of a pair's
-rounds."""
+"""The numbers of a pair's rounds after which the target's pass over a single row is measured,
+without a profile."""
 EMPTY = 4
 """Proposals of nothing in a row after which what was learned of the draft is doubted."""
 RESTING = 16

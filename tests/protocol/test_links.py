@@ -623,7 +623,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
         ):
             opening()
     with pytest.raises(
-        UserError, match=f"nobody listens at ipc://{folder}/socket, and no coordinator would"
+        UserError, match=f"no process listens at ipc://{folder}/socket, and no coordinator could"
     ):
         open_link(f"ipc://{folder}/socket", role="client")
     assert list(folder.iterdir()) == []

@@ -233,7 +233,9 @@ def test_the_kernels_log_says_which_process_it_was_and_when(tmp_path: Path) -> N
         ),
     )
     assert why_killed(5, before, root) == ""
-    assert why_killed(6, before, root) == "memory ran out: the kernel ended it, as its log says"
+    assert (
+        why_killed(6, before, root) == "memory ran out: the kernel ended it, according to its log"
+    )
 
 
 def test_a_kill_is_not_put_down_to_memory_where_nothing_is_readable(tmp_path: Path) -> None:
