@@ -1,31 +1,39 @@
-"""`dovetail profile`: where the time of a run goes, device by device and round by round, beside
-what would be possible; and what would make it faster.
+"""`dovetail profile`: where the time of a run goes, device by device and round by round, with what
+would be possible, and what would make it faster.
 
 It measures through the same messages as serving: a run of its own, or a server that is watched.
-What is found goes to the terminal, to a report, to a trace and to JSON. Knows options and files;
+What is found goes to the terminal, to JSON, to a trace and to one figure. Knows options and files;
 the work is in `profiling/`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
-from dovetail.launch.console.terminal import counted, explained, in_print, note, print_table
+from dovetail.launch.console.terminal import (
+    counted,
+    explained,
+    in_print,
+    note,
+    print_table,
+    spinner,
+)
 from dovetail.launch.files.charts import check_charts
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.files.prompts import Prompt, is_unicode, read_prompts
-from dovetail.launch.profiling import pictures, report, tables
-from dovetail.launch.profiling.findings import Findings, find
+from dovetail.launch.planning.subject import Subject, subject_here
+from dovetail.launch.profiling.figure import WAITS, draw
+from dovetail.launch.profiling.findings import find
+from dovetail.launch.profiling.samplers import NO_CARD
 from dovetail.launch.profiling.stages import attached, own_run
+from dovetail.launch.profiling.timeline import PARTS
 from dovetail.launch.profiling.watching import Watch
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
@@ -37,7 +45,10 @@ from dovetail.runtime.telemetry.trace import write_trace
 SHIPPED = 4
 """Prompts of the shipped file that are used by default."""
 SECONDS = 10.0
-RESULT, REPORT, TRACE = "profile.json", "report.html", "trace.json"
+RESULT, FIGURE, TRACE = "profile.json", "profile.svg", "trace.json"
+NOT_AVAILABLE = "not available"
+LEAST = 5e-4
+"""A share that is not 0.0 %."""
 WORDS = {
     "busy": "share of the time in which a process worked, by its spans",
     "drafting ahead": "of the time, not of busy: drafting that no round waited for",
@@ -54,10 +65,8 @@ WORDS = {
     "tau": "tokens that a round adds to its reply",
     "T_V, T_T": "a pass of the target over a tree; a round without any",
     "hit": "the next root was in the tree, and its subtree was kept",
-    "bubble": "a stretch of a round in which neither draft nor target works",
-    "clock within": "by how much another machine's spans may be misplaced",
 }
-"""The words of the tables and of the report."""
+"""The words of the tables."""
 
 
 @click.command("profile", cls=HelpCommand, epilog=explained(WORDS, "Words:"))
@@ -91,7 +100,7 @@ WORDS = {
     "--out",
     type=OUT_FOLDER,
     required=True,
-    help="Folder for report.html, profile.json, trace.json, plots.",
+    help=f"Folder for {RESULT}, {FIGURE}, {TRACE}.",
 )
 @json_instead_of("tables")
 @settings_flags(*DECODING_SECTIONS, shown=DEMONSTRATED)
@@ -109,10 +118,10 @@ def command(
     """Show how long every device was busy, idle, and waiting for what; where the time of the rounds
     went; and which change would help most.
 
-    If it starts processes of its own, the machine's limits are probed first, and after the run some
-    short replies with other trees show what larger and smaller ones would bring. A watched server
-    is not changed: then the advice follows from what it did, and from the profile file of `dovetail
-    calibrate`.
+    If it starts processes of its own, some short replies with other trees follow the run, to show
+    what larger and smaller ones would bring, and then the limits of this machine are measured where
+    `dovetail calibrate` has not kept them. A watched server is not changed: then the advice follows
+    from what it did.
     """
     prompts = _prompts(prompt, file, limit, watching=connect is not None)
     if seconds is not None and (connect is None or prompts):
@@ -120,7 +129,7 @@ def command(
             "--seconds is how long others are watched: name them with --connect, and leave "
             "prompts out, or leave --seconds out"
         )
-    check_charts("the report")
+    check_charts("the figure")
     with _made(out):
         with ExitStack() as owned:
             if connect is None:
@@ -129,12 +138,24 @@ def command(
                 evidence, watch = attached(
                     owned, configuration, connect, prompts, seconds or SECONDS, seed
                 )
-        told = _write(out, find(evidence), watch)
+        with spinner() as say:
+            subject = _subject(configuration, say) if connect is None else None
+            found = find(evidence, subject, say)
+        _write(out, found, watch)
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(found))
     else:
-        show(told)
-        note(f"the report is {out / REPORT}; ui.perfetto.dev shows {out / TRACE}")
+        show(found)
+        note(f"the figure is {out / FIGURE}; ui.perfetto.dev shows {out / TRACE}")
+
+
+def _subject(configuration: Configuration, say: Callable[[str], None]) -> Subject | None:
+    """Return the target on this machine, as the planner takes it; None where it is no plan's."""
+    try:
+        return subject_here(configuration, say)
+    except UserError as error:
+        note(f"what this machine could do is not judged: {error}")
+        return None
 
 
 def _prompts(
@@ -164,7 +185,7 @@ def _made(out: Path) -> Iterator[None]:
         result.open("ab").close()
     except OSError as error:
         _clear(new)
-        raise UserError(f"cannot write the report to {out}: {refusal(error)}") from None
+        raise UserError(f"cannot write the profile to {out}: {refusal(error)}") from None
     try:
         yield
     except BaseException as error:
@@ -185,79 +206,59 @@ def _clear(folders: list[Path]) -> None:
             return
 
 
-def _write(out: Path, findings: Findings, watch: Watch) -> dict[str, Any]:
-    """Write all files, and return the result with their names."""
-    drawn = pictures.pictures(findings)
-    made = (
-        f"Made {datetime.now().astimezone().isoformat(timespec='minutes')} by dovetail "
-        f"{installed_version()}"
-    )
-    texts = {
-        **{f"{name}.svg": svg for name, svg in drawn.items()},
-        REPORT: report.page(findings, drawn, made),
-    }
-    for name, text in texts.items():
-        _write_text(out / name, text)
-    write_trace(
-        out / TRACE, watch.spans, {worker.name: worker.clock_bound_ns for worker in watch.workers}
-    )
-    told = {**findings.told, "files": [REPORT, TRACE, RESULT, *(f"{name}.svg" for name in drawn)]}
-    _write_text(out / RESULT, json.dumps(told) + "\n")
-    return told
-
-
-def _write_text(file: Path, text: str) -> None:
-    with writing(file, "the report"):
-        file.write_text(text, encoding="utf-8")
+def _write(out: Path, found: dict[str, Any], watch: Watch) -> None:
+    """Write all files, and note their names in what was found."""
+    found["files"] = [RESULT, FIGURE, TRACE]
+    for name, text in ((FIGURE, draw(found)), (RESULT, json.dumps(found) + "\n")):
+        with writing(out / name, "the profile"):
+            (out / name).write_text(text, encoding="utf-8")
+    clocks = {worker.name: worker.clock_bound_ns for worker in watch.workers}
+    write_trace(out / TRACE, watch.spans, clocks)
 
 
 # -- what is shown ---------------------------------------------------------------------------------
 
 
-def show(told: Mapping[str, Any]) -> None:
+def show(found: Mapping[str, Any]) -> None:
     """The tables of a profile, for people: what matters most first."""
-    told = in_print(told)
-    click.echo(f"{told['title']}\n{told['workload']}")
-    click.echo(" · ".join(_first(told)))
-    whole = (
-        f"{told['tokens']} tokens in {told['wall_s']:.2f} s, "
-        f"{told['tokens'] / told['wall_s']:.1f} a second"
+    found = in_print(found)
+    click.echo(f"{found['title']}\n{found['workload']}")
+    click.echo(" · ".join(_first(found)))
+    click.echo(
+        f"{found['tokens']} tokens in {found['wall_s']:.2f} s, "
+        f"{found['tokens'] / found['wall_s']:.1f} a second: with reading prompts, and what lies "
+        "between replies"
     )
-    click.echo(f"{whole}: with prefill and the time between replies")
-    print_table(("of the time", *told["devices"]), list(_devices(told["devices"])))
-    if told["parts_ms"]:
-        parts, wall_ms = told["parts_ms"], told["round_wall_ms"]
+    print_table(("of the time", *found["devices"]), list(_devices(found["devices"])))
+    if wall_ms := found["round_wall_ms"]:
         rows = [
-            (name, f"{parts[name]:.3f}", tables.percent(parts[name] / wall_ms))
-            for name in pictures.PARTS
+            (n, f"{found['parts_ms'][n]:.3f}", _percent(found["parts_ms"][n] / wall_ms))
+            for n in PARTS
         ]
-        print_table(
-            ("of a round", "ms", "share"),
-            [
-                *rows,
-                ("unaccounted", "", tables.percent(told["unaccounted_share"])),
-                ("all", f"{wall_ms:.3f}", ""),
-            ],
-        )
-    if told["bounds"]:
-        print_table(("figure", "this run", "at best", "bound"), tables.bound_rows(told))
-    if advice := [_advice(one) for one in told["verdict"]["advice"]]:
-        print_table(("predicted", "change", "settings"), advice)
-    for words in told["verdict"]["in_words"]:
+        rest = ("unaccounted", "", _percent(found["unaccounted_share"]))
+        print_table(("of a round", "ms", "share"), [*rows, rest, ("all", f"{wall_ms:.3f}", "")])
+    if found["bounds"]:
+        print_table(("figure", "this run", "at best", "bound"), [*_bounds(found["bounds"])])
+    if found["advice"]:
+        rows = [
+            (f"{one['gain']:.2f}x", one["what"], " ".join(one["flags"])) for one in found["advice"]
+        ]
+        print_table(("predicted", "change", "settings"), rows)
+    for words in found["in_words"]:
         click.echo(words)
-    for name, value in tables.machine_rows(told):
+    for name, value in _machine(found):
         note(f"{name}: {value}")
 
 
-def _first(told: Mapping[str, Any]) -> Iterator[str]:
-    """The main figures."""
-    yield f"{tables.number(told['tokens_per_s'], 1)} tokens/s"
-    yield f"tau {tables.number(told['tau'], 2)}"
-    if told["bounds"].get("drafted"):
-        yield f"{told['bounds']['speedup']:.2f} times the target alone"
-    yield f"{counted(told['rounds'], 'round')} of {tables.number(told['round_wall_ms'], 2)} ms"
-    if told["sessions"] > 1 and told["sessions_a_pass"] > 1.0:
-        yield f"{told['sessions_a_pass']:.1f} sessions a pass"
+def _first(found: Mapping[str, Any]) -> Iterator[str]:
+    """The figures that somebody looks for."""
+    yield f"{_number(found['tokens_per_s'], 1)} tokens/s"
+    yield f"tau {found['tau']:.2f}"
+    if found["bounds"].get("drafted"):
+        yield f"{found['bounds']['speedup']:.2f} times the target alone"
+    yield f"{counted(found['rounds'], 'round')} of {_number(found['round_wall_ms'], 2)} ms"
+    if found["sessions"] > 1 and found["sessions_a_pass"] > 1.0:
+        yield f"{found['sessions_a_pass']:.1f} sessions a pass"
 
 
 def _devices(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -265,20 +266,82 @@ def _devices(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ..
     every = devices.values()
     yield "busy", *(f"{device['busy']:.0%}" for device in every)
     yield "drafting ahead", *(f"{device['ahead']:.0%}" for device in every)
-    for cause in pictures.WAITS:
+    for cause in WAITS:
         name = cause if cause == "no work" else f"waits for {cause}"
         yield name, *(f"{device['waiting'].get(cause, 0.0):.0%}" for device in every)
-    yield "its process", *(tables.share(_process(device["sampled"])) for device in every)
-    yield "its cores", *(tables.share(device["sampled"]["cores"]) for device in every)
+    yield "its process", *(_share(_process(device["sampled"])) for device in every)
+    yield "its cores", *(_share(device["sampled"]["cores"]) for device in every)
 
 
 def _process(sampled: Mapping[str, float | None]) -> float | None:
     return sampled["gpu"] if sampled["gpu"] is not None else sampled["process"]
 
 
-def _advice(one: Mapping[str, Any]) -> tuple[str, str, str]:
-    return (
-        f"{'' if one['certain'] else 'up to '}{one['gain']:.2f}x",
-        one["what"],
-        " ".join(one["flags"]),
+def _bounds(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """(figure, this run, at best, the bound's name)."""
+    if bounds["drafted"]:
+        speedup, most = bounds["speedup"], bounds["most_speedup"]
+        yield "speed-up over the target alone", f"{speedup:.2f}", f"{most:.2f}", "tau T_T / T_V"
+        t_v_s, in_turn_s = bounds["t_v_s"], bounds["in_turn_s"]
+        gain = (in_turn_s + t_v_s) / (bounds["exposed_s"] + t_v_s)
+        most = 1.0 + min(in_turn_s, t_v_s) / max(in_turn_s, t_v_s)
+        yield (
+            "gain of drafting ahead",
+            f"{gain:.2f}",
+            f"{most:.2f}",
+            "1 + min / max of the two phases",
+        )
+    if (one := bounds["pass"]) is None:
+        yield (
+            "bandwidth and arithmetic",
+            NOT_AVAILABLE,
+            NOT_AVAILABLE,
+            "known of a run of its own on the CPU",
+        )
+        return
+    of = f"({one['limits_from']}{'' if bounds['judged'] else '; not judged: other programs ran'})"
+    longer_ms = 1e3 * max(one["t_p_s"], one["t_c_s"])
+    yield (
+        "weights read, GB/s",
+        f"{one['gb_s']:.1f}",
+        f"{one['bandwidth_gb_s']:.1f}",
+        f"bandwidth {of}",
     )
+    yield (
+        "operations, 10^9/s",
+        f"{one['gflop_s']:.0f}",
+        f"{one['peak_gflop_s']:.0f}",
+        f"arithmetic {of}",
+    )
+    yield "a pass, ms", f"{1e3 * bounds['t_v_s']:.2f}", f"{longer_ms:.2f}", "the longer of the two"
+
+
+def _machine(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what was read of GPUs, and why something was not."""
+    for name, gpu in found["gpus"].items():
+        used, link = gpu["most_used_bytes"], gpu["link_gb_s"]
+        yield (
+            f"{name} {gpu['name']}",
+            f"{_share(gpu['busy'])} busy by its driver, "
+            f"{_number(None if used is None else used / 1e9, 1)} GB in use, "
+            f"bus {_number(link, 1)} GB/s",
+        )
+    without = [name for name, why in found["absent"].items() if why == NO_CARD]
+    if without:
+        yield "GPUs", f"none here ({' and '.join(without)} not asked)"
+    for name, why in found["absent"].items():
+        if why != NO_CARD:
+            yield name, f"{NOT_AVAILABLE}: {why}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float) -> str:
+    """Format a share in percent, with one decimal and no sign before zero."""
+    return f"{value:.1%}" if abs(value) >= LEAST else "0.0%"
+
+
+def _share(value: float | None) -> str:
+    return NOT_AVAILABLE if value is None else f"{value:.0%}"

@@ -29,7 +29,6 @@ from dovetail.launch.planning.this_machine import Here, look_here
 from dovetail.launch.planning.weights import loss_of
 from dovetail.launch.planning.words import settings, told, tree_of, verdict
 from dovetail.launch.processes.preflight import is_path
-from dovetail.launch.profiling.bounds import Model
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.errors import CheckpointError
@@ -230,7 +229,7 @@ class Subject:
             "at_once": None if ready is None else rows[every.index(ready)],
             "verdict": verdict(
                 every,
-                Model(self.design.parameters, self.weights, size=self._read_bytes),
+                self.read_bytes,
                 link,
                 self.target.layer,
                 dense=self.design.mixture is DENSE,
@@ -244,14 +243,14 @@ class Subject:
         activations = self.configuration.settings.target.activations
         return {
             "weights": self.weights,
-            "gb": self._read_bytes / 1e9,
+            "gb": self.read_bytes / 1e9,
             "tokens_per_s": None if best is None else best.tokens_per_s,
             "tree": None if best is None else tree_of(best),
             "computes": loss_of(self.weights, activations),
         }
 
     @property
-    def _read_bytes(self) -> int:
+    def read_bytes(self) -> int:
         """Return the bytes of layers and head."""
         return self.target.layers * self.target.layer + self.target.head
 

@@ -14,7 +14,6 @@ from dovetail.launch.planning.designs import Design, design_of
 from dovetail.launch.planning.prices import HERE, Engine, Hardware
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import free_memory_bytes
-from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimits, RowsSeconds
@@ -195,7 +194,7 @@ def _hardware(
 ) -> Hardware:
     weights, memory = settings.target.weights, settings.memory
     limits, source = limits_there
-    peak = Roofline(Model(1, weights), limits).peak_gflop_s
+    peak = limits.peak_of(weights, library=False)
     host = Engine(limits.bandwidth_gb_s, peak, source=source, products=products)
     core = Engine(
         limits.bandwidth_gb_s,

@@ -7,7 +7,7 @@ from typing import Any
 
 from dovetail.launch.planning.alternatives import Alternative
 from dovetail.launch.planning.designs import LOOKUP
-from dovetail.launch.profiling.bounds import Bounds, Model, Offloading
+from dovetail.launch.planning.offloading import Offloading
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import SHORT_FORMS
@@ -158,15 +158,15 @@ def _short(name: str) -> str:
 
 def verdict(
     found: Sequence[Alternative],
-    model: Model,
+    size: int,
     link: Link | None,
     layer_bytes: int,
     *,
     dense: bool = True,
 ) -> list[str]:
     """Which wins, whether speculation is worth it, and, for a target without experts,
-    heterogeneous speculation against offloading (Appendix B of the Dovetail paper); `model`: what
-    a pass reads."""
+    heterogeneous speculation against offloading (Appendix B of the Dovetail paper); `size`: the
+    bytes that a pass reads."""
     best, alone = found[0], next((one for one in found if one.candidate is None), None)
     said = [f"{best.name} wins: {figure(best.tokens_per_s)} tokens/s; {why(best)}"]
     if best.candidate is not None and best.candidate.kind == LOOKUP:
@@ -194,7 +194,7 @@ def verdict(
         said.append(over)
     mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
     if mixed is not None and dense:
-        offloading = _offloading(mixed, found, model, link, layer_bytes)
+        offloading = _offloading(mixed.option, size, link, layer_bytes)
         said.append(
             f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, "
             f"equation 6): {offloading.in_words()}"
@@ -216,24 +216,10 @@ def _over_nodes(found: Sequence[Alternative]) -> str | None:
     )
 
 
-def _offloading(
-    one: Alternative,
-    found: Sequence[Alternative],
-    model: Model,
-    link: Link | None,
-    layer_bytes: int,
-) -> Offloading:
-    option = one.option
-    alone_s = next(
-        (1 / other.tokens_per_s for other in found if other.candidate is None), option.verify_s
-    )
-    bounds = Bounds(
-        option.tau, option.verify_s, alone_s, option.round_s, option.draft_s, option.draft_s
-    )
-    bus = (
-        None if link is None else layer_bytes / link.layer_s(1) / GIGA if link.layer_s(1) else None
-    )
-    return Offloading.of(model, bounds, bus)
+def _offloading(option: Option, size: int, link: Link | None, layer_bytes: int) -> Offloading:
+    copy_s = 0.0 if link is None else link.layer_s(1)
+    bus = layer_bytes / copy_s / GIGA if copy_s else None
+    return Offloading(size * option.tokens_per_s / GIGA, bus)
 
 
 def told(

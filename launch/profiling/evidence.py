@@ -1,19 +1,14 @@
-"""Evidence of a run: everything that was watched, and the figures read off it directly."""
+"""Everything that was watched, sampled and sounded of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
-from dovetail.launch.machine.others import OTHERS
-from dovetail.launch.machine.topology import Topology
-from dovetail.launch.profiling.bounds import Model, Roofline
-from dovetail.launch.profiling.forecast import Tree
 from dovetail.launch.profiling.samplers import Sample
-from dovetail.launch.profiling.situation import Situation
 from dovetail.launch.profiling.timeline import NS, Slice
 from dovetail.launch.profiling.workload import Soundings
 from dovetail.protocol.messages import PairState, RoundRecord, SeenRound, SeenWorker, WorkerState
+from dovetail.runtime.planner import Tree
 
 
 @dataclass(frozen=True)
@@ -30,20 +25,21 @@ class Evidence:
     end_ns: int
     samples: Sequence[Sample]
     absent: Mapping[str, str]
-    topology: Topology
+    """Reading -> why there is none."""
     here: str
     """The name of this host: workers of others are beyond the samplers."""
-    soundings: Soundings
-    model: Model | None
-    roofline: Roofline | None
-    wider: Roofline | None
     tree: Tree
-    width: int | None
-    """The width of the trees; None where it is not known."""
+    """The tree in force, or the largest that was seen."""
     ahead: bool
-    situation: Situation
     title: str
     workload: str
+    soundings: Soundings = field(default_factory=Soundings)
+    adapts: bool = False
+    """True if the size of the tree follows what pays."""
+    set_here: bool = True
+    """True if the tree is set by this command, and not by whoever asks a server."""
+    own_device: bool = True
+    """True if the draft has a device, or cores, of its own."""
     missed: int = 0
     changes: Mapping[str, str] = field(default_factory=dict)
     """Workers that came or went meanwhile, and what of it they did."""
@@ -55,22 +51,33 @@ class Evidence:
         return [seen.record for seen in self.rounds]
 
     @property
+    def drafted(self) -> list[RoundRecord]:
+        return [record for record in self.records if record.verified]
+
+    @property
+    def plain(self) -> list[RoundRecord]:
+        """Return the rounds without a draft, of the run and of its soundings."""
+        return [*self.soundings.plain, *(one for one in self.records if not one.verified)]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether all of the target is computed on the CPU."""
+        targets = [state for state in self.states if "target" in state.roles]
+        return all(state.device == "cpu" and not state.placement for state in targets)
+
+    @property
+    def inside(self) -> list[Slice]:
+        return [
+            piece
+            for piece in self.slices
+            if piece.end_ns > self.start_ns and piece.start_ns < self.end_ns
+        ]
+
+    @property
+    def context(self) -> float:
+        """Return the mean number of tokens committed before a round."""
+        return fmean(record.prefix for record in self.records)
+
+    @property
     def wall_s(self) -> float:
         return (self.end_ns - self.start_ns) / NS
-
-
-def share_of(flags: Sequence[bool]) -> float | None:
-    return fmean(flags) if flags else None
-
-
-def inside(evidence: Evidence) -> list[Slice]:
-    return [
-        piece
-        for piece in evidence.slices
-        if piece.end_ns > evidence.start_ns and piece.start_ns < evidence.end_ns
-    ]
-
-
-def disturbed(others: Mapping[str, Any] | None) -> bool:
-    """Return whether other programs took so much that figures of this hardware cannot be judged."""
-    return others is not None and others["share"] > OTHERS

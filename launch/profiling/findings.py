@@ -1,304 +1,365 @@
-"""Draws the findings of a run: the object that `dovetail profile --json` prints and the report
-shows, from what was watched, sampled, sounded and probed.
+"""Draws the findings of a run: the object that `dovetail profile --json` prints and the figure
+shows, from what was watched, sampled and sounded."""
 
-Computes nothing itself that stands elsewhere: time lines are `timeline.py`, limits `bounds.py`,
-changes `advice.py`. Pure but for a look at a model's folder.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from dovetail.launch.console.terminal import counted
+from dovetail.launch.machine.others import OTHERS
+from dovetail.launch.machine.topology import format_numbers
+from dovetail.launch.planning.offloading import Offloading
+from dovetail.launch.planning.subject import Subject
 from dovetail.launch.profiling import timeline
-from dovetail.launch.profiling.advice import Advice, advise
-from dovetail.launch.profiling.bounds import Bounds
-from dovetail.launch.profiling.devices import (
-    busy_in,
-    device_told,
-    energy_of,
-    gpus_told,
-    nodes_told,
-    others_of,
-    sampled_of,
-)
-from dovetail.launch.profiling.evidence import Evidence, disturbed, inside, share_of
-from dovetail.launch.profiling.forecast import (
-    Forecast,
-    at_positions,
-    curve_of,
-    offers_of,
-    prices_of,
-)
-from dovetail.launch.profiling.rounds import (
-    Split,
-    Waterfall,
-    bubbles,
-    every_round,
-    split_of,
-    telling,
-)
-from dovetail.launch.profiling.timeline import NS, Actor
-from dovetail.launch.profiling.verdict import bounds_told, of_experts, of_transport, verdict
-from dovetail.protocol.calibration import ExpertCosts
-from dovetail.protocol.experts import Routing
+from dovetail.launch.profiling.advice import Advice, Rates, advise
+from dovetail.launch.profiling.evidence import Evidence
+from dovetail.launch.profiling.measured import costs_of, replayed
+from dovetail.launch.profiling.samplers import busy_cores, busy_process
+from dovetail.launch.profiling.timeline import NS, Actor, Split, Use
+from dovetail.protocol.calibration import LeastTime
 from dovetail.protocol.messages import RoundRecord
 from dovetail.runtime.costs.passes import RowCosts
 
-CURVE_ROWS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+LEAST_S = 0.3
+"""The shortest run for which the kernel's count of busy time, in hundredths of a second, shows who
+took the cores."""
+BALANCED = 0.1
+"""Closer to each other than this, neither reading nor arithmetic is said to bound a pass."""
+FEW = 30
+"""Rounds of which no figure should be trusted."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The result, and what is drawn of it beside that."""
-
-    told: dict[str, Any]
-    waterfalls: Sequence[Waterfall]
-    busy: Mapping[str, Sequence[float]]
-    """Device -> its busy share in each stretch of the run."""
-    sampled: Mapping[str, Sequence[tuple[float, float]]]
-    """Device -> (seconds since the beginning, share of the time in which its process ran)."""
-    advice: Sequence[Advice]
-
-
-def find(evidence: Evidence) -> Findings:
-    """Compute all findings of a run."""
-    actors = [Actor(worker.name, worker.roles) for worker in evidence.workers] + [
-        Actor(timeline.COORDINATOR, ("coordinator",))
-    ]
+def find(
+    evidence: Evidence, subject: Subject | None, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Compute all findings of a run. `subject`: its target on this machine, None where it is not
+    known what that could do."""
+    actors = [Actor(worker.name, worker.roles) for worker in evidence.workers]
+    actors.append(Actor(timeline.COORDINATOR, ("coordinator",)))
     uses = timeline.uses(evidence.slices, actors, evidence.start_ns, evidence.end_ns)
-    split, every = (
-        split_of(evidence.rounds),
-        every_round(evidence.rounds, evidence.slices),
-    )
-    alone = timeline.one_by_one(evidence.rounds)
-    costs = costs_of(evidence, alone=alone)
-    forecast = forecast_of(evidence, costs, split)
-    bounds = bounds_of(evidence, forecast, split)
-    advice = advise(forecast, evidence.situation)
-    of_rounds = timeline.tokens_of(evidence.records)
-    tokens = of_rounds + timeline.firsts_of(evidence.rounds)
-    ahead_ms = timeline.ahead_on_the_way_ms(inside(evidence), len(evidence.rounds))
-    energy, others = energy_of(evidence, tokens), others_of(evidence)
-    told = {
+    split = timeline.split_of(evidence.rounds)
+    costs = costs_of(evidence, subject.design.mixture if subject is not None else None)
+    rates = Rates(evidence, costs, replayed(evidence))
+    brought = timeline.tokens_of(evidence.records)
+    tau = brought / len(evidence.rounds)
+    rate = tau / split.wall_s if split is not None else None
+    others = _others(evidence)
+    bounds = _bounds(evidence, rates, costs.target, split, subject, judged=not _disturbed(others))
+    advice = advise(rates, rate, subject, say)
+    experts = _experts(evidence, costs.target)
+    return {
         "title": evidence.title,
         "workload": evidence.workload,
         "wall_s": evidence.wall_s,
         "sessions": len({seen.session for seen in evidence.rounds}),
-        "sessions_a_pass": timeline.sessions_a_pass(inside(evidence)),
+        "sessions_a_pass": timeline.sessions_a_pass(evidence.inside),
         "rounds": len(evidence.rounds),
-        "tokens": tokens,
-        "tau": of_rounds / len(evidence.rounds) if evidence.rounds else None,
-        "tokens_per_s": bounds.tau / bounds.round_s if bounds is not None else None,
-        "accepted_per_position": at_positions(evidence.records),
-        "hit_rate": share_of([record.hit for record in evidence.records if record.verified]),
-        "plain_share": share_of([not record.verified for record in evidence.records]),
-        "devices": {actor.name: device_told(actor, uses[actor.name], evidence) for actor in actors},
+        "tokens": brought + timeline.firsts_of(evidence.rounds),
+        "tau": tau,
+        "tokens_per_s": rate,
+        "accepted_per_position": _at_positions(evidence.drafted),
+        "hit_rate": _share([record.hit for record in evidence.drafted]),
+        "plain_share": _share([not record.verified for record in evidence.records]),
+        "devices": {actor.name: _device(actor, uses[actor.name], evidence) for actor in actors},
         "other_programs": others,
-        "nodes": dict(nodes_told(evidence)),
-        "gpus": gpus_told(evidence),
-        "energy": energy,
+        "gpus": _gpus(evidence),
         "absent": dict(evidence.absent),
-        "round_ms": timeline.round_ms(inside(evidence), len(evidence.rounds)),
-        "parts_ms": {name: seconds * 1e3 for name, seconds in split.parts_s.items()}
-        if split
-        else {},
+        "round_ms": timeline.round_ms(evidence.inside, len(evidence.rounds)),
+        "parts_ms": {name: 1e3 * s for name, s in split.parts_s.items()} if split else {},
         "round_wall_ms": split.wall_s * 1e3 if split else None,
         "unaccounted_share": split.unaccounted_share if split else None,
-        "ahead_on_the_way_ms": ahead_ms,
-        "bubbles": [
-            {"after": b.after, "before": b.before, "ms": b.seconds * 1e3}
-            for b in bubbles(every, [w.name for w in evidence.workers])
+        "bounds": bounds,
+        "experts": experts,
+        "advice": [asdict(one) for one in advice if round(one.gain, 2) > 1.0],
+        "no_gain": [asdict(one) for one in advice if round(one.gain, 2) <= 1.0],
+        "in_words": [
+            *_caveats(evidence, others),
+            *_verdict(bounds, advice),
+            *_of_experts(experts),
         ],
-        "bounds": bounds_told(evidence, bounds, forecast, judged=not disturbed(others)),
-        "curves": curves_of(evidence, forecast, costs, bounds),
-        "experts": (experts := experts_of(evidence, costs)),
-        "forecast_off": forecast.off,
-        "verdict": verdict(
-            *(evidence, bounds, advice, forecast, others),
-            [*of_experts(experts), *of_transport(split, ahead_ms)],
-        ),
         "missed": evidence.missed,
     }
-    return Findings(
-        told,
-        telling(every, alone=alone),
-        busy_in(evidence, actors),
-        sampled_of(evidence),
-        advice,
-    )
 
 
-# -- costs and bounds ------------------------------------------------------------------------------
+def _share(flags: Sequence[bool]) -> float | None:
+    return fmean(flags) if flags else None
 
 
-def costs_of(evidence: Evidence, *, alone: bool) -> RowCosts:
-    """T_V from every pass that was seen; of those over a single row, where there was none, what the
-    coordinator has learned. Where sessions did not run one after the other (`alone`), a pass has
-    the rows of all that it was for."""
-    costs, context = RowCosts(experts=_known_experts(evidence)), mean_context(evidence)
-    for passed in _passes(evidence) if alone else _shared_passes(evidence):
-        costs.observe(*passed)
-    none, no_single = not costs.known, not costs.seen(1)
-    for pair in evidence.pairs:
-        for rows, seconds in (
-            zip(pair.t_v.rows, pair.t_v.seconds, strict=True) if pair.t_v is not None else ()
-        ):
-            if none or (rows == 1 and no_single):
-                costs.observe(rows, seconds, context)
-    return costs
+def _at_positions(drafted: Sequence[RoundRecord]) -> list[float]:
+    """Return the share of the drafted rounds that accepted a node at depth 1, 2, ..."""
+    counts: dict[int, int] = defaultdict(int)
+    for record in drafted:
+        for depth in range(len(record.accepted)):
+            counts[depth] += 1
+    return [counts[depth] / len(drafted) for depth in range(len(counts))]
 
 
-def mean_context(evidence: Evidence) -> float:
-    """Return the mean number of tokens committed before a round."""
-    return fmean(record.prefix for record in evidence.records)
+# -- devices ---------------------------------------------------------------------------------------
 
 
-def _known_experts(evidence: Evidence) -> ExpertCosts | None:
-    """Return how many experts the target has, from its passes over a single row; None if no such
-    pass counted any."""
-    row = next((found for rows, _, _, found in _passes(evidence) if rows == 1 and found), 0)
-    if not row or evidence.model is None:
-        return None
-    mixture = evidence.model.mixture
-    most = max(row, round(row * mixture.count / mixture.chosen))
-    return ExpertCosts(routing=Routing(row=row, most=most))
-
-
-def experts_of(evidence: Evidence, costs: RowCosts) -> dict[str, float] | None:
-    """Return how many experts a drafted pass goes through, how many it would if rows chose
-    independently, the cost of one in us, and the share of all in the seconds of the pass; None if
-    none are counted."""
-    records = [record for record in evidence.records if record.verified and record.experts]
-    if costs.experts is None or not records:
-        return None
-    routing, mean = costs.experts.routing, fmean(record.experts for record in records)
-    independent = fmean(routing.unique(1 + record.verified) for record in records)
-    pass_s = fmean(record.verify_ns for record in records) / NS
+def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
+    """A process and what it runs on: shares of the run."""
+    worker = next((worker for worker in evidence.workers if worker.name == actor.name), None)
+    state = next((state for state in evidence.states if state.name == actor.name), None)
+    whole = use.whole_s or 1.0
+    bound_ns = worker.clock_bound_ns if worker else None
     return {
-        "a_pass": mean,
-        "independent": independent,
-        "row": routing.row,
-        "most": routing.most,
-        "expert_us": costs.experts.expert_s * 1e6,
-        "share": costs.experts.expert_s * mean / pass_s,
+        "roles": list(actor.roles),
+        "device": worker.device if worker else "cpu",
+        "cores": format_numbers(worker.cores) if worker else "",
+        "node": worker.node if worker else "",
+        "busy": use.busy_s / whole,
+        "ahead": use.ahead_s / whole,
+        "waiting": {name: seconds / whole for name, seconds in use.waiting_s.items()},
+        "by_span": {name: seconds / whole for name, seconds in use.by_name_s.items()},
+        "sampled": _sampled(actor, evidence),
+        "clock_bound_us": None if bound_ns is None else bound_ns / 1e3,
+        "rss_mb": state.rss_mb if state else None,
     }
 
 
-def _passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
-    """Yield rows, seconds, context and experts of every pass that one session had to itself."""
-    sounded = [
-        *evidence.soundings.plain,
-        *evidence.soundings.others,
-        *(record for reply in evidence.soundings.wide for record in reply),
-    ]
-    for record in (*evidence.records, *sounded):
-        if record.verify_ns:
-            yield 1 + record.verified, record.verify_ns / NS, record.prefix, record.experts
+def _sampled(actor: Actor, evidence: Evidence) -> dict[str, float | None]:
+    """Return what the samplers say of a process: how busy its cores were, with whatever; how much
+    of the time it ran; and of a GPU what its driver says."""
+    worker = next((worker for worker in evidence.workers if worker.name == actor.name), None)
+    state = next((state for state in evidence.states if state.name == actor.name), None)
+    found: dict[str, float | None] = {"cores": None, "process": None, "gpu": None}
+    if len(evidence.samples) < 2:
+        return found
+    ends = evidence.samples[0], evidence.samples[-1]
+    if worker is None:
+        if evidence.coordinator is not None:
+            found["process"] = busy_process(*ends, evidence.coordinator, 1)
+    elif state is not None and worker.host == evidence.here:
+        found["cores"] = busy_cores(*ends, worker.cores)
+        found["process"] = busy_process(*ends, state.pid, state.threads)
+        card = worker.device.split()[0] if worker.device else ""
+        busy = [sample.gpus[card].busy for sample in evidence.samples if card in sample.gpus]
+        found["gpu"] = _mean(busy)
+    return found
 
 
-def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
-    """Yield the passes that several sessions shared, if all of their rounds have been seen."""
-    records = {(seen.session, seen.record.round): seen.record for seen in evidence.rounds}
-    for piece in timeline.passes(evidence.slices):
-        its = [records[key] for key in piece.about if key in records]
-        if len(its) == len(piece.about):
-            yield (
-                sum(1 + record.verified for record in its),
-                (piece.end_ns - piece.start_ns) / NS,
-                fmean(record.prefix for record in its),
-                its[0].experts,
-            )
+def _mean(shares: Sequence[float | None]) -> float | None:
+    """Return the mean of what is known; None where nothing is."""
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
 
 
-def forecast_of(evidence: Evidence, costs: RowCosts, split: Split | None) -> Forecast:
-    """Make the forecast from the widest trees that were offered; without soundings from those of
-    the run."""
+def _gpus(evidence: Evidence) -> dict[str, Any]:
+    found = {}
+    for name in dict.fromkeys(name for sample in evidence.samples for name in sample.gpus):
+        cards = [sample.gpus[name] for sample in evidence.samples if name in sample.gpus]
+        used = [card.used_bytes for card in cards if card.used_bytes is not None]
+        found[name] = {
+            "name": cards[0].name,
+            "busy": _mean([card.busy for card in cards]),
+            "most_used_bytes": max(used, default=None),
+            "link_gb_s": cards[0].link_gb_s,
+        }
+    return found
+
+
+def _others(evidence: Evidence) -> dict[str, Any] | None:
+    """Return what other programs took of the cores of the workers on this machine: shares of their
+    time. None where it is not known: a worker came or went, or the run was short."""
+    own = [worker.cores for worker in evidence.workers if worker.host == evidence.here]
+    cores = sorted({core for its in own for core in its})
+    if evidence.changes or len(evidence.samples) < 2 or not cores:
+        return None
+    first, last = evidence.samples[0], evidence.samples[-1]
+    busy, wall_s = busy_cores(first, last, cores), (last.at_ns - first.at_ns) / NS
+    if busy is None or wall_s < LEAST_S:
+        return None
+    both = first.processes.keys() & last.processes.keys()
+    cpu_s = sum(last.processes[pid].cpu_s - first.processes[pid].cpu_s for pid in both)
+    ours = min(cpu_s / (wall_s * len(cores)), busy)
+    return {"cores": format_numbers(cores), "busy": busy, "ours": ours, "share": busy - ours}
+
+
+def _disturbed(others: Mapping[str, Any] | None) -> bool:
+    """Return whether other programs took so much that figures of this hardware cannot be judged."""
+    return others is not None and others["share"] > OTHERS
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def _bounds(
+    evidence: Evidence,
+    rates: Rates,
+    target: RowCosts,
+    split: Split | None,
+    subject: Subject | None,
+    *,
+    judged: bool,
+) -> dict[str, Any]:
+    """The figures of the run beside the most that they could be; empty where no two rounds followed
+    each other. T_T is a round of the target alone, its messages included."""
+    if split is None:
+        return {}
     records = evidence.records
-    ordered = sorted(evidence.rounds, key=lambda seen: (seen.session, seen.record.round))
-    own = [
-        [seen.record for seen in those]
-        for _, those in groupby(ordered, key=lambda seen: seen.session)
-    ]
-    offers = offers_of(evidence.soundings.wide or own)
-    drafted = [record for record in records if record.verified]
-    plain = [*evidence.soundings.plain, *(record for record in records if not record.verified)]
-    prices = prices_of(drafted, plain, costs, timeline.sessions_a_pass(inside(evidence)))
-    exposed_s = fmean(record.draft_ns for record in drafted) / NS if drafted else None
-    situation = evidence.situation
-    return Forecast(
-        offers,
-        prices,
-        exposed_s=exposed_s,
-        rate=timeline.tokens_of(records) / len(records) / split.wall_s
-        if split is not None
-        else None,
-        tree=evidence.tree,
-        width=evidence.width,
-        ahead=evidence.ahead,
-        hit_rate=share_of([record.hit for record in drafted]) if evidence.ahead else None,
-        alone_from=_alone_from(plain, costs),
-        reads=situation.reads,
-        cuts=situation.cuts,
-    )
+    tau = timeline.tokens_of(records) / len(records)
+    t_v_s = fmean(record.verify_ns for record in records) / NS
+    waiting = split.parts_s["queue"] / max(1e-9, split.wall_s - split.parts_s["queue"])
+    alone_s = (1.0 + waiting) / rates.alone
+    exposed_s = split.parts_s["draft"]
+    found: dict[str, Any] = {
+        "drafted": rates.draft is not None,
+        "speedup": tau * alone_s / split.wall_s,
+        "most_speedup": tau * alone_s / t_v_s,
+        "alone_s": alone_s,
+        "alone_from": _alone_from(evidence.plain, target),
+        "t_v_s": t_v_s,
+        "exposed_s": exposed_s,
+        "in_turn_s": max(exposed_s, rates.in_turn_s) if rates.draft is not None else exposed_s,
+        "round_s": split.wall_s,
+        "judged": judged,
+        "pass": None,
+        "offloading": None,
+    }
+    if subject is not None:
+        found["pass"] = _pass(evidence, subject, t_v_s)
+        links = [card.link_gb_s for one in evidence.samples for card in one.gpus.values()]
+        bus = max((link for link in links if link is not None), default=None)
+        offloading = Offloading(subject.read_bytes * tau / split.wall_s / 1e9, bus)
+        found["offloading"] = {**asdict(offloading), "in_words": offloading.in_words()}
+    return found
 
 
-def _alone_from(plain: Sequence[RoundRecord], costs: RowCosts) -> str:
+def _alone_from(plain: Sequence[RoundRecord], target: RowCosts) -> str:
     """Return how the rate of the target alone is known."""
     if plain:
         return f"measured in {counted(len(plain), 'round')} without a draft"
-    return (
-        "predicted, from what the coordinator learned of passes over one row"
-        if costs.seen(1)
-        else "predicted, from passes over more rows"
-    )
+    if target.seen(1):
+        return "predicted, from what the coordinator learned of passes over one row"
+    return "predicted, from passes over more rows"
 
 
-def bounds_of(evidence: Evidence, forecast: Forecast, split: Split | None) -> Bounds | None:
-    """Return the bounds of the run; None where no two rounds followed each other."""
-    if split is None:
+def _pass(evidence: Evidence, subject: Subject, t_v_s: float) -> dict[str, Any] | None:
+    """A pass beside what bandwidth and arithmetic of these cores allow (equations 4 and 5 of the
+    Dovetail paper); None where a part of the target computes elsewhere."""
+    here, design = subject.here, subject.design
+    if here is None or not evidence.on_cpu:
         return None
-    records = evidence.records
-    return Bounds(
-        tau=timeline.tokens_of(records) / len(records),
-        t_v_s=fmean(record.verify_ns for record in records) / NS,
-        alone_s=forecast.alone.seconds,
-        round_s=split.wall_s,
-        drafting_s=max(forecast.in_turn_s, split.parts_s["draft"]),
-        exposed_s=split.parts_s["draft"],
+    limits, origin = here.limits
+    size, rows = subject.read_bytes, 1 + fmean(one.verified for one in evidence.records)
+    least = LeastTime.of(
+        size=size,
+        operations=2 * design.parameters,
+        bandwidth_gb_s=limits.bandwidth_gb_s,
+        gflop_s=(peak := limits.peak_of(subject.weights, library=False)),
+        mixture=design.mixture,
     )
-
-
-def curves_of(
-    evidence: Evidence, forecast: Forecast, costs: RowCosts, bounds: Bounds | None
-) -> dict[str, Any]:
-    """T_V and its limits over the rows, and the speed-up over gamma; what is drawn. What is
-    replayed is of other trees and shorter replies than the run's: it is taken in proportion to what
-    is replayed for the settings of the run, which stands where it was measured."""
-    rows = [count for count in CURVE_ROWS if count <= 64]
-    context = mean_context(evidence)
-    roofline, gammas = evidence.roofline, curve_of(forecast)
-    per_rate = (forecast.rate / forecast.now.rate if forecast.rate else 1.0) / forecast.alone.rate
-    per_token = (
-        (bounds.tau - 1.0) / (forecast.now.tokens - 1.0)
-        if bounds is not None and forecast.now.tokens > 1.0
-        else 1.0
-    )
-    verified = [record.verified for record in evidence.records if record.verified]
+    reading_s, computing_s = least.reading_s(rows), rows * least.row_s
+    longer_s = max(reading_s, computing_s)
+    even = abs(reading_s - computing_s) <= BALANCED * longer_s
     return {
-        "t_v": {str(count): costs.at(count, context) for count in rows} if costs.known else {},
-        "t_v_limit": {str(count): roofline.least_s(count) for count in rows} if roofline else {},
-        "speedup_by_gamma": {
-            str(gamma): outcome.rate * per_rate if gamma else 1.0
-            for gamma, outcome in gammas.items()
-        },
-        "tau_by_gamma": {
-            str(gamma): 1.0 + (outcome.tokens - 1.0) * per_token
-            for gamma, outcome in gammas.items()
-        },
-        "run": {"gamma": fmean(verified), "speedup": bounds.speedup, "tau": bounds.tau}
-        if verified and bounds is not None
-        else None,
+        "rows": rows,
+        "t_p_s": reading_s,
+        "t_c_s": computing_s,
+        "bound": "both" if even else "compute" if computing_s > reading_s else "memory",
+        "efficiency": longer_s / t_v_s,
+        "crossover_rows": least.crossover,
+        "gb_s": size * design.mixture.read(rows) / t_v_s / 1e9,
+        "gflop_s": 2 * rows * design.active / t_v_s / 1e9,
+        "bandwidth_gb_s": limits.bandwidth_gb_s,
+        "peak_gflop_s": peak,
+        "limits_from": f"{limits.probe}, {origin}",
     }
+
+
+def _experts(evidence: Evidence, target: RowCosts) -> dict[str, float] | None:
+    """Return how many experts a drafted pass goes through, how many it would if rows chose
+    independently, the cost of one in us, and the share of all in the seconds of the pass; None if
+    none are counted."""
+    records = [record for record in evidence.drafted if record.experts]
+    if target.experts is None or not records:
+        return None
+    routing, mean = target.experts.routing, fmean(record.experts for record in records)
+    pass_s = fmean(record.verify_ns for record in records) / NS
+    return {
+        "a_pass": mean,
+        "independent": fmean(routing.unique(1 + record.verified) for record in records),
+        "row": routing.row,
+        "most": routing.most,
+        "expert_us": target.experts.expert_s * 1e6,
+        "share": target.experts.expert_s * mean / pass_s,
+    }
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[str]:
+    if evidence.changes:
+        changes = ", ".join(f"{name} {what}" for name, what in evidence.changes.items())
+        yield (
+            f"Workers changed during the run ({changes}): the figures mix what was before and "
+            "after. Profile again for figures of one set of workers."
+        )
+    if others is not None and _disturbed(others):
+        cores = f"{'cores' if set(others['cores']) & set('-,') else 'core'} {others['cores']}"
+        yield (
+            f"Other programs took {others['share']:.0%} of the time of {cores}, and the "
+            f"processes of this run {others['ours']:.0%}: all figures hold for a machine that is "
+            "as busy, and what the hardware allows is not judged."
+        )
+    if len(evidence.rounds) < FEW:
+        few = f"Only {counted(len(evidence.rounds), 'round')} in {evidence.wall_s:.2f} s"
+        yield f"{few}: too few for these figures to be sure. Use longer replies, or more prompts."
+
+
+def _verdict(bounds: Mapping[str, Any], advice: Sequence[Advice]) -> Iterator[str]:
+    """What bounds the run, whether speculation pays, and what would help most."""
+    if not bounds:
+        yield "No two rounds followed each other: there is nothing to judge. Use a longer reply."
+        return
+    if (found := bounds["pass"]) is not None:
+        yield _of_pass(found, bounds["t_v_s"], judged=bounds["judged"])
+    if bounds["drafted"]:
+        printed = round(bounds["speedup"], 2)
+        word = "pays" if printed > 1.0 else "does not pay" if printed < 1.0 else "brings nothing"
+        yield (
+            f"Speculation {word} here: {bounds['speedup']:.2f} times as fast as the target alone "
+            f"({1.0 / bounds['alone_s']:.1f} tokens/s, {bounds['alone_from']}), "
+            f"of {bounds['most_speedup']:.2f} that its trees allow (tau T_T / T_V); "
+            f"{bounds['exposed_s'] / bounds['round_s']:.0%} of a round is spent waiting for the "
+            "draft."
+        )
+    if bounds["offloading"] is not None:
+        yield f"Against offloading: {bounds['offloading']['in_words']}."
+    best = next((one for one in advice if one.worth and one.same), None)
+    if best is None:
+        yield "No change that keeps the target's function is predicted to gain more than 2 %."
+    else:
+        yield (
+            f"What would help most, and changes no token: {best.what} "
+            f"({' '.join(best.flags)}), predicted {best.gain:.2f} times as fast."
+        )
+
+
+def _of_pass(found: Mapping[str, Any], t_v_s: float, *, judged: bool) -> str:
+    reached = f"{found['efficiency']:.0%} of what the hardware allows"
+    kind = {
+        "memory": "The target is bound by memory",
+        "compute": "The target is bound by arithmetic",
+        "both": "Memory and arithmetic bind the target alike",
+    }[found["bound"]]
+    return (
+        f"{kind}: reading the weights takes at least {found['t_p_s'] * 1e3:.2f} ms, the "
+        f"arithmetic of {found['rows']:.1f} rows {found['t_c_s'] * 1e3:.2f} ms; a pass takes "
+        f"{t_v_s * 1e3:.2f} ms, {reached if judged else 'beside other programs'}. Up to about "
+        f"{found['crossover_rows']:.0f} rows more of them cost little."
+    )
+
+
+def _of_experts(experts: Mapping[str, float] | None) -> Iterator[str]:
+    if experts is not None:
+        yield (
+            f"A drafted pass goes through {experts['a_pass']:.0f} of the {experts['most']:.0f} "
+            f"experts of all layers ({experts['independent']:.0f} if its rows chose "
+            f"independently); each takes {experts['expert_us']:.3g} us, together "
+            f"{experts['share']:.0%} of the pass."
+        )

@@ -1,5 +1,5 @@
-"""Samples the machine while a workload runs: busy cores, memory, energy, GPUs. Each sampler is
-there, or says why it is not; nothing is ever 0 for want of a reading.
+"""Samples the machine while a workload runs: busy cores, processes, GPUs. A sampler that cannot
+read gives the reason; nothing is ever 0 for want of a reading.
 
 Counters are kept as they are read, and only differences of them mean anything. Knows devices,
 nothing of tokens or rounds.
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +20,6 @@ import psutil
 from dovetail.launch.machine.cards import CARD_CLASSES, LANE_GB_S, Card, read_cards
 
 ROOT = Path("/")
-POWERCAP = "sys/class/powercap"
-NODES = "sys/devices/system/node"
 DEVICES = "sys/bus/pci/devices"
 NVIDIA = "0x10de"
 """The number of the PCI SIG."""
@@ -54,8 +52,6 @@ class Gpu:
     """Share of the driver's last window, which is coarse: up to a second."""
     used_bytes: int | None
     memory_bytes: int | None
-    energy_j: float | None
-    """Since the driver was loaded."""
     link_gb_s: float | None
     """The rate that its slot carries one way at best."""
     integrated: bool = False
@@ -70,9 +66,6 @@ class Sample:
     cores: Mapping[int, tuple[float, float]]
     """(busy, all) seconds of each logical CPU, both since boot."""
     processes: Mapping[int, Process]
-    node_used_bytes: Mapping[int, int]
-    energy_j: Mapping[str, float]
-    """Joules of each domain of the processors, since any moment: wraps are taken out."""
     gpus: Mapping[str, Gpu]
 
 
@@ -80,62 +73,6 @@ class GpuSampler(Protocol):
     """A vendor's library."""
 
     def read(self) -> Mapping[str, Gpu]: ...
-
-
-@dataclass
-class Rapl:
-    """Energy counters of the processors (Linux powercap); `Absent` where there are none, or only
-    root may read them."""
-
-    root: Path = ROOT
-    _last: dict[str, tuple[int, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._domains = self._found()
-        self.read()
-
-    def _found(self) -> Mapping[str, Path]:
-        """Name -> folder of the packages and of their memory; a core's or a GPU's share of a
-        package would count twice."""
-        folder = self.root / POWERCAP
-        if not folder.is_dir():
-            raise Absent("this machine has no /sys/class/powercap, as most virtual machines")
-        folders = {
-            path: (path / "name").read_text(encoding="ascii").strip()
-            for path in sorted(folder.glob("intel-rapl:*"))
-            if (path / "energy_uj").exists()
-        }
-        chosen = {
-            path: name
-            for path, name in folders.items()
-            if name.startswith("package") or name == "dram"
-        }
-        if not chosen:
-            raise Absent(
-                "no package of this machine counts its energy (no intel-rapl in "
-                "/sys/class/powercap)"
-            )
-        parents = {
-            path: folders.get(path.with_name(path.name.rpartition(":")[0]), "") for path in chosen
-        }
-        return {f"{parents[path]} {name}".strip(): path for path, name in chosen.items()}
-
-    def read(self) -> Mapping[str, float]:
-        """Joules of each domain since this was made."""
-        told = {}
-        for name, path in self._domains.items():
-            try:
-                now, most = (
-                    int((path / file).read_text(encoding="ascii"))
-                    for file in ("energy_uj", "max_energy_range_uj")
-                )
-            except PermissionError:
-                raise Absent(f"only root may read {path}/energy_uj on this machine") from None
-            before, sum_j = self._last.get(name, (now, 0.0))
-            sum_j += ((now - before) if now >= before else (now + most - before)) / 1e6
-            self._last[name] = (now, sum_j)
-            told[name] = sum_j
-        return told
 
 
 def cards_of(vendor: str, root: Path = ROOT) -> bool:
@@ -185,7 +122,6 @@ class Nvml:
         nvml = self._nvml
         name = nvml.nvmlDeviceGetName(handle)
         busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-        energy_mj = self._ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
         generation, lanes = (
             self._ask(ask, handle)
             for ask in (nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth)
@@ -193,13 +129,11 @@ class Nvml:
         rate = LANE_GB_S.get(LANES_GT_S.get(generation, 0.0))
         link = rate * lanes if rate is not None and lanes else None
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        energy_j = None if energy_mj is None else energy_mj / 1e3
         return Gpu(
             name if isinstance(name, str) else name.decode(),
             busy,
             int(memory.used),
             int(memory.total),
-            energy_j,
             link,
         )
 
@@ -249,7 +183,6 @@ class SysfsCards:
             busy,
             card.used_bytes(),
             card.memory_bytes,
-            None,
             card.link_gb_s,
             card.integrated,
         )
@@ -260,11 +193,9 @@ class Samplers:
 
     def __init__(self, pids: Sequence[int] = (), *, root: Path = ROOT) -> None:
         """`pids`: the processes of this machine that are looked at."""
-        self._root = root
         self._processes = {pid: psutil.Process(pid) for pid in pids}
         self.absent: dict[str, str] = {}
         """Reading -> why there is none."""
-        self._rapl = self._open("energy of the processors (RAPL)", lambda: Rapl(root))
         nvidia = self._open("NVIDIA cards (NVML)", Nvml)
         others = partial(SysfsCards, root, beside_nvidia=nvidia is not None)
         cards = (nvidia, self._open("AMD and Intel cards (sysfs)", others))
@@ -290,8 +221,6 @@ class Samplers:
             time.monotonic_ns(),
             _cores(),
             self._used(),
-            node_memory(self._root),
-            self._rapl.read() if self._rapl else {},
             cards,
         )
         self._taken.append(sample)
@@ -318,21 +247,6 @@ def _cores() -> Mapping[int, tuple[float, float]]:
     }
 
 
-def node_memory(root: Path = ROOT) -> Mapping[int, int]:
-    """Bytes in use on each memory node; none where the kernel does not tell nodes apart."""
-    used = {}
-    for path in sorted((root / NODES).glob("node[0-9]*")):
-        lines = (path / "meminfo").read_text(encoding="ascii").splitlines()
-        found = {
-            line.split()[2].rstrip(":"): int(line.split()[3]) * 1024
-            for line in lines
-            if line.startswith("Node ") and len(line.split()) >= 4
-        }
-        if {"MemTotal", "MemFree"} <= found.keys():
-            used[int(path.name.removeprefix("node"))] = found["MemTotal"] - found["MemFree"]
-    return used
-
-
 # -- differences -----------------------------------------------------------------------------------
 
 
@@ -352,17 +266,3 @@ def busy_process(first: Sample, last: Sample, pid: int, threads: int) -> float |
     if pid not in first.processes or pid not in last.processes or wall_s <= 0.0:
         return None
     return (last.processes[pid].cpu_s - first.processes[pid].cpu_s) / (wall_s * max(1, threads))
-
-
-def energy_j(first: Sample, last: Sample) -> Mapping[str, float]:
-    """Joules between two samples of everything that counts them."""
-    told = {
-        name: last.energy_j[name] - first.energy_j[name]
-        for name in last.energy_j
-        if name in first.energy_j
-    }
-    for name, gpu in last.gpus.items():
-        before = first.gpus.get(name)
-        if before is not None and gpu.energy_j is not None and before.energy_j is not None:
-            told[f"{name} {gpu.name}"] = gpu.energy_j - before.energy_j
-    return told

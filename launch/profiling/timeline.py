@@ -6,9 +6,8 @@ for the other side, for the coordinator, or for a message on its way; where no s
 no work. Growth ahead of a verdict is busy time of the draft that nobody waits for.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
@@ -16,6 +15,8 @@ from statistics import fmean
 from dovetail.protocol.messages import RoundRecord, SeenRound, SeenSpan
 
 COORDINATOR = "coordinator"
+PARTS = ("draft", "verify", "transport", "queue", "coordinator")
+"""The parts of a round, as its record has them."""
 BESIDE = frozenset({"queue", "link", "lost"})
 """Spans in which nobody works."""
 AHEAD = frozenset({"grow", "prepare"})
@@ -158,37 +159,6 @@ def open_spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
     return sorted(sessions.values())
 
 
-def shares_over_time(
-    slices: Sequence[Slice], process: str, start_ns: int, end_ns: int, steps: int
-) -> list[float]:
-    """Share of each of so many equal stretches of time in which a process was busy."""
-    width = max(1.0, (end_ns - start_ns) / steps)
-    found = [0.0] * steps
-    for begin, end in merged(
-        (piece.start_ns, piece.end_ns)
-        for piece in slices
-        if piece.process == process and piece.works
-    ):
-        for step in range(
-            max(0, int((begin - start_ns) / width)),
-            min(steps - 1, int((end - start_ns) / width)) + 1,
-        ):
-            low, high = start_ns + step * width, start_ns + (step + 1) * width
-            found[step] += max(0.0, min(end, high) - max(begin, low)) / width
-    return [min(1.0, share) for share in found]
-
-
-def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of intervals, ascending."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        elif end > begin:
-            found.append((begin, end))
-    return found
-
-
 def one_by_one(rounds: Iterable[SeenRound]) -> bool:
     """Return whether sessions ran one after the other."""
     sessions: dict[int, list[int]] = defaultdict(list)
@@ -222,24 +192,6 @@ def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
     )
 
 
-def ahead_on_the_way_ms(slices: Sequence[Slice], rounds: int) -> float | None:
-    """Return the milliseconds a round in which messages were on their way while a draft grew
-    ahead: it ends its pass before it takes an order, and who shares its core waits. None where no
-    round was seen."""
-    if not rounds:
-        return None
-    ahead = merged((piece.start_ns, piece.end_ns) for piece in slices if piece.name in AHEAD)
-    ends = [end for _, end in ahead]
-    found = 0
-    for piece in slices:
-        if piece.name == "link":
-            place = bisect_right(ends, piece.start_ns)
-            while place < len(ahead) and ahead[place][0] < piece.end_ns:
-                found += min(ahead[place][1], piece.end_ns) - max(ahead[place][0], piece.start_ns)
-                place += 1
-    return found / 1e6 / rounds
-
-
 def tokens_of(records: Iterable[RoundRecord]) -> int:
     """Return the tokens that rounds added to their replies."""
     return sum(record.brought for record in records)
@@ -249,3 +201,33 @@ def firsts_of(rounds: Iterable[SeenRound]) -> int:
     """Return how many replies began: the first token of each comes with the prompt, and belongs to
     no round."""
     return sum(seen.record.round == 1 for seen in rounds)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The parts of the mean round in seconds; `wall_s` from verdict to verdict."""
+
+    wall_s: float
+    parts_s: Mapping[str, float]
+
+    @property
+    def unaccounted_share(self) -> float:
+        """Return the share of the time between two verdicts that stands in no part."""
+        return 1.0 - sum(self.parts_s.values()) / self.wall_s
+
+
+def split_of(rounds: Sequence[SeenRound]) -> Split | None:
+    """Return the mean of all rounds that follow another one of their session; None without any."""
+    ordered = sorted(rounds, key=lambda seen: (seen.session, seen.record.round))
+    pairs = [
+        (one, two)
+        for one, two in pairwise(ordered)
+        if (two.session, two.record.round) == (one.session, one.record.round + 1)
+        and two.at_ns > one.at_ns
+    ]
+    if not pairs:
+        return None
+    parts = {
+        part: fmean(getattr(two.record, f"{part}_ns") for _, two in pairs) / NS for part in PARTS
+    }
+    return Split(fmean(two.at_ns - one.at_ns for one, two in pairs) / NS, parts)

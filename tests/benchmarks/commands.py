@@ -129,10 +129,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "passes.passes",
         "Our passes over M rows of a tree, and over prompts, beside llama-bench's.",
     ),
-    "picture": (
-        "gains.picture",
-        "Draw the upper part of a report of `dovetail profile`.",
-    ),
     "pictures": (
         "pictures.pictures",
         "Make pictures of speed-ups and sweeps.",

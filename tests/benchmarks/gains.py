@@ -1,11 +1,9 @@
-"""The commands `gains` and `utilisation`: whether what `dovetail profile` says holds; and
-`picture`, its report as one.
+"""The commands `gains` and `utilisation`: whether what `dovetail profile` reports holds.
 
 `gains`: in some situations that leave something to be gained, the profile is taken, the changes
 that it advises are carried out, and what they brought is set beside what was predicted: replies
 with the settings as they were and as they were changed, in turns. `utilisation`: busy shares from
-spans beside the CPU time that the kernel counted for the same process, on a steady load. `picture`:
-the upper part of a report, as the documentation shows it; needs Chromium.
+spans beside the CPU time that the kernel counted for the same process, on a steady load.
 """
 
 import json
@@ -29,11 +27,7 @@ from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
-from support.browser import chromium, find_chromium
 
-PICTURE = Path(__file__).resolve().parent.parent.parent / "launch" / "pictures" / "profile.png"
-PAGE = (900, 1150)
-"""Width and height of the page in the picture."""
 AS_IT_WAS = "as it was"
 POINTS = 0.05
 """The largest difference between busy shares from spans and from the sampler."""
@@ -112,7 +106,7 @@ def situation(name: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]
         }
     )
     note(f"{name}: profiling")
-    advice = chosen(profile(base, settings["prompts"], settings["limit"])["verdict"]["advice"])
+    advice = chosen(profile(base, settings["prompts"], settings["limit"])["advice"])
     if not advice:
         raise UserError(
             f"nothing is advised where there are {name}: the profile finds no gain there"
@@ -170,16 +164,10 @@ def profile(base: Configuration, prompts: Path, limit: int) -> dict[str, Any]:
 
 
 def chosen(advice: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The best certain change of each kind that changes no token, and drops nothing but the tree;
-    but of threads, since every method has the same cores."""
+    """Return the best change of each kind that changes no token."""
     by_name: dict[str, Mapping[str, Any]] = {}
     for one in advice:
-        if (
-            one["certain"]
-            and one["flags"]
-            and one["gain"] >= 1.02
-            and not any(word in " ".join(one["flags"]) for word in ("int8", "target.threads"))
-        ):
+        if one["same"] and one["gain"] >= 1.02:
             by_name.setdefault(one["name"], one)
     return sorted(by_name.values(), key=lambda one: -one["gain"])[:MOST]
 
@@ -334,55 +322,3 @@ def _show_utilisation(rows: Sequence[Mapping[str, Any]]) -> None:
         ),
         cells,
     )
-
-
-# -- the picture -----------------------------------------------------------------------------------
-
-
-@click.command(cls=Command)
-@option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="PNG file.  [default: launch/pictures/profile.png]",
-)
-@option(
-    "--of",
-    "folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of a profile.  [default: one that is made now]",
-)
-@option("--inflate", default="512MiB", help="Size to which the target is inflated.")
-@option("--width", type=click.IntRange(min=320), default=PAGE[0], help="Width of the window.")
-@option("--height", type=click.IntRange(min=320), default=PAGE[1], help="Height of the window.")
-@option("--dark", is_flag=True, help="Show the dark page.")
-def picture(
-    out: Path | None, folder: Path | None, inflate: str, width: int, height: int, dark: bool
-) -> None:
-    """Draw the upper part of a report of `dovetail profile`."""
-    program = find_chromium()
-    if program is None:
-        raise UserError(
-            "there is no Chromium on this machine: install it (apt-get install chromium)"
-        )
-    with TemporaryDirectory(prefix="dovetail-profile-") as made:
-        if folder is None:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "dovetail.launch.cli",
-                "profile",
-                f"--inflate={inflate}",
-                f"--out={made}",
-            ]
-            if subprocess.run(command, check=False).returncode:
-                raise UserError("the profile was not made: see above")
-        with chromium(program) as browser:
-            page = browser.page()
-            page.open(
-                ((folder or Path(made)) / "report.html").absolute().as_uri(),
-                width=width,
-                height=height,
-                dark=dark,
-            )
-            page.small_picture(out or PICTURE, whole=False)

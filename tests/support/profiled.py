@@ -5,24 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from dovetail.launch.machine.topology import Node, Topology
-from dovetail.launch.profiling.bounds import Model, Roofline
 from dovetail.launch.profiling.evidence import Evidence
-from dovetail.launch.profiling.forecast import Tree
 from dovetail.launch.profiling.samplers import Gpu, Process, Sample
-from dovetail.launch.profiling.situation import Situation
 from dovetail.launch.profiling.timeline import Slice
 from dovetail.launch.profiling.workload import Soundings
-from dovetail.protocol.calibration import MachineLimits
-from dovetail.protocol.experts import Mixture
 from dovetail.protocol.messages import Role, RoundRecord, SeenRound, SeenWorker, WorkerState
+from dovetail.runtime.planner import Tree
 
 MS = 1_000_000
 HERE = "made-up"
-LIMITS = MachineLimits(
-    bandwidth_gb_s=20.0, peak_gflop_s={"fp32": 100.0, "int8": 400.0}, probe="made up"
-)
-MODEL = Model(100_000_000, "fp32")
 LEVELS, WIDTH = 8, 2
 LEVEL_MS, ROW_MS, PASS_MS = 1.2, 2.0, 20.0
 
@@ -60,9 +51,7 @@ def verify_ms(rows: int) -> float:
     return max(PASS_MS, ROW_MS * rows) + 2.0
 
 
-def made_up_run(
-    *, rounds: int = 40, nodes: int = 15, gpu: bool = False, roofline: bool = True
-) -> Evidence:
+def made_up_run(*, rounds: int = 40, nodes: int = 15, gpu: bool = False) -> Evidence:
     """One reply of so many rounds."""
     random, now_ms, slices, seen = Random(5), 100.0, list[Slice](), list[SeenRound]()
 
@@ -120,7 +109,6 @@ def made_up_run(
     plain = [
         made_up_record(random, number, nodes=0, verify_ms=verify_ms(1)) for number in range(1, 9)
     ]
-    limits = Roofline(MODEL, LIMITS) if roofline else None
     return Evidence(
         slices=slices,
         rounds=seen,
@@ -130,20 +118,11 @@ def made_up_run(
         start_ns=int(90.0 * MS),
         end_ns=end_ns,
         samples=_samples(end_ns, gpu=gpu),
-        absent={
-            "energy of the processors (RAPL)": "this machine has no /sys/class/powercap, as "
-            "most virtual machines"
-        },
-        topology=Topology((Node(0, ((0,), (1,)), 24 << 30),), None),
+        absent={"NVIDIA cards (NVML)": "pynvml is not installed"},
         here=HERE,
         soundings=Soundings([wide], plain, others) if nodes else Soundings(plain=plain),
-        model=MODEL,
-        roofline=limits,
-        wider=None,
-        tree=Tree(nodes, LEVELS),
-        width=WIDTH,
+        tree=Tree("dynamic", nodes, LEVELS, WIDTH),
         ahead=False,
-        situation=Situation("dynamic", False, "small", False, True, "fp32", True, 1, 0, limits),
         title="target made-up (fp32) · draft made-up",
         workload="1 prompt, temperature 0, seed 0, policy dynamic, 15/8/2",
     )
@@ -158,8 +137,7 @@ def with_experts(run: Evidence, *, row: int, drafted: int) -> Evidence:
 
     rounds = [seen.model_copy(update={"record": routed(seen.record)}) for seen in run.rounds]
     plain = [routed(record) for record in run.soundings.plain]
-    model = replace(MODEL, mixture=Mixture(64, 4, 0.9))
-    return replace(run, rounds=rounds, soundings=Soundings(run.soundings.wide, plain), model=model)
+    return replace(run, rounds=rounds, soundings=Soundings(run.soundings.wide, plain))
 
 
 def _seen_worker(role: Role, cores: Sequence[int]) -> SeenWorker:
@@ -200,12 +178,12 @@ def _state(role: str, pid: int) -> WorkerState:
 
 def _samples(end_ns: int, *, gpu: bool) -> list[Sample]:
     """Every quarter of a second: the target's process runs for two thirds of the time, the draft's
-    for half of it; a card uses 50 W."""
+    for half of it."""
     found = []
     for number, at_ns in enumerate(range(90 * MS, end_ns + 1, 250 * MS)):
         seconds = 0.25 * number
-        cards = {"cuda:0": Gpu("Card", 0.3, 3 << 30, 8 << 30, 50.0 * seconds, 15.76)} if gpu else {}
+        cards = {"cuda:0": Gpu("Card", 0.3, 3 << 30, 8 << 30, 15.76)} if gpu else {}
         processes = {11: Process(0.66 * seconds, 600 << 20), 12: Process(0.5 * seconds, 400 << 20)}
         cores = {0: (0.7 * seconds, seconds), 1: (0.55 * seconds, seconds)}
-        found.append(Sample(at_ns, cores, processes, {0: 6 << 30}, {}, cards))
+        found.append(Sample(at_ns, cores, processes, cards))
     return found

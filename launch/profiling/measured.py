@@ -1,0 +1,203 @@
+"""The costs and the acceptance of a run, in the terms that the planner asks in.
+
+A proposal is a list of nodes, best first, in which every beginning is a tree, and which nodes the
+target chose is known. So what a smaller tree, or one of fewer levels, would have brought is read
+off the rounds of a larger one, and what it would have cost off the passes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from statistics import fmean
+
+from dovetail.launch.profiling import timeline
+from dovetail.launch.profiling.evidence import Evidence
+from dovetail.launch.profiling.timeline import NS
+from dovetail.protocol.calibration import ExpertCosts
+from dovetail.protocol.experts import Mixture, Routing
+from dovetail.protocol.messages import RoundRecord
+from dovetail.protocol.tree import ROOT
+from dovetail.runtime.costs.passes import RowCosts
+from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, PairCosts
+from dovetail.runtime.planner import Draft, Machine, Place, Planner, Target, Tree
+
+GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63)
+LEAST_PLAIN = 4
+"""Rounds without a draft that show what is beside a pass; the first of a session is often one, and
+slow."""
+
+
+def levels_of(parents: Sequence[int]) -> tuple[int, ...]:
+    """Return the level of every node of a tree; children of the root are at level 1."""
+    levels: list[int] = []
+    for parent in parents:
+        levels.append(1 if parent == ROOT else levels[parent] + 1)
+    return tuple(levels)
+
+
+def waited_for(record: RoundRecord) -> tuple[Sequence[tuple[int, int]], int]:
+    """Return (rows, nanoseconds) of the draft's passes that a proposal waited for, which come
+    before those ahead of it, and the nanoseconds of drafting that was waited for in no pass."""
+    sums = [0, *accumulate(taken for _, taken in record.passes)]
+    waited = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
+    return record.passes[:waited], record.draft_ns - sums[waited]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A round: the levels of the nodes that were verified, best first, those that the target chose,
+    the rows of the passes that it waited for, and whether the next root was in the tree."""
+
+    levels: tuple[int, ...]
+    accepted: tuple[int, ...]
+    rows: tuple[int, ...]
+    foreseen: bool
+
+    def brings(self, tree: Tree) -> int:
+        """Return how many of the chosen nodes such a tree would have had: the beginning of the
+        path."""
+        inside = [node for node, level in enumerate(self.levels) if level <= tree.depth]
+        kept = set(inside[: tree.gamma])
+        return next(
+            (n for n, node in enumerate(self.accepted) if node not in kept), len(self.accepted)
+        )
+
+
+class Replayed:
+    """The acceptance of a draft by rounds that were decoded."""
+
+    def __init__(self, replies: Sequence[Sequence[RoundRecord]], *, reads: bool) -> None:
+        """`replies`: the rounds of each, the larger their trees the better; `reads`: the draft is a
+        head, which makes its first pass when the verdict is there, whatever was drafted ahead."""
+        pairs = [pair for reply in replies for pair in pairwise(reply)]
+        self.offers = [
+            Offer(
+                levels_of(one.parents[: one.verified]),
+                one.accepted,
+                tuple(rows for rows, _ in waited_for(one)[0]),
+                after.hit,
+            )
+            for one, after in pairs
+            if one.verified and one.draft_ns
+        ]
+        self.origin = f"replayed: {len(self.offers)} rounds of this run"
+        self._reads = reads
+
+    @property
+    def trees(self) -> list[tuple[int, int]]:
+        """Return gamma and depth of every tree that these rounds have shown."""
+        gamma = max(len(offer.levels) for offer in self.offers)
+        depth = max(max(offer.levels) for offer in self.offers)
+        sizes = sorted({gamma, *(one for one in GAMMAS if one < gamma)})
+        return [
+            (size, levels) for size in sizes for levels in range(1, depth + 1) if levels <= size
+        ]
+
+    def tokens(self, tree: Tree) -> float:
+        """Return the tokens of a round, the target's own included."""
+        return 1.0 + fmean(offer.brings(tree) for offer in self.offers)
+
+    def passes(self, tree: Tree, ahead: float) -> Iterable[tuple[int, float]]:
+        """Return (rows, how many in a round) of the passes that are waited for. Of a root that was
+        foreseen as many passes are made already as there was time for."""
+        counts: Counter[int] = Counter()
+        for offer in self.offers:
+            rows = offer.rows[: tree.depth]
+            made = int(ahead / tree.width) if offer.foreseen else 0
+            counts.update(rows[max(made, 0) :] or (rows[:1] if self._reads else ()))
+        return [(rows, count / len(self.offers)) for rows, count in counts.items()]
+
+
+def replayed(evidence: Evidence) -> Replayed:
+    """Return what the widest trees of the run brought; without soundings those that it had."""
+    ordered = sorted(evidence.rounds, key=lambda seen: (seen.session, seen.record.round))
+    own = [[one.record for one in its] for _, its in groupby(ordered, lambda seen: seen.session)]
+    reads = any(worker.feature_bytes for worker in evidence.states)
+    return Replayed(evidence.soundings.wide or own, reads=reads)
+
+
+def costs_of(evidence: Evidence, mixture: Mixture | None = None) -> PairCosts:
+    """Return what passes and rounds of the run took. Of passes over a single row, where there were
+    none, what the coordinator has learned; `mixture`: of a target with experts."""
+    costs = PairCosts(RowCosts(experts=_known_experts(evidence, mixture)))
+    shared = not timeline.one_by_one(evidence.rounds)
+    for passed in _shared_passes(evidence) if shared else _passes(evidence):
+        costs.target.observe(*passed)
+    none, no_single = not costs.target.known, not costs.target.seen(1)
+    for pair in evidence.pairs:
+        curve = () if pair.t_v is None else zip(pair.t_v.rows, pair.t_v.seconds, strict=True)
+        for rows, seconds in curve:
+            if none or (rows == 1 and no_single):
+                costs.target.observe(rows, seconds, evidence.context)
+    for record in (*evidence.drafted, *_sounded(evidence)):
+        costs.draft.observe_all(record.passes)
+    for record in evidence.drafted or evidence.plain:
+        costs.host_s.add(_beside_s(record))
+        costs.exposed_s.add(record.draft_ns / NS)
+    if len(evidence.plain) >= LEAST_PLAIN or not evidence.drafted:
+        for record in evidence.plain:
+            costs.undrafted_host_s.add(_beside_s(record))
+    else:
+        costs.undrafted_host_s.add(costs.host_s.value * UNDRAFTED_HOPS / DRAFTED_HOPS)
+    return costs
+
+
+def _beside_s(record: RoundRecord) -> float:
+    return (record.transport_ns + record.coordinator_ns) / NS
+
+
+def _sounded(evidence: Evidence) -> list[RoundRecord]:
+    wide = [record for reply in evidence.soundings.wide for record in reply]
+    return [*evidence.soundings.plain, *evidence.soundings.others, *wide]
+
+
+def _known_experts(evidence: Evidence, mixture: Mixture | None) -> ExpertCosts | None:
+    """Return how many experts the target has, from its passes over a single row; None if no such
+    pass counted any."""
+    row = next((found for rows, _, _, found in _passes(evidence) if rows == 1 and found), 0)
+    if not row or mixture is None:
+        return None
+    most = max(row, round(row * mixture.count / mixture.chosen))
+    return ExpertCosts(routing=Routing(row=row, most=most))
+
+
+def _passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
+    """Yield rows, seconds, context and experts of every pass that one session had to itself."""
+    for record in (*evidence.records, *_sounded(evidence)):
+        if record.verify_ns:
+            yield 1 + record.verified, record.verify_ns / NS, record.prefix, record.experts
+
+
+def _shared_passes(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
+    """Yield the passes that several sessions shared, if all of their rounds have been seen."""
+    records = {(seen.session, seen.record.round): seen.record for seen in evidence.rounds}
+    for piece in timeline.passes(evidence.slices):
+        its = [records[key] for key in piece.about if key in records]
+        if len(its) == len(piece.about):
+            yield (
+                sum(1 + record.verified for record in its),
+                (piece.end_ns - piece.start_ns) / NS,
+                fmean(record.prefix for record in its),
+                its[0].experts,
+            )
+
+
+def planner_of(evidence: Evidence, costs: PairCosts) -> Planner:
+    """Return what plans a target that stays where it is, by what its passes took."""
+    sessions = timeline.sessions_a_pass(evidence.inside)
+
+    def pass_s(rows: int) -> float:
+        return costs.target.at(round(rows * sessions), evidence.context)
+
+    target = Target(1, 1, 0, lambda *_: 0, lambda *_: 0)
+    return Planner(target, Machine(Place(pass_s, lambda _: 0.0), None, None, messages=costs))
+
+
+def draft_of(evidence: Evidence, costs: PairCosts, found: Replayed) -> Draft:
+    """Return the run's draft as the planner takes it."""
+    beside = [waited_for(record)[1] for record in evidence.drafted]
+    return Draft(
+        *("the draft", lambda rows, _: costs.draft.at(rows), lambda _: 0, 0),
+        *(found.tokens, (), found.passes, max(0.0, fmean(beside) / NS)),
+    )
