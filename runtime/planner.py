@@ -15,12 +15,11 @@ neither files nor models, nor where a number is from.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Protocol
 
 from dovetail.protocol.calibration import STATELESS, StateTraffic
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.policies import POLICIES
-from dovetail.runtime.costs.rounds import NO_MESSAGES
+from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, PairCosts
 
 Seconds = Callable[[int], float]
 """Returns the seconds of a pass over so many rows."""
@@ -96,13 +95,6 @@ class Link:
     with it."""
 
 
-class Beside(Protocol):
-    """What a round has beside drafting and pass: `Messages`, or the `PairCosts` of a pair."""
-
-    def beside_s(self, *, drafted: bool) -> float:
-        """Return the seconds of it in a round."""
-
-
 @dataclass(frozen=True)
 class Machine:
     """A machine: its device, its host, and the link between them."""
@@ -113,7 +105,8 @@ class Machine:
     device_bytes: int | None = None
     """The most that target and draft may take of the device; None: no limit."""
     host_bytes: int | None = None
-    messages: Beside = NO_MESSAGES
+    messages: Messages | PairCosts = NO_MESSAGES
+    """Estimated, or as the rounds of a pair were measured."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ DOORS = {
     "click": ("launch/",),
     "ray": ("launch/processes/ray/",),
     "rich": ("launch/",),
-    "matplotlib": ("launch/files/charts.py", "launch/files/bars.py", "launch/profiling/drawing.py"),
+    "matplotlib": ("launch/files/charts.py", "launch/files/bars.py", "launch/profiling/figure.py"),
 }
 INSIDE_WORKERS = {
     "speculation": {"speculation", "devices"},

@@ -5,7 +5,6 @@ Readable on a light and on a dark page: where a viewer says that it is dark, oth
 taken. matplotlib is an extra; `check_charts` asks for it before long work begins.
 """
 
-import html
 import importlib.util
 import io
 import math
@@ -90,8 +89,6 @@ class Curve:
     dashed: bool = False
     band: Sequence[tuple[float, float]] = ()
     """(low, high) of each point, such as an interval of confidence; none: no band."""
-    marks: bool = False
-    """Draw the points alone, without a line between them."""
 
 
 @dataclass(frozen=True)
@@ -218,11 +215,6 @@ def plain(text: str) -> str:
     )
 
 
-def escape(text: str, quote: bool = True) -> str:
-    """Return the text as it may stand in HTML and XML."""
-    return html.escape(plain(text), quote)
-
-
 def with_night(svg: str, colours: Mapping[str, str]) -> str:
     """Return the SVG with rules that replace these colours where the page is dark."""
     rules = "".join(
@@ -239,17 +231,6 @@ def with_night(svg: str, colours: Mapping[str, str]) -> str:
     return re.sub(r"(<svg[^>]*>)", lambda found: found.group(1) + style, svg, count=1)
 
 
-def with_tips(svg: str, tips: Mapping[str, str]) -> str:
-    """Return the SVG with words that are shown over the elements of these ids."""
-    return re.sub(
-        r'<g id="([^"]*)">',
-        lambda found: (
-            f"<g><title>{escape(tips[found[1]])}</title>" if found[1] in tips else found[0]
-        ),
-        svg,
-    )
-
-
 def _finished(svg: str) -> str:
     """Return matplotlib's SVG as it can stand in a page: without the head of a file, sizes in
     units of the page, classes in place of ids, and with the colours of the night."""
@@ -257,7 +238,7 @@ def _finished(svg: str) -> str:
     svg = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', svg, count=2)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="(curve|band|bar|level)">', r'<g class="\1">', svg)
-    svg = re.sub(r'<g id="(?!tip)[^"]*">', "<g>", svg)  # they repeat where a page has several
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # they repeat where a page has several
     return with_night(svg, AT_NIGHT)
 
 
@@ -297,10 +278,7 @@ def _curve(axes: "Axes", curve: Curve, colour: str) -> Any:
         axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0, gid="band")
     look: dict[str, Any] = {"color": colour, "label": plain(curve.name), "clip_on": False}
     look["gid"] = "curve"
-    if curve.marks:
-        look |= {"linestyle": "none", "marker": "o", "markersize": 10, "markerfacecolor": "none"}
-        look |= {"markeredgewidth": 2}
-    elif curve.dashed:
+    if curve.dashed:
         look |= {"dashes": (3, 2), "linewidth": 2}
     else:
         look |= {"marker": "o", "markersize": 4.4, "linewidth": 2}
