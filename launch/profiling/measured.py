@@ -8,7 +8,7 @@ off the rounds of a larger one, and what it would have cost off the passes.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from statistics import fmean
 
 from dovetail.launch.profiling import timeline
@@ -34,14 +34,6 @@ def levels_of(parents: Sequence[int]) -> tuple[int, ...]:
     for parent in parents:
         levels.append(1 if parent == ROOT else levels[parent] + 1)
     return tuple(levels)
-
-
-def waited_for(record: RoundRecord) -> tuple[Sequence[tuple[int, int]], int]:
-    """Return (rows, nanoseconds) of the draft's passes that a proposal waited for, which come
-    before those ahead of it, and the nanoseconds of drafting that was waited for in no pass."""
-    sums = [0, *accumulate(taken for _, taken in record.passes)]
-    waited = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
-    return record.passes[:waited], record.draft_ns - sums[waited]
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,7 @@ class Replayed:
             Offer(
                 levels_of(one.parents[: one.verified]),
                 one.accepted,
-                tuple(rows for rows, _ in waited_for(one)[0]),
+                tuple(rows for rows, _ in timeline.waited_for(one)[0]),
                 after.hit,
             )
             for one, after in pairs
@@ -196,7 +188,7 @@ def planner_of(evidence: Evidence, costs: PairCosts) -> Planner:
 
 def draft_of(evidence: Evidence, costs: PairCosts, found: Replayed) -> Draft:
     """Return the run's draft as the planner takes it."""
-    beside = [waited_for(record)[1] for record in evidence.drafted]
+    beside = [timeline.waited_for(record)[1] for record in evidence.drafted]
     return Draft(
         *("the draft", lambda rows, _: costs.draft.at(rows), lambda _: 0, 0),
         *(found.tokens, (), found.passes, max(0.0, fmean(beside) / NS)),

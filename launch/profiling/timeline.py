@@ -9,7 +9,7 @@ no work. Growth ahead of a verdict is busy time of the draft that nobody waits f
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 from dovetail.protocol.messages import RoundRecord, SeenRound, SeenSpan
@@ -201,6 +201,14 @@ def firsts_of(rounds: Iterable[SeenRound]) -> int:
     """Return how many replies began: the first token of each comes with the prompt, and belongs to
     no round."""
     return sum(seen.record.round == 1 for seen in rounds)
+
+
+def waited_for(record: RoundRecord) -> tuple[Sequence[tuple[int, int]], int]:
+    """Return (rows, nanoseconds) of the draft's passes that a proposal waited for, which come
+    before those ahead of it, and the nanoseconds of drafting that was waited for in no pass."""
+    sums = [0, *accumulate(taken for _, taken in record.passes)]
+    waited = max(place for place, total in enumerate(sums) if total <= max(record.draft_ns, 0))
+    return record.passes[:waited], record.draft_ns - sums[waited]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 from statistics import fmean
 
-from dovetail.launch.profiling.measured import waited_for
+from dovetail.launch.profiling.timeline import waited_for
 from dovetail.protocol.calibration import MAX_POINTS, ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
