@@ -1,9 +1,6 @@
 """A real target worker behind a link: what it answers, what it counts, what it survives."""
 
-import os
 import select
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -162,30 +159,6 @@ def test_the_introduction_says_what_the_worker_is(
     assert hello.vocabulary.size == VOCABULARY
     assert hello.fingerprint is not None
     assert hello.fingerprint.kernels == VERSION or "1t" in hello.fingerprint.kernels
-
-
-def test_kernels_have_a_fingerprint_of_their_own_where_torch_rounds_powers_otherwise() -> None:
-    """On x86-64 without AVX2 some rotary frequencies differ in the last bit."""
-    code = (
-        "import torch; from dovetail.workers.models.backends.fused import VERSION;"
-        "from dovetail.workers.models.remembered.proofs import basis;"
-        "print(VERSION + basis(), (1e6 ** (torch.arange(0, 128, 2) / 128)).tolist())"
-    )
-    versions, powers = zip(
-        *(
-            subprocess.run(
-                [sys.executable, "-c", code],
-                env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.split(" ", 1)
-            for capability in ("default", "avx2")
-        ),
-        strict=True,
-    )
-    (version, basis), (other, without) = ((both[:-64], both[-64:]) for both in versions)
-    assert powers[0] == powers[1] or (version != other and basis != without)
 
 
 def test_a_session_is_opened_verified_and_closed(

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.heads.config import HeadConfig, MisfitError, RotaryConfig
+from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import transformers
 
 THETA = 10000.0
@@ -36,7 +37,8 @@ def frequencies(
             f"{head_dim} numbers of a head: not an even number"
         )
     if kind == "default":
-        return theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+        with ExactPowers():
+            return theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
     parameters = rotary.model_dump(exclude={"type"}, exclude_none=True) | {
         "rope_type": kind,
         "rope_theta": theta,
@@ -50,7 +52,8 @@ def frequencies(
             max_position_embeddings=context,
             rope_parameters=parameters,
         )
-        found, scaling = transformers.ROPE_INIT_FUNCTIONS[kind](layer, torch.device("cpu"))
+        with ExactPowers():
+            found, scaling = transformers.ROPE_INIT_FUNCTIONS[kind](layer, torch.device("cpu"))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise MisfitError(
             f"has rotary positions of type {kind!r} that cannot be computed "

@@ -76,6 +76,7 @@ def _functions() -> Any:
                 (c_int32, POINTER(NormStruct), c_void_p, c_void_p, c_int64, c_int64, c_float),
             ),
             "dt_gate": (None, (POINTER(ActivatorStruct), c_void_p, c_void_p, c_int64, c_int64)),
+            "dt_cap": (None, (c_void_p, c_int64, c_float)),
             "dt_rotary_table": (None, (c_void_p, c_int64, c_float, c_int64, c_void_p, c_void_p)),
         },
     )
@@ -299,6 +300,12 @@ def activate(activation: Activation, x: Tensor, numbers: tuple[float, float] = (
     how = ActivatorStruct(activation, *numbers)
     _functions().dt_gate(byref(how), _address(x, tuple(x.shape)), y.data_ptr(), rows, width)
     return y
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Turn logits [rows, V] into cap tanh(logits / cap), in place."""
+    _functions().dt_cap(_address(logits, tuple(logits.shape)), logits.numel(), cap)
+    return logits
 
 
 def _layer_struct(plan: LayerPlan) -> LayerStruct:

@@ -10,7 +10,6 @@ With these kernels a token's keys, values, hidden states and logits are the same
 are computed beside it. Knows layers and slots.
 """
 
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from dovetail.protocol.experts import Routing
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, cap_logits
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, NormKind
 from dovetail.workers.kernels.states import StateShape, placed
 from dovetail.workers.models.attention import NOTHING, Noted
@@ -61,10 +60,10 @@ from dovetail.workers.models.parity.products import Product
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, Kept, keeping
 
-VERSION = "dovetail-3"
+VERSION = "dovetail-4"
 """The version of the functions that the kernels compute, to the last bit; part of fingerprints."""
-if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-    VERSION += "-sse"  # torch's powers, of which rotary frequencies are made, round otherwise
+TANH_TOLERANCE = 1e-6
+"""The tolerance of capped logits, by their cap."""
 
 
 class Kernels:
@@ -205,7 +204,8 @@ class Kernels:
         widen_embeddings(model)
         if self._inputs is not None:
             self._inputs.finish()
-        self.direct = self._inputs is None and self._nothing_else()
+        self._straight = self._nothing_else()
+        self.direct = self._straight and self._inputs is None
         """True if logits are embedding, layers, norm and head, and nothing else."""
         if self._cache != torch.float32:
             self._prove_cache()
@@ -338,17 +338,17 @@ class Kernels:
     def _pass(
         self, tokens: Tensor, positions: Tensor, seen: Any, rows: Tensor | None, kept: Kept
     ) -> Tensor:
-        if self.direct:
-            return self._compute_directly(tokens, seen, rows, kept)
         if self._inputs is not None:
             seen.use_inputs(self._inputs(tokens))
+        if self._straight:
+            return self._compute_directly(tokens, seen, rows, kept)
         with keeping(self._model, (), kept):
             return transformers_pass(self._model, tokens, positions, rows, seen=seen, kept=kept)
 
     def _compute_directly(
         self, tokens: Tensor, seen: Any, rows: Tensor | None, kept: Kept
     ) -> Tensor:
-        """Embedding, layers, norm and head, and a factor of both ends, which is all that most
+        """Embedding, layers, norm and head, a factor of both ends and a cap, which is all that most
         models do: transformers takes 0.1 ms for what is around them."""
         states: Tensor = self._fused.run(self._embedded(tokens), seen, kept)
         if LAST in kept.wanted or rows is None:
@@ -364,10 +364,19 @@ class Kernels:
         return embedded if factor == 1.0 else embedded * factor
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """Return logits with the factor that the model has for them."""
+        """Return logits with the factor or the cap that the model has for them."""
+        if self._cap and logits.device.type == "cpu":
+            return cap_logits(logits, self._cap)
+        if self._cap:
+            return self._cap * torch.tanh(logits / self._cap)
         if (factor := self._factor(self._family.logits)) == 1.0:
             return logits
         return logits / factor if self._family.divides else logits * factor
+
+    @property
+    def _cap(self) -> float:
+        """Return c where logits become c tanh(logit / c); 0: they do not."""
+        return float(getattr(self._model.config, "final_logit_softcapping", None) or 0.0)
 
     def _factor(self, field: str) -> float:
         """Return the number of a field of the configuration; 1 for none."""
@@ -375,8 +384,11 @@ class Kernels:
 
     @torch.inference_mode()
     def _nothing_else(self) -> bool:
-        """Return whether the direct way gives the bytes of transformers' own forward: it does not
-        where logits are capped or positions have embeddings."""
+        """Return whether the direct way gives the bytes of transformers' own forward, but for those
+        of torch's tanh: it does not where positions have embeddings."""
         tokens, positions, seen = self._rows_over(self._cache)
+        if self._inputs is not None:
+            seen.use_inputs(self._inputs(tokens))
         own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
-        return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
+        found = self._compute_directly(tokens, seen, None, Kept())
+        return torch.allclose(own, found, rtol=0.0, atol=self._cap * TANH_TOLERANCE)

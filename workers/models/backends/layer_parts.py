@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer_plan import (
@@ -201,7 +200,7 @@ def _xielu_numbers(function: Any) -> tuple[float, float]:
     """Return the factors of the squares of what is positive, and of what is negative."""
     learned = (getattr(function, name, None) for name in ("alpha_p", "alpha_n"))
     positive, negative = (
-        softplus(part.detach().float()).item() if isinstance(part, Tensor) else None
+        part.detach().double().exp().log1p().float().item() if isinstance(part, Tensor) else None
         for part in learned
     )
     if positive is None or negative is None or float(function.beta) != 0.5:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.memory import uncollected
+from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.architecture import (
     REMEDY,
@@ -142,7 +143,7 @@ def for_text(model: Any) -> Any:
 
 def with_buffers(model: Any) -> Any:
     """The model with the buffers that no checkpoint holds, such as rotary frequencies."""
-    with _Uninitialised():
+    with _Uninitialised(), ExactPowers():
         for module in model.modules():
             if buffers := dict(module.named_buffers(recurse=False)):
                 _fill_buffers(model, module, buffers)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.devices.memory import is_out_of_memory
+from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
@@ -271,6 +272,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     with (
         _refusing(checkpoint, config),
         quiet(),
+        ExactPowers(),
         torch.inference_mode(False),
         loading("loading", size) as count,
     ):

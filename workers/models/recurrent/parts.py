@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dovetail.workers.kernels.exact import exp
 from dovetail.workers.kernels.states import ScanPlan
 from dovetail.workers.models.backends.experts import part_of, tensor_of
 from dovetail.workers.models.checkpoints.gguf.rows import drop_weight, take_places
@@ -86,7 +87,7 @@ def scan_of(layer: nn.Module, said: StateMixer) -> ScanPlan:
         said.value_heads,
         said.key_dim,
         said.value_dim,
-        None if decay is None else -decay.exp(),
+        None if decay is None else -exp(decay),
         _numbers(layer, said.step_bias),
         _numbers(layer, said.skip),
         _numbers(layer, norm),

@@ -2,10 +2,10 @@
 code, kernels and libraries, is loaded without transformers the next time.
 
 A proof is kept under everything that it depends on: the checkpoint's digest, the type of its
-weights, its inflation, our own sources of models and kernels, the library of the kernels and the
-instruction set in use, and the versions of torch, transformers and Python. Beside what
-transformers said of the model it has the digest of logits of the model that was proved; one that
-was loaded by it has to give the same bytes. Knows files and digests; builds no model.
+weights, its inflation, our own sources of models and kernels, the library of the kernels, and the
+versions of torch, transformers and Python; not the instruction set, of which no byte depends.
+Beside what transformers said of the model it has the digest of logits of the model that was proved;
+one that was loaded by it has to give the same bytes. Knows files and digests; builds no model.
 """
 
 import dataclasses
@@ -80,8 +80,6 @@ def basis() -> str:
         *(importlib.metadata.distribution(name).read_text("METADATA") for name in LIBRARIES),
         platform.python_version(),
         platform.machine(),
-        kernels.isa().name,
-        torch.backends.cpu.get_cpu_capability(),  # of rotary frequencies
         (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns),
     )
     whole.update(repr(facts).encode())

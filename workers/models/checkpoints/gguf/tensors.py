@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dovetail.workers.kernels.exact import log
 from dovetail.workers.models.checkpoints.digests import Part, Source
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.files import Model
@@ -270,7 +271,7 @@ def _moved(found: Tensor, placed: Placed) -> Tensor:
         return _values(found, placed)
     if placed.change == VALUE_INPUTS:
         return _values(found.t(), placed).t()
-    return _values(found.float(), placed).neg().log() if placed.change == DECAYS else found
+    return log(-_values(found.float(), placed)) if placed.change == DECAYS else found
 
 
 def _values(found: Tensor, placed: Placed) -> Tensor:
