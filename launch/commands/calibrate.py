@@ -66,7 +66,6 @@ from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 SECONDS, MOST_SECONDS = 30.0, 3600.0
 BLOCKS = "file"
 """Weights that are read from a file and cannot be random."""
-ISAS = ("plain", "sse41", "avx", "avx2", "avx512", "vnni", "neon")
 PERCENT = 100
 REPLIES, MOST_TOKENS = 3, 64
 """Replies that are streamed to measure the overhead of a round; the fastest counts."""
@@ -88,11 +87,6 @@ REPLIES, MOST_TOKENS = 3, 64
     help="About how long to measure passes.",
 )
 @click.option(
-    "--isa",
-    type=click.Choice(ISAS),
-    help="Use at most these instructions; nothing is written to the profile file then.",
-)
-@click.option(
     "--plot",
     type=FILE,
     help="Draw T_V and its limit over the rows into this SVG file.",
@@ -109,7 +103,6 @@ def command(
     configuration: Configuration,
     contexts: tuple[int, ...],
     seconds: float,
-    isa: str | None,
     plot: Path | None,
     keep_anyway: bool,
     as_json: bool,
@@ -120,7 +113,8 @@ def command(
     A target folder may hold a config.json alone: its weights are random then, which costs the same,
     so that a model can be measured before it is downloaded. Where memory does not hold all layers,
     fewer are measured and the times scaled by weights. Median of several passes. If other programs
-    use more than a tenth of the processors, nothing is saved and the exit code is 1.
+    use more than a tenth of the processors, nothing is saved and the exit code is 1. What is saved
+    holds for the instruction set of the kernels that computed.
 
     Of a draft, a small model or a head, t_D is measured: the seconds of one level of its tree.
 
@@ -136,17 +130,17 @@ def command(
     check_chart(plot)
     check_output(plot, "the plot")
     _check(configuration)
-    profile = writable_profile_path() if isa is None else None
+    profile = writable_profile_path()
     if profile is not None:
         load_profile(profile)  # report a damaged file now, not after the measurement
-    found, drafted, spread = _measure_both(configuration, contexts, seconds, isa)
+    found, drafted, spread = _measure_both(configuration, contexts, seconds)
     calibration = read_found(Calibration, found.pop("calibration"))
     watch = Others()
-    if isa is None and (overhead_s := _overhead_s(configuration, calibration, seconds)) is not None:
+    if (overhead_s := _overhead_s(configuration, calibration, seconds)) is not None:
         calibration = calibration.model_copy(update={"overhead_s": overhead_s})
     found["overhead_ms"] = None if calibration.overhead_s is None else 1e3 * calibration.overhead_s
     loads = [Load(**told) for one in (found, *spread, drafted) if one and (told := one["others"])]
-    if isa is None and (load := watch.load(lambda pid, _: pid == os.getpid())) is not None:
+    if (load := watch.load(lambda pid, _: pid == os.getpid())) is not None:
         loads.append(load)
     most = max(loads, key=lambda load: load.share, default=None)
     found["others"] = None if most is None else asdict(most)
@@ -189,7 +183,7 @@ def command(
         note(
             f"saved in {profile}"
             if profile is not None
-            else f"not saved: {'--isa was given' if isa else f'{profile_path()} cannot be written'}"
+            else f"not saved: {profile_path()} cannot be written"
         )
 
 
@@ -303,7 +297,7 @@ def _keep(profile: Path, key: object, change: Callable[[Entry], Entry]) -> None:
 
 
 def _measure_both(
-    configuration: Configuration, contexts: Sequence[int], seconds: float, isa: str | None
+    configuration: Configuration, contexts: Sequence[int], seconds: float
 ) -> tuple[dict[str, Any], dict[str, Any] | None, list[dict[str, Any]]]:
     """Return the results for the target, for the draft if there is one, and for the target on one
     memory node and on all of them if both were measured."""
@@ -312,13 +306,12 @@ def _measure_both(
     long = f"--seconds={seconds}"
     ours = [
         *(long, *(f"--context={length}" for length in contexts)),
-        *([f"--isa={isa}"] if isa else []),
         *configuration.arguments("target"),
     ]
     with Supervisor() as supervisor, progress_bar(PERCENT, "%") as step:
         found, spread = _measure(supervisor, "target", place.target, ours, step), []
         by_kernels = found["backends"]["backend"] == "kernels"
-        if isa is None and by_kernels and may_be_sharded(target, read_topology()):
+        if by_kernels and may_be_sharded(target, read_topology()):
             other = other_layout(target, read_topology(), place).target
             both = [{**found}, _measure(supervisor, "target", other, ours, step)]
             spread = both if other.shards else both[::-1]

@@ -54,7 +54,7 @@ PLACED = ("target.device", "target.threads", "target.numa", "draft.device")
 """Settings that determine where a worker runs."""
 KINDS_OWN = ("draft.weights", "draft.share", "draft.contrast", "draft.pickled")
 """Settings that another draft model or kind may not support."""
-LOCAL = (*PLACED, "memory.", STUCK)
+LOCAL = (*PLACED, "target.isa", "draft.isa", "memory.", STUCK)
 """Settings that need not hold on another machine."""
 
 

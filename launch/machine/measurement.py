@@ -26,20 +26,6 @@ from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.settings import DraftSettings, TargetSettings
 
 Role = Literal["target", "draft"]
-TORCH_VARIABLES = (
-    "ONEDNN_MAX_CPU_ISA",
-    "FBGEMM_ENABLE_INSTRUCTIONS",
-    "ATEN_CPU_CAPABILITY",
-    "MKL_ENABLE_INSTRUCTIONS",
-)
-TORCH_CAPS = {
-    "sse41": ("SSE41", "AVX2", "default", "SSE4_2"),
-    "avx": ("AVX", "AVX2", "default", "AVX"),
-    "avx2": ("AVX2", "AVX2", "avx2", "AVX2"),
-    "avx512": ("AVX512_CORE", "AVX512"),
-    "vnni": ("AVX512_CORE_VNNI", "AVX512_VNNI"),
-}
-"""Values that limit torch's libraries to an instruction set, or to the oldest that they support."""
 
 
 def beside_cpu(configuration: Configuration) -> str:
@@ -57,7 +43,6 @@ def beside_cpu(configuration: Configuration) -> str:
 @click.option("--memory-nodes", default="")
 @click.option("--seconds", type=float, required=True)
 @click.option("--context", "contexts", type=int, multiple=True)
-@click.option("--isa", default="")
 @click.option("--parent", type=int, required=True)
 @settings_flags("target", "draft")
 def measure(
@@ -67,7 +52,6 @@ def measure(
     memory_nodes: str,
     seconds: float,
     contexts: tuple[int, ...],
-    isa: str,
     parent: int,
 ) -> None:
     """Bind this process, and only then import torch and measure."""
@@ -79,7 +63,6 @@ def measure(
     target, draft = configuration.settings.target, configuration.settings.draft
     threads = target.threads if role == "target" and target.threads != "auto" else len(place.cores)
     os.environ.update(thread_environment(threads))
-    os.environ.update(zip(TORCH_VARIABLES, TORCH_CAPS.get(isa, ()), strict=False))
     from dovetail.workers.devices.memory import is_out_of_memory
     from dovetail.workers.devices.opening import open_device
     from dovetail.workers.kernels.shards import Shard
@@ -100,10 +83,9 @@ def measure(
                 with_target(target),
                 device,
                 threads=threads,
-                profile=None if isa else writable_profile_path(),
+                profile=writable_profile_path(),
                 seconds=seconds,
                 contexts=contexts,
-                isa=isa,
                 say=lambda text, share: _tell(said, {"doing": text, "share": share}),
             )
     except Exception as error:

@@ -21,6 +21,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import load_profile, machine_key
 from dovetail.protocol.settings import Settings
 from dovetail.runtime.costs.rounds import Origin, Source
+from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 
@@ -129,6 +130,8 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
 
     open_device("cpu", threads)
     target = with_target(settings.target)
+    if kernels.available():
+        kernels.use_isa(kernels.isa_of(target.isa))
     config = planned_config(target)
     if not has_sizes(config):
         raise UserError(
@@ -179,8 +182,8 @@ def _limits(
         return calibration.limits, "measured"
     from dovetail.workers.calibration.limits import measure_limits
 
-    if kept:
-        return kept[-1].limits, OF_ANOTHER
+    if alike := [one.limits for one in kept if one.limits.probe == kernels.computing()]:
+        return alike[-1], OF_ANOTHER
     say("measuring bandwidth and arithmetic")
     return measure_limits(PROBE_S), f"measured now, in {PROBE_S:g} s"
 

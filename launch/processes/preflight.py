@@ -21,6 +21,7 @@ from dovetail.protocol.settings import (
     TargetSettings,
     byte_count,
 )
+from dovetail.workers import kernels
 from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.backends import placement
 from dovetail.workers.models.backends.placement import substitute_bytes
@@ -62,6 +63,7 @@ def check_target(settings: Settings) -> None:
     check_model("target", settings.target.model)
     check_inflation(settings.target.inflate, memory_bytes())
     check_shards(settings)
+    kernels.check_isa("target.isa", settings.target.isa)
 
 
 def why_not_sharded(target: TargetSettings) -> str:
@@ -98,6 +100,7 @@ def check_shards(settings: Settings) -> None:
 
 def check_draft(settings: Settings) -> None:
     """`UserError` if the files show that the draft cannot be loaded."""
+    kernels.check_isa("draft.isa", settings.draft.isa)
     if settings.draft.kind == "ngram" and settings.draft.model:
         raise SettingsError(
             "draft.kind = 'ngram' has no model, and draft.model names "
@@ -141,6 +144,11 @@ def check_unified(settings: Settings) -> None:
             f"draft.kind to 'substitute', not {draft.kind!r}"
         )
     check_substitute(settings)
+    if draft.isa not in ("auto", target.isa):
+        raise SettingsError(
+            "a target and a substitute that share are one process with one instruction set, and "
+            f"draft.isa is {draft.isa!r}: leave it out, or set draft.share to false"
+        )
     if draft.device not in ("auto", target.device):
         raise SettingsError(
             "a target and a substitute that share are on one device, and draft.device is "

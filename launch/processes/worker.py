@@ -35,6 +35,7 @@ from dovetail.protocol.links import Link, open_link
 from dovetail.protocol.links.sockets import CONNECT_TIMEOUT_S
 from dovetail.protocol.messages import Drain
 from dovetail.protocol.settings import TargetSettings
+from dovetail.workers import kernels
 
 if TYPE_CHECKING:
     from dovetail.workers.serving.registration import Worker
@@ -188,6 +189,9 @@ class WorkerProcess:
         from dovetail.workers.serving.loading import Telling
 
         first, *others = links
+        settings = self.configuration.settings
+        if (isa := getattr(settings, first).isa) != "auto":
+            kernels.use_isa(kernels.isa_of(isa))
         name = f"{self.name}-{first}" if others else self.name
         model = model_of(self.configuration, first)
         telling = Telling(links[first], name, (first,), model)

@@ -14,6 +14,8 @@ WEIGHTS = ("fp32", "half", "int8", "int4", "file", "bf16", "int8-per-tensor")
 ACTIVATIONS = ("int8", "fp32")
 BACKENDS = ("auto", "kernels", "library")
 CACHES = ("auto", "fp32", "half")
+ISAS = ("auto", "plain", "sse41", "avx", "avx2", "avx512", "vnni", "neon")
+ISA = f"instruction set of the kernels: {', '.join(ISAS)}; auto: the best that the CPU has"
 Proving = Literal["auto", "anew", "off"]
 """The ways to prove a model against transformers as it is loaded."""
 PROVING = (
@@ -81,6 +83,7 @@ class TargetSettings(Frozen):
         description="code for a CPU: kernels (dovetail's, in C++), library (torch) or auto "
         "(kernels where they support the model)",
     )
+    isa: str = Field("auto", description=ISA)
     cache: str = Field(
         "auto",
         description="keys and values: fp32 or half (fp16, which takes half the memory and changes "
@@ -157,6 +160,11 @@ class TargetSettings(Frozen):
     def _cache(cls, value: str) -> str:
         return one_of(value, CACHES, "type of keys and values")
 
+    @field_validator("isa")
+    @classmethod
+    def _isa(cls, value: str) -> str:
+        return one_of(value.lower(), ISAS, "instruction set")
+
     @property
     def longest(self) -> int | None:
         """Return the longest sequence that is asked for, in tokens; None: what the model has."""
@@ -199,6 +207,7 @@ class DraftSettings(Frozen):
         description="auto (the first GPU if the draft fits there, else the CPU), cpu, cuda:N, "
         "xpu:N or mps",
     )
+    isa: str = Field("auto", description=ISA)
     share: bool | Literal["auto"] = Field(
         "auto",
         description="whether a substitute is one process with its target and shares embedding, "
@@ -220,6 +229,11 @@ class DraftSettings(Frozen):
         "only numbers are loaded, never code",
     )
     proof: Proving = Field("auto", description=f"proof of a smaller model: {PROVING}")
+
+    @field_validator("isa")
+    @classmethod
+    def _isa(cls, value: str) -> str:
+        return one_of(value.lower(), ISAS, "instruction set")
 
     @field_validator("kind")
     @classmethod

@@ -117,15 +117,16 @@ def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_cap_on_instructions_keeps_nothing_and_what_a_library_prints_is_not_taken_for_a_finding(
+def test_an_instruction_set_is_kept_and_what_a_library_prints_is_not_taken_for_a_finding(
     calibrate: Calibrate, tmp_path: Path
 ) -> None:
     model = str(tiny_llama(tmp_path / "model"))
     result = calibrate(
         "--target",
         model,
-        "--isa",
+        "--target.isa",
         "plain",
+        "--keep-anyway",
         "--backend",
         "library",
         "--json",
@@ -134,7 +135,8 @@ def test_a_cap_on_instructions_keeps_nothing_and_what_a_library_prints_is_not_ta
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["backends"]["backend"] == "library"
-    assert not (tmp_path / "cache/dovetail/profile.json").exists()
+    (entry,) = load_profile(tmp_path / "cache/dovetail/profile.json").entries
+    assert entry.calibrations[0].limits.probe == "kernels plain C++"
 
 
 @pytest.mark.slow

@@ -306,6 +306,7 @@ def test_config_show_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -
         "model": "some/folder",
         "weights": "auto",
         "device": "auto",
+        "isa": "auto",
         "contrast": "auto",
         "ahead": "auto",
         "share": "auto",

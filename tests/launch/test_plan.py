@@ -300,7 +300,8 @@ def test_without_a_draft_it_plans_with_those_that_are_there(
     assert all("draft.model" not in one["settings"] for one in only["alternatives"])
 
 
-def test_the_measured_overhead_of_a_round_is_used(
+@needs_kernels
+def test_overhead_and_limits_of_the_same_instruction_set_are_used_for_other_models(
     plan: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     asked = ("--target", str(DEMO_FOLDER / "target"), "--weights", "fp32", "--draft", "none")
@@ -318,7 +319,7 @@ def test_the_measured_overhead_of_a_round_is_used(
         t_v_by_context=(),
         layers=4,
         layers_measured=4,
-        limits=MachineLimits(bandwidth_gb_s=55.0, peak_gflop_s=peaks, probe="kernels avx2"),
+        limits=MachineLimits(bandwidth_gb_s=55.0, peak_gflop_s=peaks, probe="kernels plain C++"),
         overhead_s=0.0123,
     )
     one = {"machine": machine_key(), "software": "x", "weights": "fp32", "threads": 1}
@@ -333,6 +334,9 @@ def test_the_measured_overhead_of_a_round_is_used(
     (alone,) = found["alternatives"]
     assert alone["round_ms"]["beside"] == pytest.approx(12.3)
     assert 1e3 / alone["tokens_per_s"] == pytest.approx(alone["round_ms"]["verify"] + 12.3)
+    assert "measured now" in found["origins"]["passes of the CPU"]
+    same = plan(*asked, "--target.isa", "plain")["origins"]["passes of the CPU"]
+    assert same == "estimated from 55 GB/s and products (measured with another model)"
 
 
 @needs_kernels

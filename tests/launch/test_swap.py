@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ from dovetail.launch.files.directory import runtime_directory
 from dovetail.launch.processes.changes import named
 from dovetail.launch.processes.child import LET_GO
 from dovetail.launch.processes.stack import Stack, layout_of, worker_arguments
+from dovetail.launch.processes.supervise import USER_ERROR
 from dovetail.protocol.errors import RequestError, UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, SeenRound, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from dovetail.workers import kernels
+from support.kernels import needs_kernels
 from support.losslessness import difference
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, growing, started, submit
@@ -173,13 +177,49 @@ def test_a_draft_is_swapped_under_eight_streams(
         assert not [*runtime_directory().glob("worker-*.log")]
 
 
+@needs_kernels
+def test_a_stream_moves_to_a_target_of_another_instruction_set_and_its_text_stays() -> None:
+    isas = kernels.isas()
+    old = isas[min(1, len(isas) - 1)]
+    with started({"target.isa": old.name, "draft.kind": "none"}) as (stack, client):
+        (target,) = client.status().workers
+        assert target.kernels == kernels.TITLES[old]
+        sampling = Sampling(temperature=1.0, min_tokens=400)
+        ask = partial(submit, client, PROMPTS[0], sampling=sampling, tokens=400, seed=3)
+        replies = complete_all(client, [ask(), ask()])
+        flying = {ask(), ask()}  # one of them runs at any time
+        swapping = dovetail(*swap(stack, "target", "--target.isa=auto"))
+        while flying:
+            reply = client.receive(PATIENCE_S)
+            assert isinstance(reply, Emitted | Finished)
+            if isinstance(reply, Finished):
+                replies.append(reply)
+                flying.remove(reply.request)
+                flying |= {ask()} if swapping.poll() is None else set()
+        said, complained = swapping.communicate()
+        assert swapping.returncode == 0, complained
+        assert sum(reply.result.moves for reply in replies) == json.loads(said)["moved"] > 0
+        assert len({reply.result.token_ids for reply in replies}) == 1
+        (target,) = client.status().workers
+        assert target.kernels == kernels.TITLES[isas[-1]]
+
+
+def test_an_instruction_set_that_this_cpu_lacks_is_refused_in_one_line() -> None:
+    lacking = next(isa.name.lower() for isa in kernels.Isa if isa not in kernels.isas())
+    for role in ("target", "draft"):
+        refused = dovetail("generate", f"--{role}.isa={lacking}", "hello")
+        (line,) = refused.communicate()[1].splitlines()
+        assert refused.returncode == USER_ERROR
+        assert line.startswith(f"dovetail: {role}.isa = '{lacking}': this CPU or this build has no")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp32", "int8"])
-def test_a_target_is_swapped_under_eight_streams(weights: str) -> None:
+@pytest.mark.parametrize("change", ["--weights=fp32", "--weights=int8", "--target.isa=plain"])
+def test_a_target_is_swapped_under_eight_streams(change: str) -> None:
+    weights = "int8" if change == "--weights=int8" else "fp32"
     with under_streams({"draft.kind": "small"}) as (stack, client, streams):
         result = check_swapped(
-            streams.run_beside(swap(stack, "target", f"--weights={weights}")),
-            f"target fp32 -> {weights}",
+            streams.run_beside(swap(stack, "target", change)), f"target fp32 -> {change}"
         )
         if weights == "fp32":
             assert {kind for kind in streams.kinds if kind[0]} == {(1, ())}

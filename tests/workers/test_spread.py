@@ -201,7 +201,6 @@ def test_what_calibrate_finds_of_prompts_is_known_to_a_worker_of_the_same_model(
         profile=None,
         seconds=0.1,
         contexts=(),
-        isa="",
         say=lambda *_: None,
     )
     reading, path = (

@@ -111,7 +111,7 @@ def keys_of(
     }
     for weights in types.get(settings.weights, (settings.weights,)):
         if kernels.available():
-            software = f"{VERSION}-{kernels.isa().name.lower()}"
+            software = f"{VERSION}-{kernels.isa_of(settings.isa).name.lower()}"
             yield ProfileKey(
                 machine=machine_key(),
                 software=software,

@@ -18,6 +18,7 @@ from torch import Tensor
 from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.profile import ProfileKey
 from dovetail.protocol.settings import DraftSettings
+from dovetail.workers import kernels
 from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes
 from dovetail.workers.devices.opening import open_device
@@ -56,6 +57,8 @@ def calibrate_draft(
     `open_draft_worker`.
     """
     device = open_device(settings.device, threads)
+    if kernels.available():
+        kernels.use_isa(kernels.isa_of(settings.isa))
     own = settings.model_copy(update={"device": device.name})
     engine = open_draft_worker(
         own,

@@ -9,6 +9,7 @@ import torch
 from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import DraftSettings
+from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.checkpoints.inflate import inflated_digest, inflation_bytes
@@ -67,7 +68,8 @@ def expected_levels(
     found = [
         entry.levels
         for entry in fitting
-        if entry.key.software.endswith(f", {library}") and weights in (None, entry.key.weights)
+        if entry.key.software.endswith(f", {kernels.computing(settings.isa)}, {library}")
+        and weights in (None, entry.key.weights)
     ]
     return found[-1] if found else None
 
@@ -79,7 +81,7 @@ def levels_key(model: "LanguageModel | Head", library: str) -> ProfileKey:
     shapes = shapes_key((), model.checkpoint_digest, model.vocabulary_size)
     return ProfileKey(
         machine=machine_key(),
-        software=f"{how}, {library}",
+        software=f"{how}, {kernels.computing()}, {library}",
         weights=model.weights,
         threads=torch.get_num_threads(),
         shapes=shapes,

@@ -27,7 +27,7 @@ def measure_limits(budget_s: float) -> MachineLimits:
                 "fp32": _torch_gflop_s(torch.float32),
                 "bf16": _torch_gflop_s(torch.bfloat16),
             },
-            probe="torch",
+            probe=kernels.computing(),
         )
     peaks = {
         arithmetic.name.lower(): peak
@@ -37,7 +37,7 @@ def measure_limits(budget_s: float) -> MachineLimits:
     return MachineLimits(
         bandwidth_gb_s=bandwidth_gb_s(budget_s=budget_s),
         peak_gflop_s=peaks,
-        probe=f"kernels {kernels.isa().name.lower()}",
+        probe=kernels.computing(),
     )
 
 

@@ -76,21 +76,18 @@ def calibrate(
     profile: Path | None,
     seconds: float,
     contexts: Sequence[int],
-    isa: str,
     say: Say,
 ) -> dict[str, Any]:
     """Measure a target with about `seconds` of passes: the fields of `dovetail calibrate --json`
     but for t_d, and `key` and `calibration` for the profile.
 
     `memory_bytes`: how much a model may take here; `contexts`: lengths of the cache, none: some
-    that the model allows; `isa`: a cap on the instructions of the kernels, or empty. `say` hears
-    what is being done.
+    that the model allows. `say` hears what is being done.
     """
     open_device("cpu", threads)
     if kernels.available():
         kernels.set_threads(threads)
-        if isa:
-            kernels.use_isa(kernels.Isa[isa.upper()])
+        kernels.use_isa(kernels.isa_of(settings.isa))
     design = read_design(settings)
     base, lengths = _lengths(design.context, contexts)
     say("measuring the machine", 0.0)

@@ -200,13 +200,32 @@ def in_words() -> str:
     return f"{TITLES[isa()]}: {why}" if why else TITLES[isa()]
 
 
+def isa_of(setting: str) -> Isa:
+    """Return the instruction set that a setting means, which the machine may lack."""
+    return isas()[-1] if setting == "auto" else Isa[setting.upper()]
+
+
+def check_isa(name: str, setting: str) -> None:
+    """UserError if a setting of this name means an instruction set that there are no kernels of."""
+    if setting != "auto" and (wanted := isa_of(setting)) not in isas():
+        raise UserError(
+            f"{name} = {setting!r}: this CPU or this build has no {wanted.name} kernels; it has "
+            f"{', '.join(isa.name for isa in isas())}"
+        )
+
+
 def use_isa(wanted: Isa) -> None:
     """Use this instruction set from now on; UserError where the machine lacks it."""
-    if library().dt_use_isa(wanted) < 0:
-        raise UserError(
-            f"this machine or this build has no {wanted.name} kernels; it has "
-            f"{', '.join(i.name for i in isas())}"
-        )
+    check_isa("instruction set", wanted.name)
+    library().dt_use_isa(wanted)
+
+
+def computing(setting: str | None = None) -> str:
+    """Return what computes here, as measurements name it: the kernels of the instruction set in
+    use, or of that of a setting; torch where there are no kernels."""
+    if not available():
+        return "torch"
+    return f"kernels {TITLES[isa() if setting is None else isa_of(setting)]}"
 
 
 def set_threads(count: int) -> None:
