@@ -158,7 +158,8 @@ class DraftWorker(Generic[SessionT]):
         return to_learn and self._engine.learn()
 
     def let_go(self) -> None:
-        """Free the kept sessions; those that would have gone on from them begin anew."""
+        """Free the kept sessions; sessions that would have continued from them start from
+        scratch."""
         self._kept.clear()
 
     def let_graphs_go(self) -> bool:

@@ -1,10 +1,8 @@
-"""A worker's life: introduce yourself, then take a command, do it, answer; and again from the
-beginning when the coordinator has gone.
-
-One plain blocking loop for every kind of worker. It counts what is late or broken, answers what
-fails, and keeps the worker alive through failures of single commands and of coordinators: its model
-stays, and so does what it holds of sessions until the next coordinator has said which of them it
-goes on from. Knows links and messages; what a command means is the worker's business.
+"""A worker's life: register, then receive a command, execute it, answer; and register again when
+the coordinator is lost. One plain blocking loop for every kind of worker. It counts late and broken
+messages, answers failures, and keeps the worker alive through failures of single commands and of
+coordinators: its model stays, and so do rows of sessions until the next coordinator has chosen
+those from which it continues. Links and messages only; the worker executes the commands.
 """
 
 import os
@@ -76,13 +74,12 @@ def serve(
     watchdog: Watchdog | None = None,
     listener: Listener | None = None,
 ) -> Drain | None:
-    """Register with the coordinator and work until it lets this worker go, which is returned, or
-    has gone and is not found again; closes the links that it used.
-
-    `UserError` if it refuses this worker, `LinkClosed` if it goes before it has answered and is not
-    to be looked for. `binding` says to which cores and memory this process is bound; on `standby`
-    it gets no sessions until the coordinator puts it in place; `load_s` says how long its model
-    took to load; `listener` hears that all that goes well. The worker knows none of these.
+    """Register with the coordinator and work until it dismisses this worker, whose Drain is
+    returned, or is lost and not found again; closes the links that it used. `UserError` if it
+    refuses this worker, `LinkClosed` if it is lost before it has answered and must not be looked
+    for. `binding`: the cores and memory of this process; on `standby` it gets no sessions until the
+    coordinator puts it in place; `load_s`: the loading time of its model; `listener` is notified of
+    its progress.
     """
     loop: _Loop | None
     standing = Standing(binding, standby, load_s, listener, answer_s=answer_s)
@@ -144,7 +141,7 @@ def _register_again(
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         else:
-            reconnecting.say(f"registered anew at {link.address}")
+            reconnecting.say(f"registered again at {link.address}")
             return loop
     if refusal is not None:
         raise refusal
@@ -209,7 +206,7 @@ class _Loop:
         text = f"the coordinator refused this worker: {printable(failed.text)}"
         raise (
             DovetailError(text) if failed.code == "protocol" else UserError(text)
-        )  # what we said wrong is our fault, not the user's
+        )  # an error in our message is a bug, not a user error
 
     def _last_drain(self) -> Drain | None:
         """Return the Drain among what the coordinator sent before it went, if there is one."""

@@ -1,10 +1,8 @@
-"""Progress of what is computed: a beat for every layer, whoever hears it, and the watchdog that
-ends a process which has stopped beating.
-
-A pass may take minutes and is right to, while a deadlock or a loop without end never gets to the
-next layer. So the models beat, and a loop that does commands listens, in the thread in which it
-does them; where nobody listens, as in training, nothing happens. A listener may give up what is
-computed, by `Abandoned`. Knows neither models nor messages; imports no torch.
+"""Progress of computations: a beat for every layer, its listeners, and the watchdog that ends a
+process without beats. A pass may legitimately take minutes, while a deadlock or an endless loop
+never reaches the next layer. So models beat, and the loop that executes commands listens in its
+thread; without a listener, as in training, beats have no effect. A listener may cancel a
+computation by raising `Abandoned`. Imports no torch.
 """
 
 import faulthandler
@@ -15,22 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TICKS = 4
-"""The watchdog looks so many times within the time that it allows."""
+"""The number of the watchdog's checks within its limit."""
 DEAF = 6
-"""A holder of the interpreter's lock holds the watchdog too: then the process is ended after so
-many times the time."""
+"""Code that holds the interpreter's lock also blocks the watchdog: then the process is ended after
+this multiple of the limit."""
 
 STDERR = 2
 
 
 class Abandoned(BaseException):
-    """The computation is of use to nobody any more. No failure: nothing that answers failures may
-    take it for one."""
+    """The computation is no longer needed. This is not a failure, and must not be answered as
+    one."""
 
 
 LoadingTold = Callable[[str, int, int], None]
-"""Hears what is done with weights (checking, loading), how many bytes of how many have been
-read."""
+"""Receives the phase (checking, loading), and the bytes of weights read and in all."""
 
 
 class _Thread(threading.local):
@@ -60,7 +57,7 @@ def heard(listener: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def hearing_loads(listener: LoadingTold) -> Iterator[None]:
-    """`listener` hears of the bytes of weights that this thread reads within the block."""
+    """`listener` is called with the bytes of weights that this thread reads within the block."""
     before, _thread.load_listener = _thread.load_listener, listener
     try:
         yield
@@ -89,24 +86,22 @@ def loading(doing: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def count_bytes(size: int) -> None:
-    """So many bytes of weights have been read by this thread."""
+    """Report bytes of weights read by this thread."""
     if (count := _thread.count) is not None:
         count(size)
 
 
 class Watchdog:
-    """Ends this process, with the stacks of all threads on stderr, when work goes on for `stuck_s`
-    without a beat.
-
-    It counts its own looks, not the time: a process that was stopped (SIGSTOP) and goes on has as
-    long as before. Only where the interpreter's lock is held for DEAF times as long does time alone
-    count, by faulthandler's thread, which needs no lock ("Timeout (0:01:00)!" and the stacks). That
-    thread cannot tell a process that was stopped in the midst of its work for so long: it ends when
-    it goes on.
+    """Ends this process, with the stacks of all threads on stderr, when work continues for
+    `stuck_s` without a beat. It counts its checks, not time: a process that was stopped (SIGSTOP)
+    and continues has the same time left. Only if the interpreter's lock is held for DEAF times as
+    long, faulthandler's thread, which needs no lock, ends the process by time alone ("Timeout
+    (0:01:00)!" and the stacks). That also ends a process that was stopped at work for so long, when
+    it continues.
     """
 
     def __init__(self, name: str, stuck_s: float) -> None:
-        """`name`: of the worker, for what is said."""
+        """`name`: of the worker, for messages."""
         self._name, self._stuck_s = name, stuck_s
         self._beats = 0
         self._working = self._armed = False

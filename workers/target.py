@@ -79,7 +79,7 @@ class Identity:
     placement: str = ""
     """Description of how the model is spread over devices."""
     reader: str = ""
-    """The device that reads prompts beside those that compute the model."""
+    """The device that reads prompts, in addition to those that compute the model."""
     reads_from: int = 1
     """Rows of a prompt from which on it does."""
 
@@ -175,8 +175,8 @@ class TargetWorker:
         return self._verifier.suspend()
 
     def _open(self, command: Open) -> Iterator[Event]:
-        """A part of the prompt leaves as soon as it has been read: its features are held by nobody
-        while the next is computed."""
+        """A part of the prompt is sent as soon as it has been read, so that its features take no
+        memory while the next is computed."""
         if command.session in self._verifier:
             self.stale += 1
             return
@@ -316,8 +316,8 @@ class TargetWorker:
         reads: Sequence[ReadItem],
     ) -> tuple[Sequence[Verdict | RequestError], Sequence[Sequence[ReadingStep] | RequestError]]:
         """Return the verdict of each item and the steps of each chunk of a log, or why there are
-        none. If a pass fails, one session may be to blame: those that it has not changed then get
-        passes of their own."""
+        none. If a pass fails because of one session, the sessions that it has not changed get
+        separate passes."""
         try:
             if items:
                 return self._verifier.verify_and_read(items, drawn, reads)
@@ -328,7 +328,7 @@ class TargetWorker:
         return [self._verdict(item, drawn) for item in items], [self._part(item) for item in reads]
 
     def _part(self, item: ReadItem) -> Sequence[ReadingStep] | RequestError:
-        """Read a chunk of a log in a pass of its own."""
+        """Read a chunk of a log in a separate pass."""
         try:
             return [*self._verifier.read(item)]
         except Exception as error:

@@ -1,10 +1,9 @@
 """One process with both roles: a target, and its substitute as the draft, which share embedding,
 norms, head, resident layers, keys and values.
 
-To the coordinator they are a target worker and a draft worker that speak for themselves, each over
-a link of its own; here they take turns, one command at a time, and what the draft does ahead of its
-orders it leaves as soon as the other one has something to do. Knows workers and settings; nothing
-of links.
+To the coordinator they are separate target and draft workers, each with its own link. Here they
+take turns, one command at a time, and the draft stops growing ahead as soon as the target has a
+command.
 """
 
 import sys
@@ -81,7 +80,7 @@ class Turns:
 
     @contextmanager
     def free(self) -> Iterator[bool]:
-        """Tell whether nobody wants it; then it is this thread's turn within the block."""
+        """Yield whether the device is free; if so, it belongs to this thread within the block."""
         mine = not self._waiting and self._lock.acquire(blocking=False)
         try:
             yield mine

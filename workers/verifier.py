@@ -82,8 +82,8 @@ class _Pass:
 
 
 class Verifier(Opener):
-    """The sessions of a target. `RequestError` and `StaleError` say what cannot be done; then
-    nothing has changed."""
+    """The sessions of a target. Raises `RequestError` and `StaleError` before anything is
+    changed."""
 
     def __init__(
         self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
@@ -340,7 +340,7 @@ class Verifier(Opener):
                 continue
             for (place, _), (held, _), verdict in zip(own, paths, whole, strict=True):
                 shown[place] = verdict
-                held.clear()  # nobody's are lost if another's cannot be put together
+                held.clear()  # a failure to assemble one session's features loses no others
         return shown
 
     def _held_of(self, reads: Reads) -> HeldPasses:

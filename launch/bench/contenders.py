@@ -121,7 +121,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Theirs:
-    """A peer with so many threads."""
+    """A peer with this many threads."""
 
     method: Method
     peer: Peer
@@ -161,7 +161,7 @@ def digest_of(model: str) -> str:
 
 
 def sampling_of(method: Method, temperature: float, max_tokens: int) -> Sampling:
-    """Return how a method samples a reply of at most so many tokens."""
+    """Return the sampling of a method for replies of at most this many tokens."""
     sampling = method.configuration.settings.sampling
     return sampling.model_copy(
         update={"temperature": temperature, "min_tokens": min(sampling.min_tokens, max_tokens)}
@@ -169,8 +169,8 @@ def sampling_of(method: Method, temperature: float, max_tokens: int) -> Sampling
 
 
 def check_methods(methods: Sequence[Method], layout: CoreLayout) -> None:
-    """`UserError` for the first method that cannot be started, as far as its settings and a look at
-    its models tell."""
+    """`UserError` for the first method whose settings or model files show that it cannot be
+    started."""
     for method in methods:
         settings = method.configuration.settings
         cores = sorted({*layout.target.cores, *layout.draft.cores})
@@ -250,7 +250,7 @@ def founder(methods: Sequence[Method], of: Method) -> Method:
 
 
 def _processes(method: Method) -> tuple[object, ...]:
-    """Return what the processes are started with, but for what a request can say as well."""
+    """Return the settings of the processes, without those that a request can have as well."""
     settings = method.configuration.settings
     return (
         settings.target,

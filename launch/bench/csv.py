@@ -32,7 +32,7 @@ COLUMNS = {
     "verify_share": "of the time, 0 to 1",
     "hit_rate": "drafted rounds whose root was in the tree, 0 to 1",
     "plain_share": "rounds verified without a tree, 0 to 1",
-    "grown_nodes": "drafted while somebody waited",
+    "grown_nodes": "drafted while a round waited",
     "ahead_nodes": "drafted while the target verified",
     "wasted_nodes": "dropped without having been offered",
     "weights": "of the target",

@@ -1,7 +1,7 @@
 """Figures of a benchmark: rows, speed-ups with their intervals, medians, peers, differences. Pure.
 
 - tokens_per_s is the decoding rate: tokens after the first one over the time after the first one.
-  What a prompt costs before is told apart, end to end.
+  The time before that is in a separate figure, end to end.
 - speedup is the summed time per token of `none` over that of the method, on the same prompts; its
   interval is a paired bootstrap over prompts.
 - a method whose draft failed in a reply has no speed-up: it was the target's own rate from there
@@ -154,7 +154,7 @@ def _place(cell: Cell) -> dict[str, Any]:
 
 
 def _shape(cell: Cell) -> dict[str, Any]:
-    """The tree that a method was told to grow."""
+    """The configured tree of a method."""
     tree = cell.method.configuration.settings.tree
     if cell.method.drafts and cell.method.ours:
         return {

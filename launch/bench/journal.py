@@ -181,8 +181,9 @@ class Journal:
 
 @contextmanager
 def open_journal(path: Path | None, heading: Mapping[str, Any]) -> Iterator[Journal]:
-    """The journal in the file at `path`, held against a second run; `heading` is what this run
-    would measure. Whoever interrupts it is told how to go on. Without a file it is kept in memory.
+    """The journal in the file at `path`, checked against a second run; `heading` describes what
+    this run would measure. After an interruption the command to continue is printed. Without a file
+    it is kept in memory.
     """
     if path is None:
         yield Journal()
@@ -208,7 +209,7 @@ def heading_of(
     repeat: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Return what tells a run from others, but for what is in the folders of its models."""
+    """Return what identifies a run, without the contents of its models' folders."""
     return {
         "version": installed_version(),
         "machine": _machine(),
@@ -263,7 +264,7 @@ def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
             ) from None
     if journal.whole and not (journal.known and journal.tasks and journal.replies):
         raise UserError(
-            f"{path} says that all was measured, but lacks results: choose another --out, or "
+            f"{path} is marked as complete, but lacks results: choose another --out, or "
             "remove the file"
         )
     file.truncate(sum(map(len, whole)))

@@ -1,10 +1,8 @@
 """Methods that a benchmark compares: their settings, the processes that decode for them, and the
 prompts.
 
-Every method has a stack of processes of its own on the same cores as every other, unless it names
-one that it shares: methods that differ in nothing but what travels with a request - the tree,
-drafting ahead - need no second one. Knows nothing of how the turns are taken, nor of what comes of
-it.
+Every method has its own processes on the same cores as the others, unless it shares them: methods
+that differ only in fields of a request (the tree, drafting ahead) need no second stack.
 """
 
 from collections.abc import Sequence
@@ -59,8 +57,8 @@ class Method:
 
     @property
     def exact(self) -> bool:
-        """Return whether a token that differs from that of `none` is a fault, as it is unless
-        another engine computes with types of its own."""
+        """True if a token that differs from that of `none` is a fault: except for other engines
+        with other number types."""
         return self.peer is None or self.peer.exact
 
     @property
@@ -71,7 +69,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Tells a peer with so many threads from the same with others."""
+        """Distinguishes a peer by its number of threads."""
         return (
             self.name
             if self.threads is None

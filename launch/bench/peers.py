@@ -30,7 +30,7 @@ class PeerReply:
 
 
 class Peer(Protocol):
-    """An engine in a process of its own."""
+    """An engine in a separate process."""
 
     @property
     def identity(self) -> str:

@@ -2,9 +2,9 @@
 it.
 
 Over gamma it is Figure 3 of the Dovetail paper (the target's pass, the acceptance length and the
-speed-up against the nodes verified), over depth Figure 6 of SubSpec. Every value is a method of its
-own that takes its turn at every prompt; all values of a method share its processes, since a tree
-travels with its request. Knows nothing of how they are measured.
+speed-up against the nodes verified), over depth Figure 6 of SubSpec. Every value is a separate
+method that takes its turn at every prompt; all values of a method share its processes, since the
+tree is a field of the request.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ TAKEN = (
     "verified_tokens",
     "draft_failures",
 )
-"""Fields of a row that are told of a point."""
+"""Fields of a row that a point has."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -
 
 
 def _named(model: str) -> str:
-    """A model without the way to its folder, which is nobody else's matter."""
+    """A model without the path of its folder, which is private."""
     return Path(model).name if Path(model).is_dir() else model
 
 
@@ -256,8 +256,8 @@ def _curves(
 def _lines(
     points: Sequence[Mapping[str, Any]], name: str
 ) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """The points of each curve that have the figure, under a name that says no more than tells the
-    curves apart."""
+    """The points of each curve that have the figure, under the shortest name that distinguishes the
+    curves."""
     keys = ("method", "prompts", "temperature")
     varying = [key for key in keys if len({told[key] for told in points}) > 1]
     for place in dict.fromkeys(tuple(told[key] for key in keys) for told in points):

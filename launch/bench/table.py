@@ -1,5 +1,4 @@
-"""Shows a result of `bench`: tables on stdout, what has to be known beside them on stderr. Computes
-nothing."""
+"""Shows a result of `bench`: tables on stdout, notes on stderr. Computes nothing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ COLUMNS = {
 }
 """Heading of the table -> its meaning; the most important first."""
 KEYS = 3
-"""The headings that say which row it is."""
+"""The headings that identify a row."""
 SWEPT = {
     "T_V ms": "with --sweep: a pass of the target",
     "T_V/T_T": "with --sweep: the same as pass",
@@ -41,7 +40,7 @@ OTHER = "other arithmetic"
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """The table of all rows, and what has to be known beside it."""
+    """The table of all rows, and its notes."""
     differing = [
         (told["method"], told["prompts"], told["temperature"]) for told in result["differences"]
     ]

@@ -1,10 +1,8 @@
-"""Has methods take turns: prompt by prompt, each of them first equally often, so that whatever else
-happens on the machine happens to all of them.
-
-A stack of processes whose turn it is not sleeps. A reply is measured up to its first repeated
-20-gram: text of a small model that has begun to loop is foretold by any draft. The reply of `none`,
-decoded once before anything is timed, says where that is; the same run warms the caches up, and
-shows which prompts have to be cut to fit the context.
+"""Lets methods take turns: prompt by prompt, each of them first equally often, so that other load
+on the machine affects all of them. The processes of the other methods sleep. A reply is measured up
+to its first repeated 20-gram, since any draft predicts a small model's text once it loops. The
+reply of `none`, decoded once before anything is timed, determines that position; the same run warms
+up the caches, and shows which prompts must be cut to fit the context.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

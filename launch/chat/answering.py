@@ -25,11 +25,11 @@ LOOK_EVERY_S = 0.05
 PLAIN = f"{NO_TEMPLATE}: prompts are continued as plain text"
 
 Show = Callable[[str, bool], None]
-"""Hears each piece of a reply: the text, and whether it was drafted."""
+"""Receives each piece of a reply: the text, and whether it was drafted."""
 
 
 class Answerer(Protocol):
-    """Somebody who answers."""
+    """A source of replies."""
 
     def models(self) -> str:
         """Describe the models that answer."""
@@ -121,8 +121,8 @@ class CoordinatorAnswerer:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C in this block is only noted, so that no message is lost half-read; what it yields says
-    whether there was one. A second one is as always."""
+    """Ctrl-C in this block is only noted, so that no message is lost half-read; the yielded
+    function returns whether there was one. A second one interrupts as usual."""
     before = signal.getsignal(signal.SIGINT)
     noted = False
 

@@ -1,7 +1,5 @@
-"""A conversation with the models: what was said, how the next reply is asked for, and which lines
-are commands.
-
-Knows nothing of who answers (`answering.py`), nor of terminals.
+"""A conversation with the models: its turns, the settings of the next reply, and the commands.
+Independent of the source of replies (`answering.py`) and of terminals.
 """
 
 import difflib
@@ -26,8 +24,8 @@ COMMANDS = {
     "help": ("", "list these commands; begin a message with // to send a text that begins with /"),
     "quit": ("", "quit; so do /exit and Ctrl-D"),
 }
-"""Name -> (what follows it, what it does); what may be left out, to be told what holds, is in
-brackets."""
+"""Name -> (argument, what it does); optional arguments are in brackets, and without them the
+command shows the present value."""
 ALIASES = {"exit": "quit"}
 
 
@@ -78,7 +76,8 @@ class Manner:
     template: Mapping[str, Any] = field(default_factory=dict)
     """Values for the chat template."""
     said: frozenset[str] | None = None
-    """The settings of sampling that a server is told, by name; it decides the others. None: all."""
+    """The names of the sampling settings that are sent to a server; it decides the others. None:
+    all."""
 
     def decides(self, name: str) -> bool:
         """Return whether a setting of sampling is as it stands here."""
@@ -141,8 +140,8 @@ class Conversation:
         return Conversation((*self.exchanges, Exchange(question, manner, answer)))
 
     def taken_back(self) -> tuple["Conversation", Exchange]:
-        """The conversation up to the last question, and what was said then. `UserError` if nothing
-        was."""
+        """The conversation up to the last question, and the question. `UserError` if there is
+        none."""
         if not self.exchanges:
             raise UserError("there is no question to ask again")
         return Conversation(self.exchanges[:-1]), self.exchanges[-1]
@@ -158,11 +157,9 @@ class Conversation:
 
 
 class Paint:
-    """Tells for every piece of a reply's text whether its token came from the draft.
-
-    Tokens come with the text that they complete, the text of the reply comes apart from them -
-    later where something is held back, and cut at a stop string - and is what counts: its
-    characters are counted off those of the tokens.
+    """Finds for every piece of a reply's text whether its token came from the draft. Tokens come
+    with the text that they complete. The text of the reply comes separately, possibly later and cut
+    at a stop string; its characters are matched with those of the tokens.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,7 @@
-"""A dovetail server somewhere, over HTTP: what it says when it is asked, and how it answers in a
-conversation.
-
-The standard library's client does: one connection a request, read line by line as the events come.
-Knows what our server says beside the OpenAI API (which tokens were drafted, and the figures of a
-reply); from one that does not say it, the text alone is taken.
+"""A client of a server over HTTP: its properties, and its replies in a conversation. It uses the
+standard library: one connection a request, read line by line as the events come. Our server's
+additions to the OpenAI API are used (which tokens were drafted, and the figures of a reply); from
+other servers only the text.
 """
 
 import http.client
@@ -28,8 +26,7 @@ from dovetail.runtime.text.tokenizer import NO_TEMPLATE
 
 CONNECT_S = 10.0
 SILENCE_S = 120.0
-"""A server that says nothing for so long, while a prompt is read or in the middle of a reply, is
-taken for lost."""
+"""A server that is silent for this long, during prefill or within a reply, counts as lost."""
 MOST_WORDS = 200
 """Characters that are shown of an answer that is none."""
 KEY_VARIABLE = "DOVETAIL_API_KEY"
@@ -44,8 +41,8 @@ OTHERWISE = "connect to its coordinator (ipc:// or tcp://) instead of its URL"
 
 
 def check_flags(configuration: Configuration, otherwise: str = OTHERWISE) -> None:
-    """`UserError` for a setting that only the server can decide on; that no draft is wanted, it can
-    be told. `otherwise`: what to do where the setting is wanted."""
+    """`UserError` for a setting that only the server can decide, except for `draft.kind = none`,
+    which a request can have. `otherwise`: the remedy."""
     for name, origin in configuration.origins.items():
         wish = name == "draft.kind" and configuration.value(name) == "none"
         if (
@@ -73,7 +70,7 @@ def api_key(configuration: Configuration) -> str:
 
 
 def said_to_server(configuration: Configuration) -> frozenset[str]:
-    """The settings of sampling, by name, that the user has said: a server decides the others."""
+    """The names of the sampling settings that the user has set: a server decides the others."""
     return frozenset(
         name for name in SamplingSettings.model_fields if configuration.given(f"sampling.{name}")
     )
@@ -128,10 +125,10 @@ class Site:
     def _fault(self, error: OSError | http.client.HTTPException) -> str:
         """Return what the server did, in words that a terminal can show."""
         if isinstance(error, TimeoutError):
-            return f"has said nothing for {self._silence_s:g} s"
+            return f"has sent nothing for {self._silence_s:g} s"
         said = printable((str(error) or type(error).__name__).strip()[:MOST_WORDS])
         if isinstance(error, http.client.BadStatusLine) and not isinstance(error, OSError):
-            return f"does not speak HTTP; it says: {said}"
+            return f"does not speak HTTP; it answers: {said}"
         return f"closed the connection: {said}"
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -177,8 +174,8 @@ class WebAnswerer:
         return PLAIN if self.plain else why
 
     def defaults(self, manner: Manner) -> str:
-        """In words, which sampling of the server's own holds, as it says itself; empty: none that
-        is not dovetail's default too."""
+        """Describe the server's sampling defaults, as it reports them; empty if they are dovetail's
+        defaults."""
         usual = SamplingSettings().model_dump(mode="json")
         held = [
             f"{name} {printable(str(value))}"
@@ -224,7 +221,7 @@ class WebAnswerer:
         }
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of a reply, up to the one that says that it is done."""
+        """The events of a reply, up to the final one."""
         with self._site.asked("POST", path, json.dumps(body).encode()) as response:
             while line := response.readline():
                 said = line.strip()
@@ -266,7 +263,7 @@ class _Reply:
             self.text += text
 
     def result(self) -> Result | None:
-        """The figures, where the server tells all of them."""
+        """The figures, if the server sends all of them."""
         known = {
             name: value
             for name, value in (self._metrics or {}).items()

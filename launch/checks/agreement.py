@@ -34,7 +34,8 @@ TOP = 20
 REPLY = 32
 """Tokens that the target adds to the text by itself."""
 LEAST_TEXT, MOST_TEXT = 256, 2048
-"""Tokens of a text; between the two, so many as cross what the configuration says of positions."""
+"""Least and most tokens of a text; between them, enough to cross the positions that the
+configuration names."""
 BEYOND = 16
 """Tokens behind the last of these positions."""
 EXACT = 2e-3
@@ -58,7 +59,7 @@ HALF_CACHE = 0.01
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of a comparison; one without tokens did not take place, and `why` says why."""
+    """The result of a comparison; without tokens it did not take place, for the reason `why`."""
 
     tokens: int = 0
     largest: float = 0.0
@@ -79,7 +80,7 @@ class Agreement:
 
     @property
     def remark(self) -> str:
-        """Say in one sentence what came of it."""
+        """Describe the result in one sentence."""
         if not self.tokens:
             return f"the target was not compared with transformers: {self.why}"
         what = "mean" if self.of_mean else "largest"
@@ -110,8 +111,8 @@ def compare(
     weights: str,
     cache: str = "fp32",
 ) -> Agreement:
-    """Scores of tokens[1:], of which the last `replied` were chosen greedily, beside reference
-    logits [part, V] of all tokens, a part after the other."""
+    """Compare scores of tokens[1:], of which the last `replied` were chosen greedily, with
+    reference logits [part, V] of all tokens, one part after the other."""
     exact = {} if cache == "fp32" else dict.fromkeys(("fp32", "half", "file-fp32"), HALF_CACHE)
     rounded = {**exact, **MEAN}
     of_mean, tolerance = weights in rounded, rounded.get(weights, EXACT)
@@ -144,8 +145,8 @@ def agreement_of(
     text_tokens: int | None,
     tell: Callable[[int, int], None],
 ) -> Agreement:
-    """Compare the target of a connection, on a text made of prompts; `text_tokens`: so many, None:
-    as many as its configuration makes worth while."""
+    """Compare the target of a connection, on a text made of prompts; `text_tokens`: their number,
+    None to choose it by the configuration."""
     from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
     from dovetail.workers.models.checkpoints.composite import text_part
     from dovetail.workers.models.checkpoints.files import read_json
@@ -197,7 +198,7 @@ def agreement_of(
 
 
 def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
-    """Return True if a target says that it has loaded this checkpoint."""
+    """True if a target reports that it has loaded this checkpoint."""
     from dovetail.workers.models.checkpoints.context import digest_of_second
     from dovetail.workers.models.checkpoints.inflate import inflated_digest
 
@@ -211,7 +212,7 @@ def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
 
 
 def text_of(codec: TextCodec, prompts: Sequence[Prompt], count: int) -> tuple[int, ...]:
-    """So many tokens of what prompts say, over and over."""
+    """This many tokens of prompts, repeated."""
     once = codec.encode("\n\n".join(turn for prompt in prompts for turn in prompt.turns)) or (0,)
     return tuple(once[index % len(once)] for index in range(max(2, count)))
 

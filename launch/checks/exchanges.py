@@ -102,8 +102,8 @@ def ended(exchange: Exchange) -> bool:
 
 
 def missed_its_base(exchange: Exchange) -> bool:
-    """Return whether the worker did not have the session that this one was to go on from; then it
-    was opened anew."""
+    """True if the worker did not have the base of this session, which was then opened from
+    scratch."""
     return (
         isinstance(exchange.command, Open)
         and exchange.command.base is not None

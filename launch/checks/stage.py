@@ -26,7 +26,7 @@ class Stage:
     hello: Hello = field(init=False)
 
     def wait_for_worker(self) -> None:
-        """Until it has introduced itself; what it has to say if it ends before is raised."""
+        """Wait until it has registered; its error is raised if it ends before."""
         for peer, frames in self._arriving():
             message: Any = INBOUND.decode(frames)
             if isinstance(message, Hello):

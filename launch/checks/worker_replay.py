@@ -1,13 +1,11 @@
-"""Plays a recorded session to a real worker: it is asked what was asked then, and its answers are
-compared with the recorded ones.
-
-A session that went on on another worker of the role comes in several parts, which one worker plays
-one after the other. Tokens are compared in every case; the margins, log-probabilities and features
-that come with them where both workers state the same fingerprint, since equal fingerprints mean
-equal bytes. What a target answers hangs on what it was asked alone. What a draft proposes may also
-hang on the time that it had and on what it learned before; so where a proposal differs, what was
-accepted of the recorded one is told to the worker as its own tree has it, and the session goes on.
-Plays the coordinator; knows no sessions.
+"""Replays a recorded session with a real worker: it gets the recorded commands, and its answers are
+compared with the recorded ones. A session that continued on another worker of the role has several
+parts, which one worker replays one after the other. Tokens are compared in every case; the margins,
+log-probabilities and features that come with them where both workers state the same fingerprint,
+since equal fingerprints mean equal bytes. A target's answers depend on its commands alone. What a
+draft proposes may also hang on the time that it had and on what it learned before; so where a
+proposal differs, what was accepted of the recorded one is told to the worker as its own tree has
+it, and the session goes on. Plays the coordinator; knows no sessions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,8 +60,8 @@ class Outcome:
     same_fingerprint: bool = False
     """True if that is the one of all that played then."""
     hangs_on: tuple[str, ...] = ()
-    """Settings on which a draft's proposals depended besides the text, so that other proposals are
-    no mistake."""
+    """Settings through which a draft's proposals depended on more than the text, so that other
+    proposals are not an error."""
     answers: int = 0
     """Answers that were compared; all are the same if there is no difference."""
     proposals: int = 0
@@ -83,7 +81,7 @@ class Player(Protocol):
     hello: Hello
 
     def say(self, message: Message) -> None:
-        """Tell it something that needs no answer."""
+        """Send it a message without an answer."""
 
     def ask(self, command: Asked, session: int) -> Sequence[Event]:
         """Have it do a command; all its answers."""
@@ -140,7 +138,7 @@ def _check_vocabulary(parts: Sequence[Part], role: Role, hello: Hello) -> None:
 
 
 def _reasons(recording: Recording, parts: Sequence[Part]) -> tuple[str, ...]:
-    """On what the proposals hung beside the text."""
+    """What the proposals depended on besides the text."""
     tree = recording.begin.request.tree
     orders = [
         exchange.command
@@ -275,8 +273,8 @@ class _Play:
             self._differs(exchange, differing, getattr(then, differing), getattr(now, differing))
 
     def _compare_tokens(self, exchange: Exchange, answers: Sequence[Event]) -> bool:
-        """Return whether the target chose the same tokens; what else it says of them is compared
-        where the bytes are to be equal."""
+        """True if the target chose the same tokens; margins and features are compared if the bytes
+        should be equal."""
         (then, then_features), (now, now_features) = (
             _chosen(several[-1], exchange, self._session) for several in (exchange.answers, answers)
         )

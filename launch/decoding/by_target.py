@@ -1,5 +1,4 @@
-"""A connection whose requests are sampled as the target's generation_config.json says, where the
-user does not."""
+"""A connection whose requests use the sampling defaults of the target's generation_config.json."""
 
 import socket
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ def connected_by_target(
 ) -> Iterator[tuple[Connection, Configuration]]:
     """A connection as `connected` makes it, and the settings with the sampling defaults of its
     target; what is taken over is noted. A target elsewhere brings none: its folder is not here."""
-    if names_models(configuration):  # a damaged file is told before a model is loaded
+    if names_models(configuration):  # a damaged file is reported before a model is loaded
         with suppress(CheckpointError):  # a model that is not there, by who looks for it
             with_generation_config(configuration)
     with connected(configuration, address) as connection:

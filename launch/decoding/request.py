@@ -78,7 +78,7 @@ class Wish:
 
 
 def tell_what_travels(connection: Connection) -> None:
-    """Before anything is sent to another machine, say what."""
+    """Report what will be sent to another machine before sending it."""
     address = connection.address or connection.state.address
     if leaves_the_machine(address):
         note(of_request(address, connection.state))

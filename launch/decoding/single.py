@@ -25,8 +25,8 @@ QUIET_S = 1.0
 def decode_one(
     wish: Wish, connection: Connection, text: str, *, as_json: bool
 ) -> tuple[Finished, int]:
-    """Decode, streamed to stdout unless the whole result is wanted; the reply, and how many tokens
-    came last. Ctrl-C cancels the request, and says what was decoded by then."""
+    """Decode, streamed to stdout unless the whole result is requested; return the reply, and how
+    many tokens its last round had. Ctrl-C cancels the request, and prints the result so far."""
     request: int | None = None
     shown, last = "", 0
     asked = waiting = False
@@ -81,7 +81,7 @@ def decode_one(
 
 
 def break_off(shown: str, seed: int | None) -> None:
-    """End the line of a reply that breaks off, and tell the seed that begins it in the same way."""
+    """End the line of an interrupted reply, and print the seed with which it can be repeated."""
     if shown and not shown.endswith("\n"):
         click.echo()
     if seed is not None:
@@ -142,8 +142,8 @@ def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
 
 
 def cancel(connection: Connection, requests: list[int]) -> list[Finished]:
-    """Cancel what is under way and wait until the coordinator has heard it. Returns the results of
-    what was decoded by then."""
+    """Cancel running requests and wait until the coordinator confirms it. Returns the results so
+    far."""
     finished: list[Finished] = []
     try:
         for request in requests:

@@ -6,7 +6,7 @@ from dovetail.launch.console.terminal import counted, note
 from dovetail.protocol.messages import Reported, Result
 
 TOLD_SHARE = 0.05
-"""Above this share of the time, the summary tells of the prefill, and of waiting for workers."""
+"""Above this share of the time, the summary includes prefill, and waiting for workers."""
 NOTHING_PAID = "no node was expected to pay, or the draft had not read the prompt yet"
 NOTHING_OFFERED = "the draft offered nothing"
 """Why a round has no tree where nothing was decided: a policy that does not ask what pays always

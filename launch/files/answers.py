@@ -1,9 +1,7 @@
-"""The file that `generate --prompts` writes: one line a prompt, so that a run that was interrupted
-goes on where it stopped.
-
-A line is written whole, after the prompt's last turn; only the end of the last line can be missing,
-and then that line is dropped and its prompt done again. A file that holds anything else is
-somebody's, and stays as it is.
+"""The file that `generate --prompts` writes: one line a prompt, so that an interrupted run
+continues where it stopped. A line is written after the prompt's last turn; only the end of the last
+line can be missing, and then that line is dropped and its prompt repeated. A file with any other
+content is left as it is.
 """
 
 import json

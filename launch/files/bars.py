@@ -22,15 +22,15 @@ from dovetail.launch.files.charts import (
 )
 
 BAR, GAP, GROUP = 15, 4, 16
-"""Height of a bar, the distance to the next, and what is above a group beside that distance."""
+"""Height of a bar, the distance to the next, and the additional space above a group."""
 LABEL, VALUE, FOOT = 230, 120, 44
-"""Most that the names beside bars take, what is right of the longest for its figures, and what is
-below the last for the axis."""
+"""Most space for the names left of bars, for figures to the right of the longest, and for the axis
+below the last."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A height, and the ends of its interval if it has one; `name` tells its colour."""
+    """A height, and the ends of its interval if it has one; `name` determines its colour."""
 
     name: str
     value: float
@@ -85,8 +85,8 @@ def draw_bars(
 
 
 def shortened(name: str, width: float) -> str:
-    """Return the name, or as much of its beginning and its end as fits into so many units of the
-    page: names of methods differ at both."""
+    """Return the name, or as much of its beginning and end as fits into this many units of the
+    page: names of methods differ at both ends."""
     most = int(width / LETTER)
     if len(name) <= most:
         return name

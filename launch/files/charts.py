@@ -1,8 +1,6 @@
-"""Charts of curves as SVG, drawn by matplotlib. Knows numbers and names, not what they
-mean.
-
-Readable on a light and on a dark page: where a viewer says that it is dark, other colours are
-taken. matplotlib is an extra; `check_charts` asks for it before long work begins.
+"""Charts of curves as SVG, drawn by matplotlib. Readable on a light and on a dark page: a viewer in
+dark mode gets other colours. matplotlib is an extra; `check_charts` requires it before long work
+begins.
 """
 
 import importlib.util
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 760, 440
 """Size of a chart in units of the SVG; letters are 12 of them high."""
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44", "#8a5a9e", "#c77f00", "#4d4d4d")
-"""Distinct in print and for those who do not tell red from green."""
+"""Distinct in print and for the colour-blind."""
 INK, PAGE, GRID, AXIS = "#222222", "#ffffff", "#dddddd", "#333333"
 AT_NIGHT = {
     INK: "#e3e3e3",
@@ -53,7 +51,7 @@ TITLE_LETTER, SECOND_LETTER = 0.62, 0.55
 LETTER = 6.9
 """Width of a letter of 12 units, about."""
 HEAD, MARGIN = 46, 14
-"""Height of the title, and what is left free beside it."""
+"""Height of the title, and the space around it."""
 STYLE = {
     "axes.edgecolor": AXIS,
     "axes.labelcolor": INK,
@@ -208,8 +206,7 @@ def heading_lines(title: str, room: float) -> tuple[str, str, float]:
 
 
 def plain(text: str) -> str:
-    """Return the text as XML may have it: a name is somebody's own, and may hold what no document
-    can."""
+    """Return the text without characters that XML forbids, which a user's name may contain."""
     return "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

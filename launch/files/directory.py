@@ -30,8 +30,8 @@ N = TypeVar("N", "Announcement", "WorkerNote")
 
 @dataclass(frozen=True)
 class Announcement:
-    """A coordinator that runs, and the process that runs it or looks after it. `started_ticks`
-    tells that one from a later one of the same number."""
+    """A running coordinator, and its process or supervisor. `started_ticks` distinguishes that from
+    a later process with the same pid."""
 
     address: str
     pid: int
@@ -75,7 +75,7 @@ class WorkerNote:
 
 def runtime_directory() -> Path:
     """$XDG_RUNTIME_DIR/dovetail, or dovetail-UID in the temporary directory; made with mode 0700,
-    and refused if it is somebody else's."""
+    and refused if it belongs to another user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = (
         Path(base) / "dovetail"
@@ -169,7 +169,7 @@ def _read(kind: type[N], path: Path) -> N | None:
 
 
 def remove_unused_logs(folder: Path) -> None:
-    """Remove the logs of workers of their own that have ended, which hold a lock on theirs."""
+    """Remove the logs of swapped-in workers that have ended; running ones hold a lock on theirs."""
     for path in folder.glob("worker-*.log"):
         with suppress(OSError), path.open("rb") as log:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,8 +186,8 @@ def profile_path() -> Path:
 
 
 def substitutes_path() -> Path | None:
-    """The folder that keeps what targets were quantised to, beside the profile file; it need not be
-    there. None for a user without a home."""
+    """The folder of cached quantised weights, next to the profile file; it need not exist. None for
+    a user without a home."""
     path = profile_path().with_name("substitutes")
     return path if path.is_absolute() else None
 
@@ -218,8 +218,8 @@ def journal_path(address: str) -> Path | None:
 
 
 def remove_old_journals(folder: Path, keep_s: float) -> None:
-    """Remove the journals in a folder that no coordinator holds, and that are so old that nobody
-    comes back for what is in them."""
+    """Remove the journals in a folder that no coordinator uses, and that are too old to be
+    claimed."""
     for journal in folder.glob("*/"):
         with suppress(OSError):
             newest_s = max((path.stat().st_mtime for path in journal.iterdir()), default=0.0)
@@ -235,7 +235,7 @@ def remove_old_journals(folder: Path, keep_s: float) -> None:
 
 def writable_profile_path() -> Path | None:
     """The profile file if it can be written, its folders made; None where it cannot, as in many
-    containers: then all is measured anew each time."""
+    containers: then everything is measured again each time."""
     path = profile_path()
     if not path.is_absolute():
         return None

@@ -1,5 +1,5 @@
-"""Files of prompts: one JSON object a line, `{"id", "turns"}`, whatever else it says. A bad line is
-named by its number."""
+"""Files of prompts: one JSON object a line, `{"id", "turns"}`; other keys are ignored. A bad line
+is reported by its number."""
 
 import json
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     for prompt in prompts:
         if prompt.id in seen:
             raise UserError(
-                f"{path} has two prompts of id {prompt.id!r}: ids tell what is done, so give "
+                f"{path} has two prompts of id {prompt.id!r}: ids mark finished prompts, so give "
                 "each its own"
             )
         seen.add(prompt.id)

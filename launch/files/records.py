@@ -1,9 +1,9 @@
-"""The file that `generate --record` writes: a line a round, `{"id", "turn", "record"}`, for
-whatever looks back at what was offered, verified and accepted.
+"""The file that `generate --record` writes: a line a round, `{"id", "turn", "record"}`, for the
+analysis of what was offered, verified and accepted.
 
 `id` is the prompt's in its file, empty for a single prompt; `record` has the fields of
-`messages.RoundRecord`. A run of a file of prompts that was interrupted goes on in the same file: a
-round that is not later than the one before it begins its reply anew.
+`messages.RoundRecord`. An interrupted run of a file of prompts continues in the same file: a round
+that is not later than the one before it starts its reply again.
 """
 
 import json

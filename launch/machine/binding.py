@@ -1,10 +1,8 @@
-"""Binds this process to cores and to the memory of their nodes, as far as it is let.
-
-Down a ladder: cores and memory ("full"), cores only where the memory policy is refused, as most
-containers do ("cores"), nothing ("none"). Which rung holds is told, in `status` too, and never
-guessed. Must run before torch is imported: threads inherit both from the one that starts them, and
-memory stays where it was taken first. Standard library only; the calls go through `System`, which a
-test replaces.
+"""Binds this process to cores and to the memory of their nodes, as far as permitted: cores and
+memory ("full"), cores only where the memory policy is refused, as in most containers ("cores"), or
+nothing ("none"). The result is reported, in `status` too. Must run before torch is imported:
+threads inherit both from the one that starts them, and memory stays where it was first allocated.
+Standard library only; the calls go through `System`, which a test replaces.
 """
 
 import ctypes

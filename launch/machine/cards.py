@@ -39,7 +39,7 @@ class Card:
     integrated: bool
     """True if it is a part of the processor and has the machine's memory."""
     memory_bytes: int | None
-    """None: its driver does not tell it."""
+    """None if its driver does not report it."""
     target: str
     """AMD's name of its instruction set, such as gfx1031; empty: not known."""
     link_gb_s: float | None
@@ -135,7 +135,7 @@ def _short(listed: str) -> str:
 
 def _target(folder: Path, root: Path) -> str:
     """Return the name of an AMD card's instruction set. The kernel's compute driver has it as a
-    number (100301 is gfx1031) beside the card's place on the bus."""
+    number (100301 is gfx1031) with the card's place on the bus."""
     place = re.fullmatch(r"([0-9a-f]{4}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])", folder.name)
     if place is None:
         return ""

@@ -43,7 +43,7 @@ class Claim:
 
 
 def claim(count: int, *, last: bool = False, topology: Topology | None = None) -> Claim:
-    """Claim so many cores, of one memory node if one has them, with that node's memory on a machine
+    """Claim this many cores, of one memory node if possible, with that node's memory on a machine
     of several. `UserError` if fewer are left."""
     lists = candidates(topology or read_topology(), last=last)
     folder = runtime_directory()
@@ -67,8 +67,8 @@ def claim(count: int, *, last: bool = False, topology: Topology | None = None) -
 def _take(
     folder: Path, choice: Iterable[tuple[int, int]], count: int
 ) -> dict[tuple[int, int], int]:
-    """Lock the files of so many of these cores that nobody has, or of all if these are fewer; the
-    descriptors by core."""
+    """Lock the files of this many free cores among these, or of all free ones if they are fewer;
+    return the descriptors by core."""
     taken: dict[tuple[int, int], int] = {}
     for core in choice:
         if len(taken) == count:

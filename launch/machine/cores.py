@@ -55,13 +55,10 @@ class CoreLayout:
 def lay_out(
     topology: Topology, *, numa: str = "auto", threads: Threads = "auto", target_bytes: int = 0
 ) -> CoreLayout:
-    """Assign cores and memory nodes to the processes.
-
-    `numa`: auto, off (no node is told from another), shard, or the nodes of the target as "0" or
-    "0,2-3";
-    `threads`: how many cores the target was told to take, from the first on, second hardware
-    threads last; `target_bytes`: what its weights need, 0 if that is not known. `UserError` if
-    there is no such node or not that many hardware threads.
+    """Assign cores and memory nodes to the processes. `numa`: auto, off (nodes are ignored), shard,
+    or the nodes of the target as "0" or "0,2-3"; `threads`: the number of the target's cores by the
+    settings, from the first on, second hardware threads last; `target_bytes`: the size of its
+    weights, 0 if not known. `UserError` if there is no such node or not that many hardware threads.
     """
     if numa == "shard":
         return lay_out_shards(topology, threads)
@@ -152,7 +149,7 @@ def target_nodes(topology: Topology, numa: str, target_bytes: int) -> list[Node]
 def lay_out_here(
     *, numa: str | int = "auto", threads: Threads = "auto", target_bytes: int = 0
 ) -> CoreLayout:
-    """The layout of this machine, for what the settings target.numa and target.threads say."""
+    """The layout of this machine for the settings target.numa and target.threads."""
     return lay_out(read_topology(), numa=str(numa), threads=threads, target_bytes=target_bytes)
 
 
@@ -197,7 +194,7 @@ def parse_place(cores: str, nodes: str) -> Place:
 
 def parse_nodes(text: str) -> tuple[int, ...]:
     """The memory nodes in "0,2-3", none in an empty text; `UserError` if it is no such list.
-    Whether they are there, the kernel says."""
+    Whether they exist is checked elsewhere."""
     nodes = _parse_list(text) if text else ()
     if nodes is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Checks of this machine: each says what was found, and the remedy."""
+"""Checks of this machine: each has a finding and, if needed, a remedy."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -80,7 +80,7 @@ def check_memory(
     room = room or _room()
     if settings.memory.ram_bytes is not None:  # it is about a target's own memory
         roles = [role for role in roles if role in ("target", "unified")]
-        room = Room(settings.memory.ram_bytes + PROCESS_BYTES, "with a process, as memory.ram says")
+        room = Room(settings.memory.ram_bytes + PROCESS_BYTES, "with a process, by memory.ram")
     needs = [*needs_of(settings, roles, nodes)]
     if (why := _refusal(needs, room)) is None:
         return
@@ -98,8 +98,8 @@ def check_memory(
 
 
 def needed_bytes(settings: Settings, role: str) -> int:
-    """Return the host memory in bytes that a process of this role takes; 0 where the files do not
-    tell."""
+    """Return the host memory in bytes that a process of this role takes; 0 if its files are
+    unknown."""
     return sum(need.size for need in needs_of(settings, [role], ()))
 
 
@@ -135,7 +135,7 @@ def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
             and need.size - PROCESS_BYTES + PROCESS_SPACE > own.size
         ):
             return (
-                f"{_listed([need])}, beside {_gb(PROCESS_SPACE)} of libraries, and there "
+                f"{_listed([need])}, plus {_gb(PROCESS_SPACE)} of libraries, and there "
                 f"are {_gb(own.size)} {own.bound}"
             )
     return None
@@ -155,7 +155,7 @@ def _refusal_of_nodes(need: Need) -> str:
 def needs_of(
     settings: Settings, roles: Sequence[str], nodes: tuple[int, ...] = ()
 ) -> Iterator[Need]:
-    """Yield what each role takes, as far as the files tell."""
+    """Yield the memory of each role, as far as the files are known."""
     target = with_target(settings.target)
     folder = _folder(target.model)
     tensors = [] if folder is None else read_tensors(folder)
@@ -194,7 +194,7 @@ def _target_footprint(settings: Settings, folder: Path, tensors: Sequence[Tensor
     )
     try:
         inflate_bytes = byte_count(target.inflate) if target.inflate else 0
-    except ValueError:  # `check_inflation` says so
+    except ValueError:  # `check_inflation` reports it
         inflate_bytes = 0
     if inflate_bytes:
         numbers = sum(tensor.numbers for tensor in tensors if tensor.is_matrix)
@@ -288,7 +288,7 @@ def _folder(model: str) -> Path | None:
 
     try:
         return local_folder(model)
-    except CheckpointError:  # whoever loads it says what is wrong
+    except CheckpointError:  # loading it reports the error
         return None
 
 

@@ -1,7 +1,6 @@
-"""The process that measures: bound to its cores, and only then with torch.
-
-`python -m dovetail.launch.machine.measurement` says on stdout, line by line, what it is doing, and
-then what it found."""
+"""The measuring process, which binds itself to its cores before it imports torch. `python -m
+dovetail.launch.machine.measurement` prints its progress on stdout, line by line, and then the
+results."""
 
 import json
 import os
@@ -29,7 +28,7 @@ Role = Literal["target", "draft"]
 
 
 def beside_cpu(configuration: Configuration) -> str:
-    """Return what is to be measured beside the CPU; empty: nothing."""
+    """Return the device to measure in addition to the CPU; empty if none."""
     target = configuration.settings.target
     return target.split.device or (target.device if target.device != "cpu" else "")
 
@@ -73,7 +72,7 @@ def measure(
         begin_shards([Shard(own, node) for own, node in place.shards_at_nodes])
     device = beside_cpu(configuration)
     if device:
-        open_device(device, threads)  # one that is not there is told now, not after the measurement
+        open_device(device, threads)  # a missing one is reported now, not after the measurement
     others = Others(place.cores)
     try:
         if role == "draft":
@@ -120,8 +119,8 @@ def _measured_draft(
 def _measured_target(
     target: TargetSettings, device: str, *, threads: int, seconds: float, **options: Any
 ) -> dict[str, Any]:
-    """Return the costs of a target's passes, and of its layers on the `device` beside the CPU, if
-    one is named; `options` are those of `calibrate`."""
+    """Return the costs of a target's passes, and of its layers on the `device`, if one is named;
+    `options` are those of `calibrate`."""
     from dovetail.workers.calibration.devices import measure_device
     from dovetail.workers.calibration.target import calibrate
 

@@ -1,7 +1,6 @@
-"""Decides whether a target is spread over the memory nodes of this machine, and says why: because
-the settings say so, or because `dovetail calibrate` found it to be faster.
-
-It decides from settings, a topology and a profile, which `choice_of` and `layout_for` look up.
+"""Decides whether a target is spread over the memory nodes of this machine, with the reason: the
+settings, or a measurement of `dovetail calibrate`. It decides from settings, a topology and a
+profile, which `choice_of` and `layout_for` look up.
 """
 
 from dataclasses import dataclass
@@ -126,9 +125,9 @@ def layouts_for(target: TargetSettings) -> tuple[CoreLayout, CoreLayout | None]:
 
 
 def nodes_of_layouts(alone: CoreLayout, spread: CoreLayout, profile: Profile) -> Nodes:
-    """Return what is known of the nodes over which a target is spread: what a layer takes there
-    beside its share was measured of any target that `dovetail calibrate` has measured both ways
-    with as many threads, or is assumed."""
+    """Return the figures of the nodes over which a target is spread: the additional time of a layer
+    is that measured of any target that `dovetail calibrate` has measured both ways with as many
+    threads, or is assumed."""
     before, after = len(alone.target.cores), len(spread.target.cores)
     nodes = Nodes(len(spread.target.shards), after / before)
     there = {"shards": nodes.count, "threads": after}

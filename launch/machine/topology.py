@@ -54,8 +54,7 @@ class Topology:
 
 
 def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -> Topology:
-    """The topology below `root`. `affinity`: what the process is bound to; unless told, what the
-    kernel says of this one."""
+    """The topology below `root`. `affinity`: the cores of the process, by default of this one."""
     groups = ControlGroups(root)
     bound = frozenset(os.sched_getaffinity(0) if affinity is None else affinity)
     cpus = root / "sys/devices/system/cpu"
@@ -87,7 +86,7 @@ def read_topology(root: Path = ROOT, *, affinity: Iterable[int] | None = None) -
 
 
 def allowed_memory(root: Path = ROOT) -> frozenset[int] | None:
-    """The nodes whose memory this process may use, or None if nothing says so."""
+    """The nodes whose memory this process may use, or None if there is no limit."""
     said = re.search(
         r"^Mems_allowed_list:\s*(\S+)$", read_text(root / "proc/self/status"), re.MULTILINE
     )
@@ -126,7 +125,7 @@ class ControlGroups(GroupFolders):
         return min(shares, default=None)
 
     def _numbers(self, unified: str, first_kind: str) -> frozenset[int]:
-        """The innermost group that says so; it is within all those around it."""
+        """The innermost group with a limit, which is within those of all outer groups."""
         files = [
             *(f / unified for f in self.folders("")),
             *(f / first_kind for f in self.folders("cpuset")),

@@ -2,8 +2,8 @@
 
 The table is PyTorch's own (RELEASE.md of pytorch/pytorch, CUDA support matrix, releases 2.8 to
 2.13, x86-64; for ROCm and XPU its lists of previous versions and of wheels): builds for CUDA 12.6
-are the only ones with code for Maxwell and Pascal, and from 2.11 on for Volta. Knows versions and
-numbers; what is installed here is told.
+are the only ones with code for Maxwell and Pascal, and from 2.11 on for Volta. The installed
+versions are arguments.
 """
 
 import re

@@ -81,8 +81,8 @@ def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
 
 
 def public_name(target: str) -> str:
-    """Return what a card calls a target: a hub id as it is, a folder by its name, since where it
-    lies is nobody's business."""
+    """Return the name of a target on a card: a hub id as it is, a folder by its name without the
+    path, which is private."""
     return (
         f"the model in a folder called {Path(target).resolve().name}"
         if Path(target).is_dir()

@@ -63,7 +63,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         "--out",
         type=OUT_FOLDER,
         required=True,
-        help="The folder to write; an unfinished run beside it is resumed.",
+        help="The folder to write; an unfinished run next to it is resumed.",
     ),
     click.option(
         "--minutes",

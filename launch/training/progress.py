@@ -1,5 +1,4 @@
-"""Shows the progress of a training: a bar on a terminal, plain lines elsewhere; and how its result
-is told. Knows no training."""
+"""Shows the progress and the result of a training: a bar on a terminal, plain lines elsewhere."""
 
 import contextlib
 import json

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 TEXTS = ("README.md", "training.json", "loss.svg", "acceptance.svg")
-"""Files of a head's folder besides those that a draft loads."""
+"""Files of a head's folder that a draft does not load."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShap
 
 
 def _plan(wish: Wish, target: "TargetParts", peers: "ProcessGroup") -> "Plan":
-    """The preset with what the command line says instead."""
+    """The preset, overridden by the command line."""
     from dovetail.workers.training.recipes import plan_for
     from dovetail.workers.training.trainer import faster_number
 

@@ -155,7 +155,7 @@ def test_what_is_swapped_is_not_refused(fp32: Path) -> None:
 def test_who_knows_better_says_so_with_memory_ram(fp32: Path) -> None:
     check(settings(target__model=fp32, memory__ram="8GB"), 1, "coordinator", "target", "draft")
     with pytest.raises(
-        SettingsError, match=r"GB with a process, as memory\.ram says: with --target\.weights int8"
+        SettingsError, match=r"GB with a process, by memory\.ram: with --target\.weights int8"
     ):
         check(
             settings(target__model=fp32, memory__ram=f"{takes(fp32, 'int8') - PROCESS_BYTES}B"),

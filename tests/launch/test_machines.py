@@ -130,7 +130,7 @@ def test_a_target_over_shards_says_so_and_is_the_one_that_it_would_be_undivided(
         next(line for line in worker.stderr if words in line)
         for words in ("target: spread over 2 shards; where", "is loaded, 2 threads")
     )
-    assert "the kernel does not say" in spread
+    assert "the kernel does not report" in spread
     assert f"cores {shards} in 2 shards" in loaded
     with Client(open_link(address, role="client")) as asking:
         while not (workers := asking.status().workers):

@@ -155,7 +155,7 @@ def test_what_is_no_url_is_told(url: str) -> None:
     [
         (b"220 mail\x1b]0;mine\x07" + b"!" * 900 + b"\n", r"does not speak HTTP; .*mail\?]0;.*!$"),
         (b"", "closed the connection: Remote end"),
-        (None, "has said nothing for 0.2 s"),
+        (None, "has sent nothing for 0.2 s"),
     ],
 )
 def test_what_is_no_server_is_named(answer: bytes | None, words: str) -> None:

@@ -105,7 +105,7 @@ def test_a_worker_comes_back_to_the_next_coordinator_at_the_same_address_and_end
     assert worker.stderr is not None
     said = worker.stderr.read()
     assert f"the coordinator at {address} disconnected; reconnecting for up to 300 s" in said
-    assert f"registered anew at {address}\n" in said
+    assert f"registered again at {address}\n" in said
     assert said.endswith("draft worker draft ends: its coordinator released it\n")
 
 

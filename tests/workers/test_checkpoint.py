@@ -346,7 +346,7 @@ def test_remote_code_is_neither_run_nor_asked_about(folder: Path) -> None:
         auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
     )
     assert (
-        "model type 'evil' needs program code of its own (auto_map names 'evil.Config'), which "
+        "model type 'evil' needs its own program code (auto_map names 'evil.Config'), which "
         "is never run" in refusal(folder)
     )
 

@@ -733,7 +733,7 @@ def test_a_worker_whose_coordinator_has_gone_says_what_it_holds_and_keeps_what_t
     assert coordinators.end() == Drain(epoch=EPOCH + 1)
     assert coordinators.news == [
         "the coordinator disconnected; reconnecting for up to 30 s",
-        "registered anew at memory",
+        "registered again at memory",
     ]
 
 

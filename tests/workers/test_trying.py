@@ -74,7 +74,7 @@ def test_a_trial_that_fails_leaves_torchs_product_and_a_process_does_not_wait_fo
         assert trials._process._child.wait() == 0
         assert products.said[kind] == (
             f"cpu: torch's product multiplies {kind.name.lower()} weights: dovetail's own is not "
-            "proved here: dovetail compiles functions of its own for NVIDIA's GPUs alone, not for "
+            "proved here: dovetail compiles its functions for NVIDIA's GPUs alone, not for "
             "cpu"
         )
     trials.end()

@@ -105,7 +105,7 @@ def test_what_cannot_share_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         SettingsError,
         match=r"draft\.share = true needs a target and a substitute that the C\+\+ kernels "
-        r"compute, and the settings say so",
+        r"compute, and the settings choose the library",
     ):
         open_unified(
             target,

@@ -1,5 +1,5 @@
 """The costs of a layer and the head of a target on a device, resident or streamed, and on the CPU
-beside it: measured for the profile file, from which a planner puts placements together.
+next to it: measured for the profile file, from which a planner puts placements together.
 
 A few layers of random weights and the target's own shapes are enough. What a layer takes is the
 difference between models of more and of fewer layers; the rest of a pass is put down to the head.
@@ -54,7 +54,7 @@ LINK_TIMES = 5
 LEAST_S = 1e-7
 PROBE_SIDE, PROBE_BYTES = 4096, 256 << 20
 PROBE_PARTS, MULTIPLE = 32, 4096
-"""A probe takes at most one of so many parts of the free memory, in multiples of so many bytes."""
+"""A probe takes at most the free memory over `PROBE_PARTS`, in multiples of this many bytes."""
 
 
 def planned_config(settings: TargetSettings) -> Mapping[str, Any]:
@@ -86,7 +86,7 @@ def known_costs(
     shards: int = 1,
     threads: int | None = None,
 ) -> Known:
-    """Return what was measured of the settings' target, spread over so many `shards`. `threads`:
+    """Return what was measured of the settings' target, spread over this many `shards`. `threads`:
     those in use unless told. `ProfileError` if the file is damaged."""
     known = load_profile(profile)
     for key in keys_of(settings, shards, threads):
@@ -243,7 +243,7 @@ class Probed:
 
 
 def probe_device(device: Device, *, side: int = PROBE_SIDE, size: int = PROBE_BYTES) -> Probed:
-    """Bandwidth, arithmetic and link of a device, the best of a few short tries: over so many
+    """Bandwidth, arithmetic and link of a device, the best of a few short tries: over this many
     bytes, and with square matrices of that side, or less where little memory is free."""
     place, room = device.torch_device, max(MULTIPLE, device.free_bytes() // PROBE_PARTS)
     size = min(size, room) // MULTIPLE * MULTIPLE

@@ -1,7 +1,7 @@
 """The cost of a level of a draft's tree on this machine, t_D: measured with passes as a draft
 worker makes them.
 
-t_D(rows) is one pass over so many nodes with the logits of all of them, behind a cache of some
+t_D(rows) is one pass over this many nodes with the logits of all of them, behind a cache of some
 length: of a smaller model by its own forward pass, of a head as `drafters/head_levels.py` computes
 a level, from states instead of features. What ranking the children takes on top of it depends on
 the tree; the coordinator learns that from rounds. The weights are those of the settings, and the

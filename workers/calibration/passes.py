@@ -72,8 +72,8 @@ class Passes:
         return self._prefill_s * max(0, length - self._cache.length)
 
     def curve(self, rows: Sequence[int], budget_s: float, *, scale: float = 1.0) -> RowsSeconds:
-        """The median seconds of passes over so many rows, times `scale`; fewer row counts (LADDER)
-        where not all can be measured within `budget_s`."""
+        """The median seconds of passes over this many rows, times `scale`; fewer row counts
+        (LADDER) where not all can be measured within `budget_s`."""
         self.once(max(rows))  # memory is taken, threads are awake
         slowest, fastest = self.once(max(rows)), self.once(min(rows))
         if LEAST_PASSES * len(rows) * (slowest + fastest) / 2 > budget_s:
@@ -98,12 +98,13 @@ class Passes:
 
     def counted(self, rows: int, tokens: int | None = None) -> tuple[float, int]:
         """Return the seconds of a pass over a tree of `rows` rows, and how many experts it goes
-        through. `tokens`: draw those of the rows among the first so many; None: among all."""
+        through. `tokens`: draw the rows' tokens among the first `tokens` ids; None: among
+        all."""
         with timed() as parts:
             return self.once(rows, tokens), parts.experts
 
     def once(self, rows: int, tokens: int | None = None) -> float:
-        """Seconds of one pass over a tree of so many rows; nothing is committed."""
+        """Seconds of one pass over a tree of this many rows; nothing is committed."""
         root = self._cache.length
         paths = tree_paths(rows)
         segment = Segment(

@@ -90,7 +90,7 @@ def design_key(design: Design, weights: str) -> str:
 
 
 def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
-    """The design of the settings' model, from its config.json alone; `layers`: with so many in
+    """The design of the settings' model, from its config.json alone; `layers`: with this many in
     place of the configured number."""
     folder = find_folder(settings.model)
     model = random_skeleton(

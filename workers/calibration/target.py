@@ -335,7 +335,7 @@ def _measure(
 
 def _told_by(say: Say) -> LoadingTold:
     """Return what tells `say` how far the model is loaded: a third of the share is for checking it,
-    one for the rest; of one that is loaded anew, only what goes beyond."""
+    one for the rest; of one that is loaded again, only what goes beyond."""
     most = LOADED / 3
 
     def hear(doing: str, done: int, total: int) -> None:

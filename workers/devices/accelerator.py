@@ -23,8 +23,8 @@ products of numbers with 8 bits."""
 
 
 class Streams:
-    """The way to a device that has streams: one of its own for copies, and events between it and
-    the stream that computes. A `Transfer`."""
+    """Transfers to a device that has streams: a separate one for copies, and events between it and
+    the computing stream. A `Transfer`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -35,8 +35,8 @@ class Streams:
         other pages is slower."""
 
     def buffer(self, size: int) -> Tensor:
-        """Return uint8 [size] of the device, whose memory goes to nobody else before the last copy
-        into it is done."""
+        """Return uint8 [size] of the device, whose memory is not reused before the last copy into
+        it is done."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         buffer.record_stream(self._copies)
         return buffer

@@ -1,6 +1,5 @@
-"""A device, and the kind of device that it is: what each file of this folder has to say of its own.
-
-Knows names, tensors' places and bytes; nothing of models.
+"""A device and its kind: the interface that each file of this folder implements. Names, placement
+of tensors and bytes; nothing about models.
 """
 
 import re
@@ -37,8 +36,8 @@ class Transfer(Protocol):
         """Return uint8 [size] of the device."""
 
     def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """Begin to copy bytes of the host into a buffer, beside what is computed, as soon as the
-        mark `after` is passed; return a mark that is passed with the last of them."""
+        """Start copying bytes of the host into a buffer, concurrently with computations, as soon as
+        the mark `after` is passed; return a mark that is passed with the last of them."""
 
     def computed(self) -> Mark:
         """Return a mark that is passed when all that has been computed, or asked for, is done."""
@@ -90,18 +89,18 @@ class Program(Protocol):
         threads: int,
         arguments: Sequence[Tensor | int | None],
     ) -> None:
-        """Ask for a function to be run behind what has been asked for, by grid[0] times grid[1]
-        blocks of so many threads. Nothing is allocated and nobody waits, so that it can be captured
-        in a graph. `arguments`: addresses of the device, and integers of 64 bits."""
+        """Launch a function on the stream, with grid[0] times grid[1] blocks of this many threads.
+        Nothing is allocated and the host does not wait, so that it can be captured in a graph.
+        `arguments`: addresses of the device, and integers of 64 bits."""
 
 
 class DeviceKind(ABC):
-    """One kind of device; the devices of a kind are told apart by their index."""
+    """One kind of device; the devices of a kind are distinguished by their index."""
 
     type: ClassVar[str]
     """The name of the device in torch."""
     unproved: ClassVar[str] = ""
-    """A clause that says that dovetail has never been run on a device of this kind; empty if it
+    """A clause stating that dovetail has never been run on a device of this kind; empty if it
     has."""
 
     def is_here(self) -> bool:
@@ -181,7 +180,7 @@ class DeviceKind(ABC):
 
     def program(self, device: torch.device, source: str) -> Program | str:
         """Return functions of ours in CUDA C++, compiled for a device; or why there are none."""
-        return f"dovetail compiles functions of its own for NVIDIA's GPUs alone, not for {device}"
+        return f"dovetail compiles its functions for NVIDIA's GPUs alone, not for {device}"
 
     def own(self, name: str, count: int, remedy: str) -> int | None:
         """Return the index in the name of a device, such as cuda:1; None: it is not one of this

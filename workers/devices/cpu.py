@@ -1,5 +1,5 @@
-"""The CPU: threads, how its arithmetic is named in a fingerprint, and copies beside what is
-computed, as a GPU makes them."""
+"""The CPU: threads, the name of its arithmetic in a fingerprint, and concurrent copies as on a
+GPU."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import memmove

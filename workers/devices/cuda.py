@@ -81,8 +81,8 @@ def program(device: torch.device, source: str) -> Functions | str:
 
 
 class CudaTransfer:
-    """The way between the host's memory and a GPU's: a stream of its own for copies, and events
-    between it and the stream that computes. A `Transfer`."""
+    """Transfers between the host's memory and a GPU's: a separate stream for copies, and events
+    between it and the computing stream. A `Transfer`."""
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
@@ -104,7 +104,7 @@ class CudaTransfer:
         ).atexit = False  # else who gets these addresses next cannot lock them
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size] on the GPU, whose memory goes to nobody else before the last copy into it is
+        """uint8 [size] on the GPU, whose memory is not reused before the last copy into it is
         done."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         buffer.record_stream(self._copies)
@@ -157,7 +157,7 @@ class Cuda(DeviceKind):
     type = "cuda"
     remedy = (
         "CUDA device; use device cpu, or install torch for CUDA (for ROCm if it is an AMD GPU) and "
-        "a driver, as dovetail doctor says"
+        "a driver, as dovetail doctor reports"
     )
 
     def is_here(self) -> bool:

@@ -63,8 +63,8 @@ def _first_graph(
 
 
 def proved(capture: Capture, device: torch.device) -> Capture | None:
-    """Return `capture` if a small graph on a device gives the right numbers twice; else say why
-    not, once, and return None."""
+    """Return `capture` if a small graph on a device gives the right numbers twice; else report the
+    reason, once, and return None."""
     given = torch.zeros(64, device=device)
     try:
         replay = capture(lambda: (given + given.flip(0)) * 2.0)

@@ -1,8 +1,7 @@
-"""Memory that a process can do without: where a device runs out of it, what is there for speed
-alone is let go, and the work is tried again.
-
-Memory that is held for sessions to come goes first, then captured graphs, after which nothing is
-captured for a while. Knows neither caches nor graphs, only that somebody holds them.
+"""Memory that a process can free: if a device runs out of it, memory that only serves speed is
+freed, and the work is tried again. Memory reserved for later sessions is first, then captured
+graphs, after which nothing is captured for a while. Caches and graphs are registered by their
+owners.
 """
 
 import logging
@@ -116,8 +115,8 @@ HELD = Held()
 
 
 def limit_memory(device: Device, size: int | None) -> None:
-    """Have torch refuse this process more than `size` bytes of a GPU (None: no limit); where it
-    cannot, say so once."""
+    """Make torch refuse this process more than `size` bytes of a GPU (None: no limit); if it
+    cannot, report that once."""
     if size is None or device.is_cpu or device.kind.limit(device.torch_device, size):
         return
     HELD.tell(
@@ -127,8 +126,8 @@ def limit_memory(device: Device, size: int | None) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means that the memory of a device is exhausted; torch says so of
-    the CPU's, and of what CUDA's libraries take, in words only."""
+    """True if an exception means that the memory of a device is exhausted; for the CPU's, and for
+    CUDA's libraries, torch reports that in the text only."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in EXHAUSTED)
     )
@@ -160,8 +159,8 @@ def _tried(work: Callable[[], ResultT], steps: Sequence[Callable[[], None]]) -> 
 
 
 def captured_if_possible(capture: Capture) -> Capture:
-    """Return a capture that gives back the function itself where that cannot be captured, and says
-    so once."""
+    """Return a capture that returns the function itself if it cannot be captured, and reports that
+    once."""
 
     def attempt(function: Callable[[], Any]) -> Callable[[], Any]:
         if not HELD.captures:

@@ -30,7 +30,7 @@ class _Mps(DeviceKind):
         return [self.type] if torch.backends.mps.is_available() else []
 
     def chip(self, device: torch.device) -> str:
-        """Return the name of the GPU, which older versions of torch do not tell."""
+        """Return the name of the GPU, which older versions of torch do not report."""
         told: Callable[[], str] = getattr(torch.backends.mps, "get_name", lambda: "an Apple GPU")
         return told()
 

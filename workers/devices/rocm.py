@@ -46,9 +46,7 @@ class _Rocm(Cuda):
         return tried_int4(device)
 
     def program(self, device: torch.device, source: str) -> Program | str:
-        return (
-            f"dovetail compiles functions of its own for NVIDIA's GPUs alone, and {device} is AMD's"
-        )
+        return f"dovetail compiles its functions for NVIDIA's GPUs alone, and {device} is AMD's"
 
 
 ROCM = _Rocm()

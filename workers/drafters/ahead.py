@@ -46,7 +46,7 @@ class _Grown(Generic[SessionT]):
 
 
 class GrowthAhead:
-    """Chooses the passes that nobody waits for. `times`: how long passes take."""
+    """Chooses the passes of growth ahead. `times`: how long passes take."""
 
     def __init__(self, times: PassTimes, clock: Callable[[], int]) -> None:
         self._times, self._clock = times, clock
@@ -80,7 +80,7 @@ class GrowthAhead:
             if grown.reading.error is None and grown.reading.rows:
                 waiting.passes.append((grown.reading.rows, duration_ns))
         for error in filter(None, (reading.error for reading in readings)):
-            if not is_out_of_memory(error):  # an order may still have room, and says if not
+            if not is_out_of_memory(error):  # a command may still have room, and reports if not
                 raise error
         return [grown.place for grown in growing]
 

@@ -1,5 +1,5 @@
 """The engine of a draft worker with a head of its target's: it reads the target's features, and
-guesses its own where there are none yet.
+uses its own outputs where there are none yet.
 
 Row j of a head consumes the feature of position j and the token of position j + 1, stands at
 position j, and predicts the token of position j + 2. So with a log of n tokens, the last of which
@@ -250,8 +250,8 @@ class HeadDrafter(Grower[HeadSession]):
     def _move_root(
         self, session: HeadSession, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """Keep what has grown ahead below the new root, whose children will be ranked anew.
-        Its rows make place for the true ones of the log."""
+        """Keep the nodes grown ahead below the new root, whose children will be ranked again. Its
+        rows are replaced by the true ones of the log."""
         tree, cache = session.tree, session.cache
         session.contrasts.clear()
         session.survives = root is not None and session.waiting_time.ahead

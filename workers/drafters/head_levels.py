@@ -71,7 +71,7 @@ class Level:
 
 @dataclass(frozen=True)
 class FreeLevels:
-    """Compute rows in the shape in which they come, beside those of other sessions."""
+    """Compute rows in their given shape, together with those of other sessions."""
 
     ranks: ClassVar[bool] = False
     """True if children are ranked where levels are computed."""
@@ -160,8 +160,8 @@ class FixedLevels:
     def __init__(
         self, head: Head, cache: ArenaCache, capture: Capture, *, rows: int, least_rows: int = 1
     ) -> None:
-        """`rows`: those of the largest tree. `least_rows`: a pass of tree rows is padded to so many
-        at least; with the width of the tree, all levels have one shape."""
+        """`rows`: those of the largest tree. `least_rows`: a pass of tree rows is padded to at
+        least this many; with the width of the tree, all levels have one shape."""
         self._head, self._cache, self._capture, self._least_rows = head, cache, capture, least_rows
         self._memory = self._take_states(1 + rows)
         self.states = self._memory[: 1 + rows]
@@ -172,7 +172,7 @@ class FixedLevels:
         self._row_bytes = self._memory.stride(0) * self._memory.element_size()
 
     def _take_states(self, rows: int) -> Tensor:
-        """Return the memory of at least so many states, which goes with that of the cache, since
+        """Return the memory of at least this many states, which belongs to that of the cache, since
         levels may be captured over both. The last row is written while a pass is captured."""
         captured, key = self._cache.arena.captured, "states"
         if (known := captured.get(key)) is None or len(known) <= rows:
@@ -359,8 +359,8 @@ def compute_level(head: Head, levels: Levels, level: Level) -> Predicted:
 
 
 def adapts_shapes(tree: TreeSettings) -> bool:
-    """Return whether passes of few rows have shapes of their own: not where heterospec is told to
-    do without, and then all of them are as wide as the tree."""
+    """True if passes of few rows have their own shapes; false if heterospec's `compute` is off, so
+    that all are as wide as the tree."""
     return not tree.traits.by_entropy or "compute" in tree.adapt
 
 

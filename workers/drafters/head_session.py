@@ -15,7 +15,7 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefix_cache import check_prefix
 
 SLACK_SHARE = 8
-"""A full window loses this part of itself at once, so that a row is moved so many times at most."""
+"""A full window drops this part of itself at once, which bounds how often a row is moved."""
 LEAST_WINDOW_SHARE = 2
 """A session goes on from a window that has lost rows if at least this part of it is left; rows that
 were dropped cannot be computed again."""

@@ -34,8 +34,7 @@ class Identity:
     together: int = 1
     """The most sessions that it serves in shared passes; 1: there are no such passes."""
     kept_beside: int = 0
-    """Tokens that each of these sessions counts as beside those of its log, for the states that it
-    has."""
+    """Additional tokens that each session counts as, for its states."""
 
     def hello(self, epoch: int, *, reads: Reads | None, prompt_rows: int, shares: bool) -> Hello:
         """Return the introduction of an incarnation. `reads`: the features that it reads;

@@ -1,5 +1,5 @@
-"""The engine of a draft without a model: what followed the last tokens when they were said before,
-in the prompt or in the reply, will follow them again.
+"""The engine of a draft without a model: it proposes what followed earlier occurrences of the last
+tokens, in the prompt or in the reply.
 
 Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one such continuation; here all
 earlier occurrences of the log's ending vote together, and the tree goes down where the votes are.

@@ -217,7 +217,7 @@ class Ranking:
     def _by_scale(
         self, logits: Tensor, noise: Sequence[Noise] | None, scale: Scale, width: int
     ) -> tuple[Ints, Floats]:
-        # (z + share * noise) / sharpening, with the share moved to what stands beside the noise
+        # (z + share * noise) / sharpening, with the share moved to the factor of the noise
         share = 1.0 if noise is None else scale.noise_share
         sharpening = scale.sharpening / share
         if self.native:

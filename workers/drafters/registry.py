@@ -43,7 +43,7 @@ class Wanted:
     cache: Path | None = None
     """The folder that keeps what was quantised."""
     tell: Callable[[int, int], None] = lambda _done, _all: None
-    """Hears how far quantising has got."""
+    """Receives the progress of quantising."""
     vram: int | None = None
     """Bytes of a GPU that it may take; None: what is free."""
 
@@ -61,7 +61,7 @@ class Wanted:
     def identity(
         self, model: "LanguageModel | Head", device: "Device", called: str, **more: Any
     ) -> Identity:
-        """Return what a worker with a model on a device says of itself."""
+        """Return the description of a worker with a model on a device."""
         from dovetail.workers.calibration.levels import known_levels
         from dovetail.workers.sessions.room import base_rows
 
@@ -113,7 +113,7 @@ def open_draft_worker(
     def remember(device: str, why: str) -> None:
         try:
             opened = there(device).open_device()
-        except SettingsError:  # whoever plans with it hears that
+        except SettingsError:  # planning reports that
             return
         remember_fall(profile, fall_key(settings, target, opened), why)
 
@@ -237,7 +237,7 @@ def _small_weights(wanted: Wanted, device: "Device") -> str:
 
 
 def _fastest(wanted: Wanted, device: "Device", excluded: Mapping[str, str] | None = None) -> str:
-    """Return the type of weights in which a smaller model is fastest on a GPU, and say so.
+    """Return the type of weights in which a smaller model is fastest on a GPU, and report it.
     `excluded`: types that it may not have -> why."""
     from dovetail.workers.drafters.weights import chosen_type
     from dovetail.workers.models.checkpoints.footprint import read_tensors, type_of_matrices

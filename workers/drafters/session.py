@@ -21,7 +21,7 @@ MAX_TREE_ROWS = 4096
 """Rows that the trees of one session may take at most, four times the nodes that a proposal can
 have."""
 PROPOSALS_AHEAD = 8
-"""A tree that grows ahead has rows for so many proposals."""
+"""A tree that grows ahead has rows for this many proposals."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RankedChildren:
     best: Fetched
 
     def of(self, nodes: Nodes, width: int) -> Fetched | None:
-        """Return them if they are those of these nodes, and so many of each; else None."""
+        """Return them if they belong to these nodes, with this many of each; else None."""
         same = nodes is self.nodes or np.array_equal(nodes, self.nodes)
         return self.best if same and width == self.width else None
 

@@ -86,7 +86,7 @@ class SharedSession(DraftSession):
 
     @property
     def behind(self) -> bool:
-        """Return whether the target's states hold rows that the draft has not been told of."""
+        """True if the target's states include rows that the draft does not have yet."""
         return self.states is not None and self.states.length > len(self.log) - 1
 
 
@@ -96,8 +96,8 @@ class SharedDrafter(Drafter):
     borrow: Borrow
 
     def rows_beside(self, sampling: Sampling, tree: TreeSettings) -> int:
-        """Slots that a session of these settings needs beside the target's: the root's, and the
-        tree's."""
+        """Slots that a session of these settings needs in addition to the target's: the root's, and
+        the tree's."""
         return 1 + self._tree_rows(sampling, tree)
 
     def open(self, order: Open, base: DraftLeft | None = None) -> SharedSession:

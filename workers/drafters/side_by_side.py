@@ -48,7 +48,7 @@ class Engine(Protocol[OwnT]):
         """Compute the logits after `nodes`; the root (-1) is by itself."""
 
     def steps_ahead(self, session: OwnT, nodes: Nodes, /) -> Steps:
-        """Compute what `steps` does where nobody waits."""
+        """Run `steps` to its end, without handling partial results."""
 
     def compute(self, parts: Sequence[Any], /) -> Sequence[Any]:
         """Compute parts of one kind in one pass."""

@@ -1,12 +1,10 @@
 """The common part of engines with a model: a session's log, the growth of its tree, the ranking of
 children, and the move of the root.
 
-What is expanded and what is offered is the policy's business (`speculation/policies.py`). How the
-rows of the log and of nodes are computed, and what of a tree survives the move of its root, an
-engine says: `model.py` with a smaller model, `head.py` with a head of the target.
-
-Knows neither messages nor rounds; what is proposed cannot change the output, only how fast it
-comes.
+The policy (`speculation/policies.py`) chooses which nodes are expanded and offered. The engine
+computes the rows of the log and of nodes, and decides what of a tree survives the move of its root:
+`model.py` with a smaller model, `head.py` with a head of the target. A proposal cannot change the
+output, only its speed.
 """
 
 import math
@@ -126,13 +124,13 @@ class Grower(ABC, Generic[SessionT]):
             yield growth.place, outcome
 
     def _committed(self, order: Order[SessionT]) -> list[int]:
-        """Return the tokens that an order says were committed."""
+        """Return the committed tokens in a command."""
         session = order.session
         accepted = [int(session.tree.tokens[session.offered[node]]) for node in order.accepted]
         return [*accepted, order.bonus, *order.more]
 
     def _begin(self, place: int, order: Order[SessionT]) -> Growth[SessionT]:
-        """Move the root of a session to where an order says."""
+        """Move the root of a session by a command."""
         session, width = order.session, order.shape.width
         waited = self._ahead.end(session)
         drawn = (
@@ -192,7 +190,7 @@ class Grower(ABC, Generic[SessionT]):
         return True
 
     def _tree_rows(self, sampling: Sampling, tree: TreeSettings) -> int:
-        """Rows for the trees of a session; what is drawn at random is drawn anew, and never
+        """Rows for the trees of a session; random trees are drawn again in each round, and never
         ahead."""
         return tree_rows(tree, ahead=self._rows_for_ahead and not sampling.rejects)
 
@@ -238,7 +236,7 @@ class Grower(ABC, Generic[SessionT]):
         )
 
     def steps_ahead(self, session: SessionT, nodes: Nodes) -> Steps:
-        """Compute what `steps` does where nobody waits."""
+        """Run `steps` to its end, without handling partial results."""
         return self.steps(session, nodes, Shape(0, 0, session.waiting_time.width))
 
     def take(self, session: SessionT, reading: Reading) -> int:
@@ -276,8 +274,8 @@ class Grower(ABC, Generic[SessionT]):
         return hit, unused
 
     def _way(self, session: SessionT, tokens: Sequence[int]) -> list[int]:
-        """The pool nodes from below the root down along `tokens`; what was expanded on the way
-        tells whether expanding finds what the target chooses."""
+        """The pool nodes from below the root down along `tokens`; nodes expanded on the way show
+        how often an expansion finds the target's choice."""
         tree, way, node = session.tree, list[int](), ROOT
         for token in tokens:
             if not tree.is_expanded(node):
@@ -295,8 +293,8 @@ class Grower(ABC, Generic[SessionT]):
         return way
 
     def _propose(self, session: SessionT, shape: Shape) -> Proposal:
-        """Return what the policy selects, without what nobody would verify: a child is no likelier
-        than its parent, so that every prefix is a tree still."""
+        """Return the policy's selection, without nodes that would not be verified: a child is no
+        likelier than its parent, so that every prefix is still a tree."""
         tree = session.tree
         best = session.policy.select(tree, shape)
         if session.price.floor > 0.0:

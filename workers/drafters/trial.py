@@ -1,6 +1,6 @@
-"""The trial of a draft with `draft.device = auto`. Before anything is served, the GPU has to hold
-its weights, a session and the graphs that are captured for it, and to compute a proposal; else the
-CPU drafts, a line says why, and the profile file remembers it for plans. Every start tries the GPU
+"""The trial of a draft with `draft.device = auto`. Before anything is served, the GPU must hold its
+weights, a session and its captured graphs, and compute a proposal. Else the CPU drafts, which is
+reported with the reason and noted in the profile file for plans. Every start tries the GPU
 again."""
 
 import sys

@@ -64,7 +64,7 @@ _KNOWN: dict[tuple[str, ...], TypeTimes] = {}
 
 @dataclass(frozen=True)
 class Chosen:
-    """A type of weights, and the sentence that says why."""
+    """A type of weights, and a sentence with the reason."""
 
     weights: str
     said: str
@@ -92,7 +92,7 @@ def chosen_type(
     if not times.seconds:
         return Chosen(
             best,
-            f"{device.name}: weights are {best}: there is no memory to time its products beside "
+            f"{device.name}: weights are {best}: there is no memory to time its products and "
             "other types'",
         )
     for name in left[1:]:

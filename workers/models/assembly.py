@@ -132,7 +132,7 @@ def model_type(checkpoint: Checkpoint) -> str:
 def against_kernels(wanted: Wanted) -> str:
     """Why the kernels are not to be tried, empty if they are."""
     if wanted.backend == "library":
-        return "the settings say so"
+        return "the settings choose the library"
     if wanted.weights not in KINDS:
         return f"{wanted.weights} is the library's"
     return packing.reason_against(KINDS[wanted.weights])

@@ -2,7 +2,7 @@
 behind the committed ones.
 
 Slots 0..length-1 hold the committed tokens in order; whatever lies behind is free, or rows of a
-tree whose fate is not known yet. Knows neither tokens nor trees: its owner says which slots
+tree whose fate is not known yet. Tokens and trees are unknown here: the owner decides which slots
 survive. This is the layout for torch's operations; `backends/blocked_cache.py` has that of the
 kernels.
 """
@@ -167,7 +167,7 @@ class KVCache:
 
     @property
     def base_bytes(self) -> int:
-        """Memory of a session beside that of its rows."""
+        """Memory of a session in addition to that of its rows."""
         return 0 if self.states is None else session_bytes(self.states.shapes)
 
     @property

@@ -26,7 +26,7 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.states import LAST, Kept
 
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
-"""The distance at which logits with attention of our own may lie from transformers' own on a CPU,
+"""The distance at which logits with our own attention may lie from transformers' own on a CPU,
 relative to their norm, in weights of a type: all else is the same."""
 ROUNDED_TOLERANCE = 0.1
 """The distance where states are rounded to 16 bits between the layers."""
@@ -110,7 +110,7 @@ class LanguageModel:
         self.choice = choice
         """Why this back end."""
         self.proved = ""
-        """The day of the remembered proof by which it was loaded; empty: it was proved anew."""
+        """The day of the remembered proof by which it was loaded; empty: it was proved again."""
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.vocabulary_size = int(model.config.vocab_size)
         """Columns V of the logits; the embedding may have more rows, which are never predicted."""

@@ -100,11 +100,10 @@ def load_language_model(
     that remembers what was measured of the library. `stage`: how it is spread over devices, in
     place of `device`; only a model that the kernels can compute is. `cache`: the type of keys and
     values, one of `protocol.settings.CACHES`; None: fp32 on the CPU, that of the weights on a
-    device. `activations`: int8 or fp32, with weights `int4` and `file`. `proof`: auto, a proof that
-    is remembered is enough; anew, it is made anew and remembered; off, it is made and not
-    remembered.
-    `context`: the longest sequence; None: what the model has. `draft`: the `device` of a model that
-    drafts, whose products may round to the type of its weights.
+    device. `activations`: int8 or fp32, with weights `int4` and `file`. `proof`: auto, a
+    remembered proof is enough; anew, it is made again and remembered; off, it is made and not
+    remembered. `context`: the longest sequence; None: what the model has. `draft`: the `device` of
+    a model that drafts, whose products may round to the type of its weights.
     """
     check_names(weights, backend)
     folder = find_folder(source)

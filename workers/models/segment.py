@@ -18,12 +18,12 @@ PROMPT_ROWS = 256
 """Rows of a prompt that are computed at a time: enough to be bound by arithmetic, few enough that
 activations stay small, and the logits of all of them where they are scored."""
 SLACK = 2
-"""A cache keeps memory for so many times the rows that are asked for, rather than move."""
+"""A cache keeps memory for this many times the rows that are asked for, rather than move."""
 
 
 class Cache(Protocol):
-    """The keys and values of a session as the engines know them; each back end has a class of its
-    own, whose rows it lays out as it likes."""
+    """The keys and values of a session as the engines know them; each back end has its own class,
+    whose rows it lays out as it likes."""
 
     length: int
     """Committed rows: slots 0..length-1, the tokens in order."""
@@ -61,7 +61,7 @@ class Cache(Protocol):
 
     @property
     def base_bytes(self) -> int:
-        """Memory of a session beside that of its rows."""
+        """Memory of a session in addition to that of its rows."""
 
 
 def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:

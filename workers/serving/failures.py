@@ -28,8 +28,8 @@ from dovetail.protocol.messages import (
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """The code and the line of text for an exception; one that nobody foresaw is printed whole to
-    stderr. Holds on to nothing that the exception held."""
+    """The code and the line of text for an exception; an unexpected one is printed with its
+    traceback to stderr. Keeps no reference to the exception's frames."""
     if isinstance(error, RequestError):
         return RequestError(error.code, str(error))
     if _is_out_of_memory(error):
@@ -43,8 +43,8 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch has errors of its own for it, which can only come up where torch has been imported; a
-    draft without a model does without it."""
+    """torch has its own errors for it, which can only occur if torch has been imported; a draft
+    without a model does not import it."""
     if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
     from dovetail.workers.devices.memory import is_out_of_memory

@@ -39,7 +39,7 @@ class Telling:
         self._began_s = self._told_s = 0.0
 
     def __call__(self, doing: str, done: int, total: int) -> None:
-        """Tell it, unless that was done a moment ago; where something begins or ends always."""
+        """Report progress, at a limited rate; always at the start and end of a phase."""
         now_s = self._clock_s()
         if doing != self._doing or done == 0:
             self._doing, self._began_s = doing, now_s

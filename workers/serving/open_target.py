@@ -46,11 +46,9 @@ def open_target_worker(
     shards: Sequence[Shard] = (),
 ) -> TargetWorker:
     """Return a target worker with its model loaded on its device, or spread over several;
-    `UserError` names what is wrong with the settings.
-
-    `profile`: the file that remembers what was measured on this machine. `beside`: bits of the
-    codes of a substitute that shares its GPU, 0 for none. `shards`: those over which it is spread
-    on the CPU; empty: it is not spread.
+    `UserError` for wrong settings. `profile`: the file of measurements on this machine. `beside`:
+    bits of the codes of a substitute that shares its GPU, 0 for none. `shards`: the memory nodes
+    over which it is spread on the CPU; empty if it is not spread.
     """
     device = open_device(settings.device, threads)
     spread = spread_of(
@@ -109,7 +107,7 @@ def _identity(
     model: LanguageModel,
     profile: Path | None,
 ) -> Identity:
-    """Return what the worker tells its coordinator of a loaded model."""
+    """Return the description of a loaded model for the coordinator."""
     # a row has the same bytes whether it was kept or computed, and in chunks of any size
     same_bytes = model.backend == "kernels" and (spread is None or spread.same_bytes)
     whole = spread is None or spread.demand is None
@@ -151,8 +149,8 @@ def _room_tokens(spread: Spread | None, device: Device, model: LanguageModel) ->
 
 
 def _told_library(settings: TargetSettings, name: str, device: Device, model: LanguageModel) -> str:
-    """Say on stderr why torch computes a model that the kernels might have, and return it for
-    summaries; empty if they do, or if the settings ask for torch."""
+    """Report on stderr why torch and not the kernels computes a model, and return that for
+    summaries; empty if the kernels do, or if the settings ask for torch."""
     if not device.is_cpu or (settings.backend, model.backend) != ("auto", "library"):
         return ""
     why = f"because {model.choice}"
@@ -161,7 +159,7 @@ def _told_library(settings: TargetSettings, name: str, device: Device, model: La
 
 
 def _warn(settings: TargetSettings, name: str) -> None:
-    """Say on stderr what the user loses by these settings."""
+    """Warn on stderr about losses by these settings."""
     if settings.weights == "int8-per-tensor":
         print(
             f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
@@ -173,8 +171,8 @@ def _warn(settings: TargetSettings, name: str) -> None:
 def _fingerprint(
     settings: TargetSettings, model: LanguageModel, device: Device, spread: Spread | None
 ) -> Fingerprint:
-    """Return what tells whether another worker computes the same bytes: the kernels do with any
-    instruction set and any number of threads, torch does not."""
+    """Return the fingerprint, which is equal for workers that compute the same bytes: the kernels
+    do with any instruction set and number of threads, torch does not."""
     family = model.kernels if model.backend == "kernels" else f"{device.library}-{model.kernels}"
     others = {} if spread is None else {"split": spread.split, "prefill": spread.prefill}
     if settings.weights == "int4":

@@ -61,8 +61,8 @@ class Worker(Protocol):
         """Do one bit of background work, about a millisecond; False: nothing is left to do."""
 
     def suspend(self) -> KeptSessions[Any]:
-        """Close every session, since their coordinator has gone, and return what is left of these
-        and of kept ones: the next coordinator says which of it stays."""
+        """Close every session, since their coordinator is lost, and return the rows of these and of
+        kept ones: the next coordinator chooses which of them stay."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +70,23 @@ class Reconnecting:
     """The search for a coordinator that has gone."""
 
     connect: Callable[[], Link]
-    """A new link, or `LinkClosed` if nobody answers."""
+    """A new link, or `LinkClosed` without an answer."""
     most_s: float
     say: Callable[[str], None]
-    """Hears of losses and returns."""
+    """Receives losses and returns of the coordinator."""
 
 
 class Listener(Protocol):
-    """Hears from a worker's loop that it serves, and that it gets on."""
+    """Receives from a worker's loop that it serves, and its progress."""
 
     def ready(self) -> None:
-        """Hear that the worker is registered for the first time."""
+        """Called when the worker is registered for the first time."""
 
     def serves(self) -> None:
         """Called when the worker may get sessions: registered and not on standby."""
 
     def progress(self) -> None:
-        """Hear that a message was taken, a computation got on, or a coordinator was looked for."""
+        """Called after a message, a step of a computation, or a search for a coordinator."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Standing:
     """How long the coordinator's answer to Hello may take."""
 
     def gets_on(self) -> None:
-        """Tell that the worker does what it is there for."""
+        """Report that the worker makes progress."""
         if self.listener is not None:
             self.listener.progress()
 

@@ -1,5 +1,5 @@
-"""A target that is spread over the memory nodes of its machine: how that begins, and what a worker
-says about it."""
+"""A target that is spread over the memory nodes of its machine: its setup, and the worker's report
+of it."""
 
 import sys
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ def settle_target(model: LanguageModel) -> str:
 
 
 def words_of(count: int, placed: Placed) -> str:
-    """Return, in words, where the weights of so many shards lie."""
+    """Return, in words, where the weights of these shards are."""
     where = (
         f"{placed.home} of {placed.looked} pages of weights that were looked at lie on the node "
         "whose cores read them"
         if placed.looked
-        else "where its weights lie, the kernel does not say"
+        else "the kernel does not report where its weights are"
     )
     refused = (
         f" (set_mempolicy: {placed.refused}; memory lies with the cores that wrote to it first)"
@@ -53,6 +53,6 @@ def words_of(count: int, placed: Placed) -> str:
 
 
 def tell_shards(model: LanguageModel, name: str) -> None:
-    """Settle a target that is spread, and say on stderr how it is."""
+    """Set up a target that is spread, and report the result on stderr."""
     if words := settle_target(model):
         print(f"{name}: {words}", file=sys.stderr)

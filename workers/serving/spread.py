@@ -1,8 +1,6 @@
-"""The spread of a target as its settings have it: nothing beyond its device, or layers that are
-split, resident or streamed, and who reads its prompts.
-
-Opens the devices that are named beside the target's own. Knows settings and devices; what is placed
-where, `models/backends/placement.py` decides from sizes.
+"""The spread of a target by its settings: only its device, or layers that are split, resident or
+streamed, and the device that reads its prompts. Opens the additional devices;
+`models/backends/placement.py` decides from sizes which layers go where.
 """
 
 from collections.abc import Mapping, Sequence
@@ -104,12 +102,12 @@ class Spread:
         )
 
     def _place(self, sizes: Sizes, config: Mapping[str, Any]) -> Placement:
-        """Return where each layer goes; the codes of a substitute beside it take their room."""
+        """Return where each layer goes, with room for the codes of a substitute."""
         demand = self.demand
         if demand is None:
             return all_on_cpu(sizes, self.host_room)
         if self.beside and demand.device_bytes is not None:
-            whole = sizes_of(config, "half", self.cache)  # which say how many numbers there are
+            whole = sizes_of(config, "half", self.cache)  # which give the number of weights
             trees = coded_bytes(whole, "half", self.beside, resident=whole.layers)
             demand = replace(
                 demand,
@@ -160,8 +158,8 @@ class Spread:
 
     @property
     def split(self) -> str:
-        """The part of the fingerprint that says what computes the last layers, if their bytes
-        differ. Whether they are resident or streamed changes none."""
+        """The part of the fingerprint for the device of the last layers, if their bytes differ.
+        Resident or streamed makes no difference."""
         if self.placement is None or self.device is None or not _is_gpu(self.device):
             return ""
         split = f"{len(self.placement.places) - self.placement.first}@{_arithmetic(self.device)}"
@@ -169,7 +167,7 @@ class Spread:
 
     @property
     def prefill(self) -> str:
-        """The part of the fingerprint that says what reads prompts."""
+        """The part of the fingerprint for the device that reads prompts."""
         return (
             "local"
             if self.reader is None or not _is_gpu(self.reader)
@@ -202,13 +200,10 @@ def spread_of(
     *,
     beside: int = 0,
 ) -> Spread | None:
-    """Return how a target on this device is to be spread; None: it is not, and computed as a whole.
-    `readings`: what the profile file has of prompts.
-
-    `beside`: bits of the codes of a substitute that shares the device's layers, which then are
-    there one by one; 0 for none.
-
-    `SettingsError` for settings that do not go together, or name a device that is not there.
+    """Return how a target on this device is spread; None if it is computed as a whole. `readings`:
+    measured prompts in the profile file. `beside`: bits of the codes of a substitute that shares
+    the device's layers, which are then kept one by one; 0 for none. `SettingsError` for
+    contradictory settings, or a missing device.
     """
     split = settings.split
     if split.layers != "auto" and not split.device:
@@ -275,9 +270,8 @@ def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]
 
 
 def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device) -> bool:
-    """Return whether the target's own device has its layers pass through it, or may not keep all of
-    them, or computes what the library does not. The CPU does so only where it is told, for
-    tests."""
+    """True if the target's device streams its layers, may not keep all of them, or computes what
+    the library does not. The CPU does so only if set, for tests."""
     if settings.resident != "auto" or (_is_gpu(device) and memory.vram != "auto"):
         return True
     if not _is_gpu(device) or settings.inflate:

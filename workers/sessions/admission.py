@@ -15,14 +15,14 @@ FEW_SESSIONS = 64
 
 
 class Admission:
-    """Says by `RequestError` what a model cannot do."""
+    """Raises `RequestError` for requests that a model cannot serve."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model)
 
     def check(self, order: Open, opened: int) -> None:
-        """Check a request for a session beside so many that are open."""
+        """Check a request for a session while this many are open."""
         self._check_room(order, opened)
         self._check_biases(order)
         self.check_reads(order.features)
@@ -34,8 +34,8 @@ class Admission:
             )
 
     def check_memory(self, rows: int, sessions: Iterable[TargetSession]) -> None:
-        """Check that the host's memory holds a cache of so many rows beside what open sessions may
-        still take; a GPU says so itself."""
+        """Check that the host's memory holds a cache of this many rows in addition to what open
+        sessions may still take; a GPU reports this itself."""
         promised = sum(max(0, session.own - session.cache.length) for session in sessions)
         check_rows(rows + self._base_rows, promised, self._row_bytes)
 

@@ -80,8 +80,8 @@ class HeldFeatures:
 
 
 class HeldPasses:
-    """Passes whose features nobody has asked for, as they were computed: to pick each session's
-    rows from each pass takes time in which the next one could run."""
+    """Passes whose features were not requested, unsorted: selecting each session's rows from each
+    pass takes time in which the next pass could run."""
 
     def __init__(self, reads: Reads) -> None:
         """`reads`: what all of their sessions' drafts read, in all but the names of models."""

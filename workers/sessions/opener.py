@@ -72,7 +72,8 @@ class Opener:
         return session in self._sessions or session in self._kept or session in self._begun
 
     def let_go(self) -> None:
-        """Free what is kept of ended sessions; those that would have gone on from it begin anew."""
+        """Free the rows of ended sessions; sessions that would have continued from them start from
+        scratch."""
         self._kept.clear()
 
     def let_graphs_go(self) -> bool:
@@ -102,8 +103,8 @@ class Opener:
         yield from self._read(order.session, Begun(session, reading, order.round), order.read)
 
     def read(self, item: ReadItem) -> Iterator[ReadingStep]:
-        """Read the next chunk of a log, as a checked item says. Yields what `open` or `refeed`,
-        with which the log began to be read, does."""
+        """Read the next chunk of a log, given by a checked item. Yields the same as the `open` or
+        `refeed` that started the log."""
         yield from self._read(item.session, self._begun[item.session], item.rows)
 
     def _read(self, number: int, begun: Begun, rows: int | None) -> Iterator[ReadingStep]:
@@ -169,8 +170,8 @@ class Opener:
         rows: int | None = None,
     ) -> Iterator[ReadingStep]:
         """Recompute the features of positions `start` to `prefix` - 2 of a session's log, in a
-        cache of their own; `rows`: only those of the first so many rows now. Once all are there,
-        verdicts come with features."""
+        separate cache; `rows`: only this many rows now. Once all are computed, verdicts come with
+        features."""
         session = find_session(self._sessions, number)
         self._admission.check_reads(reads)
         if prefix > len(session.log):

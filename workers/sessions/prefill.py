@@ -107,7 +107,7 @@ class Reading:
 
 
 class Prefill:
-    """Reads logs into caches, in passes of their own."""
+    """Reads logs into caches, in separate passes."""
 
     def __init__(self, model: LanguageModel, spans: Spans, *, reads_from: int) -> None:
         """`reads_from`: the fewest rows of a prompt for which the model's reader is used, where it

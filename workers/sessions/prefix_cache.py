@@ -48,7 +48,7 @@ class KeptSessions(Generic[LeftT]):
     """The logs and rows of sessions that have ended, by their numbers, the oldest first."""
 
     def __init__(self, most_tokens: int, beside: int = 0) -> None:
-        """`most_tokens`: of all logs together; a session takes the room of `beside` more."""
+        """`most_tokens`: of all logs together; each session counts `beside` additional tokens."""
         self._most_tokens, self._beside = most_tokens, beside
         self._left: dict[int, LeftT] = {}
 
@@ -59,7 +59,7 @@ class KeptSessions(Generic[LeftT]):
         return number in self._left
 
     def takes(self, tokens: int) -> bool:
-        """Return whether a session of so many tokens can be kept."""
+        """True if a session of this many tokens can be kept."""
         return tokens + self._beside <= self._most_tokens
 
     def add(self, number: int, left: LeftT) -> None:
@@ -97,11 +97,9 @@ class KeptSessions(Generic[LeftT]):
         self._left.clear()
 
     def base(self, order: Open, open_session: LeftT | None = None) -> LeftT | None:
-        """Return what a new session goes on from: what is left of another, which is no longer held
-        then, or, if the order says `shared`, a branch of that or of `open_session`. None if the
-        order names no base.
-
-        `RequestError` of code "prefix" where that cannot be: then nothing has changed.
+        """Return the base of a new session: the rows of another, which is then no longer kept, or,
+        with `shared`, a branch of that or of `open_session`. None without a base in the command.
+        `RequestError` of code "prefix" if the base is missing; then nothing has changed.
         """
         if order.base is None and not order.kept:
             return None
@@ -150,5 +148,5 @@ def room_tokens(free_bytes: int, row_bytes: int) -> int:
 
 
 def affordable_tokens(free_bytes: int, row_bytes: int) -> int:
-    """Tokens whose rows of so many bytes are promised a place in the memory that is free."""
+    """The number of tokens whose rows of this many bytes get a share of the free memory."""
     return free_bytes // MEMORY_SHARE // max(1, row_bytes)

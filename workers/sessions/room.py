@@ -14,8 +14,8 @@ CHECKED_BYTES = 64 << 20
 
 
 def host_row_bytes(model: LanguageModel) -> int:
-    """Return what a row of keys and values takes of the host's memory; 0 where a device has all of
-    them, or a part, and says itself what it cannot hold."""
+    """Return the bytes of a row of keys and values in the host's memory; 0 if a device has all or a
+    part of them, and reports itself what it cannot hold."""
     if model.device.type != "cpu" or isinstance(model.back_end, Staged):
         return 0
     return model.new_cache(0).row_bytes
@@ -29,14 +29,14 @@ class Cached(Protocol):
 
 
 def base_rows(model: Cached) -> int:
-    """Return what a session takes beside its rows, such as the states of recurrent layers, in rows
-    of keys and values."""
+    """Return the memory of a session outside of its rows, such as the states of recurrent layers,
+    in rows of keys and values."""
     cache = model.new_cache(0)
     return -(-cache.base_bytes // max(1, cache.row_bytes))
 
 
 def check_rows(rows: int, promised: int, row_bytes: int) -> None:
-    """`RequestError` of code "memory" where `rows` of so many bytes, beside those that open
+    """`RequestError` of code "memory" if `rows` of this many bytes, in addition to those that open
     sessions may still fill, do not fit into the host's memory."""
     if rows * row_bytes < CHECKED_BYTES or (room := read_room()) is None:
         return

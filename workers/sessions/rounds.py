@@ -18,11 +18,10 @@ SessionT = TypeVar("SessionT")
 def check_round(
     session: int, *, last: int, round: int, length: int, prefix: int, left_out: int = 0
 ) -> None:
-    """Passes the command that comes next, of round `last` + 1 for a log of `length` tokens; else
-    `StaleError`, or `RequestError` of code "prefix".
-
-    `left_out`: how many tokens were committed in rounds in which this worker had no part, one in
-    each at least: so many rounds may be missing.
+    """Accepts the next command, of round `last` + 1 for a log of `length` tokens; else raises
+    `StaleError`, or `RequestError` of code "prefix". `left_out`: how many tokens were committed in
+    rounds without this worker, at least one in each, so that at most this many rounds may be
+    missing.
     """
     if round <= last:
         raise StaleError(f"session {session}: round {round} came after round {last} was done")

@@ -38,7 +38,7 @@ class TargetSession:
     any."""
     round: int = 0
     own: int = 0
-    """Slots of the cache that verification writes to; those behind them are somebody else's."""
+    """Slots of the cache that verification writes to; later ones belong to the draft."""
     held: HeldFeatures = field(default_factory=HeldFeatures)
     """Features of verdicts that were to be held."""
 

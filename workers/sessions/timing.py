@@ -1,7 +1,7 @@
 """The fine spans of a pass of the target: matrices, attention, the rest, the head.
 
-They alternate from layer to layer; what is told is the sum of each, one behind the other from where
-the pass began, so that they end where it ends. Knows spans and models, not what is computed.
+They alternate from layer to layer; the sum of each is reported, one after the other from the start
+of the pass, so that they end where it ends.
 """
 
 import time
@@ -14,8 +14,8 @@ from dovetail.workers.models.timing import PLACES, Parts, timed
 
 @contextmanager
 def timed_pass(spans: Spans, *, counted: bool = False) -> Iterator[Parts | None]:
-    """Measure the block, which is a pass, and record the seconds of its parts where they are known
-    and somebody observes. `counted`: count its experts in any case."""
+    """Measure the block, which is a pass, and record the seconds of its parts if they are known and
+    fine spans are recorded. `counted`: count its experts in any case."""
     if not spans.fine and not counted:
         yield None
         return

@@ -73,8 +73,8 @@ def speculative_decode(
     """Yield the tokens of each round, without end: the accepted path of the draft's tree and the
     bonus, the target's own choice after it.
 
-    Whatever the draft says, the tokens are those that the target chooses alone; the draft decides
-    how many a round brings.
+    Whatever the draft proposes, the tokens are those that the target chooses alone; the draft only
+    decides how many a round commits.
     """
     log, chooser = [*prompt], Chooser(prompt, sampling, key, vocabulary_size)
     policy, shape = open_policy(tree), Shape(tree.most_nodes, tree.most_levels, tree.width)

@@ -37,7 +37,7 @@ ALL = 1 << 30
 LEAST_HIDDEN = math.log(1e-3)
 """Hidden children of smaller gains are left out."""
 FEW = 4
-"""So many times as many nodes as are wanted are sorted as they are."""
+"""Partition first if the pool is more than this multiple of the number wanted."""
 SMALLEST_POOL = 1024
 """Places that a pool has at first, enough for most proposals; they double when there are no
 more."""
@@ -184,8 +184,8 @@ class GrowingTree:
         return self.root_expanded if node == ROOT else bool(self.rows[node] != NO_ROW)
 
     def expandable(self, depth: int, least: float) -> Nodes:
-        """Nodes without a row of their own whose parents have theirs, above level `depth` and of a
-        path probability of at least `least`."""
+        """Nodes without a row whose parents have one, above level `depth` and of a path probability
+        of at least `least`."""
         above = (self.parents == ROOT) | (self.rows_of(self.parents) >= 0)
         return np.flatnonzero(
             (self.rows < 0) & above & (self.levels < depth) & (self.scores >= math.log(least))
@@ -273,7 +273,7 @@ class GrowingTree:
         `width`.
 
         Returns the rows that the surviving nodes had; from now on these nodes have the rows 0, 1,
-        ... in that order. Order is kept, scores are summed anew from the new root, so that they
+        ... in that order. Order is kept; scores are recomputed from the new root, so that they
         carry no rounding of the path above.
         """
         level = int(self.levels[node])
@@ -352,7 +352,7 @@ class GrowingTree:
             hidden[at_level] |= hidden[above]
 
     def _reserve(self, places: int) -> None:
-        """There is memory for so many."""
+        """The number of nodes that fit into the allocated memory."""
         if places > (there := self._ints.shape[1]):
             more = ((0, 0), (0, max(places, 2 * there) - there))
             self._ints, self._floats = np.pad(self._ints, more), np.pad(self._floats, more)

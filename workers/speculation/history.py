@@ -1,5 +1,5 @@
-"""The history of a reply, as the processors see it that look back: logit bias, repetition, presence
-and frequency penalty, least number of tokens.
+"""The history of a reply for the processors that depend on it: logit bias, repetition, presence and
+frequency penalty, least number of tokens.
 
 This is their definition in plain numbers, one logit at a time, in this order: the bias is added; a
 token of prompt or reply has its logit divided by the repetition penalty, or multiplied if it is

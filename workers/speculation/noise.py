@@ -47,7 +47,7 @@ def gumbel_noise(
 
 
 def gumbel_noise_of(key: bytes, positions: Sequence[int], tokens: Tensor) -> Tensor:
-    """The noise [N, K] (float64) of single tokens [N, K], each row at a position of its own."""
+    """The noise [N, K] (float64) of single tokens [N, K], each row at its own position."""
     words = torch.tensor(
         [_signed(position_word(key, position)) for position in positions], dtype=torch.int64
     ).unsqueeze(1)

@@ -53,7 +53,7 @@ class Dynamic:
                 return
             yield nodes
             if (tree.rows[nodes] == NO_ROW).all():
-                return  # that was all, and nobody wants it
+                return  # that was the only one, and it is not worth it
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
         """The best of the pool."""

@@ -1,5 +1,5 @@
-"""The cost of another pass of the draft, and what it may bring: kept up by the engines, asked
-before each pass that somebody waits for.
+"""The cost of another pass of the draft, and its expected gain: updated by the engines, and used
+before each pass that a round waits for.
 
 A pass expands nodes. Each lies on the target's path with its path probability, and if it does, one
 of its children is what the target chooses there with a chance that is averaged over what happened.
@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from dovetail.workers.speculation.proposal import Price
 
 REMEMBERED = 9
-"""So many of the last durations count; their median, since the first ones of a process are slow and
+"""The number of last durations whose median counts, since the first ones of a process are slow and
 a machine has other work too."""
 LONGER = 1.3
-"""A pass ahead takes at most so many times what one of the order's width takes: an order that comes
+"""A pass ahead takes at most this multiple of one of the tree's width, since a command that arrives
 meanwhile waits for its end."""
 START = 0.8
 FORGETTING = 1 / 64
-"""Weight of a new outcome: the average is over about so many verdicts' nodes."""
+"""Weight of a new outcome: the inverse of the number of nodes averaged over."""
 
 
 def rows_class(rows: int) -> int:
@@ -51,20 +51,19 @@ class Recent:
 
 class PassTimes:
     """The times of passes by the number of their rows, from the last ones of each class. The
-    coordinator prices a level by the same passes, which `Drafted` tells it."""
+    coordinator prices a level by the same passes, which `Drafted` reports."""
 
     def __init__(self) -> None:
         self._classes: dict[int, Recent] = {}
 
     def add(self, rows: int, duration_ns: int) -> None:
-        """A pass of so many rows, at least one, took so long."""
+        """Note the time of a pass of this many rows, at least one."""
         self._classes.setdefault(rows_class(rows), Recent()).add(duration_ns)
 
     def estimate_ns(self, rows: int) -> float:
-        """Return what a pass of so many rows will take: as its class, else as the next smaller one
-        that is known, else the next larger; 0 if nothing is known.
-
-        Too low where nothing is known, so that it becomes known. No rows take no time.
+        """Return the expected time of a pass of this many rows: that of its class, else of the next
+        smaller known one, else of the next larger; 0 if nothing is known, so that it gets measured.
+        No rows take no time.
         """
         if not rows or not self._classes:
             return 0.0
@@ -77,7 +76,7 @@ class PassTimes:
         )
 
     def estimates_ns(self, rows: NDArray[np.intp], beside: int = 0) -> NDArray[np.float64]:
-        """Return how much longer passes of so many rows will take than one of `beside` rows."""
+        """Return how much longer passes of this many rows will take than one of `beside` rows."""
         known = {
             rows_class(count): self.estimate_ns(count)
             for count in {1 << (most - 1).bit_length() for most in rows.tolist() if most}
@@ -155,8 +154,8 @@ def worth_expanding(
 
 
 def most_used(probabilities: NDArray[np.float32], width: int, times: PassTimes) -> int:
-    """Return how many of some nodes, best first and at least one, a pass that nobody waits for
-    should expand: where they are used most for the time it takes.
+    """Return how many of some nodes, best first and at least one, a pass ahead should expand: those
+    with the most use for its time.
 
     `probabilities` [N]: that each is used. Of passes much longer than one of `width` rows none is
     taken; as long as nothing is known, one of that width.

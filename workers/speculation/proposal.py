@@ -21,7 +21,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Price:
-    """The price of growth that somebody waits for."""
+    """The price of growth that a round waits for."""
 
     rate: float | None = None
     """Tokens that a second is worth; None: whatever the policy asks for is grown."""

@@ -38,8 +38,8 @@ from dovetail.workers.speculation.noise import gumbel_noise, gumbel_noise_of
 from dovetail.workers.speculation.sampling import LARGEST_MARGIN, choose
 
 CANDIDATES = 64
-"""K: so many of the draft's likeliest tokens can be drawn. At least the greatest width; the rest of
-a distribution weighs little, and every candidate travels."""
+"""K: how many of the draft's likeliest tokens can be drawn. At least the greatest width; the rest
+of a distribution has little weight, and every candidate is sent."""
 
 Distribution = NDArray[np.float64]
 UNDRAWN = np.zeros(0, np.intp), np.zeros(0)

@@ -21,7 +21,8 @@ LARGEST_MARGIN = torch.finfo(torch.float32).max
 """Stands for the margin of the only possible token: infinity does not travel."""
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 NUCLEUS_SIZES = (256, 8192)
-"""Among so many of the likeliest tokens a nucleus is looked for before the whole vocabulary is."""
+"""A nucleus is searched for among this many of the likeliest tokens before the whole vocabulary is
+sorted."""
 
 
 class LookingBack:
@@ -98,7 +99,7 @@ class LookingBack:
         return torch.from_numpy(copy)
 
     def _note(self, tokens: Collection[int]) -> None:
-        """Take over what the history says of tokens of the log."""
+        """Apply the penalties of the history to tokens of the log."""
         slots = [self._slots.setdefault(token, len(self._slots)) for token in tokens]
         self._tokens[slots] = torch.tensor(list(tokens), device=self._tokens.device)
         self._penalties[slots] = torch.tensor(

@@ -1,5 +1,5 @@
 """The calibration of a draft's scores: the numbers that turn its logits into probabilities, fitted
-to what the target chooses while it is speculated for.
+to the target's choices during speculation.
 
 The score of a child is log_softmax(z / s) with z = log q'(v) + h g(v): s is the sharpening, h the
 share of the target's noise g that the draft adds (greedy: z are the logits, and h plays no part).
@@ -47,8 +47,8 @@ LEAST = 1e-6
 MEMORY = 500
 """Nodes that count: each takes 1 / MEMORY off the weight of those before it."""
 PRIOR = 32.0
-"""The knowledge at the start weighs as much as so many nodes that each say log s and h with the
-precision of one unit of Fisher information."""
+"""The weight of the prior, in nodes that each give log s and h with one unit of Fisher
+information."""
 CLASSES = 4
 """Depth classes: children on level 1, on 2, on 3 and 4, and below."""
 DEEPEST = 5
@@ -65,8 +65,7 @@ REMEMBERED = 1 << 22
 learned from."""
 NO_CHILD = -1
 NEGLIGIBLE = -80.0
-"""Beside 0: exponentials that are no ordinary float32 numbers take a processor eight times as
-long."""
+"""Smaller results become 0: subnormal float32 numbers take a processor eight times as long."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class ScoreCalibration:
                 yield
         if not np.isfinite(
             found
-        ).all():  # logits that are not numbers say nothing, and would stay in the sums for good
+        ).all():  # NaN logits carry no information, and would stay in the sums for good
             return
         fit.add(found)
         before = self._scales[sampled]
@@ -269,8 +268,8 @@ class Expectations:
         tokens: Ints,
         gains: Floats,
     ) -> None:
-        """After `nodes` of `tree` [N] the draft has `logits` [N, V], which nobody writes to any
-        more, and of `tokens` [N, K] it makes children."""
+        """After `nodes` of `tree` [N] the draft has `logits` [N, V], which must not be modified
+        later, and children with `tokens` [N, K]."""
         if not len(tree):
             self._passes, self._unnamed = [], []
         if logits.numel() + sum(past.logits.numel() for past in self._passes) > REMEMBERED:

@@ -5,7 +5,7 @@ asked one after the other, each behind the target's own answers to the earlier o
 OpenAI's form, a line for each chat and temperature in the order in which they end, with "id",
 "finish_reason", "temperature" and "target"; a run that was interrupted goes on with what is not
 there. Noise depends on seed, chat and temperature alone, so that an answer is the same however many
-are written beside it. Knows sessions of a language model and lines of a file; nothing of what is
+are written next to it. Knows sessions of a language model and lines of a file; nothing of what is
 learned from them.
 """
 
@@ -101,7 +101,7 @@ class AnswerWriter:
     def ask(
         self, prompt: Sequence[int], *, temperature: float, key: bytes, new_tokens: int
     ) -> _Session:
-        """A prompt, shorter than the context, to be answered with at most so many tokens."""
+        """A prompt, shorter than the context, to be answered with at most this many tokens."""
         most = min(self._model.context, len(prompt) + new_tokens)
         session = _Session(
             self._model.new_cache(most), temperature, key, most, list(prompt), len(prompt)

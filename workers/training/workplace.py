@@ -155,8 +155,8 @@ def replace_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping
 
 @contextmanager
 def telling_the_system(path: Path) -> Iterator[None]:
-    """A full disk is an `OSError` even where safetensors writes, which has an exception of its own
-    for it."""
+    """A full disk is an `OSError` even where safetensors writes, which has its own exception for
+    it."""
     try:
         yield
     except SafetensorError as error:

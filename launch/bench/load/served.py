@@ -19,7 +19,7 @@ SILENCE_S = 600.0
 """A server that is silent for so long counts as lost; a request may wait behind others."""
 
 FIRST_S = 30.0
-"""A server that does not say its model within so long, before the first request, is none."""
+"""Seconds to wait for a server's model before the first request."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Files with which other programs run dovetail, and what its processes tell systemd."""
+"""Files with which other programs run dovetail, and notifications to systemd."""

@@ -34,12 +34,12 @@ SECRETS = "/run/secrets"
 
 def compose_file(configuration: Configuration) -> str:
     """Return the compose file for these settings on this machine. `UserError` for a model that is
-    not on this machine and for a coordinator with an address of its own; `SettingsError` and
+    not on this machine and for a coordinator with a configured address; `SettingsError` and
     `KeysError` for existing keys that would be refused."""
     if (listen := configuration.settings.coordinator.listen) != "ipc":
         raise UserError(
             f"coordinator.listen = {listen!r}, and the containers of a compose file use a socket "
-            "of their own: leave it out, or export kubernetes for several machines"
+            "by themselves: leave it out, or export kubernetes for several machines"
         )
     asked = configuration.settings.http
     keys = str(Path(asked.api_key_file or "api-keys").expanduser())

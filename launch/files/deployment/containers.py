@@ -1,5 +1,5 @@
-"""Facts that compose and Kubernetes have in common: the image, its user, and where in a container
-things are. The Dockerfile beside this file makes the image."""
+"""Facts common to compose and Kubernetes: the image, its user, and paths in a container. The
+Dockerfile in this folder makes the image."""
 
 import os
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """A LeaderWorkerSet of Kubernetes for the processes of `dovetail serve`: a leader pod with the
 coordinator and the HTTP API, and a worker pod.
 
-With a draft, the leader also has the target, so that the draft may run on a GPU node of its own. Of
+With a draft, the leader also has the target, so that the draft may run on a separate GPU node. Of
 the machine that writes the manifest, only the sizes of the models and the number of cores are used.
 """
 
@@ -42,7 +42,7 @@ LEADER = "$(LWS_LEADER_ADDRESS)"
 
 def kubernetes_manifest(configuration: Configuration) -> str:
     """Return the manifest for these settings. `UserError` for a model that is not on this machine,
-    since its size determines the memory, and for a coordinator with an address of its own;
+    since its size determines the memory, and for a coordinator with a configured address;
     `SettingsError` and `KeysError` for existing keys that would be refused."""
     listen = configuration.settings.coordinator.listen
     if listen not in ("ipc", LISTEN):

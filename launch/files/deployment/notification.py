@@ -1,8 +1,7 @@
-"""Tells the service manager that started a process that it is ready, and that it gets on.
-
-The messages of sd_notify(3) are datagrams to the socket that NOTIFY_SOCKET names. They are sent
-from where work is done, never by a timer: a process that is stuck says nothing, and systemd ends
-it. Under nobody who listens nothing happens. Knows nothing of what is computed or served.
+"""Notifies the service manager that a process is ready, and that it makes progress. The messages of
+sd_notify(3) are datagrams to the socket that NOTIFY_SOCKET names. They are sent by the code that
+works, never by a timer: a stuck process sends nothing, and systemd ends it. Without NOTIFY_SOCKET
+nothing happens.
 """
 
 import logging
@@ -18,7 +17,7 @@ from dovetail.protocol.errors import UserError
 log = logging.getLogger("dovetail.notify")
 
 FEEDS = 4
-"""A process that gets on says so that many times within the time that the watchdog allows."""
+"""Notifications of progress within the watchdog's limit."""
 LOADING_S = 900
 """A process that still reads its model has so long to read more, or to make use of what it has
 read."""
@@ -52,18 +51,19 @@ class Notifier:
         self._due_s = self._extend_s = -math.inf
 
     def part(self, name: str, serves: Callable[[], None] = lambda: None) -> "Part":
-        """Return what one of the loops tells."""
+        """Return the notifier of one of the loops."""
         return Part(self, name, serves)
 
     def ready(self, part: str = "") -> None:
-        """Note that a part is ready; say so once, when all are."""
+        """Note that a part is ready; notify once, when all are."""
         if self._parts > self._ready:
             self._ready.add(part)
             if self._parts == self._ready:
                 self._send("READY=1")
 
     def progress(self, part: str = "") -> None:
-        """Note that a part gets on; when all have since the last time, and it is time, say so."""
+        """Note the progress of a part; when all have made progress since the last notification, and
+        it is time, notify."""
         if not self._every_s:
             return
         self._heard.add(part)
@@ -87,7 +87,7 @@ class Notifier:
             try:
                 sender.sendto(text.encode(), self._name)
             except OSError as error:
-                log.warning("NOTIFY_SOCKET was not told %s: %s", text, error.strerror)
+                log.warning("NOTIFY_SOCKET did not get %s: %s", text, error.strerror)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Part:
     """Called when the worker starts to serve."""
 
     def ready(self) -> None:
-        """Say that this loop serves."""
+        """Notify that this loop is ready."""
         self.notifier.ready(self.name)
 
     def progress(self) -> None:
-        """Say that it gets on."""
+        """Notify of its progress."""
         self.notifier.progress(self.name)

@@ -1,7 +1,6 @@
-"""The processes of a deployment: the commands that `dovetail serve` starts, written down for
-another program to start, with what each of them reads and may take.
-
-Decides nothing of its own: commands, cores and memory are those of `serve` with the same settings.
+"""The processes of a deployment: the commands that `dovetail serve` starts, for another program to
+start, with the files and limits of each. Commands, cores and memory are those of `serve` with the
+same settings.
 """
 
 import socket
@@ -76,9 +75,8 @@ class Part:
 
 
 def settled(configuration: Configuration) -> Configuration:
-    """Return the settings as `serve` has them when it starts: with the sampling defaults of the
-    target, and weights and draft chosen where the user named none. `UserError` for a port that
-    nobody could know."""
+    """Return the settings as in `serve`: with the sampling defaults of the target, and weights and
+    draft chosen where the user set none. `UserError` for a random port."""
     if configuration.settings.http.port == 0:
         raise UserError("http.port = 0 is another port at every start: name one with --http.port")
     return with_choices(with_generation_config(configuration)[0])
@@ -86,7 +84,7 @@ def settled(configuration: Configuration) -> Configuration:
 
 def keeping(configuration: Configuration, origin: str, folder: str) -> Configuration:
     """Return settings whose coordinator keeps its journal and its recordings, if it has them, in a
-    folder that it can write there; `origin` says who has chosen that. `UserError` for another
+    folder that it can write there; `origin`: the origin of that setting. `UserError` for another
     folder."""
     settings, taken = configuration.settings.coordinator, {}
     for name, given, own in (
@@ -155,8 +153,8 @@ def key_files(folder: Path, name: str) -> list[Path]:
 
 
 def whole_model(path: Path) -> Path:
-    """Return what has to be there for a model to be read: in the hub's cache a revision is links
-    into a folder beside it."""
+    """Return the folders that are needed to read a model: in the hub's cache a revision consists of
+    links into another folder."""
     return path.parent.parent if path.parent.name == "snapshots" else path
 
 
@@ -205,8 +203,8 @@ def _here(model: str) -> Path:
 
 
 def _may_use_gpu(settings: Settings, name: str) -> bool:
-    """Return whether a process computes with a GPU, as far as the settings say; where they leave it
-    open, whether this machine has one."""
+    """True if a process uses a GPU by the settings; if they leave it open, whether this machine has
+    one."""
     target, draft = settings.target, settings.draft
     devices = {
         "target": (target.device, target.split.device, target.prefill),

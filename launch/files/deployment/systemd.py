@@ -1,7 +1,8 @@
 """Units of systemd for the processes of `dovetail serve`: each hardened, on its cores, within its
 memory, and ended when it makes no progress.
 
-Every line that is not plain says why it is there; `systemd-analyze security` has the rest.
+Lines that are not obvious have a comment with the reason; `systemd-analyze security` explains the
+rest.
 """
 
 import grp
@@ -42,10 +43,10 @@ STATE = "/var/lib/dovetail"
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Folders of which a hardened unit sees nothing."""
 WATCHDOG = 3
-"""A worker ends itself after `coordinator.stuck_s`, and says where it was; systemd ends one that
-cannot, after so many times that."""
+"""A worker ends itself after `coordinator.stuck_s`, and dumps its stacks; systemd ends one that
+cannot, after this multiple of that."""
 DEPTH = 3
-"""So many folders above that of this file are those of the package."""
+"""The number of the package's folders above this file."""
 UNPRIVILEGED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 STOP_S = round(3 * GRACE_S)
 UNPLAIN = re.compile(r"[^\w@%+=:,./-]")
@@ -168,7 +169,7 @@ def _resources(part: Part) -> Iterator[str]:
 
 
 def _folders(part: Part) -> Iterator[str]:
-    """Yield what a unit sees of the file system beside the system itself."""
+    """Yield the lines for a unit's view of the file system, besides the system itself."""
     if part.name == "coordinator":
         yield from ("RuntimeDirectory=dovetail", "RuntimeDirectoryMode=0700")
         yield from ("StateDirectory=dovetail", "StateDirectoryMode=0700")
@@ -241,8 +242,8 @@ def _hidden(path: Path) -> bool:
 
 
 def _unit(name: str) -> str:
-    """Return the name of a unit, without its suffix; a worker's says so, beside `dovetail.target`,
-    which is the group of all."""
+    """Return the name of a unit, without its suffix; a worker's contains "worker", since
+    `dovetail.target` is the group of all."""
     return f"dovetail-{name}" if name in ("coordinator", "http") else f"dovetail-worker-{name}"
 
 

@@ -1,5 +1,5 @@
-"""A cache of compiled functions, in files that their user alone may read or write: machine code
-that somebody else put there would run on the GPU. Knows bytes and what they are named by."""
+"""A cache of compiled functions, in files that their user alone may read or write, since machine
+code from another user would run on the GPU."""
 
 import hashlib
 import logging

@@ -27,8 +27,8 @@ from dovetail.workers.models.segment import (
 LEAST_SHARED = 128
 """Fewer rows are copied, since to share rows the other rows of the session have to move, too."""
 SHARED_ANEW = 2
-"""Rows are shared anew if they are more than so many times those that are shared already; otherwise
-a copy of the rest is cheaper."""
+"""A new group of shared rows is made if they are more than this many times those already shared;
+otherwise a copy of the rest is cheaper."""
 MOST_ROOM = 1024
 """Rows that a cache has beyond those asked for, at most: some turns of a conversation, and little
 beside a long context."""
@@ -218,7 +218,7 @@ class BlockedCache:
 
     @property
     def base_bytes(self) -> int:
-        """Memory of a session beside that of its rows."""
+        """Memory of a session in addition to that of its rows."""
         return 0 if self.states is None else session_bytes(self.states.shapes)
 
     @property
@@ -228,7 +228,7 @@ class BlockedCache:
         return layers * kv_heads * (self.keys.shape[3] + head_dim)
 
     def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Fresh keys and values for so many rows."""
+        """Fresh keys and values for this many rows."""
         layers, kv_heads, _, head_dim = self.values.shape
         return new_cache(
             layers=layers,
@@ -315,7 +315,7 @@ def cache_of(
     *,
     latent: bool = False,
 ) -> BlockedCache:
-    """An empty cache for layers with so many key heads of such a size each, and for others with a
+    """An empty cache for layers with this many key heads of such a size each, and for others with a
     state. `latent`: the heads are latents with a key, the same in all of those layers."""
     if len(set(heads)) == 1:
         kv_heads, head_dim = heads[0]

@@ -336,7 +336,7 @@ class ExpertProof(nn.Module):
         try:
             expected = self._run(_alone(parts), x, ids, weights)
             found = mixture(x, ids, weights, expert)
-        except Exception as error:  # experts that nobody here has seen may stumble in any way
+        except Exception as error:  # unknown experts may fail in any way
             raise UnsupportedError(
                 f"experts of {self._what} cannot be run alone ({line_of(error)})"
             ) from error

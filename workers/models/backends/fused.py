@@ -7,7 +7,7 @@ the context, before it is replaced; a model with a layer that differs, or of a f
 description, is refused for this back end and computed by the library instead.
 
 With these kernels a token's keys, values, hidden states and logits are the same bytes whatever rows
-are computed beside it. Knows layers and slots.
+are computed next to it. Knows layers and slots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -274,7 +274,7 @@ class Kernels:
 
     @property
     def _caching(self) -> list[LayerPlan]:
-        """The layers that have keys and values of their own."""
+        """The layers that have their own keys and values."""
         plans = [layer.plan for layer in self._layers]
         return [plan for plan in plans if plan.caches]
 

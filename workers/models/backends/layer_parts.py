@@ -36,8 +36,7 @@ from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.recurrent.parts import Gates, orders_of, scan_of, split_gates
 
 BESIDE = "beside_"
-"""The beginning of the names of the matrices of a mixer with a state that stands beside
-attention."""
+"""The beginning of the names of the matrices of a mixer with a state that is next to attention."""
 AROUND = ("before", "behind")
 """The names of the matrices before and behind experts of another width."""
 
@@ -64,7 +63,7 @@ class LayerParts:
         self.numbers = (0.0, 0.0)
         """The numbers of the activation."""
         self.scan: ScanPlan | None = None
-        """The mixer with a state that stands in the place of attention, or beside it."""
+        """The mixer with a state that stands in the place of attention, or next to it."""
         self.activation = Activation.SILU_GATED
         self.linears: dict[str, list[nn.Linear]] = {}
         """The linears of each matrix, below each other."""
@@ -216,7 +215,7 @@ def _linear(layer: nn.Module, name: str) -> nn.Linear:
 
 
 def _pairs_apart(count: int) -> Tensor:
-    """Return the order of so many numbers in which pairs of neighbours are halves."""
+    """Return the order of this many numbers in which pairs of neighbours are halves."""
     return torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)])
 
 
@@ -328,8 +327,8 @@ def _times(norm: Norm, factor: float) -> Norm:
 def _beside(
     said: Beside | None, norm: Norm | None, matrices: Mapping[str, PackedMatrix]
 ) -> BesidePlan | None:
-    """Return the parts of a mixer with a state that stands beside attention; `norm`: that of what
-    both read."""
+    """Return the parts of a mixer with a state that is next to attention; `norm`: that of what both
+    read."""
     if said is None:
         return None
     if norm is None:

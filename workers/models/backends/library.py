@@ -1,7 +1,7 @@
 """The library back end: transformers' own modules, their linears laid out and computed by what
 torch brings, attention by torch over our cache.
 
-On a GPU linears stay as transformers has them. A token's logits depend on the rows beside it by
+On a GPU linears stay as transformers has them. A token's logits depend on the rows next to it by
 rounding only, but they do depend on them.
 """
 
@@ -165,7 +165,7 @@ class Library:
                 module.set_submodule(name, self._selection.pack(part.weight, part.bias))
                 part.weight = nn.Parameter(
                     torch.empty(0), requires_grad=False
-                )  # nobody holds the original on
+                )  # no reference to the original remains
 
 
 def _widen(layer: nn.Module) -> None:
@@ -201,7 +201,7 @@ def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
         expected = oracle.run_eager(own, index, states)
     except UnprovableError:
         raise
-    except Exception as error:  # a layer that nobody here has seen may stumble in any way
+    except Exception as error:  # an unknown layer may fail in any way
         raise UnprovableError(f"{what} cannot be computed here ({line_of(error)})") from error
     if not notes:
         raise UnprovableError(

@@ -41,7 +41,7 @@ class Candidate:
     tolerance: float
     copies: int
     """The factor by which the packed layout takes the memory of the weight: MKL needs the original
-    beside it."""
+    next to it."""
     pack: Callable[[Tensor, Tensor | None], Product]
 
 
@@ -158,9 +158,7 @@ def reason_against(candidate: Candidate) -> str:
 
 @torch.inference_mode()
 def _disagreement(candidate: Candidate, weight: Tensor, bias: Tensor | None, x: Tensor) -> str:
-    with (
-        warnings.catch_warnings()
-    ):  # what is deprecated is told at the call as well, once a process
+    with warnings.catch_warnings():  # the deprecation is also reported at the call, once a process
         warnings.simplefilter("ignore")
         try:
             y = candidate.pack(weight, bias)(x)

@@ -171,7 +171,7 @@ def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
 
 
 def sampled_rows(outputs: int) -> Tensor:
-    """Return which rows of a matrix of so many are compared with the checkpoint's."""
+    """Return the rows of a matrix, of this many, that are compared with the checkpoint's."""
     return torch.linspace(0, outputs - 1, min(SAMPLED, outputs)).long()
 
 
@@ -305,7 +305,7 @@ class LatentParts:
 
     def pack(self, kind: Kind, query_up: PackedMatrix | None) -> LatentPlan:
         """Return the plan with matrices of a kind; of int8 weights they are as they are stored:
-        they are few, and what they are multiplied with would be rounded once more."""
+        they are few, and what they are multiplied with would be rounded again."""
         said, (latent_norm, query_norm) = self.said, self._norms
         exact = EXACT_KINDS[self._weights.dtype] if kind in (Kind.INT8, *BLOCK_KINDS) else kind
         keys, values = self._weights[:, : said.plain], self._weights[:, said.plain :]

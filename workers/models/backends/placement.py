@@ -28,7 +28,8 @@ from dovetail.workers.models.checkpoints.footprint import (
 BUFFERS = 2
 """Buffers that streamed layers pass through: one is computed from while the next is filled."""
 TREES_AHEAD = 8
-"""A draft that shares its target's cache has rows for so many trees there (`drafters/tree.py`)."""
+"""A draft that shares its target's cache has rows for this many trees there
+(`drafters/tree.py`)."""
 LEVEL_ROWS, LEVEL_LOGITS = 64, 4
 """Rows of the largest pass that is captured (`device/levels.py`), and how many copies of their
 logits there are: as computed, in fp32, and in the ranking of children."""
@@ -63,8 +64,8 @@ class Demand:
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
     codes: int = 0
-    """Bytes of a layer's codes, which the device has beside its weights unless the layer stays
-    there: those of a substitute that shares what stays."""
+    """Bytes of a layer's codes, which the device has in addition to its weights unless the layer
+    stays there: those of a substitute that shares what stays."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Placement:
     and a pass; while the model is loaded too."""
     host_experts: bool = False
     tokens: int | None = None
-    """Tokens of all sessions, trees included, that the device has room for beside weights and any
-    pass; None: no limit is known."""
+    """Tokens of all sessions, trees included, for which the device has room in addition to weights
+    and any pass; None: no limit is known."""
 
     @property
     def first(self) -> int:
@@ -214,7 +215,7 @@ def code_bytes(sizes: Sizes, weights: str, bits: int) -> int:
 
 
 def bytes_of_codes(numbers: int, bits: int) -> int:
-    """Return the bytes that the codes of so many weights take, as `code_bytes` counts them."""
+    """Return the bytes that the codes of this many weights take, as `code_bytes` counts them."""
     return -(-numbers // 64) * (32 + 4) * (1 if bits <= 4 else 2)
 
 
@@ -250,7 +251,7 @@ def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
 
 
 def substitute_bytes(sizes: Sizes, bits: int, device: str = "cuda:0") -> int:
-    """Return what a target's substitute needs in a process of its own; `sizes`: the target's with
+    """Return what a target's substitute needs in its own process; `sizes`: the target's with
     weights of 16 bits."""
     codes = coded_bytes(sizes, "half", bits) - level_bytes(sizes)
     return draft_bytes(sizes, device) - sizes.layers * sizes.layer + codes

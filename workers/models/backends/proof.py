@@ -58,7 +58,7 @@ results of the same rounding: 4e-2 with the embedded target."""
 
 
 def check_attention(said: Attention | Latent, noted: Noted, index: int) -> None:
-    """`UnsupportedError` where a description says another attention than transformers computes."""
+    """`UnsupportedError` if the described attention differs from transformers'."""
     if isinstance(said, Latent):
         size, value_dim, own = said.plain + said.rotated, said.value_dim, (0, 0.0, False)
     else:
@@ -96,7 +96,7 @@ def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum) -> None:
 
 
 class _Enough(Exception):
-    """Attention has been told what to compute, and that is all that was wanted."""
+    """Attention has recorded its arguments, which was the purpose of the run."""
 
 
 class LayerProof:
@@ -179,7 +179,7 @@ class LayerProof:
             pass
         except (UnsupportedError, UnprovableError) as error:
             raise type(error)(f"{self._what}: {error}") from error
-        except Exception as error:  # a layer that nobody here has seen may stumble in any way
+        except Exception as error:  # an unknown layer may fail in any way
             raise UnprovableError(
                 f"{self._what} cannot be computed here ({line_of(error)})"
             ) from error

@@ -1,4 +1,4 @@
-"""The sizes of layers that read keys and values of others, as a config.json tells them."""
+"""The sizes of layers that read keys and values of others, from a config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class SharedLayers:
     def of(
         cls, config: Mapping[str, Any], layers: int, kv_heads: int, head_dim: int
     ) -> "SharedLayers":
-        """Return what a config.json says of them."""
+        """Return them from a config.json."""
         count, kinds = int(config.get("num_kv_shared_layers") or 0), config.get("layer_types")
         if not count or not isinstance(kinds, list | tuple):
             return cls(0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The sizes of a model's layers and head, as its configuration tells them."""
+"""The sizes of a model's layers and head, from its configuration."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class Sizes:
     layer: int
     """One decoder layer's matrices and norms."""
     matrix: int
-    """The largest matrix of a layer: a device needs it once more while it is laid out."""
+    """The largest matrix of a layer: a device needs it again while it is laid out."""
     head: int
     """The final norm and the language model's head."""
     embedding: int
@@ -72,8 +72,8 @@ class Sizes:
     """Bytes of the embedding that take no memory where the CPU computes the head, in which its
     numbers lie."""
     loading: int = 0
-    """The most bytes beside the weights while a checkpoint is loaded; 0: its tensors are not
-    known."""
+    """The most bytes in addition to the weights while a checkpoint is loaded; 0: its tensors are
+    not known."""
 
 
 Shapes = Sequence[tuple[int, int]]
@@ -94,7 +94,7 @@ class Matrices:
 
 
 def mixed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
-    """Return the sizes of a model where it has experts or layers with inputs of their own: by its
+    """Return the sizes of a model where it has experts or layers with their own inputs: by its
     matrices, of which `sizes` knows those of a model with one kind of layer."""
     return weighed(sizes, weights, matrices) if matrices.experts or sizes.inputs else sizes
 
@@ -122,8 +122,8 @@ def with_host_experts(sizes: Sizes) -> Sizes:
 
 
 def in_a_file(sizes: Sizes, file_bytes: int, *, tied: bool) -> Sizes:
-    """Return the sizes of a model whose numbers lie in a file of so many bytes, as if each took as
-    many; `sizes`: of the same model in 16 bits; `tied`: its embedding is its head."""
+    """Return the sizes of a model whose numbers lie in a file of this many bytes, as if each took
+    as many; `sizes`: of the same model in 16 bits; `tied`: its embedding is its head."""
     whole = sizes.layers * sizes.layer + (1 if tied else 2) * sizes.head
     share = file_bytes / whole
     return replace(
@@ -138,7 +138,7 @@ def in_a_file(sizes: Sizes, file_bytes: int, *, tied: bool) -> Sizes:
 
 
 def has_sizes(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json says what `sizes_of` asks, in numbers that a model can have."""
+    """True if a config.json has what `sizes_of` needs, in valid numbers."""
     gpt2 = _has_names_of_gpt2(config)
     needed = [config.get(name) for name in (*(GPT2.values() if gpt2 else GPT2), "vocab_size")]
     if not gpt2:
@@ -167,7 +167,7 @@ def has_sizes(config: Mapping[str, Any]) -> bool:
 
 
 def _units(config: Mapping[str, Any]) -> Any:
-    """The units of an MLP, or of an expert where a layer has no MLP beside its experts."""
+    """The units of an MLP, or of an expert where a layer has no MLP next to its experts."""
     return config.get("intermediate_size") or config.get("moe_intermediate_size")
 
 
@@ -271,7 +271,7 @@ class _Mixer:
 def _heads(
     config: Mapping[str, Any], weights: str, heads: int, kv_heads: int, head_dim: int
 ) -> _Mixer:
-    """The attention of heads with keys and values of their own."""
+    """The attention of heads with their own keys and values."""
     hidden = int(config["n_embd" if _has_names_of_gpt2(config) else "hidden_size"])
     rows = (heads + 2 * kv_heads) * head_dim
     matrices = [

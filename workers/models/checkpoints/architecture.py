@@ -1,9 +1,7 @@
-"""Which models can be decoded with token trees and several sessions in a pass, told by what their
-configurations say, and a sentence for each that cannot.
-
-A sentence names the kind of model, what about it cannot be decoded, and what to do instead. Knows
-the fields of configurations and the flags of transformers' classes; needs neither torch nor
-transformers, and reads no files.
+"""Which models can be decoded with token trees and several sessions in a pass, judged by their
+configurations, and a sentence for each that cannot: the kind of model, what cannot be decoded, and
+the remedy. Uses the fields of configurations and the flags of transformers' classes; imports
+neither torch nor transformers, and reads no files.
 """
 
 from collections.abc import Mapping
@@ -109,25 +107,25 @@ def why_no_folder(source: str) -> str:
 
 
 def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` where the numbers of a model are not what its weight files say: quantised
-    in a way that is not read, or in a file that config.json names."""
+    """`CheckpointError` if a model's weights are not those of its weight files: quantised in an
+    unsupported way, or in a file that config.json names."""
     if (named := content.get("transformers_weights")) is not None:
         key = f"transformers_weights is {str(named)[:100]!r}"
         raise CheckpointError(
-            f"{file} names weights of its own ({key}), which are not read; remove the key"
+            f"{file} names other weights ({key}), which are not read; remove the key"
         )
     refuse_scheme(content, file.parent)
 
 
 def refuse_content(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` for a config.json that is not one of a language model of plain weights, as
-    far as it tells by itself."""
+    """`CheckpointError` for a config.json that does not describe a language model of plain
+    weights."""
     refuse_elsewhere(content, file)
     kind = content.get("model_type")
     if not isinstance(kind, str) or not kind:
         found = "no model_type" if kind is None else f"a model_type of {shown(kind)}"
         raise CheckpointError(
-            f"{file} has {found}, so nothing says what kind of model this is; take the "
+            f"{file} has {found}, so the kind of model is unknown; take the "
             "config.json that belongs to the weights"
         )
     if (why := UNREAD.get(kind)) is not None:
@@ -154,7 +152,7 @@ def refuse_unknown(content: Mapping[str, Any], file: Path, *, known: bool, versi
             map(str, auto_map.values() if isinstance(auto_map, dict) else [auto_map]), default=""
         )
         raise CheckpointError(
-            f"{file}: model type {kind} needs program code of its own (auto_map names "
+            f"{file}: model type {kind} needs its own program code (auto_map names "
             f"{shown(named)}), which is never run; {REMEDY}"
         )
     newer = "if that is newer, upgrade transformers; else"
@@ -182,7 +180,7 @@ def _text_part(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
     """`CheckpointError` naming a size in config.json that is no positive whole number; transformers
-    divides by some before it says what is wrong."""
+    divides by some before it checks them."""
     for name in COUNTS:
         number = content.get(name)
         if isinstance(number, list) and name == "intermediate_size":  # one for each layer
@@ -238,8 +236,7 @@ def refuse_config(config: Any, model_class: Any, file: Path) -> None:
 
 
 def bidirectional(config: Any, field: str, file: Path) -> str:
-    """The sentence for a model whose tokens see those behind them, as a field of its configuration
-    says."""
+    """The sentence for a model with bidirectional attention, by a field of its configuration."""
     why = f"attends in both directions ({field} is {str(getattr(config, field)).lower()})"
     return (
         f"{file}: model type {config.model_type} {why}, so it does not predict one token "
@@ -285,8 +282,7 @@ def closed(model_class: Any) -> bool:
 
 
 def why_not(config: Any, model_class: Any) -> str:
-    """Why a model that was tried in vain cannot be decoded, as far as its configuration and class
-    tell."""
+    """Why a model that failed a trial cannot be decoded, by its configuration and class."""
     if isinstance(getattr(config, "kv_lora_rank", None), int):
         return (
             "it compresses keys and values (multi-head latent attention), which is computed for "
@@ -311,8 +307,8 @@ def shown(value: object) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first lines of an error as one: what some libraries say first is only where something
-    went wrong. Of the system's errors what it says."""
+    """The first lines of an error as one, since some libraries begin with only the location; for
+    system errors their text."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error).removeprefix("Error while deserializing header: ")

@@ -107,7 +107,7 @@ class Checkpoint:
 
     def own_names(self, names: Iterable[str]) -> list[str]:
         """Return what the weight files call tensors of the model, also such as they lack: GGUF
-        files have names of their own, one for the matrices of all experts of a layer."""
+        files have their own names, one for the matrices of all experts of a layer."""
         if (model := model_of(self.folder)) is None:
             return [*names]
         naming = naming_of(Facts(model))
@@ -149,11 +149,11 @@ class Checkpoint:
 def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
     """The checkpoint that `source` (folder, hub id or id@revision) names, checked;
     `CheckpointError` names the file and the tensor. `wait`: until all weights have been read; else
-    they are beside what is done with them, and the digest waits for that."""
+    they are read concurrently with their use, and the digest waits for that."""
     folder = find_folder(source)
     refuse_content(text_part(read_json(folder / "config.json")), folder / "config.json")
     if not files_of(folder):
-        weight_files(folder)  # what can be said at once is said before the weights are read
+        weight_files(folder)  # report errors that need no weights before reading them
     with loading("reading", 0):
         tokenizer, table, vocabulary = read_language(folder)
     weights = open_weights(folder, wait=wait)
@@ -162,8 +162,8 @@ def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
 
 
 def open_weights(folder: Path, *, wait: bool = True) -> Weights:
-    """The weights of a folder, without what is said of a vocabulary: a draft head has none of its
-    own. `wait`: as `open_checkpoint` has it."""
+    """The weights of a folder, without checks of a vocabulary, which a draft head does not have.
+    `wait`: as in `open_checkpoint`."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
     sources, tensors = _read_headers(folder)
@@ -186,14 +186,14 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, its folder included, and put it in its place in one step: nobody
-    ever finds half of it. `OSError` if it cannot be."""
+    """Write a safetensors file, including its folder, atomically. `OSError` if it cannot be
+    written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
         try:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, made)
-        except SafetensorError as error:  # what the system says is within its text
+        except SafetensorError as error:  # the system's error is within its text
             raise OSError(None, reason(error)) from None
         made.replace(file)
 

@@ -51,7 +51,7 @@ SHARED = (
     "torch_dtype",
     "transformers_weights",
 )
-"""Fields that hold for all parts where the language model does not say otherwise."""
+"""Fields that hold for all parts unless the language model overrides them."""
 
 
 VOCABULARIES = {
@@ -62,8 +62,8 @@ VOCABULARIES = {
     "qwen3_5_text": 248_320,
     "qwen3_5_moe_text": 248_320,
 }
-"""Tokens that transformers takes a language model to know whose configuration does not say it, as
-those of Gemma 3's published checkpoints do not."""
+"""The vocabulary size that transformers assumes if a language model's configuration lacks it, as in
+Gemma 3's published checkpoints."""
 
 
 def is_composite(content: Mapping[str, Any]) -> bool:

@@ -97,9 +97,8 @@ def read_config(file: Path) -> Any:
 
 
 def full_config(file: Path) -> dict[str, Any]:
-    """Return the fields of a config.json with those that it leaves to transformers: the defaults of
-    its model type, and what is said in names of former versions. `CheckpointError` as of
-    `read_config`."""
+    """Return the fields of a config.json completed as transformers would: with the defaults of its
+    model type, and fields under former names. `CheckpointError` as from `read_config`."""
     fields: dict[str, Any] = read_config(file).to_dict()
     kind = fields.get("dtype")
     return {**fields, "dtype": kind and str(kind).removeprefix("torch.")}
@@ -257,8 +256,7 @@ def _stumbles(fields: Mapping[str, Any], config_class: Any) -> Mapping[str, str]
 
 
 def said_by(error: BaseException) -> str:
-    """Return what an error says that was raised for people to read, empty for one that a line of
-    code stumbled into."""
+    """Return the text of an error that was raised on purpose; empty for an accidental one."""
     for raised in (error, error.__cause__):
         if isinstance(raised, ValueError | ImportError | OSError):
             lines = traceback.extract_tb(raised.__traceback__)
@@ -292,7 +290,7 @@ def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], obj
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bar and report; what they say is checked by the caller."""
+    """Without transformers' progress bar and report, which the caller checks."""
     bar, verbosity = (
         transformers.logging.is_progress_bar_enabled(),
         transformers.logging.get_verbosity(),
@@ -308,8 +306,8 @@ def quiet() -> Iterator[None]:
 
 
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a model's decoder layers; `CheckpointError` where they cannot be
-    told."""
+    """The name and the list of a model's decoder layers; `CheckpointError` if they cannot be
+    found."""
     for name, module in model.named_modules():
         if (
             isinstance(module, nn.ModuleList)

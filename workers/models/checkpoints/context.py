@@ -40,9 +40,9 @@ def scaled_positions(
 
 
 def context_of(config: Any) -> int:
-    """Return the longest sequence, in tokens: that of the settings, or what the model has positions
-    for. Without a word in the settings a model with two longrope tables has the length of the
-    first, since transformers reads a longer text anew by the second, and no kept row is right."""
+    """Return the longest sequence, in tokens: that of the settings, or the model's. By default a
+    model with two longrope tables has the length of the first, since for a longer text transformers
+    recomputes all rows by the second, which invalidates kept ones."""
     if (said := getattr(config, LONGEST, None)) is not None:
         return int(said)
     positions = scaled_positions(vars(config), config.max_position_embeddings)

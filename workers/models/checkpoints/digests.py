@@ -60,25 +60,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """The facts that tell a file from another one, and from itself before it was changed."""
+    """The identity of a file and its version."""
 
     device: int
     inode: int
     size: int
     modified_ns: int
     changed_ns: int
-    """Time of the last change of anything about the file, its name and its rights included: nobody
-    can set this time."""
+    """Time of the last change of the file or its metadata, which programs cannot set."""
 
     @classmethod
     def of(cls, file: IO[bytes]) -> "Identity":
-        """Return the identity of an open file; `OSError` if the system does not say it."""
+        """Return the identity of an open file; `OSError` from the system."""
         state = os.fstat(file.fileno())
         return cls(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
 
     def same_content(self, other: "Identity") -> bool:
-        """Return whether nobody has written to the file between the two; a new link or other rights
-        are no change."""
+        """True if the file was not written between the two; a new link or other permissions are no
+        change."""
         own, others = (
             (self.device, self.inode, self.size, self.modified_ns),
             (other.device, other.inode, other.size, other.modified_ns),
@@ -135,13 +134,13 @@ def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
 
 
 def begin_digest(configuration: bytes, sources: Sequence[Source]) -> Future[str]:
-    """Begin to find the digest, as `digest_of` does, in a thread beside this one."""
+    """Begin to find the digest, as `digest_of` does, in a thread next to this one."""
     found = Future[str]()
 
     def find() -> None:
         try:
             found.set_result(digest_of(configuration, sources))
-        except Exception as error:  # whoever waits for the digest hears of it
+        except Exception as error:  # the error is raised to the thread that waits for the digest
             found.set_exception(error)
 
     threading.Thread(target=find, name="digest", daemon=True).start()
@@ -149,7 +148,7 @@ def begin_digest(configuration: bytes, sources: Sequence[Source]) -> Future[str]
 
 
 def known_digest(digest: str) -> Future[str]:
-    """Return a digest that nobody has to wait for."""
+    """Return a digest that is already known."""
     found = Future[str]()
     found.set_result(digest)
     return found
@@ -173,7 +172,7 @@ class Kept:
         return digest if seal == _seal(key, digest) else ""
 
     def keep(self, key: str, digest: str) -> None:
-        """Keep a digest; where that cannot be, say so in the log."""
+        """Save a digest; log a failure."""
         try:
             self._check_place()
             with tempfile.NamedTemporaryFile(
@@ -185,7 +184,7 @@ class Kept:
         except OSError as error:
             why = error.strerror or error
             log.warning(
-                "digests cannot be saved in %s (%s): every start reads the weights once more",
+                "digests cannot be saved in %s (%s): every start reads the weights again",
                 self._folder,
                 why,
             )
@@ -196,7 +195,7 @@ class Kept:
         than `patience_s` is not waited for."""
         path = self._folder / f"{key}.lock"
         with ExitStack() as stack:
-            with suppress(OSError):  # nothing can be kept then, which `keep` says
+            with suppress(OSError):  # nothing can be saved then, which `keep` logs
                 self._check_place()
                 self._folder.mkdir(parents=True, exist_ok=True)
                 _lock(stack.enter_context(path.open("w")), patience_s)
@@ -211,8 +210,8 @@ class Kept:
 
 
 def _lock(file: IO[str], patience_s: float) -> None:
-    """Take a lock on an open file, unless somebody holds it for too long; `OSError` where there are
-    no locks."""
+    """Take a lock on an open file, unless another process holds it for too long; `OSError` if locks
+    are not supported."""
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
@@ -231,11 +230,9 @@ def _seal(key: str, digest: str) -> str:
 
 
 def all_finite(block: "bytearray | memoryview | np.ndarray", kind: str) -> bool:
-    """Return whether none of the numbers of type `kind` in a block is NaN or infinite; types that
-    know neither are finite.
-
-    As integers positive numbers ascend to infinity and NaN, and so do negative ones, above them,
-    where the sign counts as a digit: two maxima tell.
+    """True if none of the numbers of type `kind` in a block is NaN or infinite; types without these
+    are finite. As integers positive numbers ascend to infinity and NaN, and so do negative ones,
+    above them, where the sign counts as a digit: two maxima suffice.
     """
     import numpy as np  # late: every command reads what is remembered of digests
 

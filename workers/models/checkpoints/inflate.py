@@ -102,8 +102,8 @@ def plan_inflation(model: Any, size_bytes: int) -> Plan:
     most = min(LAYER_FACTOR * real, real + (size_bytes - now) // layer_bytes)
 
     def with_shape(layers: int, multiple: int) -> Plan:
-        """Return the plan of so many layers whose width divides by `multiple` and whose size is the
-        nearest to `size_bytes`."""
+        """Return the plan of this many layers whose width divides by `multiple` and whose size is
+        the nearest to `size_bytes`."""
         base = now + (layers - real) * layer_bytes
         wanted = units + (size_bytes - base) / (layers * unit_bytes)
         width = max(round(wanted / multiple), math.ceil(units / multiple)) * multiple

@@ -1,8 +1,7 @@
 """Tensors that a checkpoint holds under another name than transformers' model has, or in pieces:
-the experts of a layer, each of which has matrices of its own in most files.
-
-A model's tensor is read from its pieces alone, so that no more than one layer is there as it was
-stored. Knows names and shapes; not what is computed with them.
+the experts of a layer, each of which has its own matrices in most files. A model's tensor is read
+from its pieces alone, so that no more than one layer is there as it was stored. Knows names and
+shapes; not what is computed with them.
 """
 
 import re
@@ -131,11 +130,11 @@ class Pieces:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _apart(self, name: str) -> bool:
-        """Return whether each expert of a tensor of the model has pieces of its own."""
+        """Return whether each expert of a tensor of the model has its own pieces."""
         return len(self.shapes[name]) == 3 and EACH.search(self.of(name)[0]) is not None
 
     def _of_one(self, name: str, index: int) -> Sequence[str]:
-        """The pieces of one expert, where each has some of its own."""
+        """The pieces of one expert, where each has its own."""
         pieces = self.of(name)
         each = len(pieces) // self.shapes[name][0]
         return pieces[index * each : (index + 1) * each]

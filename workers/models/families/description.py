@@ -190,7 +190,7 @@ class Mlp:
     gate_up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     function: str | None = None
-    """The name of transformers' part for the activation, where that has numbers of its own."""
+    """The name of transformers' part for the activation, where that has its own numbers."""
     gate_factor: float = 1.0
     """The factor of the gate, before the activation."""
     factor: float = 1.0
@@ -302,11 +302,11 @@ class LayerSpec:
     mlp: Mlp | Experts | None
     norms: Norms
     beside: Beside | None = None
-    """The mixer with a state that stands beside attention, if there is one."""
+    """The mixer with a state that is next to attention, if there is one."""
     residual_scale: float = 1.0
     """The factor of what each half adds."""
     parallel: bool = False
-    """True if the MLP reads what attention reads, or parallel to it has a norm of its own."""
+    """True if the MLP reads what attention reads, or parallel to it has its own norm."""
     scalar: str | None = None
     """The name of the number by which the layer's result is multiplied."""
     own_input: OwnInput | None = None

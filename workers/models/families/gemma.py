@@ -52,8 +52,8 @@ def _gemma2(config: Any, index: int, *, capped: bool = True, **fields: Any) -> L
 
 
 def _gemma3(config: Any, index: int) -> LayerSpec:
-    """Layers with a window and without have tables of angles of their own; transformers reads a cap
-    of attention's logits, and does not use it."""
+    """Layers with and without a window have different tables of angles; transformers reads a cap of
+    attention's logits, and does not use it."""
     rope = Rope(config.layer_types[index])
     return _gemma2(config, index, capped=False, norms=HEAD_NORMS, rope=rope)
 
@@ -66,9 +66,8 @@ def _vaultgemma(config: Any, index: int) -> LayerSpec:
 
 def _gemma4(config: Any, index: int) -> LayerSpec:
     """Heads are of other sizes in layers that see all, where values may be the keys before their
-    norm; values are normed too, and what a layer gives is multiplied by a number of its own. In the
-    small ones the last layers read keys and values of others, and layers have inputs of their
-    own."""
+    norm; values are normed too, and what a layer gives is multiplied by its own number. In the
+    small ones the last layers read keys and values of others, and layers have their own inputs."""
     own, slid = config.per_layer_config[index], slides(config, index)
     reads, width = _read_by(config, index), getattr(config, "hidden_size_per_layer_input", 0)
     both = config.attention_k_eq_v and not slid

@@ -1,4 +1,4 @@
-"""Families with Mamba-2 in the place of attention, beside it, or in layers of its own."""
+"""Families with Mamba-2 in the place of attention, next to it, or in its own layers."""
 
 import math
 from typing import Any
@@ -183,7 +183,7 @@ def _nemotron_mlp(config: Any, part: str) -> Mlp:
 
 
 def _nemotron_experts(config: Any) -> Experts:
-    """Return experts beside a shared one, which may be of another width than states."""
+    """Return experts next to a shared one, which may be of another width than states."""
     latent = config.moe_latent_size is not None
     return Experts(
         config.num_experts_per_tok,

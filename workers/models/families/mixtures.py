@@ -101,7 +101,7 @@ def _qwen3_moe(config: Any, index: int) -> LayerSpec:
 
 
 def _qwen2_moe(config: Any, index: int) -> LayerSpec:
-    """Experts stand where Qwen 3 has them, beside a shared one with a gate of its own."""
+    """Experts stand where Qwen 3 has them, beside a shared one with its own gate."""
     mixed = attention(config, index, window=0)
     sparse = (index + 1) % config.decoder_sparse_step == 0 and config.num_experts > 0
     if index in config.mlp_only_layers or not sparse:

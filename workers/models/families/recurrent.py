@@ -54,7 +54,7 @@ def _qwen(config: Any, index: int, delta: StateMixer, mlp: Mlp | Experts) -> Lay
 
 
 def _shared_experts(config: Any, *, normalised: bool) -> Experts:
-    """Return experts beside a shared one with a gate of its own."""
+    """Return experts next to a shared one with its own gate."""
     act = config.hidden_act
     return Experts(
         config.num_experts_per_tok,

@@ -103,8 +103,8 @@ class Recorder:
         *,
         tuples: int = 0,
     ) -> None:
-        """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple
-        of so many parts, of which the first are the states."""
+        """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple of
+        this many parts, of which the first are the states."""
         self.calls: dict[int, Call] = {}
         self.results: list[Tensor] = []
         self.final: Tensor | None = None
@@ -246,7 +246,8 @@ def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Modu
 
 
 def in_tuple(states: Tensor, parts: int) -> Tensor | tuple[Tensor | None, ...]:
-    """Return states as a layer gives them, as the first part of a tuple of so many; 0: alone."""
+    """Return states in the form of a layer's result: the first part of a tuple of `parts`, or alone
+    for 0."""
     return (states, *[None] * (parts - 1)) if parts else states
 
 

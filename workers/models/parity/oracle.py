@@ -78,7 +78,7 @@ class Oracle:
 
     @property
     def pass_positions(self) -> Tensor:
-        """The positions of the rows of our own pass: those of the beginning once more, as another
+        """The positions of the rows of our own pass: those of the beginning again, as another
         session, and then all."""
         return torch.cat([self.positions[: self.dense], self.positions])
 
@@ -215,7 +215,7 @@ class Oracle:
             raise UnprovableError(f"layer {index} has a window of {window} positions")
         for run, mask in zip(self.runs, masks, strict=True):
             if mask is None:
-                continue  # the layer has a way of its own to hide what is to come, and is compared
+                continue  # the layer has its own way to hide what is to come, and is compared
             seen = _visible(mask, index)
             row, slot = torch.arange(run.first, run.stop).unsqueeze(1), torch.arange(run.stop)
             expected = (slot <= row) & (slot > row - (run.stop if window is None else window))

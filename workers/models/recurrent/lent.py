@@ -1,5 +1,5 @@
 """The states of a session for a model that reads them beside the one that computes them: its
-substitute, whose rows stand behind all of the session's own and have factors of their own."""
+substitute, whose rows stand behind all of the session's own and have their own factors."""
 
 from collections.abc import Sequence
 

@@ -9,7 +9,7 @@ from dovetail.protocol.calibration import STATELESS, StateTraffic
 NUMBER_BYTES = 4
 """States are fp32, whatever the weights are."""
 WAITING = 32
-"""Rows whose factors a session has at a time, about, beside those of a tree."""
+"""Rows whose factors a session has at a time, about, in addition to those of a tree."""
 STEP = 4096
 """Rows from one checkpoint of a long session to the next (`states.py`)."""
 COLUMNS = 16

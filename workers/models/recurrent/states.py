@@ -25,7 +25,7 @@ compute as many rows."""
 STEP = 4096
 """Rows from one checkpoint to the next in a long session: by then keys and values take more."""
 WAITING = 24
-"""Rows whose factors a session has at a time, about, beside those of a tree."""
+"""Rows whose factors a session has at a time, about, in addition to those of a tree."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 and our own descriptions, are all that is needed to pack it.
 
 The logits of a few rows from all over the context have to be those of the model that was proved,
-bit for bit; else the proof is forgotten and made anew. Knows the shape of models, and imports
+bit for bit; else the proof is forgotten and made again. Knows the shape of models, and imports
 nothing of transformers.
 """
 

@@ -104,7 +104,7 @@ def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> Coded
 def pack_stack(
     codes: Callable[[int], Codes], count: int, biases: Tensor | None
 ) -> Sequence[CodedMatrix]:
-    """Return matrices of the kernels from the codes of so many experts, side by side, with their
+    """Return matrices of the kernels from the codes of this many experts, side by side, with their
     biases [count, out]."""
     first = codes(0)
     bias = None if biases is None else biases[0]

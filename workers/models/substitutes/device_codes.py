@@ -1,11 +1,10 @@
 """Substitutes whose layers a GPU computes: the target's matrices in codes, and all else as the
 target has it. `DeviceSubstitute` shares the target's cache, embedding, norm and head on that GPU;
-`ResidentSubstitute` is in a process of its own.
-
-Products go over the codes, by our own over the kernels' layout, or by torch's int4 products: fewer
-bits are laid into 4, and 8 are the sum of two products of 4. The layers are `device/layer.py`'s;
-where the target keeps a layer on the device, the one that shares computes from that. Levels of a
-tree are those of `device/levels.py`. Knows layers, rows and slots; nothing of drafts or sessions.
+`ResidentSubstitute` is in its own process. Products go over the codes, by our own over the kernels'
+layout, or by torch's int4 products: fewer bits are laid into 4, and 8 are the sum of two products
+of 4. The layers are `device/layer.py`'s; where the target keeps a layer on the device, the one that
+shares computes from that. Levels of a tree are those of `device/levels.py`. Knows layers, rows and
+slots; nothing of drafts or sessions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,7 @@ from dovetail.workers.models.substitutes.quantize import BITS, Codes
 
 
 class _Engine(RoundingEngine):
-    """torch's operations for a substitute in a process of its own, whose codes stay codes."""
+    """torch's operations for a substitute in its own process, whose codes stay codes."""
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
         if isinstance(lying.kind, Coded):
@@ -61,8 +60,8 @@ class _Engine(RoundingEngine):
 
 
 class ResidentSubstitute(CodedLayers, ResidentDraft):
-    """A substitute all of which is on one device, in a process of its own. A `BackEnd`; logits stay
-    on the device."""
+    """A substitute all of which is on one device, in its own process. A `BackEnd`; logits stay on
+    the device."""
 
     def __init__(self, model: Any, kind: Kind, *, substitutes: Substitutes, device: Device) -> None:
         places = [Place.RESIDENT] * len(decoder_layers(model)[1])

@@ -61,7 +61,7 @@ class Substitutes:
         self.weights = 0
 
     def of_layer(self, layer: nn.Module, index: int, layers: int) -> Mapping[nn.Linear, Codes]:
-        """The codes of every linear of a layer that has its numbers, and is one of so many."""
+        """The codes of every linear of a layer with its numbers; `layers`: their number."""
         linears = {name: part for name, part in layer.named_modules() if type(part) is nn.Linear}
         shapes = {name: (part.out_features, part.in_features) for name, part in linears.items()}
         kept = self._kept(self._file("layer", index), shapes)

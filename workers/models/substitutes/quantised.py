@@ -21,7 +21,7 @@ ROWS = 16
 LEAST_SCALE = 1e-6
 """The least scale, that of a group whose weights are all the same; fp16 still tells it from 0."""
 TILES = (8, 4)
-"""torch's CUDA layout takes so many tiles of 16 inputs together; a group is 4 of them."""
+"""torch's CUDA layout takes this many tiles of 16 inputs together; a group is 4 of them."""
 
 
 def nearest_codes(weight: Tensor, device: torch.device = CPU) -> Codes:

@@ -2,7 +2,7 @@
 have written itself.
 
 They come from files of chats (`chats.py` renders those) or from token files: a row of little-endian
-uint16 ids in which every sequence begins with the begin id, and beside it, where not everything is
+uint16 ids in which every sequence begins with the begin id, and next to it, where not everything is
 to be learned, a file of the same name with the ending `.mask`, one byte an id. Knows no hidden
 states.
 """

@@ -40,7 +40,7 @@ class Origin:
     context: int
     """Tokens of the longest sequence."""
     taps: tuple[int, ...]
-    """Layers whose incoming residual stream stands beside the last hidden state, in this order."""
+    """Layers whose incoming residual stream is next to the last hidden state, in this order."""
     dtype: HalfType
 
     @property
@@ -62,7 +62,7 @@ class StatesReader(Protocol):
 
 def choose_taps(asked: str, layers: int) -> tuple[int, ...]:
     """The layers that `auto` (EAGLE-3's low, middle and high), `none` or a list such as `2,4,5`
-    means for a target of so many layers."""
+    means for a target of this many layers."""
     if asked == "none":
         return ()
     if asked == "auto":

@@ -28,7 +28,7 @@ class Arena:
     rows: Tensor
     """[layers, 2, kv_heads, slots, head_dim]"""
     captured: dict[Hashable, Any] = field(default_factory=dict)
-    """The passes that have been captured over its addresses, by whatever tells them apart."""
+    """The passes that have been captured over its addresses, by their keys."""
 
 
 class Arenas:
@@ -143,7 +143,7 @@ class ArenaCache(KVCache):
         self.capacity = capacity
 
     def _place_for(self, capacity: int) -> Arena:
-        """Return an arena of at least so many rows, of exactly so many if the cache shrinks."""
+        """Return an arena of at least this many rows, of exactly this many if the cache shrinks."""
         if capacity >= self._slots:
             return self._arenas.take(self._shape, capacity, self.rows)
         *outer, _, head_dim = self.rows.shape

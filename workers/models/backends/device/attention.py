@@ -32,7 +32,7 @@ PLACE = 3
 """Numbers of a place: address, slots, slots that may be read."""
 THREADS = 128
 FOUR = 4
-"""Rows of scores begin at multiples of so many."""
+"""Rows of scores begin at multiples of this many."""
 WIDTHS = (128, 256)
 """The most numbers of a key that a function takes."""
 MULTIPLE = 8
@@ -80,7 +80,7 @@ def fits(keys: Tensor, values: Tensor) -> bool:
 
 
 def takes_width(width: int) -> bool:
-    """Return whether ours takes keys of so many numbers."""
+    """Return whether ours takes keys of this many numbers."""
     return width % MULTIPLE == 0 and width <= WIDTHS[-1]
 
 
@@ -130,8 +130,8 @@ def placed_attention(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute what `own_attention` does, to the same bytes, for tokens each with keys and values of
-    its own. What lies behind the slots that may be read has to be hidden by the mask."""
+    """Compute what `own_attention` does, to the same bytes, for tokens each with its own keys and
+    values. What lies behind the slots that may be read has to be hidden by the mask."""
 
     def lying(part: slice) -> tuple[None, None, int, int, Tensor]:
         key = placed.first_key + part.start
@@ -193,8 +193,8 @@ def _attend(
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Say where our attention is wrong; empty if it is right for rows of a tree, alone and beside
-    others, and wherever in the cache what they see lies."""
+    """Describe where our attention is wrong; empty if it is right for rows of a tree, alone and in
+    a batch, and wherever in the cache what they see lies."""
     for width in PROOF_WIDTHS:
         if wrong := _against_width(program, device, width):
             return f"keys of {width} numbers: {wrong}"

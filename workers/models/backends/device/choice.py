@@ -3,7 +3,7 @@ and attention.
 
 Ours are used where they are proved right on that device and measured to be no slower: a small
 product has to give the bytes that the kernels give on the CPU, for any number of rows, and products
-of 1, 4 and 16 rows may together take no longer than torch's. Both are tried in a process beside
+of 1, 4 and 16 rows may together take no longer than torch's. Both are tried in a process next to
 this one first (`trying.py`); what was measured is kept beside the compiled functions, so that a
 later start chooses the same, and every start proves them again. Knows products, not models.
 """
@@ -77,7 +77,7 @@ class Contest:
     source: str
     """The functions of ours, in CUDA C++."""
     against: Callable[[Program, torch.device], str]
-    """Says what is wrong with ours; empty if it is right."""
+    """Describes what is wrong with ours; empty if it is right."""
     pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
     """Yields matrices of `TIMED_SHAPE`, each with our product and with what makes torch's."""
     torchs: bool = True
@@ -97,14 +97,14 @@ class Products:
         functions: Callable[[str], Program | str],
         trial: Callable[[str, str], bytes | str] = tried,
     ) -> None:
-        """`functions`: compiles functions of ours for the device, or says why it cannot. `trial`:
-        as `trying.tried`."""
+        """`functions`: compiles functions of ours for the device, or returns why it cannot.
+        `trial`: as `trying.tried`."""
         self.device, self.functions, self._trial = device, cache(functions), trial
         self._chosen: dict[IntEnum, bool] = {}
         self.said: dict[IntEnum, str] = {}
-        """Kind of matrix -> the sentence that says which product is used, and why."""
+        """Kind of matrix -> a sentence with the product that is used, and why."""
         self.told: set[IntEnum] = set()
-        """The kinds of which a worker has said so."""
+        """The kinds that a worker has reported."""
 
     def owner(self, contest: Contest) -> Program | None:
         """Return our functions if our product is used, which is settled at the first call; else
@@ -127,8 +127,8 @@ class Products:
 
     @property
     def mark(self) -> str:
-        """Return what a fingerprint says of what is ours, which has other bytes than torch's; a
-        substitute's codes change nothing of what is verified."""
+        """Return the part of a fingerprint for our functions, whose bytes differ from torch's; a
+        substitute's codes do not affect verification."""
         chosen = [kind for kind, own in self._chosen.items() if own and not _for_drafts(kind)]
         ours = sorted(kind.name.lower() for kind in chosen)
         return f"+own-{'-'.join(ours)}" if ours else ""
@@ -184,8 +184,8 @@ def choice_on(device: torch.device) -> Products | None:
 
 
 def tell_products(device: torch.device, name: str) -> None:
-    """Say on stderr which products a worker computes with on a device, and why, each once; in one
-    line where none can be ours."""
+    """Report on stderr which products a worker uses on a device, and why, each once; in one line if
+    none can be ours."""
     products = products_on(device)
     new, missing = products.said.keys() - products.told, products.functions(SOURCE)
     if isinstance(missing, str):
@@ -217,8 +217,8 @@ def measured(
 def product_seconds(
     products: Sequence[Product], rows: int, device: Device, width: int | None = None
 ) -> float:
-    """Return the seconds of a product of so many rows: the least mean of a few turns over products
-    of `TIMED_SHAPE`, or of others with `width` inputs. Reading a number waits for them."""
+    """Return the seconds of a product of this many rows: the least mean of a few turns over
+    products of `TIMED_SHAPE`, or of others with `width` inputs. Reading a number waits for them."""
     inputs = TIMED_SHAPE[1] if width is None else width
     x, best = torch.ones(rows, inputs, device=device.torch_device), math.inf
     clock = device.kind.clock
@@ -255,7 +255,7 @@ def _line(error: Exception) -> str:
 
 
 def against_matrix(kind: Kind, program: Program, device: torch.device) -> str:
-    """Say where our product differs from the kernels'; empty if it is the same bytes."""
+    """Describe where our product differs from the kernels'; empty if the bytes are the same."""
     generator = torch.Generator().manual_seed(1)
     matrix = PackedMatrix(kind, *SHAPE, bias=torch.randn(SHAPE[0], generator=generator))
     matrix.pack(torch.randn(SHAPE, generator=generator).to(STORED[kind]))
@@ -267,8 +267,8 @@ def against_matrix(kind: Kind, program: Program, device: torch.device) -> str:
 
 
 def against_kernels(own: Product, matrix: PackedMatrix, device: torch.device) -> str:
-    """Say for how many rows a product on a device has other bytes than the kernels' with the same
-    matrix; empty if it never has."""
+    """Describe for how many rows a product on a device has other bytes than the kernels' with the
+    same matrix; empty if it never has."""
     x = torch.randn(max(ROWS), matrix.k, generator=torch.Generator().manual_seed(2))
     x[1] = 0.0
     for rows in ROWS:

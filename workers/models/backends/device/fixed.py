@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
 def form_of(segments: Sequence[Segment], least_rows: int = 1, *, placed: bool) -> Form:
     """Return the shape of the pass that computes segments with paths in `ArenaCache`s, padded to at
-    least so many rows. `placed`: rows have memory of their own; else there is one segment."""
+    least this many rows. `placed`: rows have their own memory; else there is one segment."""
     count, stop, longest, path = 0, 1, 1, PATHS
     for segment in segments:
         assert segment.paths is not None
@@ -121,7 +121,7 @@ class Inputs:
     def __init__(
         self, form: Form, more: Shapes, device: torch.device, scratch: Tensor | None = None
     ) -> None:
-        """`more`: tensors [T, ...] beside positions, slots and paths, by their names. `scratch`:
+        """`more`: tensors [T, ...] next to positions, slots and paths, by their names. `scratch`:
         memory of one slot, which all rows write and see while a pass is captured whose rows have
         places; None: they have none, and it is the last slot."""
         rows = (form.rows,)
@@ -215,7 +215,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.captured: dict[Hashable, Any] = {}
-        """The passes, by whatever tells them apart."""
+        """The passes, by their keys."""
         self._scratch: Tensor | None = None
         HELD.add(self)
 
@@ -241,7 +241,7 @@ def passes_of(
     key: Hashable,
     make: Callable[[], FixedPass[InputsT, ResultT]],
 ) -> FixedPass[InputsT, ResultT]:
-    """Return the captured pass of a key, which tells it from all others, made at the first call."""
+    """Return the captured pass of a key, made at the first call."""
     found: FixedPass[InputsT, ResultT] | None = captured.get(key)
     if found is None:
         found = captured[key] = make()

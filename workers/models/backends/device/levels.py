@@ -141,8 +141,8 @@ class Levels:
         return isinstance(cache, ArenaCache) and cache.rows.dtype == HALF
 
     def _pass(self, states: Tensor, parts: Sequence[LevelRows], *, placed: bool) -> list[Ranked]:
-        """Compute parts in one pass, each with memory of its own or, if they are not `placed`, one
-        by itself."""
+        """Compute parts in one pass, each with its own memory or, if they are not `placed`, one by
+        itself."""
         rankings, segments, rows = list[DeviceRanking | None](), list[Segment](), list[slice]()
         firsts, count = list[tuple[int, DeviceRanking | None]](), 0
         for part in parts:

@@ -2,7 +2,7 @@
 the bytes that the kernels give it on the CPU, whatever its neighbours are
 (`kernels/cuda/products.cu`, `rounded.cu`).
 
-Nothing is laid out anew and nothing is widened in memory: a weight of 16 bits moves 2 bytes. Knows
+Nothing is laid out again and nothing is widened in memory: a weight of 16 bits moves 2 bytes. Knows
 matrices and their bytes; whether a product is used, `choice.py` decides.
 """
 
@@ -98,13 +98,13 @@ CODES_SOURCE = source_of("formats", "rounded") + "".join(
     for bits in (8, 4, 3, 2)
 )
 WORDS = 4
-"""Rows of x begin at multiples of so many words."""
+"""Rows of x begin at multiples of this many words."""
 ROW_THREADS, GROUP_THREADS = 512, 128
 """Threads of a block that rounds a row, or groups of rows, a warp each."""
 RELAY_ROWS, RELAY_THREADS = 8, 256
 """Rows and threads of a block over codes, of a substitute or of a GGUF file."""
 DEPTH = 4
-"""Rows of x have their groups in multiples of so many."""
+"""Rows of x have their groups in multiples of this many."""
 RELAY_BLOCKS = 2
 """Blocks of that kind that a multiprocessor has at a time."""
 WARP = 32

@@ -204,7 +204,8 @@ class DeviceNorm:
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Say what is wrong with our functions; empty if all are right, and rows are the same alone."""
+    """Describe what is wrong with our functions; empty if all are right, and rows are the same
+    alone."""
     parts, generator = Parts(program), torch.Generator().manual_seed(1)
     for kind in NormKind:
         x, weight, bias = (
@@ -237,7 +238,8 @@ def _against(program: Program, device: torch.device) -> str:
 
 
 def _placed_wrongly(parts: Parts, device: torch.device) -> str:
-    """Say what is wrong with rows in caches of their own; empty if they are those of one cache."""
+    """Describe what is wrong with rows in separate caches; empty if they equal those of one
+    cache."""
     generator, layers = torch.Generator().manual_seed(3), 2
     qkv, turns = (
         torch.randn(3, width, generator=generator).to(device)
@@ -274,7 +276,7 @@ def _norm(x: Tensor, kind: NormKind, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _wrong_sum(parts: Parts, own: Norm, kind: NormKind, x: Tensor, device: torch.device) -> str:
-    """Say that the norm of x plus an update differs from that of their sum; empty if it does
+    """Report that the norm of x plus an update differs from that of their sum; empty if it does
     not."""
     update = x.flip(0).to(device)
     there, summed = x.to(device), x.to(device) + update
@@ -284,8 +286,8 @@ def _wrong_sum(parts: Parts, own: Norm, kind: NormKind, x: Tensor, device: torch
 
 
 def _wrong(own: Callable[[Tensor], Tensor], x: Tensor, exact: Tensor) -> str:
-    """Say how a function of ours differs from the exact result, or a row alone from itself beside
-    others; empty if it does not."""
+    """Describe how a function of ours differs from the exact result, or a row alone from itself in
+    a batch; empty if it does not."""
     found = own(x)
     apart = float((found - exact).abs().max() / exact.abs().max())
     if not apart < TOLERANCE:

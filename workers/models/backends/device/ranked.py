@@ -68,7 +68,7 @@ class Arriving:
         """`here`: int32 [2, T, K], where ids and the bits of gains are to arrive."""
         self._wait, self._here = wait, here
         self.found: tuple[NDArray[np.int32], Floats] | None = None
-        """Ids and gains, once somebody has waited for them; None until then."""
+        """Ids and gains, once they have been waited for; None until then."""
 
     def take(self) -> tuple[NDArray[np.int32], Floats]:
         """Return ids and gains [T, K], once they are there."""

@@ -123,8 +123,8 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Rows in shapes that depend on nothing but how many rows and slots there are: what is written
-    and seen is told by tensors, for CUDA graphs."""
+    """Rows in shapes that depend only on the numbers of rows and slots: what is written and
+    attended to is in tensors, for CUDA graphs."""
 
     turn: Turn | None
     cached: Tensor | PlacedRows

@@ -3,9 +3,9 @@ kernels' (`kernels/native/scan.inl`) up to rounding, over the same states and fa
 
 All that is not the recurrence is computed for many rows at a time. The state itself goes row after
 row, by one operation for each row of Mamba-2 and five of the delta rule, and by a tree level after
-level: what a row gives follows from the rows on its path, whatever stands beside it and however a
-prompt is cut. The chunked algorithms of these rules add rows up in an order that depends on where
-a chunk begins. Knows a mixer by its plan, and the slots of rows.
+level: what a row gives follows from the rows on its path, whatever is next to it and however a
+prompt is cut. The chunked algorithms of these rules add rows up in an order that depends on where a
+chunk begins. Knows a mixer by its plan, and the slots of rows.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,9 @@
-"""Trials of functions of ours on a device, in a process of its own.
-
-`python -m dovetail.workers.models.backends.device.trial DEVICE SECONDS` reads names of functions
-from stdin, one a line, proves and measures them, and answers each with a line of JSON: what it has
-measured, or why they are refused. It ends with stdin, after so many seconds without a name, and
-after an error of the device, which may have spoilt it for the next trial. `trying.py` asks it, once
-for a chip, a version of torch and a source; `choice.py` keeps what it says.
+"""Trials of functions of ours on a device, in its own process. `python -m
+dovetail.workers.models.backends.device.trial DEVICE SECONDS` reads names of functions from stdin,
+one a line, proves and measures them, and answers each with a line of JSON: what it has measured, or
+why they are refused. It ends with stdin, after this many seconds without a name, and after an error
+of the device, which may have spoilt it for the next trial. `trying.py` asks it, once for a chip, a
+version of torch and a source; `choice.py` keeps what it says.
 """
 
 import json
@@ -42,7 +41,7 @@ def main(device: str, name: str) -> str:
 
 
 def here(device: str, name: str) -> bytes | str:
-    """Make a trial in this process, which serves nobody; as `trying.tried`."""
+    """Make a trial in this process, which serves no requests; as `trying.tried`."""
     try:
         return main(device, name).encode()
     except (RuntimeError, SystemExit) as error:

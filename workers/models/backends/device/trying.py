@@ -1,4 +1,4 @@
-"""Has functions of ours tried in a process beside this one: a function that fails on a device
+"""Has functions of ours tried in a process next to this one: a function that fails on a device
 spoils its context, which must not end a worker.
 
 One process tries all that is asked of it soon after each other, since torch's start and a context
@@ -27,7 +27,7 @@ BEAT_S = 0.5
 PART = 4096
 """Bytes that are read at a time."""
 LINGER_S = 1.0
-"""The process ends after so many seconds without a question: its context takes memory of the
+"""The process ends after this many seconds without a question: its context takes memory of the
 device that weights need."""
 
 
@@ -62,7 +62,7 @@ class _Process:
         return line
 
     def end(self) -> tuple[int, str]:
-        """End the process, if it has not; return its code and what it said last on stderr."""
+        """End the process, if it has not ended; return its code and its last line on stderr."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdout.close()

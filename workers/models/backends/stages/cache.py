@@ -20,7 +20,7 @@ class StagedPass:
     """The inputs that layers have of their own, [rows, width of all]; None: they have none."""
 
     def use_inputs(self, inputs: Tensor) -> None:
-        """Have layers with inputs of their own read them from these."""
+        """Have layers with their own inputs read them from these."""
         self.inputs = inputs
 
     def inputs_of(self, rows: slice) -> Tensor | None:
@@ -113,7 +113,7 @@ class StagedCache:
 
     @property
     def base_bytes(self) -> int:
-        """Memory of a session beside that of its rows, of whatever device."""
+        """Memory of a session in addition to that of its rows, of whatever device."""
         return sum(part.base_bytes for part in self.parts)
 
     @property

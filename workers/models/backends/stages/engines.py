@@ -265,8 +265,7 @@ class TorchEngine:
         return unpack(lying, memory) if products is None else products.lay_out(lying, memory)
 
     def new_cache(self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> KVCache:
-        """Return a cache of zeros: who reads it in fixed shapes multiplies slots that nobody has
-        written by 0."""
+        """Return a cache of zeros: reading in fixed shapes multiplies unwritten slots by 0."""
         heads = [
             Heads(plan.kv_heads, plan.head_dim, 0 if plan.latent is None else plan.latent.rank)
             for plan in plans

@@ -35,7 +35,7 @@ class Layout:
         return own
 
     def caching(self, layer: int) -> LayerPlan:
-        """Return a layer of the model in its place, which has keys and values of its own."""
+        """Return a layer of the model in its place, which has its own keys and values."""
         return self._places[layer]
 
     def has(self, layer: int) -> bool:

@@ -43,7 +43,7 @@ class Reader:
         self._made: dict[tuple[int, int], Run] = {}
 
     def _by_itself(self, plan: LayerPlan) -> LayerPlan:
-        """Return a layer over a cache of its own, or of the layer alone whose keys and values it
+        """Return a layer over its own cache, or of the layer alone whose keys and values it
         reads."""
         layout = Layout()
         if plan.reads is not None:

@@ -2,7 +2,7 @@
 or several, and replayed as one launch.
 
 A captured pass has more rows than were asked for, and more slots than a row sees. So only layers
-whose functions are all ours are captured: these give a row the same bytes whatever is beside it.
+whose functions are all ours are captured: these give a row the same bytes whatever is next to it.
 Knows layers and rows; nothing of sessions.
 """
 

@@ -30,7 +30,7 @@ class Stage:
     """Some layers in a row on one device."""
 
     def __init__(self, number: int, first: int, engine: Engine, transfer: Transfer | None) -> None:
-        """`transfer`: of a device beside the CPU."""
+        """`transfer`: of a device next to the CPU."""
         self.engine = engine
         self._number, self._first, self._transfer = number, first, transfer
         self.layout = Layout()

@@ -1,10 +1,9 @@
 """Weights that pass through a few reused buffers of a device: each is copied while those before it
 are computed with, across layers and from one pass into the next.
 
-A buffer is filled anew only when what was computed from it is done, which the copies wait for;
+A buffer is filled again only when what was computed from it is done, which the copies wait for;
 methods 4.4 of the papers' code leaves that out, and a slow layer is then computed from the next
-one's weights. Knows blobs of bytes and their order; what is computed from them is its owner's
-business.
+one's weights. Blobs of bytes and their order only; the owner computes with them.
 """
 
 from collections.abc import Iterator, Sequence

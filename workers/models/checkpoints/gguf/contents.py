@@ -1,5 +1,5 @@
-"""The files of a view: what the GGUF files of a model say of configuration, tokenizer and sampling,
-in the Hugging Face layout."""
+"""The files of a view: configuration, tokenizer and sampling of a model's GGUF files, in the
+Hugging Face layout."""
 
 import json
 from collections import Counter

@@ -1,5 +1,5 @@
-"""The keys of a GGUF file that describe its architecture, taken one by one: a key that nobody asks
-for would be another function, and is refused."""
+"""The keys of a GGUF file that describe its architecture, read one by one: an unread key could mean
+another function, and is refused."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
@@ -15,7 +15,7 @@ from dovetail.workers.models.checkpoints.gguf.reader import Place
 HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
 """Keys that do not change what a model computes."""
 LARGEST = 1 << 32
-"""The largest whole number that a file can say of its architecture: files have 32 bits for it."""
+"""The largest whole number in a file's architecture, which has 32 bits."""
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
 GUESSES = "nextn_predict_layers"
@@ -97,7 +97,7 @@ class Facts:
         if found < 1 or guesses < 0:
             raise self.refusal(f"it has {found} layers")
         if found > len(self.tensors):  # and no list is made of as many
-            raise self.refusal(f"it says that it has {found} layers, and has fewer tensors")
+            raise self.refusal(f"it declares {found} layers, and has fewer tensors")
         return found
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -140,8 +140,7 @@ class Facts:
         return self.tensors[name]
 
     def refuse_more(self) -> None:
-        """`CheckpointError` naming a key that nobody has asked for, or factors of the rotation that
-        nobody has needed."""
+        """`CheckpointError` naming an unread key, or unused factors of the rotation."""
         for key in self._keys():
             if key not in self._asked:
                 raise self.refusal(

@@ -31,7 +31,7 @@ class Model:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Return what the model says of itself."""
+        """Return the model's metadata."""
         return self.heads[0].facts
 
 
@@ -103,7 +103,7 @@ def _refuse_places(head: Head) -> None:
 
 
 def _refuse_part(head: Head, number: int, count: int) -> None:
-    """`CheckpointError` for a part that says of itself what its name does not."""
+    """`CheckpointError` for a part whose metadata contradicts its name."""
     said = tuple(head.facts.get(f"split.{key}", usual) for key, usual in (("no", 0), ("count", 1)))
     if not all(isinstance(value, int) for value in said):
         raise CheckpointError(f"{head.file}: split.no or split.count is no whole number; {AGAIN}")
@@ -122,7 +122,7 @@ def _refuse_kind(head: Head) -> None:
     if not isinstance(kind, str):
         raise CheckpointError(f"{head.file}: general.type is no text; {AGAIN}")
     if not isinstance(architecture, str) or not architecture:
-        raise CheckpointError(f"{head.file} does not say its architecture; {AGAIN}")
+        raise CheckpointError(f"{head.file} does not name its architecture; {AGAIN}")
     if kind == "adapter":
         raise CheckpointError(
             f"{head.file} holds a LoRA adapter; merge it into its model, and name that"

@@ -10,7 +10,7 @@ from dovetail.protocol.errors import CheckpointError
 AGAIN = "fetch the file again"
 """The remedy for a damaged file."""
 MARK = "gguf.json"
-"""The file that says whose view a folder is."""
+"""The file that names the source of a view."""
 SUFFIX = ".gguf"
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 SIDECARS = re.compile(r"(^|[-_.])mmproj|^mtp[-_.]", re.IGNORECASE)

@@ -30,8 +30,8 @@ OF_KEYS = ("attn_k", "attn_v", "attn_k_norm")
 NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, VALUES, VALUE_INPUTS, DECAYS, NUMBERS = range(9)
 """Steps that make a tensor of a file that of transformers: 1 taken away, its two dimensions or its
 last two changed, rows whose neighbours are rotated together put into halves of a head, rows or
-inputs of value heads put beside those of the same key head, logarithms of decays taken, and
-blocks unpacked with any weights."""
+inputs of value heads put next to those of the same key head, logarithms of decays taken, and blocks
+unpacked with any weights."""
 WOVEN, BEHIND, BELOW = range(9, 12)
 """Steps that make one tensor of two: rows of experts by turns or one below the other, [experts, in,
 out]; and the rows of a matrix below those of another, or for each head of keys its share of both.
@@ -54,7 +54,7 @@ class Placed:
     first: int = 0
     """The first row of value heads."""
     single: int | None = None
-    """A dimension of one number that transformers has beside those of the file."""
+    """A dimension of one number that transformers has in addition to those of the file."""
     flat: bool = False
     """True if transformers has one dimension."""
     up: "Placed | None" = None
@@ -140,8 +140,8 @@ def _without_shared(found: Mapping[str, Placed]) -> dict[str, Placed]:
 
 
 def _reads_another(name: str, facts: Facts) -> bool:
-    """Return whether a tensor makes keys or values of a layer that reads those of another: files
-    may have them, and nobody computes with them."""
+    """True if a tensor makes keys or values of a layer that reads those of another: files may have
+    such tensors, which are not used."""
     if SHARING not in facts:
         return False
     first = facts.layers - facts.whole(SHARING)

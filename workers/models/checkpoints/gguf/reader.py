@@ -118,7 +118,7 @@ class _Reader:
             self._refuse_version(version)
         tensors, keys = self._number("<Q"), self._number("<Q")
         if tensors > MOST_TENSORS or keys > MOST_KEYS:
-            self._refuse(f"it says that it has {tensors} tensors and {keys} keys")
+            self._refuse(f"it declares {tensors} tensors and {keys} keys")
         facts, spans = dict[str, Any](), dict[str, slice]()
         for _ in range(keys):
             key = self._bytes("a key", LONGEST_NAME).decode(errors="backslashreplace")

@@ -105,7 +105,7 @@ class Rows:
     """uint8 [rows, bytes], or where to read them."""
 
     def __deepcopy__(self, memo: Any) -> "Rows":
-        return self  # nobody changes them, and a copy of a layer is to take no memory for them
+        return self  # they are never changed, and a copy of a layer should take no memory for them
 
     @property
     def count(self) -> int:
@@ -188,7 +188,7 @@ class Pile:
 
 
 def _inputs(kind: int, width: int) -> int:
-    """The numbers of a row of so many bytes."""
+    """The numbers of a row of this many bytes."""
     return width // KINDS[kind].size_bytes * KINDS[kind].numbers
 
 

@@ -52,7 +52,7 @@ class Splitting:
     composed: bool = False
     """The text is brought into Unicode's composed form (NFC) first."""
     begins: bool = False
-    """A text begins with the begin token where the file does not say."""
+    """By default a text begins with the begin token."""
 
 
 _PLAIN = Splitting((_GPT2,))

@@ -275,7 +275,7 @@ def _moved(found: Tensor, placed: Placed) -> Tensor:
 
 
 def _values(found: Tensor, placed: Placed) -> Tensor:
-    """Rows of value heads, which stand one for each key head and then the next for each, beside
+    """Rows of value heads, which stand one for each key head and then the next for each, next to
     those of the same key head."""
     if not placed.heads:
         return found

@@ -2,7 +2,7 @@
 bytes] it makes fp32 [blocks, numbers] (layouts: ggml's `ggml-common.h`).
 
 In formats of 32 numbers byte j of the codes holds number j in its lower half and number j + 16 in
-the upper one. In those of 256 numbers a block has sub-blocks with scales of their own.
+the upper one. In those of 256 numbers a block has sub-blocks with their own scales.
 """
 
 import torch

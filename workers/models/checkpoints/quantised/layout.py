@@ -113,7 +113,7 @@ def bits_of(parts: Parts[P], scheme: Scheme) -> int:
     the shapes of its parts; 0 if none does, `UnfitError` if several do."""
     words, scales = parts["words"][1].shape, parts["scales"][1].shape
     length, count = (words[0], scales[0]) if scheme.method == "gptq" else (words[1], scales[1])
-    if scheme.method == "gptq" and "groups" in parts:  # some modules have bits of their own
+    if scheme.method == "gptq" and "groups" in parts:  # some modules have their own bits
         inputs = prod(parts["groups"][1].shape)
         return next((bits for bits in PACKABLE_BITS if length * WORD == bits * inputs), 0)
     found = set[int]()

@@ -1,8 +1,6 @@
-"""The parts of the config.json that stands for a GGUF file that architectures of llama.cpp share:
-what its keys say, in transformers' words.
-
-Where llama.cpp has a constant in its code and no key in the file (Gemma's query scale, the rotation
-of every fourth layer of SmolLM 3), so have these configurations.
+"""The parts of a GGUF file's config.json that architectures of llama.cpp share: its keys, in
+transformers' names. Constants of llama.cpp's code without a key in the file (Gemma's query scale,
+the rotation of every fourth layer of SmolLM 3) are constants here, too.
 """
 
 import math
@@ -15,15 +13,15 @@ from dovetail.workers.models.checkpoints.gguf.kinds import BF16, F16, F32
 Configuration = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 BASE = 10000.0
-"""The base of rotation where a file says none: llama.cpp's, of every architecture."""
+"""The default base of rotation: llama.cpp's, for every architecture."""
 UNTIED = frozenset(
     (
         *("dots1", "gpt-oss", "gptneox", "minimax-m2", "nemotron", "olmo2", "olmoe", "phi2"),
         *("qwen2moe", "stablelm"),
     )
 )
-"""Architectures whose files llama.cpp does not load without a head of their own (output.weight);
-of others, an embedding stands for one that is missing."""
+"""Architectures whose files llama.cpp does not load without a head (output.weight); in others, the
+embedding replaces a missing one."""
 ROTATED_IN_PART = frozenset(
     (
         *("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"),
@@ -96,7 +94,7 @@ def rotation(facts: Facts, head: int) -> Configuration:
         raise facts.refusal(
             f"it rotates {rotated} numbers of a head of {head}, where its architecture has all"
         )
-    if facts.architecture in ROTATED_IN_PART:  # of some, transformers has a share of its own
+    if facts.architecture in ROTATED_IN_PART:  # of some, transformers has its own share
         found["partial_rotary_factor"] = rotated / head
     unsaid = "linear" if facts.real("rope.scaling.factor", 1.0) != 1.0 else "none"
     kind = facts.text("rope.scaling.type", unsaid)
@@ -161,8 +159,8 @@ def with_rms(facts: Facts) -> Configuration:
 
 
 def pattern(facts: Facts, every: int) -> list[str]:
-    """Return the kinds of layers: where the file says nothing, all but each of so many have a
-    window; of 0, all have one, as in llama.cpp."""
+    """Return the kinds of layers: by default all except every n-th have a window, with n = 0 all,
+    as in llama.cpp."""
     key, layers = "attention.sliding_window_pattern", range(facts.layers)
     if facts.is_list(key):
         windows = facts.numbers(key)[: len(layers)]
@@ -170,7 +168,7 @@ def pattern(facts: Facts, every: int) -> list[str]:
         every = facts.whole(key, every)
         windows = [int(every == 0 or (index + 1) % every > 0) for index in layers]
     if len(windows) != len(layers):
-        raise facts.refusal(f"it says of {len(windows)} layers whether they have a window")
+        raise facts.refusal(f"it has window flags for {len(windows)} layers")
     return [SLIDING if window else FULL for window in windows]
 
 

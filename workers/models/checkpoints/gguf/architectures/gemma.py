@@ -16,9 +16,9 @@ from dovetail.workers.models.checkpoints.gguf.facts import KV_HEADS, Facts
 from dovetail.workers.models.checkpoints.gguf.files import numbers_of
 
 LOCAL_BASE = 10000.0
-"""The base of rotation of layers with a window, where the file says none."""
+"""The default base of rotation of layers with a window."""
 FINAL_CAP = 30.0
-"""The cap of logits where a file of Gemma 2 or 4 says none; Gemma 3 has none then."""
+"""The default cap of logits of Gemma 2 and 4; Gemma 3 has none."""
 BIG_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose queries are scaled by another width."""
 UNROTATED = 1e30
@@ -45,7 +45,7 @@ def gemma2(facts: Facts) -> Configuration:
 
 
 def gemma3(facts: Facts) -> Configuration:
-    """Five of six layers have a window, and a rotation of their own that is not scaled."""
+    """Five of six layers have a window, and their own rotation that is not scaled."""
     found = with_rms(facts)
     window = facts.whole("attention.sliding_window", 0)
     layers = range(found["num_hidden_layers"])
@@ -74,8 +74,8 @@ def _gemmas(facts: Facts, found: Configuration) -> Configuration:
 
 
 def gemma4(facts: Facts) -> Configuration:
-    """Layers with a window have heads of another width and a rotation of their own; the last may
-    read keys and values of others, and each may have inputs of its own."""
+    """Layers with a window have heads of another width and their own rotation; the last may read
+    keys and values of others, and each may have its own inputs."""
     facts.numbers("attention.sliding_window_pattern")
     sizes, kinds = sizes_of(facts), pattern(facts, 6)
     head, shared = sizes["head_dim"], facts.whole("attention.shared_kv_layers", 0)
@@ -148,7 +148,7 @@ def _proportional(facts: Facts, head: int) -> Configuration:
 
 
 def _experts(facts: Facts) -> Configuration:
-    """Experts beside the MLP; files of models without any may say how many there would be."""
+    """Experts next to the MLP; files of models without experts may still have their number."""
     count, used = facts.whole("expert_count", 0), facts.whole("expert_used_count", 0)
     width = facts.whole(EXPERTS, 0)
     if "blk.0.ffn_gate_inp.weight" not in facts.tensors:

@@ -58,7 +58,7 @@ def starcoder(facts: Facts) -> Configuration:
 
 
 def stablelm(facts: Facts) -> Configuration:
-    """Halves are parallel where an MLP has no norm, whatever the file says."""
+    """Halves are parallel if an MLP has no norm, whatever the file's flag."""
     facts.truth("use_parallel_residual", True)
     return {
         **common(facts),
@@ -96,7 +96,7 @@ def gptneox(facts: Facts) -> Configuration:
 
 
 def nemotron(facts: Facts) -> Configuration:
-    facts.epsilon("attention.layer_norm_rms_epsilon", 0.0)  # files say it twice
+    facts.epsilon("attention.layer_norm_rms_epsilon", 0.0)  # files have it twice
     return {
         **common(facts),
         "model_type": "nemotron",

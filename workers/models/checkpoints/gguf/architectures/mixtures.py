@@ -1,7 +1,7 @@
 """The configurations of GGUF files of models with experts whose layers are all attention.
 
-How experts are chosen stands in llama.cpp's code for most architectures; what a file says beside is
-taken where the model of transformers knows it, and refused where it is something else.
+For most architectures the choice of experts is in llama.cpp's code; further keys of a file are used
+if transformers' model supports them, and refused otherwise.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ SOFTMAX, SIGMOID = 1, 2
 """Functions that make scores of a router's logits, by llama.cpp's numbers."""
 NOTHING = 0
 SCORED = frozenset(("dots1", "lfm2moe", "minimax-m2"))
-"""Architectures whose files have to say how experts are scored: llama.cpp has no default."""
+"""Architectures whose files must name the scores of experts: llama.cpp has no default."""
 GLM_FLASH = ((47, 154880), (48, 154880))
 """Layers and tokens of GLM-4.7-Flash."""
 LLAMA4_CHUNK = 8192
@@ -69,7 +69,7 @@ def qwen3moe(facts: Facts) -> Configuration:
 
 
 def qwen2moe(facts: Facts) -> Configuration:
-    """Experts beside a shared one; the weights of the chosen are not normalised."""
+    """Experts next to a shared one; the weights of the chosen are not normalised."""
     return {
         **with_rms(facts),
         **experts_of(facts),
@@ -113,7 +113,7 @@ def olmoe(facts: Facts) -> Configuration:
 
 
 def granitemoe(facts: Facts) -> Configuration:
-    """Granite's factors; all rows share an MLP beside the experts, if it has a width."""
+    """Granite's factors; all rows share an MLP next to the experts, if it has a width."""
     found = {**granite(facts), **experts_of(facts)}
     width = facts.whole("expert_shared_feed_forward_length", 0)
     return {
@@ -152,8 +152,8 @@ def dots1(facts: Facts) -> Configuration:
 
 def deepseek2(facts: Facts) -> Configuration:
     """Attention is over latents. Experts that are chosen by sigmoids, with a correction, are those
-    of DeepSeek-V3 (GLM-4.7-Flash, too), and by shares those of DeepSeek-V2; a file that does not
-    say which has the second, but for GLM-4.7-Flash, which llama.cpp tells by its sizes."""
+    of DeepSeek-V3 (GLM-4.7-Flash, too), and by shares those of DeepSeek-V2; a file without this key
+    has the second, except for GLM-4.7-Flash, which llama.cpp recognises by its sizes."""
     first = facts.whole("leading_dense_block_count", 0)
     if first >= facts.layers and not facts.whole("expert_count", 0):
         return _youtu(facts)
@@ -189,7 +189,7 @@ def deepseek2(facts: Facts) -> Configuration:
 
 
 def _youtu(facts: Facts) -> Configuration:
-    """Layers of DeepSeek-V3 without experts, of which files say something all the same."""
+    """Layers of DeepSeek-V3 without experts, for which files have values all the same."""
     for key in ("expert_used_count", "expert_shared_count", "expert_feed_forward_length"):
         facts.whole(key, 0)
     return {
@@ -277,7 +277,7 @@ def qwen3vlmoe(facts: Facts) -> Configuration:
 
 
 def hunyuan_moe(facts: Facts) -> Configuration:
-    """All layers have experts beside a shared one of their width."""
+    """All layers have experts next to a shared one of their width."""
     found = {**with_rms(facts), **experts_of(facts)}
     width = facts.whole("expert_feed_forward_length")
     shared = facts.whole("expert_shared_count", 1)

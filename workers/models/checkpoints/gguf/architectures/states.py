@@ -35,7 +35,7 @@ def _delta(facts: Facts) -> Configuration:
     else:
         states = [int((index + 1) % max(1, every) > 0) for index in layers]
     if values < 1 or len(states) != len(layers):
-        raise facts.refusal("it does not say which layers have a state, or of how many heads")
+        raise facts.refusal("it does not list the layers with a state, or their numbers of heads")
     return {
         **found,
         "hidden_act": "silu",
@@ -57,7 +57,7 @@ def qwen35(facts: Facts) -> Configuration:
 
 
 def qwen35moe(facts: Facts) -> Configuration:
-    """Layers as those without experts have them, and experts beside a shared one."""
+    """Layers as those without experts have them, and experts next to a shared one."""
     return {
         **qwen35(facts),
         **experts_of(facts),
@@ -103,7 +103,7 @@ def lfm2moe(facts: Facts) -> Configuration:
 
 
 def qwen3next(facts: Facts) -> Configuration:
-    """Layers of Qwen 3.5, whose rotation has no sections, and experts beside a shared one."""
+    """Layers of Qwen 3.5, whose rotation has no sections, and experts next to a shared one."""
     return {
         **_delta(facts),
         **experts_of(facts),
@@ -173,7 +173,7 @@ def granitehybrid(facts: Facts) -> Configuration:
 
 
 def falcon_h1(facts: Facts) -> Configuration:
-    """Mamba-2 beside attention in every layer. Multipliers are part of the weights."""
+    """Mamba-2 next to attention in every layer. Multipliers are part of the weights."""
     found = with_rms(facts)
     sizes = _mamba(facts, found["hidden_size"])
     names = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
@@ -205,7 +205,7 @@ def nemotron_h(facts: Facts) -> Configuration:
         for count, width in zip(heads, widths, strict=True)
     ]
     sizes = sizes_of(facts)
-    rotation(facts, sizes["head_dim"])  # files say it, and nothing is rotated
+    rotation(facts, sizes["head_dim"])  # files have it, and nothing is rotated
     states = _mamba(facts, sizes["hidden_size"])
     epsilon = facts.epsilon("attention.layer_norm_epsilon")  # of layers that guess
     epsilon = facts.epsilon("attention.layer_norm_rms_epsilon", epsilon)
@@ -233,12 +233,12 @@ def nemotron_h(facts: Facts) -> Configuration:
     if sparse:
         return {**found, **_nemotron_experts(facts)}
     for key in ("count", "used_count", "group_count", "group_used_count"):
-        facts.whole(f"expert_{key}", 0)  # transformers says it of all
+        facts.whole(f"expert_{key}", 0)  # transformers sets it for all
     return found
 
 
 def _nemotron_experts(facts: Facts) -> Configuration:
-    """Experts beside a shared one; the choice is corrected."""
+    """Experts next to a shared one; the choice is corrected."""
     found = experts_of(facts, SIGMOID)
     latent, shared = facts.whole("moe_latent_size", 0), facts.whole("expert_shared_count", 0)
     if shared or any(name.endswith(SHARED) for name in facts.tensors):
