@@ -20,10 +20,11 @@ from pathlib import Path
 
 FOLDERS = "protocol", "runtime", "workers", "launch"
 PRIVATE = (
-    "told|tells?|telling|said|says?|saying|hears?|heard|anew|besides?|nobody|somebody"
-    "|so many|once more|of its own|of their own|for fear|aside"
+    "told|tells?|telling|said|says?|saying|hears?|heard|anew|beside|nobody|somebody"
+    "|so many|once more|of its own|of their own|for fear"
 )
 WORD = re.compile(rf"\b({PRIVATE})\b", re.IGNORECASE)
+BRACES = re.compile(r"\{[^{}]*\}")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 NO_PAGES = "ATTRIBUTION.md", "MESSAGES.md", "RESULTS.md", "FLEET.md"
 """Licences, a generated reference, and logs of measurements."""
@@ -38,7 +39,7 @@ def texts(source: str) -> Iterator[str]:
             token.type in (tokenize.COMMENT, tokenize.STRING)
             or "FSTRING" in (tokenize.tok_name[token.type])
         ):
-            yield " ".join(token.string.split())
+            yield " ".join(BRACES.sub("{}", token.string).split())
 
 
 def private(source: str) -> Counter[str]:
