@@ -1,1 +1,1 @@
-"""The engine: sessions, the coordinator that carries them, what workers and clients are told."""
+"""The engine: the coordinator, its sessions, and the messages to workers and clients."""

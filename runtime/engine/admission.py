@@ -36,12 +36,10 @@ class Admission:
         self._strikes: dict[bytes, int] = {}
 
     def strike(self, peer: bytes, error: DecodeError) -> None:
-        """Count a message that breaks the protocol; a peer that goes on is no longer listened to.
-        A client is told that its request is not read, unless one of that number is open: that one
-        goes on.
-
-        Nor is a worker that owes an answer: this may have been it, and its session would wait for
-        it in vain.
+        """Count a message that breaks the protocol; after too many the peer is ignored. A client
+        gets a failure for its request, unless one of that number is running. A worker that owes an
+        answer is ignored at once: this may have been the answer, for which its session would wait
+        in vain.
         """
         self._dropped.refused += 1
         if len(self._strikes) > MAX_STRUCK_PEERS:
@@ -76,7 +74,7 @@ class Admission:
                 self._acts.client_lost(client)
 
     def newcomer(self, peer: bytes, message: Event | ClientRequest, now_ns: int) -> None:
-        """Let a peer in that says Hello, if it goes with those that are here."""
+        """Register a peer that sent Hello, if it fits the present ones."""
         if self._strikes.get(peer, 0) >= MAX_STRIKES:
             self._dropped.refused += 1
             return
@@ -98,7 +96,7 @@ class Admission:
         reached = self._post.reaches(peer, welcome)
         if isinstance(admitted, Worker):
             self._let_in(admitted)
-        elif not reached:  # it left before this coordinator began, and is probed by nobody
+        elif not reached:  # it left before this coordinator began, and is not probed
             self._acts.client_lost(admitted)
 
     def _let_in(self, worker: Worker) -> None:
@@ -122,7 +120,7 @@ class Admission:
         self._acts.admitted(worker)
 
     def refuse(self, peer: bytes, error: RequestError) -> None:
-        """Tell a peer why it is not let in, or not listened to any more."""
+        """Send a peer the reason why it is refused or ignored."""
         self._dropped.refused += 1
         log.warning("refused: %s", error)
         self._post.to_peer(peer, refusal(self._service.epoch, error))
@@ -132,8 +130,8 @@ class Admission:
         self._post.to_peer(peer, Failed.model_validate(said))
 
     def let_go_if_revoked(self, worker: Worker) -> bool:
-        """Tell a worker whose key was revoked, or may no longer play its role; False if its key is
-        good, or was until it disconnected."""
+        """Notify a worker whose key was revoked or lost its role; False if its key is valid, or was
+        until it disconnected."""
         key = self._hub.user(worker.peer)
         if key is None or not key.public or key.may_be(worker.hello.roles):
             return False
@@ -146,8 +144,8 @@ class Admission:
         return True
 
     def let_revoked_go(self) -> None:
-        """Part with peers whose keys were revoked or no longer allow their roles: what they say
-        does not arrive any more, and nobody is to wait for it."""
+        """Remove peers whose keys were revoked or lost their roles: their messages no longer
+        arrive, and must not be awaited."""
         for worker in list(self._registry.workers.values()):
             if self.let_go_if_revoked(worker):
                 self._acts.worker_lost(worker, LOST_KEY)

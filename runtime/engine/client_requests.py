@@ -123,8 +123,8 @@ class ClientRequests:
         self._acts.reply(client, seen)
 
     def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> None:
-        """Have a worker come or go, if that is possible. Over ipc whoever is let in is the owner;
-        over tcp the key says who may."""
+        """Put a worker in place or drain it, if possible. Over ipc every client is the owner; over
+        tcp the key must allow it."""
         key = self._user(client)
         try:
             if key is not None and OPERATOR not in key.roles:
@@ -288,6 +288,6 @@ class ClientRequests:
 def observe(
     observing: EventLog, registry: Registry, epoch: int, send: Callable[[Worker, Message], object]
 ) -> None:
-    """Have the workers record what somebody looks for."""
+    """Let the workers record the requested spans."""
     for worker, fine in observing.orders(registry.workers.values()):
         send(worker, Observe(epoch=epoch, fine=fine))

@@ -218,8 +218,7 @@ class Coordinator:
         self._receive(peer, frames, self.now_ns())
 
     def _receive(self, peer: bytes, frames: Sequence[bytes], now_ns: int) -> None:
-        """Handle one message; whatever goes wrong with it concerns the session or the request that
-        it is about, and nobody else."""
+        """Handle one message; an error affects only the session or request that it is about."""
         worker, client = self.registry.workers.get(peer), self.registry.clients.get(peer)
         try:
             message = (EVENT if worker else REQUEST if client else INBOUND).decode(frames)
@@ -386,7 +385,7 @@ class Coordinator:
         return not self._running and not len(self._shared.queue)
 
     def supervised(self, told: Supervised) -> None:
-        """Heed what whoever started us says of the other parts."""
+        """Handle the supervisor's report of the other parts."""
         self.service.supervised, self.service.supervised_ns = told, self.now_ns()
         if told.ending:
             self.service.given_up, self.service.ending = told.ending, True

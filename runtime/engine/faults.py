@@ -30,15 +30,14 @@ def told(error: BaseException) -> str:
 
 
 def fault(error: BaseException) -> RequestError:
-    """Return what a client is told of a fault of ours; the log has the rest."""
+    """Return the message to a client for an internal error; the log has the details."""
     return RequestError(
         "internal", f"the coordinator failed on this request ({told(error)}); see its log"
     )
 
 
 def aside(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> bool:
-    """Do what is about no session; what goes wrong is told, and the rest goes on. Return whether it
-    went well."""
+    """Run a function that is about no session; an error is logged. Return whether it succeeded."""
     try:
         action(*arguments, **named)
     except BaseException as error:
@@ -49,7 +48,7 @@ def aside(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) ->
 
 
 def refusal(epoch: int, error: RequestError, request: int | None = None) -> Failed:
-    """Return what a client is told of a request, or a peer of itself, that is turned down."""
+    """Return the message to a client or peer that is refused."""
     return Failed.model_validate(
         {"epoch": epoch, "session": request, "code": error.code, "text": str(error)[:4096]}
     )

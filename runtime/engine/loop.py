@@ -60,7 +60,7 @@ async def coordinate(
 
 
 class _Life:
-    """A coordinator on the running event loop, which hears of what arrives at its hub."""
+    """A coordinator on the running event loop, which watches its hub."""
 
     def __init__(
         self,
@@ -87,8 +87,7 @@ class _Life:
 
     @contextmanager
     def listening(self, supervised: int | None) -> Iterator[None]:
-        """Hear of messages, of peers that leave, of signals, and of a supervisor within the
-        block."""
+        """Handle messages, leaving peers, signals and a supervisor within the block."""
         loop, signals = self._loop, (signal.SIGINT, signal.SIGTERM)
         readers = {self._hub.fileno(): self._arrived, self._hub.monitor_fileno(): self._left}
         for number in signals:
@@ -155,8 +154,8 @@ class _Life:
 
     async def finish(self) -> None:
         """Let the running sessions end; after a signal they have `STOP_GRACE_S` for it. Then wait
-        until the workers, which are told to leave, have heard that: what one of them has not read
-        when its connection ends never reaches it."""
+        until the workers have received their Drain: a message that is not read when its connection
+        ends is lost."""
         coordinator, left_s = self.coordinator, STOP_GRACE_S
         coordinator.service.ending = True
         while not coordinator.idle and left_s > 0:
@@ -178,7 +177,7 @@ class _Life:
 def _listen(
     loop: asyncio.AbstractEventLoop, pipe: int, heard: Callable[[Supervised], None]
 ) -> None:
-    """Hand on what a supervisor says on a pipe, a line each; until it closes it."""
+    """Pass on the lines of a supervisor's pipe, until it is closed."""
     begun = b""
 
     def read() -> None:

@@ -22,13 +22,13 @@ log = logging.getLogger("dovetail.coordinator")
 MAX_BYTES_WAITING = 64 << 20
 """Bytes of messages queued for a client; one that falls further behind is disconnected."""
 MAX_FAREWELLS = 64
-"""Clients that were let go and have not been told yet; of more the first are not."""
+"""The most removed clients with an undelivered farewell; of more the first ones get none."""
 
 Later = Callable[[float, Callable[[], None]], object]
-"""Does something after so many seconds."""
+"""Calls a function after this many seconds."""
 
 Sent = Callable[[Worker | ClientPeer, Message, Sequence[bytes]], None]
-"""Hears of what was sent."""
+"""Is called with each sent message."""
 
 
 class Outgoing:
@@ -54,7 +54,7 @@ class Outgoing:
         return self._observing.now_ns()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something after so many seconds."""
+        """Call a function after this many seconds."""
         self._later(seconds, action)
 
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
@@ -80,7 +80,7 @@ class Outgoing:
         return size, left_ns
 
     def to_client(self, client: ClientPeer, message: Message) -> None:
-        """Send to a client, in order, now or soon; what we have asked for ourselves is heard at
+        """Send to a client, in order, now or soon; answers to internal requests are delivered at
         once."""
         if client.hear is not None:
             client.hear(message)
@@ -101,9 +101,9 @@ class Outgoing:
             self.to_client(client, message)
 
     def refuse(self, client: ClientPeer, told: Failed) -> None:
-        """Tell a client that a request failed. If that fails too, what waits about this request is
-        dropped, and the client is told directly, ahead of what else waits for it, or, if its queue
-        is full, as soon as it reads."""
+        """Send a client the failure of a request. If that fails too, waiting messages of this
+        request are dropped, and the failure is sent ahead of the others, or, if the queue is full,
+        as soon as the client reads."""
         if not aside(self.to_client, client, told) and client.hear is None:
             if told.session is not None:
                 client.outbox.forget(told.session)
@@ -118,8 +118,8 @@ class Outgoing:
             log.debug("a refusal to client %s was not delivered: %s", client.hello.name, error)
 
     def flush(self, client: ClientPeer) -> None:
-        """Send what waits for a client. What cannot be put into a message concerns the request that
-        it is about, and nobody else."""
+        """Send the waiting messages of a client. A failure to encode one affects only its
+        request."""
         while True:
             try:
                 client.outbox.send(
@@ -148,13 +148,13 @@ class Outgoing:
         self._sent(client, message, frames)
 
     def see_off(self, peer: bytes, words: Sequence[Message]) -> None:
-        """Have these be the last that somebody hears who reads nothing, as soon as he reads."""
+        """Queue farewell messages for a client that is not reading."""
         self._farewells[peer] = deque(words)
         while len(self._farewells) > MAX_FAREWELLS:
             del self._farewells[next(iter(self._farewells))]
 
     def bid_farewell(self) -> None:
-        """Tell those who were let go, as far as they read."""
+        """Send the farewell messages to removed clients that read again."""
         for peer, words in [*self._farewells.items()]:
             try:
                 while words:
@@ -167,7 +167,7 @@ class Outgoing:
             del self._farewells[peer]
 
     def to_peer(self, peer: bytes, message: Message) -> bool:
-        """Return whether a message to somebody who may not be registered was sent."""
+        """Send a message to a peer that may not be registered; return whether it was sent."""
         try:
             self._hub.send(peer, encode(message))
         except LinkError as error:
@@ -176,8 +176,7 @@ class Outgoing:
         return True
 
     def reaches(self, peer: bytes, message: Message) -> bool:
-        """Return whether somebody is still connected, by speaking to it: one whose queue is full
-        is, though it does not hear this."""
+        """True if a peer is still connected, tested by sending to it; one with a full queue is."""
         try:
             self._hub.send(peer, encode(message))
         except PeerBusy:

@@ -39,7 +39,7 @@ class Peers:
         *,
         decide: Callable[[str], None],
     ) -> None:
-        """`decide` tells and keeps a sentence for `status`."""
+        """`decide` logs a sentence and keeps it for `status`."""
         self._hub, self._service, self._registry = shared.hub, shared.service, shared.registry
         self._census, self._placement, self._moving = shared.census, shared.placement, shared.moving
         self._changes, self._failing, self._tally = shared.changes, shared.failing, shared.tally
@@ -97,7 +97,7 @@ class Peers:
 
     def unreachable(self, worker: Worker) -> None:
         """Give up a worker to which nothing can be sent: it has disconnected, or its key was
-        revoked and it would wait for ever unless it is told."""
+        revoked, of which it is notified since it would wait for ever."""
         revoked = self._admission.let_go_if_revoked(worker)
         self.worker_lost(worker, LOST_KEY if revoked else "disconnected")
 
@@ -111,7 +111,7 @@ class Peers:
                 self._sessions.drop(running)
 
     def client_deaf(self, client: ClientPeer) -> None:
-        """Free the sessions of a client that reads nothing, and tell it as soon as it reads."""
+        """Free the sessions of a client that does not read, and notify it as soon as it reads."""
         words = (
             f"this client has read nothing while {len(client.outbox)} messages waited for it, "
             "and is dropped with its requests: send Hello again"
@@ -174,8 +174,7 @@ class Peers:
             )
 
     def lose(self, worker: Worker, why: str) -> None:
-        """Take a worker for lost that is there: it is told to forget what it holds and to come
-        anew."""
+        """Count a connected worker as lost: it must drop its sessions and register again."""
         self._decide(f"{worker.whereabouts} {why}: it is considered lost")
         self._post.to_peer(
             worker.peer,
@@ -198,8 +197,7 @@ class Peers:
             self._gone.append((worker, "was removed"))
 
     def unanswered(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
-        """Tell a client that a request of its failed for our own fault; None: it was a
-        question."""
+        """Notify a client that its request failed by an internal error; None if it was a query."""
         running = (
             self._sessions.get(client.sessions.get(request, 0)) if request is not None else None
         )

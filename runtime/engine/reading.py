@@ -1,10 +1,8 @@
-"""Chunked prefill: how many rows of logs a worker reads beside running sessions, and their cost.
-
-A chunk in a pass of the target delays the sessions whose trees the pass verifies; a chunk in a pass
-of its own delays those whose proposals are about to come. So chunks are as large as the bound on
-that delay allows; where no session runs, they have the worker's own `prompt_rows`. Of many logs
-those that have waited longest are read first, fair by API key: read all at once, each would wait
-for all.
+"""Chunked prefill: how many rows of logs a worker reads while sessions run, and their cost. A chunk
+in a pass of the target delays the sessions whose trees the pass verifies; a chunk in a separate
+pass delays those whose proposals are about to come. So chunks are as large as the bound on that
+delay allows; if no session runs, they have the worker's `prompt_rows`. Of many logs those that have
+waited longest are read first, fair by API key: read all at once, each would wait for all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,8 @@ from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.telemetry.metrics import extent_ns
 
 LATENCY = 3.0
-"""The most that a round with chunks takes, as a multiple of one without any, unless `latency_ms`
-says otherwise: a prompt then has up to two thirds of the target's time beside running streams."""
+"""The longest round with chunks, as a multiple of one without any, unless `latency_ms` is set: a
+prompt then has up to two thirds of the target's time while streams run."""
 LEAST_ROWS = 8
 """The least rows of a pass that are for logs, so that prompts are read whatever the bound."""
 AT_ONCE = 4
@@ -36,7 +34,7 @@ def share(
     latency_ms: float | Literal["auto"],
 ) -> Sequence[int]:
     """Return how many rows of each log a worker reads next: in the pass that verifies `items`, or,
-    without items, in a pass of their own. `running`: the sessions by their numbers."""
+    without items, in a separate pass. `running`: the sessions by their numbers."""
     own = {log.command.session for log in logs}
     others = [
         one
@@ -139,5 +137,5 @@ def observe_pass(worker: Worker, passed: Pass, event: Verified) -> None:
 
 
 def observe_reading(worker: Worker, rows: int, spans: Sequence[Span]) -> None:
-    """Learn the cost of `rows` rows of a log that were read in a pass of their own."""
+    """Learn the cost of `rows` rows of a log that were read in a separate pass."""
     worker.reading.observe(rows, extent_ns(spans) / 1e9)

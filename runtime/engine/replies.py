@@ -9,7 +9,7 @@ from dovetail.runtime.session.actions import Action, Emit, Finish, Note, Score
 
 
 class Replies:
-    """Tells clients what sessions decided."""
+    """Sends clients the actions of sessions."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Replies:
         self._journal = shared.journal
 
     def tell(self, running: RunningRequest, action: Action, at_ns: int) -> None:
-        """Tell a session's client of an action of the time `at_ns` that it is to hear of."""
+        """Send a session's client an action of the time `at_ns`."""
         if isinstance(action, Emit):
             self._emit(running, action, at_ns)
         elif isinstance(action, Score):

@@ -94,7 +94,7 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
 
 
 def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
-    """`read_request`, with its error as a value: it is called where nobody catches."""
+    """`read_request`, returning its error as a value, for a caller without a handler."""
     try:
         return read_request(submit, target, client)
     except RequestError as error:

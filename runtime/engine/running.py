@@ -36,8 +36,8 @@ from dovetail.runtime.telemetry.metrics import Account, RoundTimes, extent_ns
 P = ParamSpec("P")
 Actions = TypeVar("Actions", bound=Sequence[Action])
 Heard = Callable[[str, Sequence[Any], Sequence[Action], BaseException | None], None]
-"""Hears of an event of a session: its name, its arguments, the actions that followed, and the
-exception that it ended with instead."""
+"""Receives an event of a session: its name, its arguments, the resulting actions, or its
+exception."""
 
 ACCOUNT_OF: dict[State, Account] = {
     State.WAITING: "queue",
@@ -96,7 +96,7 @@ class RunningRequest:
     queued: bool = False
     sent: bool = False
     observing: EventLog | None = None
-    """Hears where its time goes."""
+    """Receives its accounts of time."""
     notes: deque[Callable[[], object]] = field(default_factory=deque)
     """Bookkeeping that is done once workers have been asked; the coordinator's own."""
     recorded: Heard | None = None
@@ -126,14 +126,14 @@ class RunningRequest:
     loss: Loss | None = None
     """The loss of its target, while it waits for another."""
     losses: list[tuple[str, int] | None] = field(default_factory=list)
-    """Losses of targets since the last token: host and number of each one's process, None if that
-    was heard of again."""
+    """Losses of targets since the last token: host and pid of each process, None if that
+    returned."""
     told_ns: int | None = None
-    """When its client was last told a token."""
+    """When its client was last sent a token."""
     delivery: Delivery = field(default_factory=Delivery)
     untold: deque[tuple[Action, int]] = field(default_factory=deque)
-    """Actions, and their times, that its client and onlookers are told of once workers have been
-    asked."""
+    """Actions and their times, for its client and observers, delivered once the workers have their
+    commands."""
     done: Round | None = None
     """The round that has ended, until it is learned from."""
     _prompts: int = 0
@@ -170,8 +170,7 @@ class RunningRequest:
 
     @property
     def trial(self) -> bool:
-        """Return whether it is run for the sake of its workers: nobody else hears of it, and it
-        goes on on no others."""
+        """True for a trial of its workers: it is not reported, and does not move to others."""
         return self.client.hear is not None
 
     @property
@@ -204,8 +203,7 @@ class RunningRequest:
             raise RuntimeError(f"it waits for {awaited.name}, which was not asked")
 
     def awaits(self, worker: Worker, command: Message) -> bool:
-        """Return whether this is the command that the session waits for, and not something beside
-        it such as the draft worker's Open."""
+        """True if the session waits for this command, unlike for the draft worker's Open."""
         return self.awaited() is worker and isinstance(command, AWAITED.get(self.session.state, ()))
 
     def left(self, now_ns: int, size: int) -> None:
@@ -259,8 +257,8 @@ class RunningRequest:
         back_ns: int,
         hops_ns: int,
     ) -> None:
-        """Have whoever looks hear how long a command of a round was on its way, and its answer:
-        when the worker began tells them apart, as far as its clock is known."""
+        """Record the travel times of a round's command and of its answer, separated by the worker's
+        start time as far as its clock is known."""
         assert self.observing is not None
         began_ns = min((start for _, start, _ in spans), default=0) - worker.clock.ahead_ns
         there_ns = min(max(0, began_ns - left_ns), hops_ns)
@@ -360,7 +358,7 @@ class RunningRequest:
         return self.session.to_brief
 
     def tell_round(self, at_ns: int) -> None:
-        """Tell onlookers of the round that has ended at this time, if one has."""
+        """Report the round that has ended at this time, if any, to observers."""
         ended, self.session.ended = self.session.ended, None
         if ended is not None and self.observing is not None and not self.trial:
             self.observing.round_ended(
@@ -376,7 +374,7 @@ class RunningRequest:
             )
 
     def _spend(self, account: Account, now_ns: int) -> None:
-        """Put down the time since the mark to an account, and have whoever looks hear of it."""
+        """Charge the time since the mark to an account, and record it for observers."""
         self.session.accounts.add(account, now_ns - self.mark_ns)
         self._time(account, now_ns - self.mark_ns)
         if self.observing is not None:
@@ -412,7 +410,7 @@ class Census:
         self._counted: dict[tuple[int, int, bool], Load] = {}
 
     def forget(self) -> None:
-        """Count anew from now on, because sessions may have begun, ended or moved."""
+        """Restart the measurement, because sessions may have begun, ended or moved."""
         self._counted.clear()
 
     def load(self, running: RunningRequest, *, opening: bool = False) -> Load:

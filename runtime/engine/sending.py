@@ -37,7 +37,7 @@ from dovetail.runtime.session.request import base_of
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
-"""A pass is held up for so many times what a proposal should take, and so much longer."""
+"""A pass waits at most 1.5 times the expected drafting time plus 0.2 ms."""
 BURST_S = 0.02
 """Requests that come within this time are taken to come together."""
 
@@ -66,7 +66,7 @@ class CommandSender:
                 self._ask(running, ask)
 
     def end(self, running: RunningRequest, role: str) -> None:
-        """A worker forgets a session that nobody waits for, whatever state that is in."""
+        """Closes an unneeded session on a worker, whatever its state."""
         worker = running.target if role == "target" else running.draft
         if worker is None or worker.peer not in self._registry.workers:
             return
@@ -120,7 +120,7 @@ class CommandSender:
     def _postpone(self, running: RunningRequest, worker: Worker, command: Open | Feed) -> None:
         worker.turns.postpone(running.session.number, command)
         if isinstance(command, Open):
-            running.joining = False  # nobody waits for it, not even a change of drafts
+            running.joining = False  # no longer needed, not even by a change of drafts
             if running.session.state is State.OPENING:
                 self._post.later(BURST_S, lambda: self._read_after_all(running))
 
@@ -146,9 +146,9 @@ class CommandSender:
             self._acts.broken(running, error)
 
     def can_draft(self, running: RunningRequest) -> bool:
-        """Return whether a session is drafted for where drafting is on. If the draft has not read
-        its prompt, it is not where so many others are about to run that drafting will stop, nor
-        where the rest of the reply would not pay for that."""
+        """True if a session is drafted for while drafting is on. If the draft has not read its
+        prompt, it is not if so many others are about to run that drafting will stop, or if the rest
+        of the reply would not pay for the prefill."""
         if running.draft is None or running.session.number not in running.draft.turns.postponed:
             return True
         begins = running.session.round <= 1
@@ -233,7 +233,7 @@ class CommandSender:
                 reraise_exits(error)
                 if most > 1 and isinstance(worker.turns.waiting[0][1], Draft | Verify | Rest):
                     log.exception(
-                        "a pass for %s could not be requested: each session gets a pass of its own",
+                        "a pass for %s could not be requested: each session gets a separate pass",
                         worker.name,
                     )
                     most = 1
@@ -346,7 +346,7 @@ class CommandSender:
         table = worker.verifying.table(len(items) + sum(counts), context)
         seconds: Callable[[int], float] = table.__getitem__
         if (logs := len(worker.turns.logs)) and (row_s := worker.reading.row_s):
-            # A node takes the place of a row of a prompt, for which somebody waits, too.
+            # A node takes the place of a row of a prompt, which is also awaited.
             rate, seconds = rate * (1.0 + min(logs, AT_ONCE) / len(items)), row_s.__mul__
         fixed, most = (
             sum(1 + count for place, count in enumerate(counts) if place not in choosing),
@@ -360,8 +360,8 @@ class CommandSender:
 
 
 def _passing(running: RunningRequest, item: VerifyItem, rows: int, context: float) -> None:
-    """A pass of so many rows, behind contexts of so many tokens on average, begins: a session knows
-    what of its own is in it, and what it is expected to take."""
+    """A pass of this many rows, with this mean context, begins: note for a session its own rows and
+    the predicted time."""
     running.give(running.session.sent, len(item.tokens))
     running.other_rows = rows - len(item.tokens)
     running.controller.sends(context, running.session.scores, rows)

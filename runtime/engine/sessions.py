@@ -1,6 +1,6 @@
 """The sessions that run: how one begins, what follows from its events, and how it ends.
 
-Whatever goes wrong with one session ends it with one error, and nobody else notices.
+An error in one session ends it with one message, without effect on others.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Sessions:
         *,
         begun: Callable[[RunningRequest], None],
     ) -> None:
-        """`begun` hears of each session before its first event."""
+        """`begun` is called with each session before its first event."""
         self._shared = shared
         self._epoch, self._running, self._census = shared.epoch, shared.running, shared.census
         self._registry, self._moving, self._tally = shared.registry, shared.moving, shared.tally
@@ -88,8 +88,8 @@ class Sessions:
             self.broken(running, error)
 
     def _perform(self, running: RunningRequest, actions: Sequence[Action]) -> None:
-        """Ask workers first, so that they begin: what clients and onlookers are told, and what is
-        learned, waits for `settle`. At the end of the session they are told before."""
+        """Send commands to workers first, so that they begin; messages to clients and observers,
+        and learning, wait for `settle`, except at the end of the session."""
         if actions and not isinstance(actions[0], Ask):
             running.untold.extend((action, running.mark_ns) for action in actions)
             self._unsettled.append(running)
@@ -105,8 +105,8 @@ class Sessions:
             running.waits(self._now_ns())
 
     def settle(self) -> None:
-        """Tell clients and onlookers what was left untold while workers were asked, and learn from
-        the rounds that have ended."""
+        """Send the deferred messages to clients and observers, and learn from the rounds that have
+        ended."""
         if self._shared.journal is not None:
             self._note(self._shared.journal, self._unsettled)
         while self._unsettled:
@@ -114,8 +114,8 @@ class Sessions:
             self.attempt(running, partial(self._settle, running))
 
     def _note(self, journal: Journal, requests: Iterable[RunningRequest]) -> None:
-        """Have the journal hold what these sessions have committed, before their clients hear of
-        it."""
+        """Write the committed tokens of these sessions to the journal, before they are sent to
+        clients."""
         for running in requests:
             delivery = running.delivery
             if delivery.ticket and delivery.noted < len(running.untold):
@@ -215,8 +215,7 @@ class Sessions:
         self.drop(running)
 
     def drop(self, running: RunningRequest) -> None:
-        """Forget a session that nobody waits for any more, here and on its workers, whatever state
-        it was in."""
+        """Close an unneeded session, here and on its workers, whatever its state."""
         running.untold.clear()
         running.done = None
         aside(self._forget, running)
@@ -254,8 +253,8 @@ class Sessions:
         self.attempt(running, end)
 
     def forget_on(self, worker: Worker, running: RunningRequest) -> None:
-        """Have a worker forget a session. Where we fail at it the session ends, and the worker,
-        which may be none of its own any more, is told once more."""
+        """Close a session on a worker. If this raises an error the session ends, and the worker,
+        which may no longer be one of its own, gets the Close again."""
         try:
             self.close_on(worker, running)
         except BaseException as error:
@@ -270,7 +269,7 @@ class Sessions:
     # -- faults of our own -------------------------------------------------------------------------
 
     def broken(self, running: RunningRequest, error: BaseException) -> None:
-        """End a session with one error, for a fault of our own; nobody else notices."""
+        """End a session with an internal error, without effect on others."""
         reraise_exits(error)
         log.error(
             "session %d ends because the coordinator failed",
@@ -279,7 +278,7 @@ class Sessions:
         )
         if self._running.get(running.session.number) is running:
             aside(self.fail, running, fault(error))
-        else:  # in the midst of its end: its workers may not have been told
+        else:  # it was ending: its workers may not have got their Close
             self._end_on_workers(running)
 
     def attempt(self, running: RunningRequest, action: Callable[[], object]) -> None:

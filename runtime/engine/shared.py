@@ -72,7 +72,7 @@ class Shared:
     queue: FairQueue[WaitingRequest]
     """Requests that wait for room."""
     notes: deque[Callable[[], object]]
-    """Bookkeeping that nobody waits for: it is done once workers have been asked."""
+    """Deferred bookkeeping, done once workers have their commands."""
     journal: Journal | None = None
     """None: requests end with this coordinator."""
 

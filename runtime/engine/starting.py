@@ -140,7 +140,7 @@ class Starting:
             self._acts.cancel(running)
 
     def _deliver(self, running: RunningRequest, waiting: WaitingRequest) -> None:
-        """Note a session in the journal, and tell its client what an earlier one has committed."""
+        """Note a session in the journal, and send its client the tokens of an earlier one."""
         submit, session = waiting.submit, running.session
         session.told_scores(submit.told.scores)
         running.delivery.ahead = self._claims.ahead(submit, session)

@@ -38,7 +38,7 @@ LABEL = 8
 
 
 class Status:
-    """Keeps what only status tells, and reports."""
+    """Keeps what only `status` reports, and answers it."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Status:
         attempt: Callable[[RunningRequest, Callable[[], object]], None],
         lacks: Callable[[WaitingRequest], Lack],
     ) -> None:
-        """`attempt` does something about one session, and whatever goes wrong ends it alone;
-        `lacks` tells what a request of the queue waits for."""
+        """`attempt` runs a function about one session, whose errors end only that session; `lacks`
+        returns what a request of the queue waits for."""
         self._hub, self._service, self._running = shared.hub, shared.service, shared.running
         self._registry, self._placement = shared.registry, shared.placement
         self._failing, self._moving, self._changes = shared.failing, shared.moving, shared.changes
@@ -72,8 +72,8 @@ class Status:
         self._lost_drafts.clear()
 
     def _unplayed(self) -> tuple[Role, ...]:
-        """Return the roles that nobody plays since an operator drained their last worker, as we
-        know and as whoever started us says."""
+        """Return the roles without a worker since an operator drained the last one, from our
+        records and the supervisor's report."""
         return tuple(
             role
             for role in WORKER_ROLES
@@ -82,8 +82,8 @@ class Status:
         )
 
     def _faults(self, now_ns: int) -> tuple[Fault, ...]:
-        """The parts that do not do their work, as we know and as whoever started us says, who knows
-        more."""
+        """The faulty parts, from our records and from the supervisor's report, which has
+        precedence."""
         told_s = (now_ns - self._service.supervised_ns) / 1e9
         told = [
             fault.model_copy(
@@ -138,7 +138,7 @@ class Status:
         """By id() of a pair: for each of its sessions why it does not draft, or None."""
         for running in [*self._running.values()]:
             if running.loss is not None:
-                continue  # it is not decoded at all, as said above
+                continue  # it is not decoded at all, as reported above
             self._attempt(
                 running,
                 lambda one=running.controller: offs.setdefault(id(one.pair), []).append(one.off),  # type: ignore[misc]

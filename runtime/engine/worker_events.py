@@ -1,9 +1,7 @@
-"""Answers of workers: each event goes to the session that waits for it, and what follows from it
-is done at once.
-
-An answer that nobody waits for is stale, and changes nothing. One that makes no sense concerns the
-session that it is about: a draft's is done without, a target's ends the request. Turns are the
-scheduler's business, what an event means to a request is the session's.
+"""Answers of workers: each event goes to the session that waits for it, and the resulting actions
+are executed at once. An answer that is not awaited is stale, and changes nothing. An invalid one
+affects its session: without a draft's proposal the target continues alone, a target's ends the
+request.
 """
 
 import logging
@@ -60,8 +58,8 @@ class WorkerEvents:
         self._failures = WorkerFailures(shared, self._go_on_alone)
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
-        """Handle an event of `size` bytes; `StaleError` where nobody waits for it. Any other
-        exception ends the session that the event is about."""
+        """Handle an event of `size` bytes; `StaleError` if it is not awaited. Any other exception
+        ends the session that the event is about."""
         if event.epoch != worker.hello.epoch:
             raise StaleError(f"an event from another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
@@ -164,7 +162,7 @@ class WorkerEvents:
             running.draft_read(now_ns, event.spans)
 
     def _read_alone(self, worker: Worker, spans: Sequence[Span]) -> None:
-        """Learn the cost of a chunk that was read in a pass of its own."""
+        """Learn the cost of a chunk that was read in a separate pass."""
         rows, worker.alone_rows = worker.alone_rows, 0
         if rows:
             self._notes.append(partial(observe_reading, worker, rows, spans))
@@ -365,7 +363,7 @@ class WorkerEvents:
 
 
 def unwanted_by(worker: Worker, session: int) -> type[StaleError]:
-    """Return the kind of a worker's answer about a session that nobody waits for."""
+    """Return the kind of a worker's answer about a closed session."""
     return OverError if session in worker.turns.void else StaleError
 
 

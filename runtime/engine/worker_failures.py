@@ -14,7 +14,7 @@ log = logging.getLogger("dovetail.coordinator")
 
 
 class WorkerFailures:
-    """Takes what workers say they failed at."""
+    """Handles the failures that workers report."""
 
     def __init__(
         self,
@@ -28,9 +28,8 @@ class WorkerFailures:
         self._acts = shared.acts
 
     def failed(self, worker: Worker, event: Failed) -> None:
-        """Handle that a worker could not do what was asked: a draft is done without, a target that
-        does not have the session is to read it anew, and any other word of a target's ends the
-        request."""
+        """Handle a worker's failure: without its draft a session continues, a target that lacks the
+        session must read it again, and any other failure of a target ends the request."""
         if event.session is None:
             self._failed_ahead(worker, event.text)
             return
@@ -97,8 +96,8 @@ class WorkerFailures:
         )
 
     def _failed_ahead(self, worker: Worker, why: str) -> None:
-        """A worker failed in what nobody had asked of it yet; sessions that it drafts for go on
-        with what it answers."""
+        """A worker failed outside of a command; sessions that it drafts for continue with its
+        answers."""
         log.error("%s failed while drafting ahead: %s", worker.name, why)
         now_ns = self._now_ns()
         if worker.plays("draft"):
