@@ -28,8 +28,7 @@ BRACES = re.compile(r"\{[^{}]*\}")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 NO_PAGES = "ATTRIBUTION.md", "MESSAGES.md", "RESULTS.md", "FLEET.md"
 """Licences, a generated reference, and logs of measurements."""
-MOST_WORDS = 35
-"""Of a sentence of a page."""
+MOST_WORDS = 35  # of a sentence of a page
 
 
 def texts(source: str) -> Iterator[str]:
