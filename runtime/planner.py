@@ -22,7 +22,7 @@ from dovetail.protocol.policies import POLICIES
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, PairCosts
 
 Seconds = Callable[[int], float]
-"""Returns the seconds of a pass over so many rows."""
+"""Returns the seconds of a pass over this many rows."""
 BUFFERS = 2
 """That streamed layers pass through (`workers/models/backends/placement.py`)."""
 LEAST_BUDGET = 128
@@ -53,11 +53,11 @@ class Tree:
 
 
 LONGER, WIDEST = 1.3, 64
-"""A pass ahead takes so many times what one as wide as the tree takes at most, and has at most so
-many rows (`workers/speculation/prices.py`, `workers/drafters/ahead.py`)."""
+"""A pass ahead takes at most this multiple of one as wide as the tree, and has at most this many
+rows (`workers/speculation/prices.py`, `workers/drafters/ahead.py`)."""
 Bytes = Callable[[int, int], int]
-"""Returns the bytes of a device that computes so many layers and keeps so many of them, or those of
-the host beside it."""
+"""Returns the bytes on a device that computes this many layers and keeps this many of them, or
+those on the host."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Place:
-    """Costs of the target's parts where they are computed from memory of its own."""
+    """Costs of the target's parts on a device with its own memory."""
 
     layer_s: Seconds
     head_s: Seconds
@@ -89,7 +89,7 @@ class Link:
     """The way of streamed layers."""
 
     layer_s: Seconds
-    """Seconds of copying one layer, beside a pass over so many rows."""
+    """Seconds of copying one layer during a pass over this many rows."""
     overlaps: bool
     """True if copies cost the computing nothing; where the CPU stands for a GPU they take turns
     with it."""
@@ -115,19 +115,20 @@ class Draft:
 
     name: str
     level_s: Callable[[int, int], float]
-    """Seconds of a pass over so many rows, beside a target of which so many layers are resident."""
+    """Seconds of a pass over this many rows, with a target of which this many layers are
+    resident."""
     device_bytes: Callable[[int], int]
-    """Bytes that it needs of the device beside a target of which so many layers are resident;
-    `host_bytes` of the host."""
+    """Bytes that it needs on the device with a target of which this many layers are resident;
+    `host_bytes` on the host."""
     host_bytes: int
     tokens: Callable[[Tree], float]
     """Returns the tokens that a round with a tree brings on average, its own counted."""
     trees: Sequence[Tree]
     passes: Callable[[Tree, float], Iterable[tuple[int, float]]] = lambda tree, _: tree.passes()
     """Returns (rows, how many in a round on average) of the passes that a proposal waits for, if
-    the draft could expand so many nodes ahead, while the target verified the last one."""
+    the draft could expand this many nodes ahead, while the target verified the last one."""
     proposal_s: float = 0.0
-    """Seconds of a proposal beside its passes."""
+    """Seconds of a proposal without its passes."""
     shares: bool = False
     """True if it computes with the target's own resident layers, so that more of these may cost it
     more."""
@@ -319,8 +320,8 @@ class Planner:
         )
 
     def pass_s(self, rows: int, computed: int, resident: int, gap_s: float = 0.0) -> float:
-        """T_V over so many rows. `gap_s`: what lies between two passes, in which the buffers are
-        filled again."""
+        """T_V over this many rows. `gap_s`: the time between two passes, in which the buffers are
+        refilled."""
         machine = self.machine
         head = machine.device if computed else machine.host
         assert head is not None

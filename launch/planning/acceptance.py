@@ -1,5 +1,5 @@
-"""Tells how many tokens a round brings with a tree: read off recorded rounds (`python
-tests/simulation record`), or assumed from what papers report of such drafts.
+"""The tokens that a round commits with a tree: read off recorded rounds (`python tests/simulation
+record`), or assumed from published figures of such drafts.
 
 The assumption is that of Sequoia (Chen et al., 2024): whether the target's choice is a node's
 first, second, ... child is independent of everything else, so that a node's worth is the product
@@ -99,7 +99,7 @@ def figures_of(kind: str) -> Figures:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Children that are right with probabilities of their own."""
+    """Children with their own probabilities of being right."""
 
     first: float
     """p."""

@@ -1,7 +1,5 @@
-"""The kinds of placements that a plan sets side by side, each with the best that it comes to:
-layers, tree and draft decided together by the planner, then drafting ahead.
-
-Knows candidates and costs; not how they are told.
+"""The kinds of placements that a plan compares, each at its best: layers, tree and draft decided
+together by the planner, then drafting ahead.
 """
 
 from collections.abc import Callable, Iterator, Sequence

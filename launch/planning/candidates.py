@@ -144,8 +144,8 @@ class Reader:
         self._width = configuration.settings.tree.width if width is None else width
 
     def read(self, names: Sequence[str], there: Sequence[str] = ()) -> list[Candidate]:
-        """Return all candidates: those of names, or, where there are none, what the target could
-        have beside drafts that are there; `UserError` says what is wrong with a name."""
+        """Return all candidates: those named, or by default the present drafts and those that the
+        target could have; `UserError` for a wrong name."""
         self._asked = bool(names)
         names = names or (
             ("small", "eagle", "dovetail", "substitute", LOOKUP)

@@ -1,8 +1,7 @@
-"""Weights and a draft for a user who names a target and no more: weights that fit into memory, the
-draft that is expected to help most of those that are there.
-
-Drafts are looked for beside the target and in the Hugging Face cache, by their config.json and
-tokenizer alone; of several the planner says which. Loads nothing.
+"""Weights and a draft for a user who names only a target: weights that fit into memory, and the
+present draft that is expected to help most. Drafts are looked for in the target's folder and in the
+Hugging Face cache, by their config.json and tokenizer alone; the planner chooses among several.
+Loads nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from dovetail.launch.planning.candidates import Candidate, Reader
 
 SMALLER = 2
-"""A model drafts for another one that has at least so many times as many parameters."""
+"""A model may draft for another one that has at least this multiple of its parameters."""
 OWN = {
     "half": "the checkpoint's own 16 bits",
     FILE: "the file's own blocks",
@@ -56,7 +55,7 @@ def with_choices(configuration: Configuration, say: Say) -> tuple[Configuration,
     try:
         model = configuration.settings.target.model
         folder = local_folder(model) if model else None
-    except CheckpointError:  # whoever loads it says what is wrong
+    except CheckpointError:  # loading it reports the error
         return configuration, []
     if not model or (folder is not None and not (folder / "config.json").is_file()):
         return configuration, []
@@ -149,7 +148,7 @@ def _best(
     every = [one for one in searched if (one.option.nodes > 1) is spread]
     best = ready_of(every)
     if best is None or best.candidate is None:
-        return _lookup(configuration, "there is no room for a draft of its own")
+        return _lookup(configuration, "there is no room for a separate draft")
     if best.candidate.kind == LOOKUP:
         return _lookup(configuration, "none of the available drafts is expected to be faster")
     alone = next((one for one in every if one.candidate is None), None)
@@ -175,8 +174,8 @@ def _reader(configuration: Configuration, target: Path) -> "Reader":
 
 
 def drafts_there(configuration: Configuration, target: Path) -> "Iterator[Candidate]":
-    """Yield the drafts of a target that are there: heads of it, and smaller models of its
-    vocabulary, beside it or in the Hugging Face cache."""
+    """Yield the present drafts of a target: its heads, and smaller models of its vocabulary, in its
+    folder or in the Hugging Face cache."""
     size = _size(target)
     near = [one for one in _nearby(target) if not all(map(_differ, _size(one), size))]
     if not near:
@@ -211,7 +210,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _nearby(target: Path) -> Iterator[Path]:
-    """The folders of other models: beside the target, or in the Hugging Face cache."""
+    """The folders of other models: next to the target, or in the Hugging Face cache."""
     files = view.files_of(target)
     place = files[0] if files else target.resolve()
     beside = sorted(place.parent.iterdir())

@@ -53,7 +53,7 @@ LOOKUP = "ngram"
 HALF = 2
 """Bytes of a draft's number."""
 SAID = ("llama", "gpt2", "gpt_bigcode")
-"""Model types whose config.json, where it has all sizes, says all that is counted."""
+"""Model types whose config.json, if it has all sizes, determines everything that is counted."""
 DEVICE = "cuda:0"
 """The device that a draft's pass is priced for: it takes the longest on a GPU."""
 GROUP_BITS = 0.5
@@ -64,7 +64,7 @@ HEAD_DIM = 128
 
 def read_design(folder: Path) -> "Design":
     """Return the design of the target in a folder. `CheckpointError` if there is no config.json
-    that says how large it is."""
+    with its sizes."""
     return design_of(read_config(folder, "target model"), folder)
 
 
@@ -82,7 +82,7 @@ def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
 
 def read_config(folder: Path, what: str) -> Mapping[str, Any]:
     """A folder's config.json, with what it leaves to transformers; `CheckpointError` if there is
-    none that says how large the model is."""
+    none with the model's sizes."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
@@ -101,9 +101,7 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
         if isinstance(config, dict):
             refuse_content(config, folder / "config.json")
         names = "hidden_size, num_hidden_layers, num_attention_heads ..."
-        why = (
-            f"does not say how large the model is, or has a number that no model can have ({names})"
-        )
+        why = f"lacks the model's sizes, or has an impossible one ({names})"
         raise CheckpointError(
             f"{folder / 'config.json'} {why}; take the one that belongs to the model"
         )
@@ -144,7 +142,8 @@ class Design:
 
     config: Mapping[str, Any]
     weighed: "subject.Design | None" = None
-    """Its parts, as transformers builds it; None: its config.json says all that is counted."""
+    """Its parts, as transformers builds it; None if its config.json determines everything that is
+    counted."""
     tensors: Sequence[Tensor] = ()
     """The tensors of its checkpoint; empty where it is not here."""
     file_bytes: int = 0
@@ -238,8 +237,8 @@ class Design:
         return int(self.config["vocab_size"])
 
     def working_bytes(self, layers: int) -> int:
-        """Return what a draft of so many layers like these has beside weights: embedding, the keys
-        and values of a long conversation, a pass."""
+        """Return the memory of a draft of this many such layers, without weights: embedding, the
+        keys and values of a long conversation, a pass."""
         sizes = sizes_of(self.config, "half")
         return sizes.embedding + layers * cache_bytes(sizes) + pass_bytes(sizes, DEVICE)
 
@@ -257,8 +256,8 @@ class DraftSize:
     beside_bytes: int
     """Bytes that are not read in every pass: embedding, keys and values, a pass."""
     shared_bytes: Callable[[int], int] = lambda _resident: 0
-    """Returns the bytes that a substitute takes in one process with its target, of which so many
-    layers are resident, and whose worker leaves room for so much."""
+    """Returns the bytes that a substitute takes in one process with its target, with this many
+    resident layers, and the room that the worker leaves."""
 
     @property
     def pass_bytes(self) -> int:
@@ -283,7 +282,7 @@ def small_size(own: Design) -> DraftSize:
 
 
 def head_size(own: Design, blocks: int) -> DraftSize:
-    """A head of so many blocks of its own design, with embedding and output head in 16 bits."""
+    """A head of this many blocks, with embedding and output head in 16 bits."""
     return _in_16_bits(own, blocks, 2 * own.hidden**2)
 
 

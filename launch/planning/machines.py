@@ -79,8 +79,8 @@ class TargetPart(Frozen):
 
 
 class DraftPart(Frozen):
-    """The device and the kind of the draft: a head of so many blocks, or a copy of the whole target
-    in fewer bits."""
+    """The device and the kind of the draft: a head of this many blocks, or a copy of the whole
+    target in fewer bits."""
 
     bandwidth_gb_s: Rate
     peak_gflop_s: Rate
@@ -109,7 +109,7 @@ class HostPart(Frozen):
 
 
 class MemoryPart(Frozen):
-    """Figures that a planner needs beside the costs of the placement that was measured."""
+    """Figures that a planner needs in addition to the costs of the measured placement."""
 
     vram_gb: Rate
     ram_gb: Rate
@@ -125,8 +125,8 @@ OPERATIONS = {"sse": 8, "avx": 16, "avx2": 32, "avx512": 64}
 INT8_TIMES = 2
 """Products of int8 for one of fp32: an estimate."""
 LAYER_US, LEVEL_US, HOP_US, COORDINATOR_US = 30.0, 150.0, 60.0, 100.0
-"""The microseconds of a layer, a level of a tree, and a message on its way and in the coordinator
-beside that: as in the description of the Dovetail paper's server, the level's ours."""
+"""The additional microseconds of a layer, a level of a tree, and a message on its way and in the
+coordinator: as in the description of the Dovetail paper's server, the level's ours."""
 
 
 class ProcessorPart(Frozen):
@@ -188,7 +188,7 @@ def machine_names() -> list[str]:
 
 
 def read_machine(name: str) -> Machine:
-    """The machine of that name, or in that file; `UserError` says what is wrong with it."""
+    """The machine of that name, or in that file; `UserError` if it is invalid."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
         table = tomllib.loads(read_text(path, f"the machine in {path}"))

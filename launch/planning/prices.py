@@ -31,14 +31,14 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE
 
 HERE = Messages(300e-6, 500e-6, 400e-6)
 """Seconds of a message over ipc, of the coordinator for a message (both right after a pass over
-half a gigabyte, which evicts the caches), and of HTTP for a token. Beside its pass a round of the
+half a gigabyte, which evicts the caches), and of HTTP for a token. Without its pass a round of the
 target alone took 0.95 ms, one with a draft 2.4 ms (`python tests/benchmarks plan`); HTTP used 0.4
 ms of CPU time. `dovetail calibrate` measures their sum."""
 CONTEXT = 128.0
 """Context length at which passes are priced: about the middle of a question and its reply."""
 LEVEL_S, PROPOSAL_S = 150e-6, 700e-6
-"""Ranking and bookkeeping of one level of a tree, and of a proposal, beside the draft's passes: the
-same rounds."""
+"""Ranking and bookkeeping of one level of a tree, and of a proposal, without the draft's passes:
+from the same rounds."""
 FP32_SHARE = 0.5
 """Share of a GPU's 16-bit arithmetic that it does in fp32, as its layers of a target are
 computed."""
@@ -53,7 +53,7 @@ MEASURED = Origin(Source.PROFILED, "measured")
 ASSUMED = Origin(Source.ESTIMATED, "assumed; dovetail calibrate measures them")
 INDEPENDENT = Origin(Source.ESTIMATED, "as if rows chose independently of each other")
 SOME_ROWS = 8
-"""Rows of the pass that `plan` says the number of experts of."""
+"""Rows of the pass for which `plan` prints the number of experts."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Engine:
         mixture: Mixture = DENSE,
         states: StateTraffic = STATELESS,
     ) -> Seconds:
-        """Return the seconds of so many weights in so many bytes, and of states, over rows."""
+        """Return the seconds of this many weights of this many bytes, and of states, over rows."""
         beside = (layers * self.layer_us + passes * self.pass_us) * MICRO
         least = LeastTime.of(
             size=size,
@@ -116,7 +116,7 @@ class Hardware:
     device: Engine | None
     """The GPU; None: there is only the CPU."""
     draft: Engine
-    """The device of drafts: the device, or a core of their own."""
+    """The device of drafts: the device, or a separate core."""
     link_gb_s: float = 0.0
     link: str = ""
     """The origin of that."""
@@ -126,7 +126,7 @@ class Hardware:
     messages: Messages = HERE
     messages_from: Origin = ASSUMED
     level_s: float = LEVEL_S
-    """Seconds that a level takes beside the draft's pass; `proposal_s` a proposal."""
+    """Seconds of a level without the draft's pass; `proposal_s`: of a proposal."""
     proposal_s: float = PROPOSAL_S
     core: Engine | None = None
     """The core that drafts where the GPU cannot; None: `draft` stands for it."""
@@ -349,8 +349,8 @@ def level(
     measured: RowsSeconds | None,
     layer_s: Seconds | None = None,
 ) -> Callable[[int, int], float]:
-    """t_D of a draft over rows, and what a level takes beside its pass. `layer_s`: of a target's
-    layer, for a draft that computes with its resident ones."""
+    """t_D of a draft over rows, and the seconds of a level without its pass. `layer_s`: of a
+    target's layer, for a draft that computes with its resident ones."""
     if measured is not None:
         whole, layers = cache(measured.at), size.layers * size.layer_bytes / size.pass_bytes
         each, rest = _times(whole, layers / size.layers), _times(whole, 1.0 - layers)

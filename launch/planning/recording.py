@@ -1,11 +1,11 @@
-"""Keeps what a draft would say and what its target chose, at every position of a reply: the file
-that the simulator reads.
+"""Records what a draft would propose and what its target chose, at every position of a reply: the
+file that the simulator reads.
 
 A reply is decoded once, a token a round; at each position the draft grows a tree that is larger
 than any that will be evaluated. Since draft and target share their noise the reply is the same
 whatever was offered, so one recording serves every policy, tree size and cost. A recording is a
-folder: `recording.json` says of what it is, and each reply is a file of its own, so that a run that
-was interrupted goes on.
+folder: `recording.json` describes it, and each reply is a file, so that a run that was interrupted
+goes on.
 
 Letters: P positions, N nodes of one position. Position i has the prompt and the first i + 1 tokens
 of the reply behind it; the last of these is the root. Knows numbers and files; no torch, no models.
@@ -42,8 +42,8 @@ class About(Frozen):
     target_model: str
     draft_model: str
     head: bool
-    """True if the draft reads features of its target: then the tree is grown anew below every
-    root."""
+    """True if the draft reads features of its target: then the tree is grown from scratch below
+    every root."""
     vocabulary_size: Annotated[int, Field(ge=1)]
     end: tuple[int, ...]
     context: Annotated[int, Field(ge=1)]
@@ -103,8 +103,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Recording:
-    """One reply: what was asked, what the target said, and the draft's tree at each of its
-    positions."""
+    """One reply: the prompt, the target's tokens, and the draft's tree at each of its positions."""
 
     id: str
     prompt: tuple[int, ...]
@@ -116,12 +115,10 @@ class Recording:
     def children(
         self, position: int, path: Sequence[int], width: int, *, head: bool
     ) -> tuple[Ints, Floats] | None:
-        """Return what the draft says after `path` below the root of `position`; None where that was
-        not recorded.
-
-        A small model says the same below any root. Of the target's own path the longest part is
-        taken as given, below whose end more was recorded. What a head says depends on how much of
-        the path it has guessed itself: there the tree of the position comes first.
+        """Return the draft's distribution after `path` below the root of `position`; None if it was
+        not recorded. A small model has the same below any root. The longest part of the target's
+        own path is used below whose end more was recorded. A head's depends on how much of the path
+        it has guessed itself: there the tree of the position comes first.
         """
         known = self._known(position, path)
         starts = (0, known) if head else (known,)

@@ -111,9 +111,9 @@ class Subject:
         return found
 
     def offered(self, candidate: Candidate) -> list[Offered]:
-        """A candidate as drafts: one of its own, one beside a target that is spread over memory
-        nodes, and where it can one that shares with the target. One that the GPU cannot have is
-        priced on the CPU."""
+        """The variants of a candidate: a separate draft, one for a target that is spread over
+        memory nodes, and if possible one that shares with the target. One that does not fit on the
+        GPU is priced on the CPU."""
         hardware, measured, spread = self.hardware, None, None
         lookup = candidate.kind == LOOKUP
         if lookup:
@@ -151,9 +151,9 @@ class Subject:
         return "cpu" if candidate.name in self.falls else self.draft_device
 
     def ahead(self, option: Option) -> bool:
-        """Return whether target and draft have cores or devices of their own: a draft on a GPU
-        shares it with what is there of the target, one on a CPU may have a core of the target
-        here, and has one of its own on a machine that is only described."""
+        """True if target and draft have separate cores or devices: a draft on a GPU shares it with
+        the target's part there, one on a CPU may have a core of the target here, and has a separate
+        one on a described machine."""
         assert option.draft is not None
         if option.draft.shares:
             return False
@@ -237,8 +237,8 @@ class Subject:
         }
 
     def brief(self, every: Sequence[Alternative]) -> dict[str, Any]:
-        """Return what stands beside other weights of the same target: the best alternative that
-        lacks nothing, if there is one; none where nothing fits."""
+        """Return the entry for these weights in a comparison of weights: the best alternative that
+        lacks nothing, if there is one; empty if nothing fits."""
         best = ready_of(every) or next(iter(every), None)
         activations = self.configuration.settings.target.activations
         return {
@@ -262,7 +262,7 @@ class Subject:
     def _device_says(self) -> str:
         if self.device:
             return ""
-        place = "in turns with the target" if self._in_turns else "on a core of its own"
+        place = "in turns with the target" if self._in_turns else "on a separate core"
         said = f"there is no GPU here: everything is on the CPU, and a draft {place}"
         if self.configuration.settings.memory.vram == "auto":
             return said

@@ -35,8 +35,8 @@ Say = Callable[[str], None]
 
 
 def device_of(settings: Settings) -> str | None:
-    """The device beside the CPU that is asked for, or the first GPU; None: there is none. The CPU
-    stands for one where a split names it."""
+    """The requested device besides the CPU, or the first GPU; None without one. The CPU counts as
+    one if a split names it."""
     if settings.target.split.device:
         return settings.target.split.device
     if settings.target.device != "cpu":

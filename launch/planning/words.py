@@ -187,7 +187,7 @@ def verdict(
         cause = (
             "no draft makes up for its time"
             if fits
-            else "no draft was looked at, or none fits beside the target"
+            else "no draft was considered, or none fits next to the target"
         )
         said.append(f"speculation is not worth it here: {cause}")
     if (over := _over_nodes(found)) is not None:

@@ -180,7 +180,7 @@ def _product(one: Seconds, other: Seconds) -> Seconds:
 
 
 def _placements(rates: Rates, subject: Subject) -> Iterator[Advice]:
-    """The plan's placements beside that of the run, with the acceptance of the run."""
+    """The plan's placements, compared with that of the run, with the acceptance of the run."""
     base, found = subject.configuration, rates.found
     draft, candidates = base.settings.draft, []
     if found.offers and draft.kind not in MODELLESS_KINDS:

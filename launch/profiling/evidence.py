@@ -39,7 +39,7 @@ class Evidence:
     set_here: bool = True
     """True if the tree is set by this command, and not by whoever asks a server."""
     own_device: bool = True
-    """True if the draft has a device, or cores, of its own."""
+    """True if the draft has a separate device, or separate cores."""
     missed: int = 0
     changes: Mapping[str, str] = field(default_factory=dict)
     """Workers that came or went meanwhile, and what of it they did."""

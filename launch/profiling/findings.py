@@ -26,7 +26,8 @@ LEAST_S = 0.3
 """The shortest run for which the kernel's count of busy time, in hundredths of a second, shows who
 took the cores."""
 BALANCED = 0.1
-"""Closer to each other than this, neither reading nor arithmetic is said to bound a pass."""
+"""If they are closer than this, neither reading nor arithmetic is reported as the bound of a
+pass."""
 FEW = 30
 """Rounds of which no figure should be trusted."""
 
@@ -121,8 +122,8 @@ def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
 
 
 def _sampled(actor: Actor, evidence: Evidence) -> dict[str, float | None]:
-    """Return what the samplers say of a process: how busy its cores were, with whatever; how much
-    of the time it ran; and of a GPU what its driver says."""
+    """Return the samplers' figures of a process: how busy its cores were, with any process; the
+    share of time that it ran; and for a GPU the driver's figures."""
     worker = next((worker for worker in evidence.workers if worker.name == actor.name), None)
     state = next((state for state in evidence.states if state.name == actor.name), None)
     found: dict[str, float | None] = {"cores": None, "process": None, "gpu": None}
@@ -195,8 +196,8 @@ def _bounds(
     *,
     judged: bool,
 ) -> dict[str, Any]:
-    """The figures of the run beside the most that they could be; empty where no two rounds followed
-    each other. T_T is a round of the target alone, its messages included."""
+    """The figures of the run and their bounds; empty if no two rounds followed each other. T_T is a
+    round of the target alone, including its messages."""
     if split is None:
         return {}
     records = evidence.records
@@ -238,8 +239,8 @@ def _alone_from(plain: Sequence[RoundRecord], target: RowCosts) -> str:
 
 
 def _pass(evidence: Evidence, subject: Subject, t_v_s: float) -> dict[str, Any] | None:
-    """A pass beside what bandwidth and arithmetic of these cores allow (equations 4 and 5 of the
-    Dovetail paper); None where a part of the target computes elsewhere."""
+    """A pass compared with the limits of bandwidth and arithmetic of these cores (equations 4 and 5
+    of the Dovetail paper); None if a part of the target computes elsewhere."""
     here, design = subject.here, subject.design
     if here is None or not evidence.on_cpu:
         return None

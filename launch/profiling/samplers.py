@@ -31,7 +31,7 @@ LANES_GT_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 
 class Absent(Exception):
-    """There is no such reading here; the text says why."""
+    """There is no such reading here; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The figures of a card. None: it does not say."""
+    """The figures of a card; None if it does not report them."""
 
     name: str
     busy: float | None
@@ -76,8 +76,8 @@ class GpuSampler(Protocol):
 
 
 def cards_of(vendor: str, root: Path = ROOT) -> bool:
-    """Return whether a display or compute card of this maker (its PCI number) is on the bus, or may
-    be there: the kernel does not tell, or a guest sees no bus."""
+    """True if a display or compute card of this maker (its PCI number) is on the bus, or may be: if
+    the kernel does not show it, or a guest sees no bus."""
     devices = [*(root / DEVICES).glob("*")]
     if any((root / guest).exists() for guest in GUESTS):
         return True
@@ -112,8 +112,8 @@ class Nvml:
             self.read()
         except (
             self._nvml.NVMLError
-        ) as error:  # as a part of a card (MIG) that has no figures of its own
-            raise Absent(f"NVML does not tell how busy the card is: {error}") from None
+        ) as error:  # such as a part of a card (MIG) without separate figures
+            raise Absent(f"NVML does not report how busy the card is: {error}") from None
 
     def read(self) -> Mapping[str, Gpu]:
         return {f"cuda:{index}": self._card(handle) for index, handle in enumerate(self._handles)}
@@ -138,7 +138,7 @@ class Nvml:
         )
 
     def _ask(self, question: Any, handle: Any) -> Any:
-        """Return what some cards do not tell."""
+        """Return a reading that some cards do not have."""
         try:
             return question(handle)
         except self._nvml.NVMLError:
@@ -149,8 +149,8 @@ class SysfsCards:
     """AMD's and Intel's cards, as the kernel shows them (`machine/cards.py`), by the names that
     torch has for them.
 
-    An Intel card does not tell how busy it is, but how long it was powered down: its share is that
-    of the time between two readings in which it was not, and None in the first.
+    An Intel card does not report how busy it is, but how long it was powered down: its busy share
+    is that of the rest of the time between two readings, and None in the first.
     """
 
     def __init__(self, root: Path = ROOT, *, beside_nvidia: bool = False) -> None:
@@ -236,8 +236,8 @@ class Samplers:
 
 
 def _cores() -> Mapping[int, tuple[float, float]]:
-    """(busy, all) seconds of each logical CPU. A guest's time is in user time already, and what the
-    host took (steal) is nobody's work."""
+    """(busy, all) seconds of each logical CPU. A guest's time is in user time already, and steal
+    time is not counted as work."""
     return {
         core: (
             sum(t) - t.idle - t.iowait - t.guest - t.guest_nice - t.steal,

@@ -179,7 +179,7 @@ def _behind(address: str) -> str:
     if found is None:
         raise UserError(
             f"none of your servers on this machine serves {address}: name its coordinator's "
-            "address instead (`dovetail status` tells it)"
+            "address instead (`dovetail status` shows it)"
         )
     return found
 

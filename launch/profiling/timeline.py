@@ -1,9 +1,9 @@
 """The time line of a run: what every process did at every moment, and what idle ones waited for.
 Pure: intervals on one clock in, seconds out.
 
-A process is busy where any of its spans lies. Where it is not, and a session is under way, it waits
-for the other side, for the coordinator, or for a message on its way; where no session is, there is
-no work. Growth ahead of a verdict is busy time of the draft that nobody waits for.
+A process is busy during its spans. Otherwise, while a session runs, it waits for the other side,
+for the coordinator, or for a message on its way; without a session there is no work. Growth ahead
+of a verdict is busy time of the draft that no round waits for.
 """
 
 from collections import defaultdict
@@ -18,9 +18,9 @@ COORDINATOR = "coordinator"
 PARTS = ("draft", "verify", "transport", "queue", "coordinator")
 """The parts of a round, as its record has them."""
 BESIDE = frozenset({"queue", "link", "lost"})
-"""Spans in which nobody works."""
+"""Spans without work."""
 AHEAD = frozenset({"grow", "prepare"})
-"""Work that nobody waits for."""
+"""Work that no round waits for."""
 NS = 1e9
 
 
@@ -71,10 +71,10 @@ class Use:
 
     busy_s: float = 0.0
     ahead_s: float = 0.0
-    """The part of the busy time that is growth nobody waited for."""
+    """The part of the busy time that is growth no round waited for."""
     waiting_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_name_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of all spans by name; parts of a span are in it once more."""
+    """Seconds of all spans by name; parts of a span are also counted in it."""
 
     @property
     def whole_s(self) -> float:
@@ -179,8 +179,8 @@ def sessions_a_pass(slices: Iterable[Slice]) -> float:
 
 
 def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
-    """Milliseconds a round of all spans by name, of every process; parts of a span are in it once
-    more."""
+    """Milliseconds a round of all spans by name, of every process; parts of a span are also counted
+    in it."""
     sums: dict[str, float] = defaultdict(float)
     for piece in slices:
         if piece.session is not None or piece.shared or piece.name in AHEAD:

@@ -1,8 +1,4 @@
-"""Looks at a coordinator again and again while a workload runs, and keeps all that it says; and
-reads the samplers as often.
-
-Knows the protocol's Look and Seen, not what follows from them.
-"""
+"""Polls a coordinator while a workload runs, and keeps its answers; reads the samplers as often."""
 
 import time
 from collections.abc import Sequence
@@ -21,8 +17,7 @@ class Watch:
     """Everything that has been seen since it began; call `glance` as often as there is time."""
 
     def __init__(self, client: Client, samplers: Samplers) -> None:
-        """`client`: one of its own, on which nothing else is asked. What happened before is passed
-        over."""
+        """`client`: used for nothing else. Earlier events are skipped."""
         self._client, self.samplers = client, samplers
         self._next = 0
         self.missed = 0

@@ -1,6 +1,6 @@
-"""The workload that `dovetail profile` watches: replies to prompts, and soundings - short replies
-with other trees, and with none, that tell what passes over other numbers of rows cost and what a
-larger tree would bring. Knows settings and replies, nothing of devices."""
+"""The workload that `dovetail profile` watches: replies to prompts, and soundings: short replies
+with other trees, and with none, that measure the cost of passes over other numbers of rows and the
+gain of a larger tree."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +16,7 @@ from dovetail.protocol.settings import MAX_DEPTH, Settings, TreeSettings
 WIDE, DEEPER = 63, 4
 """Nodes, and further levels, of the trees that larger ones are judged by."""
 LADDER = (1, 3, 7, 31)
-"""Nodes of the trees that passes are measured with; 0, what the run has, and WIDE come beside
-them."""
+"""Nodes of the trees that passes are measured with, in addition to 0, that of the run, and WIDE."""
 WIDE_TOKENS, LADDER_TOKENS, WARM_TOKENS = 96, 24, 12
 WIDE_PROMPTS = 4
 

@@ -7,7 +7,7 @@ from math import log
 RECENT = 32.0
 """Values after which a running average has forgotten all but a third."""
 LAST = 16
-"""Durations that are remembered beside how much of it there was."""
+"""The number of remembered durations with their amounts."""
 
 
 class Average:
@@ -36,19 +36,19 @@ def add_all(told: Iterable[tuple[Average, float]]) -> None:
 
 
 class Lags:
-    """Durations of something beside how much of it there was, from the last times."""
+    """The last durations of something with their amounts."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=LAST)
 
     def add(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so long; none are left out."""
+        """Note the duration of this many tokens; zero tokens are ignored."""
         if tokens > 0:
             self._last.append((tokens, seconds))
 
     def expect(self, tokens: int) -> float | None:
-        """Seconds for so many: as the last time that was nearest in length, in proportion if it was
-        shorter. None: nothing is known."""
+        """Seconds for this many: that of the last one nearest in length, scaled if it was shorter.
+        None if nothing is known."""
         if not self._last:
             return None
         length, seconds = min(

@@ -26,7 +26,7 @@ class PassCurves:
         """Each curve at 0, 1, 2, ... rows."""
 
     def at(self, rows: int, context: float = 0.0) -> float:
-        """Return the seconds of a pass over so many rows."""
+        """Return the seconds of a pass over this many rows."""
         below, above, share = self._around(context)
         low, high = self._level(below, rows)[rows], self._level(above, rows)[rows]
         return (1.0 - share) * low + share * high

@@ -1,11 +1,10 @@
-"""The cost of experts: how many experts a pass over M rows goes through, and the seconds of each.
-
-Both are learned from passes of which the target says how many experts they went through. Rows of
-one text share more experts than rows that choose independently do, the more so the more the text
-repeats itself: this variety is estimated from the last passes, whatever their rows. The cost of an
-expert is a weighted median of slopes, seconds over experts. A slope is taken between one pass and
-the next, so that a machine that slows down does not count, and each of the two is first compared
-with passes over as many rows, so that costs that grow with rows do not count. Pure.
+"""The cost of experts: how many experts a pass over M rows uses, and the seconds of each. Both are
+learned from passes for which the target reports the number of experts. Rows of one text share more
+experts than rows that choose independently do, the more so the more the text repeats itself: this
+variety is estimated from the last passes, whatever their rows. The cost of an expert is a weighted
+median of slopes, seconds over experts. A slope is taken between one pass and the next, so that a
+machine that slows down does not count, and each of the two is first compared with passes over as
+many rows, so that costs that grow with rows do not count. Pure.
 """
 
 from collections import deque
@@ -16,8 +15,8 @@ from dovetail.protocol.calibration import ExpertCosts, weighted_median
 VARIETIES = 8
 """Passes that the variety of rows is estimated from: the last ones."""
 FULL = 0.95
-"""The share of all experts beyond which a pass says nothing of variety, if independent rows would
-go through more."""
+"""The share of all experts beyond which a pass is not informative about variety, if independent
+rows would use more."""
 SLOPES = 128
 """Slopes that the cost of an expert is estimated from: the last ones."""
 PRIOR = 2.0

@@ -2,8 +2,8 @@
 target on one node.
 
 Every node computes a share of the outputs from weights in its own memory, so that reading and
-computing are divided among the threads. Beside that the threads of all nodes meet several times in
-a layer, and read there what other nodes have computed. Pure; knows no machine.
+computing are divided among the threads. In addition the threads of all nodes synchronise several
+times in a layer, and read what other nodes have computed. Pure.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from dovetail.protocol.calibration import RowsSeconds
 from dovetail.runtime.costs.rounds import Origin, Source
 
 MEETING_S = 50e-6
-"""Seconds that a layer spread over nodes takes beside its share: four meetings of a microsecond,
-and half of the activations of 16 rows (4096 wide, 11008 in an MLP: 0.75 MB) over a link of 16 GB/s.
-An estimate: no machine with several nodes has been measured."""
+"""Additional seconds of a layer spread over nodes: four synchronisations of a microsecond, and half
+of the activations of 16 rows (4096 wide, 11008 in an MLP: 0.75 MB) over a link of 16 GB/s. An
+estimate: no machine with several nodes has been measured."""
 ASSUMED = f"{MEETING_S * 1e6:.0f} us a layer for what crosses (assumed, not measured)"
 
 
@@ -26,12 +26,12 @@ class Nodes:
     times: float
     """Threads on all of them over those that the target has on one node."""
     meeting_s: float = MEETING_S
-    """Seconds of a layer beside its share."""
+    """Additional seconds of a layer."""
     meeting: str = ASSUMED
     """The origin of that, in words."""
 
     def spread_s(self, alone_s: float, layers: float) -> float:
-        """Return the seconds of so many layers over all nodes that take `alone_s` on one."""
+        """Return the seconds of this many layers over all nodes that take `alone_s` on one."""
         return alone_s / self.times + layers * self.meeting_s
 
     def origin_of(self, alone: Origin) -> Origin:
@@ -43,6 +43,6 @@ class Nodes:
 def measured_meeting_s(
     alone: RowsSeconds, spread: RowsSeconds, *, rows: int, times: float, layers: int
 ) -> float:
-    """Return the seconds of a layer beside its share, by passes of one target over so many rows on
-    one node and over several."""
+    """Return the additional seconds of a layer, by passes of one target over this many rows on one
+    node and over several."""
     return max(0.0, spread.at(rows) - alone.at(rows) / times) / layers

@@ -26,21 +26,21 @@ EXACT_ROWS = 32
 KEPT = 16
 """Passes that are remembered of each number of rows."""
 FEW = 8
-"""Below so many only the median counts."""
+"""With fewer passes than this only the median counts."""
 TRUST = 2.0
-"""Passes of a number of rows that weigh as much as what its neighbours and the profile say."""
+"""Passes of a number of rows that weigh as much as its neighbours and the profile."""
 HOPE = 0.5
-"""The share of a rise between two numbers of rows that were seen is put down to those between them,
-where no profile tells: so that they are tried too."""
+"""Without a profile, the share of a rise between two observed numbers of rows that is assigned to
+those between them, so that they are tried too."""
 ROW_SHARE = 0.01
 """The share that a further row adds to a pass, in parts of a pass over one, where nothing is known:
 little, so that larger passes are tried, and then known."""
 FIRST_ROWS = 4
-"""Rows of the first passes over more than one row, at most, where no profile tells what they cost:
-sixteen can take eight times as long as one."""
+"""Without a profile, the most rows of the first passes over more than one row: sixteen can take
+eight times as long as one."""
 OUTLIER = 4.0
-"""A pass counts for the slope over the context with so many times the usual seconds of its number
-of rows at most."""
+"""A pass counts for the slope over the context with at most this multiple of the usual seconds of
+its number of rows."""
 FORGETTING = 0.995
 """The factor by which the slope is forgotten, a pass."""
 SPREAD = 64.0 * 64.0
@@ -55,7 +55,7 @@ MOST_TABLES = 64
 SPEEDS = 5
 """Last passes whose median gives the machine's present speed."""
 SEEN = 2
-"""Passes over a number of rows after which further ones tell the speed."""
+"""Passes over a number of rows after which further ones measure the speed."""
 PASSING = 0.95
 """Exponent of the slowness that is taken out of a pass before it is remembered. The rest makes a
 lasting change usual after some hundred passes, and leaves the rise over the context to be
@@ -167,7 +167,7 @@ class RowCosts:
         )
 
     def seen(self, rows: int) -> int:
-        """Return how many of the last passes had so many rows, or nearly."""
+        """Return how many of the last passes had about this many rows."""
         found = self._passes.get(bucket(rows))
         return len(found.last) if found else 0
 
@@ -187,7 +187,7 @@ class RowCosts:
             through = self._weigh_experts(self.experts, known, rows, seconds, context, experts)
         known.add(seconds / self._slowness**PASSING, context, through)
         if len(known.last) == SEEN:
-            self._tables.clear()  # such passes tell the speed from now on
+            self._tables.clear()  # such passes measure the speed from now on
         self._observed += 1
         self.known = True
 
@@ -224,7 +224,7 @@ class RowCosts:
         return max(LEAST_SHARE * usual, usual + more_s)
 
     def observe_all(self, passes: Iterable[tuple[int, int]]) -> None:
-        """Passes of so many rows have taken so many nanoseconds each."""
+        """Note passes of this many rows and their nanoseconds each."""
         for rows, duration_ns in passes:
             self.observe(rows, duration_ns / 1e9)
 
@@ -249,7 +249,7 @@ class RowCosts:
         return found.seconds
 
     def _table(self, most: int, context: float) -> _Table:
-        """Return the table of a context, with passes at the usual speed for so many rows."""
+        """Return the table of a context, with passes at the usual speed for this many rows."""
         key = int(context) // STALE_TOKENS
         found = self._tables.get(key)
         if found is None:
@@ -342,8 +342,8 @@ class RowCosts:
         )
 
     def _learned_slope(self) -> float:
-        """Seconds a token of context, beyond what the profile's curves say of it: from passes over
-        the same number of rows behind different contexts."""
+        """Seconds a token of context, beyond those of the profile's curves: from passes over the
+        same number of rows behind different contexts."""
         if self._curves is not None and len(self._curves.contexts) > 1:
             return 0.0
         contexts = sum(passes.contexts for passes in self._passes.values())

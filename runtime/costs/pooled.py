@@ -27,7 +27,7 @@ class PooledPasses:
         self._seconds = [points[rows] for rows in self._rows]
 
     def at(self, rows: int) -> float:
-        """Return the seconds of a pass over so many rows; 0 where nothing is known."""
+        """Return the seconds of a pass over this many rows; 0 if nothing is known."""
         if not self._rows or rows <= 0:
             return 0.0
         place = bisect_left(self._rows, rows)

@@ -10,8 +10,8 @@ machine is not taken for the cost of a row."""
 FIRST_ROWS = 16
 """Rows of a chunk while nothing is known of their cost."""
 LEAST_S = 1e-6
-"""The least seconds of a row: rows may cost nothing beside weights that are read anyway, but chunks
-are finite."""
+"""The least seconds of a row: rows may be free next to weights that are read anyway, but chunks
+must be finite."""
 MORE = 2
 """The factor by which a chunk may exceed the last ones at most, so that a cost that rises with rows
 is seen before it is large."""

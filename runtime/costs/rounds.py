@@ -1,8 +1,6 @@
-"""Costs of rounds: what a draft and a target take together, wherever the numbers are from.
-
-A round takes the drafting that is waited for, the target's pass T_V(M, context) over M rows, and
-what lies beside the two: messages, and the coordinator. Drafting takes t_D(rows) a pass, and
-something for each proposal.
+"""Costs of rounds of a draft and a target, from any source of numbers. A round takes the drafting
+that is waited for, the target's pass T_V(M, context) over M rows, and the time of messages and the
+coordinator. Drafting takes t_D(rows) a pass, plus a constant for each proposal.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +28,7 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Origin:
-    """The provenance of a number, and how it is told."""
+    """The provenance of a number, and its name."""
 
     source: Source
     words: str
@@ -66,8 +64,7 @@ NO_MESSAGES = Messages()
 
 @dataclass
 class PairCosts:
-    """Costs of a draft and a target that work together, as their rounds were measured, over what
-    their profiles say."""
+    """Costs of a pair of draft and target: measured in their rounds, else from their profiles."""
 
     target: RowCosts = field(default_factory=RowCosts)
     """Shared by all pairs of this target."""
@@ -81,9 +78,9 @@ class PairCosts:
     exposed_s: Average = field(default_factory=Average)
     """Drafting that a round with a draft waited for."""
     draft_hop_s: Average = field(default_factory=Average)
-    """From the order to the proposal, beside drafting."""
+    """From the command to the proposal, without drafting."""
     target_hop_s: Average = field(default_factory=Average)
-    """From Verify to Verified, beside the pass."""
+    """From Verify to Verified, without the pass."""
     host_s: Average = field(default_factory=Average)
     """The coordinator's own, a round."""
     undrafted_host_s: Average = field(default_factory=Average)
@@ -96,12 +93,12 @@ class PairCosts:
         return self.exposed_s.value + self.draft_hop_s.value
 
     def level_s(self, sessions: int) -> float:
-        """Return the seconds of a level of one node for each of so many sessions on the draft."""
+        """Return the seconds of a level of one node for each of this many sessions on the draft."""
         full, rest = divmod(sessions, self.together)
         return full * self.draft.at(self.together) + (self.draft.at(rest) if rest else 0.0)
 
     def orders_s(self, sessions: int) -> float:
-        """Return the seconds that orders for so many sessions and their proposals cost, without
+        """Return the seconds of the commands for this many sessions and their proposals, without
         drafting itself."""
         return ceil(sessions / self.together) * self.draft_hop_s.value
 
@@ -114,7 +111,7 @@ class PairCosts:
         return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, pass_s / usual_s))
 
     def beside_s(self, *, drafted: bool) -> float:
-        """Return the seconds of a round beside drafting and pass."""
+        """Return the seconds of a round without drafting and pass."""
         host = self.undrafted_host_s if self.undrafted_host_s.known else self.host_s
         return self.target_hop_s.value + (self.host_s if drafted else host).value
 
@@ -126,7 +123,7 @@ class PairCosts:
         return self.target.at(rows, context) + self.beside_s(drafted=False)
 
     def round_s(self, *, rows: int, context: float = 0.0, exposed_s: float) -> float:
-        """Return the seconds of a round whose Verify has so many rows; `exposed_s`: what it waits
-        for its draft, 0 where it has none."""
+        """Return the seconds of a round whose Verify has this many rows; `exposed_s`: its wait for
+        the draft, 0 without one."""
         pass_s = self.target.at(rows, context)
         return exposed_s + pass_s + self.beside_s(drafted=exposed_s > 0.0)

@@ -168,7 +168,7 @@ def test_without_a_gpu_everything_is_on_the_cpu(plan: Callable[..., dict[str, An
     if found["device"] is not None:
         pytest.skip("there is a GPU here")
     shared = layout_of(Settings()).shared
-    place = "in turns with the target" if shared else "on a core of its own"
+    place = "in turns with the target" if shared else "on a separate core"
     assert found["device_says"].endswith(f"everything is on the CPU, and a draft {place}")
     assert found["kernels"] == kernels.in_words()
     assert {one["name"] for one in found["alternatives"]} == {"target alone", "Dovetail"}
@@ -469,7 +469,7 @@ def test_what_has_no_room_is_named_and_is_not_called_too_slow(invoke: Run) -> No
         *("--draft", "dovetail", "--draft", "substitute"),
     )
     assert shown.returncode == 0, shown.stderr
-    assert "none fits beside the target" in shown.stdout
+    assert "none fits next to the target" in shown.stdout
     assert "there is no room for: " in shown.stdout
 
 

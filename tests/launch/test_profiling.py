@@ -339,7 +339,7 @@ def test_a_card_that_does_not_say_how_busy_it_is_is_absent_with_the_reason(
     library: Callable[[str, str], None],
 ) -> None:
     library("pynvml", NVML.format(busy="raise NVMLError('a part of a card')", link="return 4"))
-    with pytest.raises(Absent, match="does not tell how busy the card is: a part of a card"):
+    with pytest.raises(Absent, match="does not report how busy the card is: a part of a card"):
         Nvml()
 
 

@@ -87,7 +87,7 @@ def known_costs(
     threads: int | None = None,
 ) -> Known:
     """Return what was measured of the settings' target, spread over this many `shards`. `threads`:
-    those in use unless told. `ProfileError` if the file is damaged."""
+    by default those in use. `ProfileError` if the file is damaged."""
     known = load_profile(profile)
     for key in keys_of(settings, shards, threads):
         entry = known.find(key)
@@ -219,7 +219,7 @@ class _Bench:
 
 
 def _parted(few: RowsSeconds, more: RowsSeconds) -> tuple[RowsSeconds, RowsSeconds]:
-    """A layer, and what a pass has beside its layers."""
+    """A layer, and the rest of a pass."""
     layer = _each(more, lambda rows, taken: (taken - few.at(rows)) / (MORE - FEW))
     return layer, _each(few, lambda rows, taken: taken - FEW * layer.at(rows))
 

@@ -81,8 +81,8 @@ def products_of(device: torch.device) -> dict[str, Any]:
 
 
 def kernel_failures() -> Iterator[str]:
-    """Yield what the kernels compute wrong, a line each: products that differ from those in double
-    precision, and bytes that differ between instruction sets or with the rows beside them."""
+    """Yield errors of the kernels, a line each: products that differ from those in double
+    precision, and bytes that differ between instruction sets or with other rows in the batch."""
     best = kernels.isa()
     try:
         for kind in STORED:

@@ -75,8 +75,8 @@ def expected_levels(
 
 
 def levels_key(model: "LanguageModel | Head", library: str) -> ProfileKey:
-    """Return where t_D of a draft holds. A digest of its files tells its shapes, and the types that
-    its matrices are stored in."""
+    """Return the key under which t_D of a draft holds. A digest of its files determines its shapes,
+    and the stored types of its matrices."""
     how = model.kernels if isinstance(model, LanguageModel) else model.arithmetic
     shapes = shapes_key((), model.checkpoint_digest, model.vocabulary_size)
     return ProfileKey(

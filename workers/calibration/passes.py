@@ -45,7 +45,8 @@ class Computes(Protocol):
 
 
 class Passes:
-    """Passes of a model over one cache; `done` hears what share of a curve's time has gone."""
+    """Passes of a model over one cache; `done` is called with the elapsed share of a curve's
+    time."""
 
     def __init__(self, model: Computes, capacity: int) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""The model that is measured, and the one that its cost is told for."""
+"""The model that is measured, and the one for which its cost is reported."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +84,8 @@ class Subject:
 
 
 def design_key(design: Design, weights: str) -> str:
-    """Return the part of a profile's key that tells of which matrices it is: those of a file differ
-    in their types, too."""
+    """Return the part of a profile's key for the matrices: those of a file differ in their types,
+    too."""
     return shapes_key(list(design.shapes), *((design.mix,) if weights in FILE_KINDS else ()))
 
 

@@ -63,7 +63,7 @@ EXPERTS_SHARE = 0.1
 """The share of the seconds in which the cost of experts is measured, if there are any."""
 
 Say = Callable[[str, float], None]
-"""Hears what is being done, and what share of all of it has been done."""
+"""Is called with the present step, and the share of all that is done."""
 LOADED = 0.15
 """The share that is done when the model is loaded."""
 
@@ -82,7 +82,7 @@ def calibrate(
     but for t_d, and `key` and `calibration` for the profile.
 
     `memory_bytes`: how much a model may take here; `contexts`: lengths of the cache, none: some
-    that the model allows. `say` hears what is being done.
+    that the model allows. `say` is called with the present step.
     """
     open_device("cpu", threads)
     if kernels.available():
@@ -286,7 +286,7 @@ def back_ends(subject: Subject, profile: Path | None) -> dict[str, Any]:
 
 
 def _lengths(context: int, wanted: Sequence[int]) -> tuple[int, list[int]]:
-    """The length that T_V is told for, and all lengths, ascending: unless told 512 or what the
+    """The length for which T_V is reported, and all lengths, ascending: by default 512 or what the
     model allows, a quarter of that, and four times it."""
     room = context - MOST_ROWS
     if room < 1:
@@ -297,7 +297,7 @@ def _lengths(context: int, wanted: Sequence[int]) -> tuple[int, list[int]]:
     if too_long := [length for length in wanted if length > room]:
         raise UserError(
             f"--context {too_long[0]}: the model has a context of {context} tokens, which "
-            f"leaves {room} beside the {MOST_ROWS} rows of a pass"
+            f"leaves {room} in addition to the {MOST_ROWS} rows of a pass"
         )
     if wanted:
         return min(wanted, key=lambda length: abs(length - CONTEXT)), sorted(set(wanted))
@@ -334,8 +334,9 @@ def _measure(
 
 
 def _told_by(say: Say) -> LoadingTold:
-    """Return what tells `say` how far the model is loaded: a third of the share is for checking it,
-    one for the rest; of one that is loaded again, only what goes beyond."""
+    """Return a function that reports the progress of loading to `say`: a third of the share is for
+    checking the model, one for the rest; for one that is loaded again, only the progress beyond
+    that."""
     most = LOADED / 3
 
     def hear(doing: str, done: int, total: int) -> None:

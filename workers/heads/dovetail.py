@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class DovetailConfig(HeadConfig):
-    """Keys of its config.json; the paper says nothing of the SiLU and the norm on the embedding,
-    and its weights need them."""
+    """Keys of its config.json; the paper does not mention the SiLU and the norm on the embedding,
+    which its weights need."""
 
     dgf_silu: bool = True
     dgf_embed_norm: bool = True

@@ -1,7 +1,6 @@
 """EAGLE-3 (Li et al. 2025): residual streams of three layers of the target through one matrix, one
-decoder layer over embedding and state side by side, and an output head of its own.
-
-Its tensors come in the names of its own repository, of vLLM and of SpecForge.
+decoder layer over the concatenated embedding and state, and its own output head. Its tensors come
+in the names of its repository, of vLLM and of SpecForge.
 """
 
 from dataclasses import dataclass
@@ -62,12 +61,12 @@ class Eagle3Spec(HeadSpec):
     norm_output: bool
     """The recurrent state is the one behind the final norm."""
     fc_norm: bool
-    """Each tap has a norm of its own before they are fused."""
+    """Each tap has its own norm before they are fused."""
 
 
 def _taps(config: Eagle3Config, target: TargetShape) -> tuple[int, ...]:
-    """Return the layers whose incoming streams are read: as config.json says, else 2, L // 2 and
-    L - 3."""
+    """Return the layers whose incoming streams are read: those of config.json, else 2, L // 2 and L
+    - 3."""
     nested, count = config.eagle_config, target.layers
     if not nested.use_aux_hidden_state:
         return ()

@@ -1,8 +1,8 @@
 """The files of a draft head, and which kind of head they hold.
 
-Tells a head from an ordinary language model by names and shapes alone: whoever drafts with the
-latter imports nothing that computes a head. Pickled weights are opened only where the user says so,
-and then without running what is in them.
+Distinguishes a head from an ordinary language model by names and shapes alone: drafting with the
+latter imports no code of heads. Pickled weights are opened only if the user allows it, and then
+without executing their content.
 """
 
 import hashlib

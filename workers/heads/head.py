@@ -76,7 +76,8 @@ class Head:
         said: str = "",
     ) -> None:
         """`wider`: opens the head with products that narrow nothing to fp16; None: none of these
-        does. `said`: a sentence about types that nobody has chosen; empty: they are as chosen."""
+        does. `said`: a sentence about types that the user has not chosen; empty if all are as
+        chosen."""
         self.spec, self.source = checkpoint.spec, checkpoint.source
         self.wider, self.said = wider, said
         self.device: torch.device = arithmetic.device

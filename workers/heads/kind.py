@@ -55,7 +55,7 @@ class HeadKind(ABC):
     config: ClassVar[type[HeadConfig]] = HeadConfig
     """The keys of its config.json."""
     silu: ClassVar[bool] = True
-    """True if it computes with silu, and a config.json that says otherwise is wrong."""
+    """True if it computes with silu, and a config.json with another activation is wrong."""
     own_embedding: ClassVar[bool] = False
     """True if a head of this kind may have trained the embedding, so that it differs from the
     target's without being a mistake."""
@@ -85,7 +85,7 @@ class HeadKind(ABC):
             raise MisfitError(f"has hidden_act {config.hidden_act!r}; heads compute with silu")
 
     def target_width(self, spec: HeadSpec, shapes: Shapes) -> int:
-        """Return how wide the target is that a head was made for, as its tensors tell."""
+        """Return the width of the target that a head was made for, from its tensors."""
         return spec.target_width
 
     def groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:

@@ -24,7 +24,7 @@ class HeadCheckpoint:
     source: str
     digest: str
     trained_for: str
-    """Digest of the target that it was trained for, empty where config.json does not say."""
+    """Digest of the target that it was trained for; empty if config.json lacks it."""
     spec: HeadSpec
     frequencies: Tensor
     """float32 [rotary_dim / 2]: the frequencies of the rotary positions."""

@@ -21,7 +21,7 @@ IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 EXPERTS = "layers.0.mlp_moe"
 """The module of a head's experts."""
 NAMED = 8
-"""So many tensors of each complaint are named; a checkpoint of something else would fill a page."""
+"""The most tensors named in each error; a checkpoint of another kind would fill a page."""
 LONGEST_NAME = 100
 """Characters of a tensor's name; a longer one is shown by its beginning."""
 
@@ -40,8 +40,8 @@ class TargetShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """A head, complete: with its weights this is all that there is to compute. Kinds with numbers
-    of their own have a subclass."""
+    """A complete head: with its weights this is everything to compute. Kinds with further numbers
+    have a subclass."""
 
     kind: str
     blocks: int = 1

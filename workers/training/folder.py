@@ -42,8 +42,8 @@ def shape_for(
     intermediate: int | None = None,
     **choices: Any,
 ) -> HeadShape:
-    """The shape of a new head: attention as in the target, the MLP too unless `intermediate` says
-    otherwise (a Jakiro expert: as wide as the hidden state)."""
+    """The shape of a new head: attention as in the target, the MLP too unless `intermediate` is
+    given (a Jakiro expert: as wide as the hidden state)."""
     config = target.config
     vocabulary, hidden = target.frozen.embedding.shape
     heads = int(config["num_attention_heads"])

@@ -106,7 +106,7 @@ def feature_loss(state: Tensor, wanted: Tensor) -> Tensor:
 
 
 def wanted_distributions(head: TrainableHead, frozen: Frozen, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the target says after g [N, H]: its distribution over the head's vocabulary [N,
+    """Return the target's output after g [N, H]: its distribution over the head's vocabulary [N,
     Vd] (renormalised), and whether its most likely token is in it."""
     with torch.no_grad():
         known, vocabulary = head.known, len(frozen.head)

@@ -1,5 +1,5 @@
-"""The kinds of heads that can be trained: what `dovetail train` says of each, its options, its
-recipe, and its presets: as its paper did, or in minutes for a very small target.
+"""The kinds of heads that can be trained: the help of `dovetail train` for each, its options, its
+recipe, and its presets: as in its paper, or in minutes for a very small target.
 
 A command line reads this file, so that it imports no torch, which takes seconds; `recipe_of` does.
 """
@@ -89,7 +89,7 @@ TRAINED: Mapping[str, TrainedKind] = {
         ),
     ),
     "eagle3": TrainedKind(
-        "an EAGLE-3 head: three residual streams, one layer, an output head of its own",
+        "an EAGLE-3 head: three residual streams, one layer, its own output head",
         (
             Option(
                 "--draft-vocabulary",

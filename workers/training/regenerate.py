@@ -1,12 +1,11 @@
 """The target answers chats itself, many at a time, and the answers are kept as chats.
 
-A draft learns from what its target writes, not from what somebody else wrote. The users' turns are
-asked one after the other, each behind the target's own answers to the earlier ones. The file is of
-OpenAI's form, a line for each chat and temperature in the order in which they end, with "id",
-"finish_reason", "temperature" and "target"; a run that was interrupted goes on with what is not
-there. Noise depends on seed, chat and temperature alone, so that an answer is the same however many
-are written next to it. Knows sessions of a language model and lines of a file; nothing of what is
-learned from them.
+A draft learns from its target's texts, not from others. The users' turns are sent one after the
+other, each after the target's own answers to the earlier ones. The file is of OpenAI's form, a line
+for each chat and temperature in the order in which they end, with "id", "finish_reason",
+"temperature" and "target"; a run that was interrupted goes on with what is not there. Noise depends
+on seed, chat and temperature alone, so that an answer is the same however many are written next to
+it. Knows sessions of a language model and lines of a file; nothing of what is learned from them.
 """
 
 import json
@@ -179,7 +178,7 @@ class AnswerWriter:
 
 @dataclass
 class _Job:
-    """A chat at one temperature: what is still to be asked, and what has been said."""
+    """A chat at one temperature: the remaining questions, and the turns so far."""
 
     id: str
     number: int

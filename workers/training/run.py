@@ -85,8 +85,8 @@ def silent(_: Progress) -> None:
 
 
 class Run:
-    """A model in training: its optimizer, what has been spent, and its checkpoint in a file;
-    `about` tells it from other runs, as JSON."""
+    """A model in training: its optimizer, its counters, and its checkpoint in a file; `about`
+    identifies the run, as JSON."""
 
     def __init__(
         self,
@@ -222,15 +222,15 @@ class Run:
 
 
 def read_checkpoint(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """Return what tells its run from others, its counters, and its tensors; `UserError` if the file
-    is damaged."""
+    """Return the identity of its run, its counters, and its tensors; `UserError` if the file is
+    damaged."""
     try:
         with safe_open(file, framework="pt") as content:
             names = content.keys()  # it is no mapping
             metadata, tensors = content.metadata(), {n: content.get_tensor(n) for n in names}
         return json.loads(metadata["about"]), json.loads(metadata["counters"]), tensors
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({error}): remove it to begin anew") from None
+        raise UserError(f"{file} is damaged ({error}): remove it to start again") from None
 
 
 def optimizer_of(model: nn.Module, pace: Pace) -> torch.optim.AdamW:

@@ -67,7 +67,8 @@ class Settings(Pace):
     batch: int = 8
     context: int = 512
     cross_entropy: float = 0.1
-    """The weight of the plain cross entropy beside the divergence, when a model is distilled."""
+    """The weight of the plain cross entropy relative to the divergence, when a model is
+    distilled."""
 
 
 StepLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -109,8 +110,7 @@ def read_text(files: Sequence[Path], tokenizer_folder: Path) -> list[Example]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Transformers draws bars of its own while it loads and saves; within this block it draws
-    none."""
+    """Suppress transformers' progress bars for loading and saving within this block."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -180,7 +180,7 @@ def _copy_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The file that a run goes on from, and what it is known by beside its data and settings."""
+    """The file from which a run continues, and its identity besides data and settings."""
 
     file: Path
     about: Mapping[str, Any]

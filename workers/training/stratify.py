@@ -28,7 +28,7 @@ from dovetail.protocol.errors import UserError
 
 LEVELS = 3
 LEAF_SHARE = 0.01
-"""The least share of all rounds that a bin has: the mean rank of fewer says little."""
+"""The least share of all rounds in a bin: the mean rank of fewer is not reliable."""
 DECIMALS = 4
 """The decimals of a threshold, in nats."""
 LEAST_ROUNDS = 100

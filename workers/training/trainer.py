@@ -104,8 +104,8 @@ def new_head(shape: HeadShape, *, seed: int) -> TrainableHead:
 
 
 def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
-    """Return what a run shares with those that may resume it, beside its pace. Not `number`: which
-    is faster may be found otherwise tomorrow."""
+    """Return what a run must share with those that resume it, besides its pace. Not `number`:
+    another one may be faster tomorrow."""
     recipe = {f"recipe.{name}": value for name, value in asdict(plan.recipe).items()}
     return {
         **asdict(shape),
@@ -138,7 +138,7 @@ def _step(
 
 
 def use_threads(count: int) -> None:
-    """Compute on so many threads of the CPU in this process."""
+    """Compute on this many threads of the CPU in this process."""
     torch.set_num_threads(count)
 
 
@@ -183,7 +183,7 @@ class _Watch:
         self.checks = [Check(**{**row, "at": tuple(row["at"])}) for row in run.notes]
 
     def look(self) -> str:
-        """Measure if it is time, and say what the last measurement said."""
+        """Measure if it is time, and return the last measurement."""
         due = int(self.run.done * self.plan.checks) + 1
         if len(self.checks) < due and not self.run.peers.rank:
             found = simulate(self.head, self.frozen, self.held, self.plan.depth)

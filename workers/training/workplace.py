@@ -1,5 +1,5 @@
-"""The working folder of a training: the folder OUT.unfinished beside the folder OUT that it will
-write. Nothing that somebody else put into either is ever deleted.
+"""The working folder of a training: the folder OUT.unfinished next to the folder OUT that it will
+write. Other files in either are never deleted.
 
 It is held by one process at a time, and set free when that one dies. The checkpoint is one file and
 is replaced by renaming; a finished OUT is filled in here and moved there whole, and what it

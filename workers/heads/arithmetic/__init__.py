@@ -69,13 +69,13 @@ class LayerWeights:
 @dataclass(frozen=True)
 class FixedRows:
     """Rows of a pass in shapes that do not depend on what is in the cache, for CUDA graphs: what is
-    written and seen is told by tensors."""
+    written and attended to is in tensors."""
 
     memory: Tensor | PlacedRows
     """Rows of a `KVCache`, S of each layer, or the caches of the rows of several sessions."""
     slots: Tensor
     """int64 [T]: where the rows' keys and values are written; rows of padding may share a slot that
-    nobody sees."""
+    no row attends to."""
     mask: Tensor
     """[T, S], added to scores: 0 or -inf; no row may see nothing."""
 

@@ -1,4 +1,4 @@
-"""Chats as JSON lines: what was said, and which tokens of its rendering an assistant wrote.
+"""Chats as JSON lines: their turns, and which tokens of the rendering an assistant wrote.
 
 Four forms of a line, as public data sets have them: ShareGPT's {"conversations": [{"from",
 "value"}]}, OpenAI's {"messages": [{"role", "content"}]}, {"turns": [user, assistant, user, ...]}
@@ -28,7 +28,7 @@ ROLES: Mapping[str, Role] = {
 }
 FORMS = '"conversations", "messages", "turns", "prompt" and "response", or "text"'
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""A template that says itself what an assistant writes."""
+"""A template that marks the assistant's text."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Chat:
 
 
 class RefusedError(Exception):
-    """The chat template refuses a chat; says why."""
+    """The chat template refuses a chat, with the reason."""
 
 
 def read_chats(file: Path) -> Iterator[Chat]:
@@ -78,7 +78,7 @@ def _chat(where: str, line: str) -> Chat:
     if "text" in row and not {"conversations", "messages", "turns", "prompt"} & set(row):
         return Chat(where, text=_text(where, row["text"], "text"))
     messages = tuple(_messages(where, row))
-    # what an assistant says before anyone has asked is no answer
+    # an assistant's first turn before any question is not an answer
     asked = next((i for i, message in enumerate(messages) if message.role == "user"), len(messages))
     opening = tuple(message for message in messages[:asked] if message.role == "system")
     return Chat(where, opening + messages[asked:], whole=row.get("finish_reason") != "length")
@@ -167,8 +167,8 @@ class Renderer:
         """The chat as a sequence with its answers to be learned, each with the id that ends it;
         `RefusedError` if the template refuses it.
 
-        A template that rewrites what was said before (such as one that leaves out earlier thoughts)
-        gives several: an answer is learned behind what the target saw when it wrote it.
+        A template that rewrites earlier turns (such as one that drops earlier thoughts) gives
+        several: an answer is learned after the context in which the target wrote it.
         """
         if chat.text:
             return [self._text_example(chat.text)]

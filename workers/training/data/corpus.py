@@ -71,7 +71,7 @@ def read_examples(
 def read_rows(
     files: Sequence[Path], renderer: Renderer, left_out: "Counter[str] | None" = None
 ) -> list[Example]:
-    """The sequences of all files as they are; `left_out` is told what chats have none."""
+    """The sequences of all files as they are; `left_out` is called with chats that have none."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise UserError(f"there is no file {missing[0]}")
     told = Counter[str]() if left_out is None else left_out

@@ -119,7 +119,7 @@ def read_token_file(file: Path, begin: int | None) -> list[Example]:
     learn = _mask_of(file, len(ids))
     if begin is None:
         raise UserError(
-            f"{file}: the target has no begin id, which tells the sequences of a token file "
+            f"{file}: the target has no begin id, which separates the sequences of a token file "
             "apart; give chats as JSON lines"
         )
     starts = np.flatnonzero(ids == begin)

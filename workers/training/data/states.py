@@ -147,7 +147,7 @@ class TargetStates:
         yield torch.cat(parts)
 
     def _pass(self, parts: Sequence[Tensor], segments: Sequence[Segment]) -> Sequence[Tensor]:
-        """The states of these tokens, which the segments say where to put."""
+        """The states of these tokens, placed by the segments."""
         positions = torch.cat(
             [torch.arange(segment.start, segment.start + segment.count) for segment in segments]
         )
@@ -168,8 +168,8 @@ class TargetStates:
 
 
 def _batches(rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The rows in their order, so many at a time that a pass has at most PASS_ROWS tokens; a longer
-    one stands alone."""
+    """The rows in order, grouped into passes of at most PASS_ROWS tokens; a longer row has a
+    separate pass."""
     batch, size = list[Tensor](), 0
     for row in rows:
         if batch and size + len(row) > PASS_ROWS:

@@ -1,11 +1,11 @@
 """Hidden states of a target in a folder, for memory maps: an index, the sequences, and shards of
 16-bit numbers, token-major.
 
-index.json says whose states they are and where the shards begin; tokens.bin (uint32), learn.bin
-(one byte) and lengths.bin (uint32) hold the sequences, states-NNNNNN.bin a row of numbers a token;
-all little-endian and nothing else in them. Shards are written one after the other and named in the
-index when they are whole, so a run that was killed goes on where the last shard ended. Knows
-numbers and files, not how states are computed.
+index.json has the origin of the states and the beginnings of the shards; tokens.bin (uint32),
+learn.bin (one byte) and lengths.bin (uint32) hold the sequences, states-NNNNNN.bin a row of numbers
+a token; all little-endian and nothing else in them. Shards are written one after the other and
+named in the index when they are whole, so a run that was killed goes on where the last shard ended.
+Knows numbers and files, not how states are computed.
 """
 
 import dataclasses

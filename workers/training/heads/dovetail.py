@@ -56,7 +56,7 @@ class DovetailRecipe(HeadRecipe):
     """Dovetail main.py."""
 
     architecture = "LlamaForCausalLMDovetail"
-    """Nobody's name yet."""
+    """A placeholder name."""
     paper, trainable = EAGLE_PLAN, DovetailHead
 
     def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:

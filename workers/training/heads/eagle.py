@@ -30,7 +30,7 @@ class EagleHead(TrainableHead):
         )
 
     def weigh_fusion(self, target: TargetParts, typical: Tensor) -> None:
-        """An embedding that is small beside the feature would be learned last."""
+        """An embedding that is small compared with the feature would be learned last."""
         embedding = target.frozen.embedding.float().square().mean().sqrt()
         self.fc.weight[:, : self.shape.hidden] *= typical / embedding
 

@@ -74,7 +74,7 @@ class JakiroRecipe(HeadRecipe):
     """Jakiro main.py. Gradients are clipped by norm, not number by number."""
 
     architecture = "LlamaForCausalLMJakiro"
-    """Nobody's name yet."""
+    """A placeholder name."""
     paper = Plan(
         Pace(rate=9e-5, warm_up=2000, weight_decay=1e-3, clip=0.5, decay="cosine"),
         Recipe(),

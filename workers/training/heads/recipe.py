@@ -32,7 +32,7 @@ class HeadRecipe:
         return dict(options)
 
     def intermediate(self, hidden: int, of_target: int) -> int:
-        """Return how wide the MLP is unless somebody says otherwise."""
+        """Return the default width of the MLP."""
         return of_target
 
     def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:
@@ -40,9 +40,9 @@ class HeadRecipe:
         return {}
 
     def shape_words(self, shape: HeadShape) -> list[str]:
-        """Return what a head's card says of its shape besides widths and blocks."""
+        """Return further lines about a head's shape for its card."""
         return []
 
     def loss_words(self, shape: HeadShape, recipe: Recipe) -> list[str]:
-        """Return what a head's card says of its losses besides those of all kinds."""
+        """Return further lines about a head's losses for its card."""
         return []

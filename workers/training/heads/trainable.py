@@ -1,12 +1,12 @@
 """Draft heads as they are trained: plain torch over whole sequences, with the tensor names of the
 public checkpoints.
 
-Row j of a pass takes what the target says at position j and token x_{j+1}, stands at position j,
-and predicts x_{j+2}. A pass can be made again on its own output (training-time test, the EAGLE-3
+Row j of a pass takes the target's feature at position j and token x_{j+1}, has position j, and
+predicts x_{j+2}. A pass can be made again on its own output (training-time test, the EAGLE-3
 paper): at step i row j takes its own state of step i - 1 and token x_{j+1+i}, stands at position j
 + i, and sees the rows <= j of step 0 and itself at the steps 1..i; so does a chain that is drafted
-from row j. These modules are the slow oracle of `head.py`. They know neither losses
-nor data, and the target's embedding and output head are not theirs.
+from row j. These modules are the slow oracle of `head.py`. They know neither losses nor data, and
+the target's embedding and output head are not theirs.
 """
 
 import math
@@ -235,7 +235,7 @@ class TrainableHead(nn.Module, ABC):
     reads_taps: ClassVar[bool] = False
     """True if its features are residual streams instead of the last hidden state."""
     own_output: ClassVar[bool] = False
-    """True if it has an output head of its own."""
+    """True if it has its own output head."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -270,14 +270,14 @@ class TrainableHead(nn.Module, ABC):
         return None
 
     def begin_output(self, frozen: Frozen, counts: Tensor) -> float | None:
-        """Give a new head an output head; return the share of the learned tokens, of which `counts`
-        [V] tells how often each occurs, that it holds. None: the target's own is used."""
+        """Give a new head an output head; return the share of the learned tokens (`counts` [V]:
+        their frequencies) that it holds. None if the target's head is used."""
         return None
 
     @torch.no_grad()
     def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
-        """Set what the target can say of a new head, and leave the rest random; return how many
-        tensors of the target's layers were taken over.
+        """Initialise a new head from the target where possible, and leave the rest random; return
+        how many tensors of the target's layers were copied.
 
         A head's state is a feature: what the final norm has made of the residual stream. So what
         the target's layers write is scaled as that norm scales it, and what they read is scaled
