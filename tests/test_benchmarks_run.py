@@ -40,6 +40,7 @@ COMMANDS = {
     "goodput": "--inflate= --limit 2 --gammas 4 --depths 2 --widths 4 --max-tokens 16",
     "heterospec": "--inflate= --limit 2 --max-tokens 16",
     "http": "--tokens 20 --streams 1 --connections 4 --requests 8 --pairs 2",
+    "inflate": "--out {here}/pair --size 32MiB",
     "journal": "--pairs 1 --starts 1 --streams 1 --max-tokens 16 --inflate 32MiB",
     "legacy": "",
     "levels": "--limit 2 --max-tokens 16",

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from support.by_hand import CHATS, SLOWER, ByHand, Stream, bodies, by_hand, together
+from support.by_hand import CHATS, ByHand, Stream, bodies, by_hand, slower, together
 from support.patience import PATIENCE_S
 
 
@@ -66,7 +66,7 @@ def test_streams_go_on_when_the_coordinator_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_streams_go_on_over_tcp_with_keys_when_the_coordinator_is_killed(tmp_path: Path) -> None:
-    with by_hand(tmp_path, workers=SLOWER, tcp=True) as service:
+    with by_hand(tmp_path, workers=slower(), tcp=True) as service:
         kill_and_compare(service, bodies(2, 150), kills=3, seed=1)
 
 
@@ -75,7 +75,7 @@ def test_streams_go_on_over_tcp_with_keys_when_the_coordinator_is_killed(tmp_pat
 def test_eight_streams_go_on_when_the_coordinator_is_killed_a_hundred_times_in_four_parts(
     tmp_path: Path, part: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with by_hand(tmp_path, workers=SLOWER) as service:
+    with by_hand(tmp_path, workers=slower()) as service:
         found = kill_and_compare(service, bodies(8, 150), kills=25, seed=part)
     with capsys.disabled():
         print(f"\n{found}")
@@ -84,7 +84,7 @@ def test_eight_streams_go_on_when_the_coordinator_is_killed_a_hundred_times_in_f
 @pytest.mark.slow
 def test_a_swap_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Path) -> None:
     asked = bodies(2, 400)
-    with by_hand(tmp_path, workers=SLOWER) as service:
+    with by_hand(tmp_path, workers=slower()) as service:
         whole = [Stream(body).read(service.url).outcome for body in asked]
         streams, threads = accepted(service, asked)
         command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "swap", "--role=draft"]
@@ -108,7 +108,7 @@ def test_a_swap_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Pa
 @pytest.mark.slow
 def test_a_drain_whose_coordinator_is_killed_is_given_up_and_says_so(tmp_path: Path) -> None:
     asked = bodies(2, 400)
-    with by_hand(tmp_path, workers=SLOWER) as service:
+    with by_hand(tmp_path, workers=slower()) as service:
         whole = [Stream(body).read(service.url).outcome for body in asked]
         streams, threads = accepted(service, asked)
         command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "drain", "target", "--last"]
@@ -132,7 +132,7 @@ def test_a_client_that_was_cut_off_goes_on_by_event_id_or_by_the_id_of_the_respo
 ) -> None:
     """The server of HTTP is killed too: another one finds the reply."""
     body = {**bodies(2, 80)[1], "dovetail": {"event_ids": True}}
-    with by_hand(tmp_path, workers=SLOWER) as service:
+    with by_hand(tmp_path, workers=slower()) as service:
         whole = Stream(body).read(service.url)
         for killed in ((), ("coordinator",), ("http",), ("coordinator", "http")):
             cut = Stream(body).read(service.url, most=6)

@@ -18,6 +18,7 @@ from dovetail.runtime.client import Client
 from dovetail.workers import kernels
 from support.cases import everyday
 from support.heads import Variant, write_head
+from support.inflated import inflated
 from support.losslessness import difference
 from support.models import tiny_llama
 from support.stacks import PROMPTS, complete_all, running, submit
@@ -248,12 +249,10 @@ def test_the_inflated_target_with_another_draft_writes_the_same(
     """Another draft and other costs: the target's first layers and dead weight around them change
     no token but at a near-tie."""
     plain = [complete(client, turns, temperature=temperature, seed=8) for turns in PROMPTS[:2]]
-    with running(
-        {"target.inflate": "96MiB", "draft.model": str(DEMO_FOLDER / "target")}
-    ) as inflated:
+    with running(inflated("96MiB", str(DEMO_FOLDER / "target"))) as larger:
         for turns, alone in zip(PROMPTS, plain, strict=False):
             finished = complete(
-                inflated, turns, tree=TREES["15/8/10"], temperature=temperature, seed=8
+                larger, turns, tree=TREES["15/8/10"], temperature=temperature, seed=8
             )
             assert finished.result.fingerprint != alone.result.fingerprint
             assert finished.result.accepted_tokens > finished.result.rounds, (
@@ -470,21 +469,6 @@ def test_a_draft_that_looks_up_and_int8_weights_on_the_kernels_change_nothing(
 
 
 @pytest.mark.slow
-def test_a_head_with_any_weights_and_an_inflated_target_on_the_library_change_nothing(
-    client: Client, tmp_path: Path
-) -> None:
-    """The taps of an inflated target are those of its own layers, and every session's features are
-    its own."""
-    head = {"draft.model": str(demo_head(tmp_path, "eagle3")), "draft.device": "cpu"}
-    check_combination(
-        client,
-        {**head, "target.inflate": "64MiB", "target.backend": "library"},
-        tree="6/5/10",
-        tokens=32,
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_with_any_weights_changes_nothing(client: Client, kind: str, tmp_path: Path) -> None:
     check_head(client, {"draft.model": str(demo_head(tmp_path, kind))}, PROMPTS[:1])
@@ -531,26 +515,6 @@ def test_a_head_changes_nothing_whatever_the_tree_policy(
                 alone.result.token_ids,
             )
             assert wrong is None, wrong
-
-
-@pytest.mark.slow
-def test_interleaved_requests_with_a_head_and_an_inflated_target_give_what_each_gives_alone(
-    client: Client, tmp_path: Path
-) -> None:
-    """The taps of an inflated target are those of its own layers, and every session's features are
-    its own."""
-    alone = [
-        complete(client, turns, temperature=1.0, seed=5, tokens=24).result.token_ids
-        for turns in PROMPTS[:5]
-    ]
-    with running(
-        {
-            "draft.device": "cpu",
-            "draft.model": str(demo_head(tmp_path, "eagle3")),
-            "target.inflate": "96MiB",
-        }
-    ) as drafted:
-        check_interleaved(drafted, alone, tokens=24)
 
 
 @pytest.mark.slow

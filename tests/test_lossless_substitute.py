@@ -150,14 +150,6 @@ def test_no_weights_of_a_substitute_change_a_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [SUBSTITUTE, SHARED], ids=["apart", "shared"])
-def test_the_substitute_of_an_inflated_target_changes_nothing(
-    client: Client, flags: dict[str, str]
-) -> None:
-    check({**flags, "target.inflate": "48MiB"}, {"dynamic": DYNAMIC}, alone=client)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["half", "int8"])
 def test_a_target_of_other_weights_shares_with_its_substitute(weights: str) -> None:
     with running({"target.weights": weights, "draft.kind": "none"}) as alone:

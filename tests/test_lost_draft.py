@@ -11,11 +11,11 @@ from dovetail.launch.processes.supervise import Child
 from dovetail.protocol.messages import Emitted, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.inflated import inflated
 from support.losslessness import difference
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, growing, started, submit
 
-HEAD = {"draft.kind": "dovetail", "draft.device": "cpu", "target.inflate": "64MiB"}
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 TOKENS = 160
 TEMPERATURES = (0.0, 1.0)
@@ -82,7 +82,7 @@ def kill_while_it_is_waited_for(draft: Child) -> None:
 def test_replies_whose_draft_is_killed_are_those_of_the_target_alone(
     end: Callable[[Child], None],
 ) -> None:
-    with started(HEAD) as (stack, client):
+    with started({**inflated("64MiB", "dovetail"), "draft.device": "cpu"}) as (stack, client):
         alone = complete_all(client, ask(client, tree=None))
         check_end_alone(interrupted(client, lambda: end(stack.workers[1])), alone)
         assert [worker.roles for worker in client.status().workers] == [("target",)]
@@ -95,7 +95,7 @@ def test_replies_whose_draft_is_killed_are_those_of_the_target_alone(
 
 @pytest.mark.slow
 def test_a_draft_that_falls_silent_is_done_without_until_it_speaks_again() -> None:
-    with started(HEAD) as (stack, client):
+    with started({**inflated("64MiB", "dovetail"), "draft.device": "cpu"}) as (stack, client):
         alone, draft = complete_all(client, ask(client, tree=None)), stack.workers[1].process
         check_end_alone(interrupted(client, lambda: draft.send_signal(signal.SIGSTOP)), alone)
         draft.send_signal(signal.SIGCONT)
@@ -120,7 +120,7 @@ MANY = 900
 def test_drafting_goes_on_in_replies_that_run_when_another_draft_worker_is_there(
     draft: str,
 ) -> None:
-    with growing({**HEAD, "draft.kind": draft, "target.inflate": "256MiB"}) as (
+    with growing({**inflated("256MiB", draft), "draft.device": "cpu"}) as (
         stack,
         client,
         another,

@@ -13,6 +13,7 @@ from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.inflated import inflated
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, growing, submit, wait_for
 
@@ -21,9 +22,8 @@ TOKENS = 56
 TEMPERATURES = (0.0, 1.0)
 QUIET_S = 0.3
 """A target from which nothing has come for so long, while it is stopped, owes something."""
-HEAD = {"draft.kind": "dovetail"}
-SMALL = {"draft.kind": "small"}
-SETTINGS = {"draft.device": "cpu", "target.inflate": "64MiB", "coordinator.recovery_s": "60"}
+DRAFTS = ("dovetail", "small")
+SETTINGS = {"draft.device": "cpu", "coordinator.recovery_s": "60"}
 
 
 @dataclass
@@ -145,16 +145,16 @@ def check_goes_on(client: Client, heard: dict[int, Heard], whole: Sequence[Finis
 def test_replies_whose_target_is_killed_while_it_owes_a_verdict_go_on_on_a_spare_one_as_if_nothing_had_been() -> (  # noqa: E501
     None
 ):
-    with growing({**HEAD, **SETTINGS}) as (stack, client, another):
+    with growing({**inflated("64MiB", "dovetail"), **SETTINGS}) as (stack, client, another):
         whole = complete_all(client, ask(client))
         targets = [stack.workers[0], wait_for(client, another("target"))]
         assert check_goes_on(client, while_it_owes_a_verdict(client, stack, targets), whole) >= 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [HEAD, SMALL], ids=["head", "small"])
-def test_a_target_may_be_killed_at_any_moment_and_started_again(draft: dict[str, str]) -> None:
-    with growing({**draft, **SETTINGS}) as (stack, client, another):
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_target_may_be_killed_at_any_moment_and_started_again(draft: str) -> None:
+    with growing({**inflated("64MiB", draft), **SETTINGS}) as (stack, client, another):
         whole, target = complete_all(client, ask(client)), stack.workers[0]
         for moment in MOMENTS:
             heard = moment(client, stack, [target])
@@ -163,9 +163,9 @@ def test_a_target_may_be_killed_at_any_moment_and_started_again(draft: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [HEAD, SMALL], ids=["head", "small"])
-def test_a_target_may_be_killed_at_any_moment_where_another_is_there(draft: dict[str, str]) -> None:
-    with growing({**draft, **SETTINGS}) as (stack, client, another):
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_target_may_be_killed_at_any_moment_where_another_is_there(draft: str) -> None:
+    with growing({**inflated("64MiB", draft), **SETTINGS}) as (stack, client, another):
         whole, targets = complete_all(client, ask(client)), [stack.workers[0]]
         for moment in MOMENTS:
             targets = [

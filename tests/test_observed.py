@@ -9,6 +9,7 @@ from dovetail.protocol.messages import Seen
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES
 from dovetail.runtime.client import Client
+from support.inflated import inflated
 from support.stacks import PROMPTS, running
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=8, depth=5, width=6)
@@ -31,10 +32,9 @@ def probed_again(client: Client, before: dict[str, tuple[int, int]]) -> dict[str
 def test_a_rounds_spans_add_up_to_it_and_to_what_the_workers_were_busy(backend: str) -> None:
     with running(
         {
-            "draft.kind": "small",
+            **inflated("64MiB"),
             "draft.ahead": "true",
             "target.backend": backend,
-            "target.inflate": "64MiB",
         }
     ) as client:
         turns = PROMPTS[0][:1]

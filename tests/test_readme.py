@@ -194,7 +194,7 @@ def test_commands_and_their_options_are_there(page: Path) -> None:
 
 def test_help_shows_the_options_that_the_first_page_teaches() -> None:
     taught = [*typed(ROOT / "README.md")]
-    assert {"--inflate", "--limit"} <= {option for *_, named in taught for option in named}
+    assert {"--limit"} <= {option for *_, named in taught for option in named}
     for line, name, named in taught:
         command = commands()[name]
         options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]

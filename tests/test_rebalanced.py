@@ -12,18 +12,13 @@ from dovetail.launch.processes.stack import POLL_S
 from dovetail.launch.processes.supervise import Child
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.inflated import inflated
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, growing, submit, wait_for
 
 STREAMS, TOKENS = 8, 160
 CORES = sorted(os.sched_getaffinity(0))
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
-FLAGS = {
-    "draft.kind": "small",
-    "draft.device": "cpu",
-    "target.inflate": "64MiB",
-    "target.threads": "1",
-}
 
 
 def ask(client: Client, tokens: int) -> list[int]:
@@ -62,7 +57,8 @@ def test_replies_go_back_to_a_target_that_is_there_again_as_if_nothing_had_been(
     take longer than the replies. What they are is known from a target that is alone and not
     inflated."""
     whole = complete_all(client, ask(client, TOKENS))
-    with growing(FLAGS) as (stack, moved, another), stack.connect() as onlooker:
+    flags = {**inflated("64MiB"), "draft.device": "cpu", "target.threads": "1"}
+    with growing(flags) as (stack, moved, another), stack.connect() as onlooker:
         targets = [another("target", cores=str(CORES[1])) for _ in range(2)]
         first, again = (wait_for(onlooker, target) for target in targets)
         again.process.send_signal(signal.SIGSTOP)

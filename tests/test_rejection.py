@@ -19,6 +19,7 @@ from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
 from support.cases import everyday
+from support.inflated import inflated
 from support.losslessness import difference
 from support.patience import PATIENCE_S
 from support.stacks import running
@@ -93,9 +94,9 @@ def test_output_is_the_same_with_every_policy_that_is_told_to_draft(
 def test_output_is_the_same_with_goodput_where_drafting_pays(
     alone: dict[tuple[float, int], tuple[int, ...]],
 ) -> None:
-    """The target is inflated, and says the same."""
-    with running({"draft.device": "cpu", "target.inflate": "96MiB"}) as inflated:
-        check_policy(inflated, "goodput", alone, 0)
+    """The target is inflated and writes the same."""
+    with running({**inflated("96MiB"), "draft.device": "cpu"}) as larger:
+        check_policy(larger, "goodput", alone, 0)
 
 
 def places(

@@ -20,20 +20,21 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.inflated import as_flags, inflated
 from support.losslessness import difference
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, growing, started, submit, wait_for
 
 pytestmark = pytest.mark.slow
 
-UNIFIED = {
-    "draft.kind": "substitute",
-    "draft.share": "true",
-    "target.inflate": "32MiB",
-    "coordinator.recovery_s": "60",
-}
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=8, depth=4, width=3)
 TOKENS = 120
+
+
+def unified() -> dict[str, str]:
+    """A target of some size and its substitute, in one process."""
+    own = {"draft.share": "true", "coordinator.recovery_s": "60"}
+    return {**inflated("32MiB", "substitute"), **own}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,7 +108,7 @@ def kill(stack: Stack) -> None:
 
 
 def test_two_sessions_at_once_and_what_is_said_of_the_process() -> None:
-    with started(UNIFIED) as (stack, client):
+    with started(unified()) as (stack, client):
         alone = complete_all(client, ask(client, None))
         check_drafts(client, alone)
         pid = stack.workers[0].process.pid
@@ -129,7 +130,7 @@ def test_two_sessions_at_once_and_what_is_said_of_the_process() -> None:
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["at-work", "while-it-owes-an-answer"])
 def test_a_process_with_both_roles_is_killed_at_work_and_replaced(stopped: bool) -> None:
-    with growing(UNIFIED) as (stack, client, another):
+    with growing(unified()) as (stack, client, another):
         alone = complete_all(client, ask(client, None))
 
         def strike() -> None:
@@ -162,7 +163,7 @@ def _unheard(client: Client, strike: Callable[[], object]) -> list[Finished]:
 def test_a_plain_target_takes_over_from_a_process_with_both_roles_and_nothing_is_drafted_by_what_is_gone() -> (  # noqa: E501
     None
 ):
-    with growing(UNIFIED) as (stack, client, another):
+    with growing(unified()) as (stack, client, another):
         alone = complete_all(client, ask(client, None))
         wait_for(client, another("target"))
         check(interrupted(client, lambda: kill(stack), once=any), alone)
@@ -172,7 +173,7 @@ def test_a_plain_target_takes_over_from_a_process_with_both_roles_and_nothing_is
 
 def test_a_draft_that_shares_drafts_for_no_other_target() -> None:
     """Half of the sessions are on a plain target beside it, and go without."""
-    with growing(UNIFIED) as (_, client, another):
+    with growing(unified()) as (_, client, another):
         alone = complete_all(client, ask(client, None))
         wait_for(client, another("target"))
         check(
@@ -190,7 +191,7 @@ def swapped(stack: Stack, role: str, *flags: str) -> dict[str, Any]:
 
 
 def test_a_process_with_both_roles_is_swapped_for_a_plain_pair_and_back() -> None:
-    with started(UNIFIED) as (stack, client):
+    with started(unified()) as (stack, client):
         alone = complete_all(client, ask(client, None))
         pids = []
 
@@ -220,7 +221,7 @@ def test_a_process_with_both_roles_is_swapped_for_a_plain_pair_and_back() -> Non
 
 
 def test_a_process_with_both_roles_is_drained_role_by_role() -> None:
-    with growing(UNIFIED) as (stack, client, another):
+    with growing(unified()) as (stack, client, another):
         alone = complete_all(client, ask(client, None))
 
         def without_its_draft() -> None:
@@ -247,7 +248,7 @@ def test_over_tcp_it_has_the_keys_of_both_roles(tmp_path: Path) -> None:
         address = supervisor.start_hub(
             "coordinator", ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={keys}"]
         )
-        flags = ["--draft.kind=substitute", "--draft.share=true", "--target.inflate=32MiB"]
+        flags = as_flags(unified())
         child = supervisor.start(
             "unified worker",
             ["worker", "--role=unified", f"--connect={address}", f"--keys={own}", *flags],

@@ -69,7 +69,6 @@ class Identity:
     """The cost of its passes, as the machine's profile file has it; `experts`: likewise, of a model
     that counts those that a pass goes through."""
     experts: ExpertCosts | None = None
-    inflation: str = ""
     kept_tokens: int = 0
     """Tokens of ended sessions whose rows it keeps."""
     room_tokens: int | None = None
@@ -144,7 +143,6 @@ class TargetWorker:
             cores=tuple(sorted(os.sched_getaffinity(0))) if identity.device == "cpu" else (),
             curves=tuple(identity.curves),
             experts=identity.experts,
-            inflation=identity.inflation,
             placement=identity.placement,
         )
 

@@ -39,7 +39,6 @@ from dovetail.workers.drafters.identity import Identity
 from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
 from dovetail.workers.drafters.shared import Lent, SharedDrafter, SharedSession
 from dovetail.workers.models.backends.device.choice import tell_products
-from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.substitutes.coded import against_codes
 from dovetail.workers.models.substitutes.device_codes import load_device_substitute
@@ -156,7 +155,6 @@ class _Making:
 
     source: str
     weights: str
-    inflate_bytes: int
     context: int | None
     folder: Path | None
     tell: Tell
@@ -167,7 +165,6 @@ class _Making:
             self.source,
             weights=self.weights,
             device="cpu",
-            inflate_bytes=self.inflate_bytes,
             context=self.context,
             folder=self.folder,
             tell=self.tell,
@@ -187,7 +184,6 @@ class _Making:
             verifying.model,
             device.capture,
             weights=self.weights,
-            inflate_bytes=self.inflate_bytes,
             folder=self.folder,
             tell=self.tell,
         )
@@ -229,9 +225,7 @@ def open_unified(
             beside=BITS[weights],
         )
 
-    making = _Making(
-        target.model, weights, inflation_bytes(target.inflate), target.longest, cache, tell
-    )
+    making = _Making(target.model, weights, target.longest, cache, tell)
     verifying, substitute, made, shared = (
         making.on_cpu(open_target) if device.is_cpu else making.on_gpu(open_target, device)
     )

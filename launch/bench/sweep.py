@@ -212,7 +212,7 @@ def draw_sweep(sweep: Sweep, methods: Sequence[Method], points: Sequence[Mapping
 def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -> str:
     """Describe what was measured: targets, drafts and policies, each once, and the temperature
     where all rows have the same."""
-    targets = (f"{_named(one.target.model) or 'demo'} ({_loaded(one)})" for one in settings)
+    targets = (f"{_named(one.target.model) or 'demo'} ({one.target.weights})" for one in settings)
     drafts = (
         " ".join(
             filter(
@@ -233,11 +233,6 @@ def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -
 def _named(model: str) -> str:
     """A model without the path of its folder, which is private."""
     return Path(model).name if Path(model).is_dir() else model
-
-
-def _loaded(settings: Settings) -> str:
-    inflation = settings.target.inflate
-    return f"{settings.target.weights}{f', inflated to {inflation}' if inflation else ''}"
 
 
 def _curves(

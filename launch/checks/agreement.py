@@ -23,7 +23,7 @@ from dovetail.protocol.messages import (
     TokenLogprobs,
     WorkerState,
 )
-from dovetail.protocol.settings import Sampling, byte_count
+from dovetail.protocol.settings import Sampling
 from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 
 if TYPE_CHECKING:
@@ -200,14 +200,8 @@ def agreement_of(
 def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
     """True if a target reports that it has loaded this checkpoint."""
     from dovetail.workers.models.checkpoints.context import digest_of_second
-    from dovetail.workers.models.checkpoints.inflate import inflated_digest
 
-    digest = (
-        inflated_digest(checkpoint.digest, byte_count(target.inflation))
-        if target.inflation
-        else checkpoint.digest
-    )
-    told = target.fingerprint.split("/")[0]
+    digest, told = checkpoint.digest, target.fingerprint.split("/")[0]
     return told in (digest[:16], digest_of_second(digest)[:16])
 
 

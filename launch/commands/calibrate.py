@@ -39,10 +39,8 @@ from dovetail.launch.machine.sharding import (
 from dovetail.launch.machine.topology import format_numbers, read_topology
 from dovetail.launch.processes.preflight import (
     check_draft,
-    check_inflation,
     check_source,
     is_path,
-    memory_bytes,
 )
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
@@ -242,7 +240,6 @@ def _check(configuration: Configuration) -> None:
         )
     if folder is not None and not folder.exists():
         check_source("target", target.model)
-    check_inflation(target.inflate, memory_bytes())
     if _has_draft(configuration):
         check_draft(configuration.settings)
 
@@ -258,8 +255,8 @@ def _has_draft(configuration: Configuration) -> bool:
 
 
 def _draft_arguments(configuration: Configuration) -> list[str]:
-    """The settings of the draft; a head reads the target's embedding, and a substitute is inflated
-    as its target is."""
+    """The settings of the draft; a head or a substitute reads the target's weights, in its
+    context."""
     target = configuration.settings.target
     named = {f"--{name}": getattr(target, name.removeprefix("target.")) for name in TARGETS_OWN}
     return [

@@ -178,10 +178,9 @@ def _there(found: Subject) -> list[str]:
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:
     """Refuse wrong options before anything is read."""
     target = configuration.settings.target
-    if target_size is not None and (target.model or target.inflate):
+    if target_size is not None and target.model:
         raise UserError(
-            f"--target-size {target_size} takes the place of a target: leave --target and "
-            "--inflate out"
+            f"--target-size {target_size} takes the place of a target: leave --target out"
         )
     if target_size is not None and machine is None:
         raise UserError(
@@ -193,11 +192,8 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
             f"target.weights = {target.weights!r} cannot be split or streamed, and is not "
             "planned with: use fp32, half, int8, int4 or bf16"
         )
-    if machine is not None and (target.split.device or target.device != "cpu" or target.inflate):
-        raise UserError(
-            f"--machine {machine} has its own device, and inflated models are not planned "
-            "for it: leave target's devices and --inflate out"
-        )
+    if machine is not None and (target.split.device or target.device != "cpu"):
+        raise UserError(f"--machine {machine} has its own device: leave target's devices out")
     for name, value in (
         ("target.split.layers", target.split.layers),
         ("target.resident", target.resident),

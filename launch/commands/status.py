@@ -173,13 +173,10 @@ def _curve(curve: RowsSeconds) -> str:
 
 def _row(worker: WorkerState) -> tuple[object, ...]:
     load = (f"{worker.busy_share:.0%}", worker.sessions, round(worker.rss_mb))
-    model = shorten_model(worker.model) + (
-        f", inflated to {worker.inflation}" if worker.inflation else ""
-    )
     return (
         worker.name + _standing(worker),
         "+".join(worker.roles),
-        model,
+        shorten_model(worker.model),
         worker.weights or None,
         *load,
         worker.pid,

@@ -303,9 +303,8 @@ def _workers(workers: Sequence[Picture]) -> Iterator[RenderableType]:
 
 
 def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
-    inflated = f", inflated to {worker['inflation']}" if worker["inflation"] else ""
     weights = f", weights {worker['weights']}" if worker["weights"] else ""
-    yield "model", worker["model"] + weights + inflated
+    yield "model", worker["model"] + weights
     node = f", memory node {worker['node']}" if worker["node"] else ""
     cores = f", cores {worker['cores']}" if worker["cores"] else ""
     yield (

@@ -16,7 +16,7 @@ from dovetail.launch.processes import ahead
 from dovetail.launch.settings.embedded import with_draft, with_target
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room, node_room, process_room, read_room
-from dovetail.protocol.settings import Settings, byte_count
+from dovetail.protocol.settings import Settings
 from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.checkpoints.footprint import (
     PROCESS_BYTES,
@@ -192,14 +192,6 @@ def _target_footprint(settings: Settings, folder: Path, tensors: Sequence[Tensor
         longest=target.longest,
         library=_by_library(settings, tensors),
     )
-    try:
-        inflate_bytes = byte_count(target.inflate) if target.inflate else 0
-    except ValueError:  # `check_inflation` reports it
-        inflate_bytes = 0
-    if inflate_bytes:
-        numbers = sum(tensor.numbers for tensor in tensors if tensor.is_matrix)
-        grown = max(1.0, inflate_bytes / 4 / max(1, numbers))
-        sizes = replace(sizes, layer=round(sizes.layer * grown))
     return host_footprint(sizes, rows=1 + settings.tree.gamma)
 
 

@@ -108,7 +108,6 @@ def _measured_draft(
         draft,
         threads=threads,
         target=target.model,
-        inflate=target.inflate,
         context=target.longest,
         cache=substitutes_path(),
         seconds=seconds,

@@ -43,7 +43,7 @@ def known_times(target: TargetSettings, topology: Topology, profile: Profile) ->
 def key_of(target: TargetSettings, topology: Topology) -> tuple[str, ...]:
     """Return the key under which times of this target on this machine are saved."""
     nodes = format_numbers(node.number for node in topology.computing if node.memory_bytes)
-    what = (target.model, target.inflate, target.weights, target.activations, target.cache)
+    what = (target.model, target.weights, target.activations, target.cache)
     return (machine_key(), nodes, *what, str(target.threads))
 
 

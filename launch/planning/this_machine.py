@@ -101,7 +101,6 @@ class Here:
             profile_path(),
             with_draft(settings),
             target=target.model,
-            inflate=target.inflate,
             vocabulary_size=self.design.vocabulary,
             library=library,
         )

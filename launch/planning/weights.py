@@ -50,8 +50,6 @@ def planned_types(configuration: Configuration, folder: Path) -> list[str]:
         return ["fp32"]
     half = _in_16_bits(folder, read_tensors(folder))
     plain = [*(["half"] if half else []), "fp32", "int8"]
-    if target.inflate:
-        return plain
     if in_blocks(folder):
         return [FILE, *plain]
     whole = count_experts(read_config(folder, "target model"))[0] > 1 and not in_pieces(folder)

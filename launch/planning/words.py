@@ -82,7 +82,7 @@ def settings(
 ) -> dict[str, Any]:
     """Dotted names and values of all that starts it, in the order of the settings."""
     option = one.option
-    about = ["target.model", "target.weights", "target.inflate", "target.threads", "target.numa"]
+    about = ["target.model", "target.weights", "target.threads", "target.numa"]
     if base.settings.target.weights in (INT4, FILE):
         about.append("target.activations")
     found: dict[str, Any] = {

@@ -349,7 +349,6 @@ def describe(role: str, worker: WorkerState) -> str:
             (
                 weights_of(worker),
                 "cache half" if cache_of(worker) == "half" else "",
-                f"inflated to {worker.inflation}" if worker.inflation else "",
                 worker.placement,
             ),
         )

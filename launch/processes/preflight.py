@@ -1,6 +1,6 @@
-"""Refuses what cannot work before a process is started or torch is imported: a missing model, an
-inflation that does not fit into memory. The checks look at files only, so that a typo is reported
-before anything is loaded; the worker finds out whether a model is complete and fits.
+"""Refuses what cannot work before a process is started or torch is imported, such as a missing
+model. The checks look at files only, so that a typo is reported before anything is loaded; the
+worker finds out whether a model is complete and fits.
 """
 
 import json
@@ -19,7 +19,6 @@ from dovetail.protocol.settings import (
     DraftSettings,
     Settings,
     TargetSettings,
-    byte_count,
 )
 from dovetail.workers import kernels
 from dovetail.workers.devices.registry import Memory, memory_of
@@ -61,7 +60,6 @@ def check_files(what: str, least: int) -> None:
 def check_target(settings: Settings) -> None:
     """`UserError` if the files show that the target cannot be loaded on this machine."""
     check_model("target", settings.target.model)
-    check_inflation(settings.target.inflate, memory_bytes())
     check_shards(settings)
     kernels.check_isa("target.isa", settings.target.isa)
 
@@ -255,33 +253,15 @@ def no_chats(target: TargetSettings) -> str:
     return f"chats are refused, completions are served: {why}" if why else ""
 
 
-def check_inflation(size: str, memory: int) -> None:
-    """`SettingsError` if a target inflated to `size` does not fit into `memory` bytes. A target for
-    a GPU counts too: it grows in memory first."""
-    try:
-        wanted = byte_count(size) if size else 0
-    except ValueError as error:
-        raise SettingsError(f"target.inflate: {error}") from None
-    if wanted > memory:
-        raise SettingsError(
-            f"a target inflated to {size} (target.inflate) does not fit into the {_gib(memory)} "
-            "of memory of this machine: ask for less than that"
-        )
-
-
 def estimated_bytes(target: TargetSettings) -> int:
     """The memory of a target's weights, from the headers of its files or the size of its GGUF file;
     0 if they are not here yet or unknown."""
     model = Path(with_target(target).model).expanduser()
-    try:
-        size = byte_count(target.inflate) if target.inflate else 0
-    except ValueError:  # `check_inflation` reports it
-        return 0
     if model.is_file():
         return model.stat().st_size
     if not model.is_dir():
-        return size
-    return size + weights_bytes(read_tensors(model), target.weights)
+        return 0
+    return weights_bytes(read_tensors(model), target.weights)
 
 
 def draft_bytes(settings: Settings) -> int:
@@ -370,7 +350,3 @@ def free_memory_bytes() -> int:
     """The memory that is free for one of our processes, on the machine and in our control group."""
     room = read_room()
     return room.size if room is not None else psutil.virtual_memory().available
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

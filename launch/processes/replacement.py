@@ -157,7 +157,7 @@ class Expected:
             PARTS, self.fingerprint.split("/"), newcomer.fingerprint.split("/"), strict=False
         )
         differ = {name: f"{has} instead of {had}" for name, had, has in pairs if had != has}
-        allowed = ("target.model", "target.inflate") if "checkpoint" in differ else OTHERS
+        allowed = ("target.model",) if "checkpoint" in differ else OTHERS
         if differ and self.fingerprint and not any(name.startswith(allowed) for name in self.asked):
             words = ", ".join(f"{name} {how}" for name, how in differ.items())
             raise UserError(

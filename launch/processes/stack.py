@@ -247,18 +247,11 @@ def processes_of(settings: Settings) -> tuple[Played, ...]:
 def worker_arguments(
     configuration: Configuration, role: Role | Played, address: str, layout: CoreLayout | None
 ) -> list[str]:
-    """The command of a worker with these settings in its place; a draft that is a head reads the
-    target's embedding, a substitute all of it. `layout`: the places of this machine; None if the
-    caller adds them."""
+    """The command of a worker with these settings in its place; a head or a substitute reads the
+    target's weights. `layout`: the places of this machine; None if the caller adds them."""
     where = [] if layout is None else _place_arguments(role, layout)
     target = configuration.settings.target.model
     reads = [f"--target.model={target}"] if role == "draft" and target else []
-    if role == "draft" and configuration.settings.draft.kind == "substitute":
-        reads += [
-            flag
-            for flag in configuration.arguments("target")
-            if flag.startswith("--target.inflate=")
-        ]
     own = configuration.arguments(*SECTIONS[role])
     if role == "draft" and (room := draft_room(configuration.settings)):
         own.append(f"--memory.vram={room}B")

@@ -324,7 +324,6 @@ def _opener(
                 name=name,
                 threads=threads,
                 target=target.model,
-                inflate=target.inflate,
                 context=target.longest,
                 profile=profile,
                 cache=substitutes_path(),

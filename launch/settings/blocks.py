@@ -25,8 +25,6 @@ def why_not_blocks(target: TargetSettings) -> str:
     has none."""
     if not in_blocks(Path(target.model)):
         return ""
-    if target.inflate:
-        return "blocks cannot be inflated"
     alone = "blocks are computed by the C++ kernels alone"
     if target.backend == "library":
         return alone

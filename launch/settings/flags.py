@@ -31,7 +31,7 @@ MODELS = ("target.model", "target.weights")
 REPLIES = ("sampling.temperature", "sampling.max_tokens")
 BASIC = (*MODELS, "memory.vram", "tree.policy", *REPLIES)
 """Settings in `--help` unless a command names its own; `--help-all` has the others."""
-DEMONSTRATED = (*MODELS, "target.inflate", *REPLIES)
+DEMONSTRATED = (*MODELS, *REPLIES)
 """Settings in `--help` of commands that newcomers run with the embedded pair."""
 LONGEST_METAVAR = 24
 """Characters; kinds of values that take more are called TEXT in help."""
@@ -46,7 +46,6 @@ SHORT_FORMS = {
     "target.model": "--target",
     "target.weights": "--weights",
     "target.backend": "--backend",
-    "target.inflate": "--inflate",
     "tree.policy": "--policy",
     "tree.gamma": "--gamma",
     "sampling.temperature": "--temperature",

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from dovetail.protocol.settings import Frozen
 
-VERSION = (1, 32)
+VERSION = (1, 33)
 MAX_STRIKES = 8
 """Messages that break the protocol until their sender is no longer listened to, a worker by its
 coordinator and a coordinator by its worker alike."""

@@ -35,7 +35,7 @@ class Fingerprint(Frozen):
     bytes for the same tokens."""
 
     checkpoint: Label
-    """SHA-256 of the weights and the configuration, with the inflation if there is one."""
+    """SHA-256 of the weights and the configuration."""
     weights: Label
     kernels: Label
     """The family of kernels that computes: library, instruction set, thread count - all that can
@@ -93,9 +93,8 @@ class States(Frozen):
 
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
     layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-    """Decoder layers of the checkpoint; those of an inflation are not among them."""
     checkpoint: Label = ""
-    """SHA-256 of the checkpoint without inflation, which leaves these states as they are."""
+    """SHA-256 of the checkpoint."""
 
 
 class Reads(Frozen):
@@ -186,9 +185,6 @@ class Hello(Message):
     none, or does not count those that a pass goes through."""
     weights: Name = ""
     """The type of a draft's weights; empty if it has none. A target's is in its fingerprint."""
-    inflation: Name = ""
-    """The size to which a target's linears were inflated, as in the setting; empty: not
-    inflated."""
     standby: bool = False
     """True if the worker gets no sessions until it is put in place, by a Swap."""
     placement: Name = ""

@@ -116,7 +116,6 @@ class WorkerState(Frozen):
     stale: Count
     weights: Name = ""
     """The type of its weights; empty if it has none."""
-    inflation: Name = ""
     standby: bool = False
     """True if the worker gets no sessions until it is put in place."""
     swapped_in: bool = False

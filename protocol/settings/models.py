@@ -26,7 +26,7 @@ DRAFT_WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "file", "int4", "int3",
 SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 """Types of the weights of a target's substitute; auto is int4."""
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
-TARGETS_OWN = ("target.model", "target.inflate", "target.context")
+TARGETS_OWN = ("target.model", "target.context")
 """Settings of the target that a draft reads too: what a head or a substitute is made for."""
 MODELLESS_KINDS = ("ngram", "substitute", "none")
 """The draft kinds without a separate model: none at all, or the target's."""
@@ -108,11 +108,6 @@ class TargetSettings(Frozen):
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="CPU threads; auto: one per physical core, less one for the draft"
-    )
-    inflate: str = Field(
-        "",
-        description="fp32 size to which the linears are inflated without changing a token, "
-        'e.g. "512MiB"',
     )
     resident: Annotated[int, Field(ge=0, le=1 << 16)] | Literal["auto"] = Field(
         "auto",

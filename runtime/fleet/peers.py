@@ -226,7 +226,6 @@ class Worker:
             rss_mb=probed.rss_bytes / 1e6 if probed else 0.0,
             stale=probed.stale if probed else 0,
             weights=hello.fingerprint.weights if hello.fingerprint else hello.weights,
-            inflation=hello.inflation,
             placement=hello.placement,
             standby=self.standby,
             swapped_in=hello.standby and not self.standby,

@@ -174,7 +174,7 @@ class Registry:
             return ""
         return (
             "targets of different models serve, and each request goes to any of them: "
-            f"{'; '.join(f'{worker.name} has {_described(worker)}' for worker in serving)}"
+            f"{'; '.join(f'{worker.name} has {worker.model}' for worker in serving)}"
         )
 
     def pick(self, role: str) -> Worker | None:
@@ -229,12 +229,6 @@ class Registry:
             for other in self.workers.values()
             if other.plays(role) and other.serves and worker.plays(partner)
         ]
-
-
-def _described(target: Worker) -> str:
-    """Return a target's model in words, with its inflation, which makes it another checkpoint."""
-    inflation = target.hello.inflation
-    return f"{target.model}, inflated to {inflation}" if inflation else target.model
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -22,7 +22,6 @@ from benchmarks.duels import (
     Share,
     as_json,
     bout_of,
-    draft_of,
     rate_ratio,
     ring,
     settings_of,
@@ -37,6 +36,7 @@ from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import byte_count
+from support.inflated import models_at
 
 MIB = 1 << 20
 WAITS, GOES_ON = "waits", "goes on"
@@ -283,7 +283,6 @@ class Pair:
         target = {
             "target.model": settings["target"],
             "target.weights": settings["weights"],
-            "target.inflate": f"{size // MIB}MiB" if size else "",
         }
         shape = {
             "tree.gamma": gamma,
@@ -291,7 +290,9 @@ class Pair:
             "tree.width": width,
             "sampling.max_tokens": settings["max_tokens"],
         }
-        return settings_of({**target, **shape, **draft_of(settings["draft"])})
+        inflate = f"{size // MIB}MiB" if size and not settings["target"] else ""
+        models = models_at(inflate, settings["draft"])
+        return settings_of({**target, **shape, **models})
 
 
 def _name(policy: str, goes_on: bool) -> str:

@@ -40,22 +40,19 @@ def beginnings(
     with progress_bar(2 * pairs, "runs") as step:
         for pair in range(pairs):
             for name, reuse in (("not", "false"), ("shared", "true")):
-                flags = [f"--target.inflate={inflate}", f"--coordinator.reuse={reuse}"]
-                found[name].append(run(draft, flags, tokens, requests, seed=pair))
+                with server(draft, [f"--coordinator.reuse={reuse}"], inflate) as url:
+                    found[name].append(run(url, tokens, requests, seed=pair))
                 step("")
     whole = {name: medians(runs) for name, runs in found.items()}
     report(whole, as_json, lambda: show(whole, tokens, requests))
 
 
-def run(draft: str, flags: Sequence[str], tokens: int, requests: int, *, seed: int) -> Any:
+def run(url: str, tokens: int, requests: int, *, seed: int) -> Any:
     """Return the seconds to the first token, median and last of the requests, and the seconds until
     all are answered."""
     begins = words(tokens, seed)
     prompts = [[*begins, *words(OWN, 100 + number)] for number in range(requests)]
-    with (
-        server(draft, flags) as url,
-        httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client,
-    ):
+    with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
         client.post("/v1/completions", json=order(words(8, 7), 16)).raise_for_status()
         began_s = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(requests) as pool:

@@ -69,6 +69,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "http.http",
         "What the HTTP process costs a token, and others cost a healthy client.",
     ),
+    "inflate": (
+        "inflated.inflate",
+        "Write the embedded pair as folders, the target at the cost of a larger model.",
+    ),
     "journal": (
         "journal.journal",
         "Tokens/s with a journal over those without, and microseconds of a write.",

@@ -30,6 +30,7 @@ from simulation.fleet.arrivals import Requests
 from simulation.fleet.layout import Kind, Plan
 from simulation.fleet.profile import Profile, of_rounds
 from simulation.fleet.results import play_load
+from support.inflated import models_at
 
 TOLERANCE = 0.1
 FIGURES = ("tokens_per_s", "first_p50", "first_p90", "latency_p50", "latency_p90", "latency_p99")
@@ -173,7 +174,7 @@ def fleet(
     figure is off by more than a tenth."""
     cores = pin(2)
     texts = [prompt.turns[0] for prompt in read_prompt_set(PROMPTS, None).prompts]
-    values = {"target.inflate": inflate, "draft.kind": "none", "target.threads": 1}
+    values = {**models_at(inflate, "none"), "target.threads": 1}
     shares, rows = [*map(float, loads.split(","))], []
     for count in replicas:
         found: dict[float, list[Run]] = {load: [] for load in shares}

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from benchmarks.duels import STACK, Share, draft_of, settings_of
+from benchmarks.duels import STACK, Share, settings_of
 from benchmarks.measure import ratio_of_sums
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.bench.contenders import Contender, Ours, contenders
@@ -27,6 +27,7 @@ from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
+from support.inflated import models_at
 
 AS_IT_WAS = "as it was"
 POINTS = 0.05
@@ -99,8 +100,7 @@ def situation(name: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]
     """Profile it, carry the advice out, and compare."""
     base = settings_of(
         {
-            **draft_of(settings["draft"]),
-            "target.inflate": settings["inflate"],
+            **models_at(settings["inflate"], settings["draft"]),
             **SITUATIONS[name],
             **_sampling(settings),
         }
@@ -277,8 +277,7 @@ def utilisation(
     whether they are within five points of each other."""
     base = settings_of(
         {
-            **draft_of(draft),
-            "target.inflate": inflate,
+            **models_at(inflate, draft),
             "draft.ahead": parse_setting("draft.ahead", ahead, "--ahead"),
         }
     )

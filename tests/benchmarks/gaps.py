@@ -33,6 +33,7 @@ from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, option, options, report
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import print_table, progress_bar
+from support.inflated import kept_pair
 
 DEMO = Path(__file__).resolve().parents[2] / "launch" / "demo"
 CONTEXT = 16384
@@ -70,12 +71,12 @@ def gaps(
 ) -> None:
     """Pauses of a stream while prompts are prefilled, over those without, and how much longer the
     prompts take."""
-    chosen = [f"--target.weights={weights}", f"--target.inflate={inflate}", *flags]
+    chosen = [f"--target.weights={weights}", *flags]
     alone, beside = list[float](), list[float]()
     texts = [prompt.turns[0] for prompt in read_prompt_set(PROMPTS, None).prompts]
     quiet_s, busy_s = list[float](), list[float]()
     with (
-        server(draft, chosen) as url,
+        server(draft, chosen, inflate) as url,
         httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client,
         progress_bar(prompts, "prompts") as step,
     ):
@@ -175,16 +176,17 @@ def watch(streams: Sequence[Watched], seconds: float) -> None:
 
 
 @contextmanager
-def server(draft: str, flags: Sequence[str]) -> Iterator[str]:
-    """Yield the URL of a `dovetail serve` of the embedded pair with a longer context."""
+def server(draft: str, flags: Sequence[str], inflate: str) -> Iterator[str]:
+    """Yield the URL of a `dovetail serve` of the pair at a size with a longer context."""
+    pair = kept_pair(inflate)
     with tempfile.TemporaryDirectory() as folder:
-        models = [f"--target.model={longer(DEMO / 'target', Path(folder) / 'target')}"]
+        models = [f"--target.model={longer(pair / 'target', Path(folder) / 'target')}"]
         if draft == "small":
-            models.append(f"--draft.model={longer(DEMO / 'draft', Path(folder) / 'draft')}")
+            models.append(f"--draft.model={longer(pair / 'draft', Path(folder) / 'draft')}")
         elif draft == "none":
             models.append("--draft.kind=none")
         else:
-            models.append(f"--draft.model={DEMO / 'heads' / draft}")
+            models.append(f"--draft.model={pair / 'heads' / draft}")
         command = [sys.executable, "-P", "-m", "dovetail.launch.cli", "serve", "--http.port=0"]
         with subprocess.Popen(
             [*command, *models, *flags], stdout=subprocess.PIPE, text=True

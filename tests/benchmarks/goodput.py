@@ -17,7 +17,7 @@ import click
 
 from benchmarks.adversary import write_adversary
 from benchmarks.coupling import PROMPTS
-from benchmarks.duels import Bout, Fights, as_json, bout_of, draft_of, rate_ratio, ring, settings_of
+from benchmarks.duels import Bout, Fights, as_json, bout_of, rate_ratio, ring, settings_of
 from benchmarks.figures import ADVERSARY, BEST_FIXED, RIVALS
 from benchmarks.ledger import Ledger
 from benchmarks.measure import Estimate, ratio
@@ -27,6 +27,7 @@ from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
+from support.inflated import models_at
 
 GOODPUT, PRESET, HETEROSPEC = "goodput", "preset", "heterospec"
 ADVERSARIAL = "random draft"
@@ -141,11 +142,10 @@ def configuration(settings: Mapping[str, Any]) -> Configuration:
     target = {
         "target.model": settings["target"],
         "target.weights": settings["weights"],
-        "target.inflate": settings["inflate"],
     }
-    return settings_of(
-        {**target, **draft_of(settings["draft"]), "sampling.max_tokens": settings["max_tokens"]}
-    )
+    inflate = "" if settings["target"] else settings["inflate"]
+    models = models_at(inflate, settings["draft"])
+    return settings_of({**target, **models, "sampling.max_tokens": settings["max_tokens"]})
 
 
 def variants(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -41,6 +41,7 @@ from dovetail.workers.draft import DraftWorker
 from dovetail.workers.speculation.growth import GrowingTree, Nodes
 from dovetail.workers.speculation.heterospec import Heterospec
 from dovetail.workers.speculation.proposal import Shape
+from support.inflated import models_at
 
 DYNAMIC = "dynamic"
 STEPS: Mapping[str, tuple[str, ...]] = {
@@ -150,13 +151,13 @@ def configuration(
         "tree.thresholds": thresholds,
     }
     models = {
-        "target.model": target,
-        "target.inflate": inflate,
         "draft.device": "cpu",
         "draft.ahead": False,
     }
     named = read_method(configure(environment=environment or {}), draft).configuration
-    return named.over("heterospec", {**models, **shape, "sampling.max_tokens": max_tokens})
+    chosen = {"target.model": target} if target else models_at(inflate, draft)
+    both = {**models, **chosen, **shape, "sampling.max_tokens": max_tokens}
+    return named.over("heterospec", both)
 
 
 def rows_of(base: Configuration) -> list[Method]:

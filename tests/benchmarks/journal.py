@@ -56,8 +56,8 @@ def journal(
         for start in range(starts):
             with ExitStack() as stack:
                 for kind, side in sides.items():
-                    flags = [f"--target.inflate={inflate}", f"--coordinator.journal={kind}"]
-                    side.url = stack.enter_context(server("small", flags))
+                    flags = [f"--coordinator.journal={kind}"]
+                    side.url = stack.enter_context(server("small", flags, inflate))
                     rate(side.url, streams, tokens, seed=0)
                 for turn in range(start * pairs, (start + 1) * pairs):
                     turns = [partial(side.take, streams, tokens, turn) for side in sides.values()]

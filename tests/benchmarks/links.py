@@ -28,6 +28,7 @@ from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.fleets import LOOPBACK, Fleet
+from support.inflated import as_flags, models_at
 from support.machines import isolated, network, why_not
 from support.stacks import DEMO_FOLDER
 
@@ -241,11 +242,9 @@ def housed(line: Line | None, draft: str, inflate: str) -> Iterator[Client]:
             fleet.address = listened.replace(
                 ANYWHERE, machines[0].here if behind and machines else LOOPBACK
             )
-            flags = (
-                [f"--target.inflate={inflate}"]
-                if role == "target"
-                else [f"--draft.kind={draft}", "--draft.device=cpu"]
-            )
+            flags = as_flags(models_at(inflate, draft))
+            if role == "draft":
+                flags.append("--draft.device=cpu")
             prefix = machines[0].prefix if behind and machines else []
             member = fleet.add(role, role, *flags, prefix=prefix, proxied=behind and not machines)  # type: ignore[arg-type]
             if line is not None and member.proxy is not None:

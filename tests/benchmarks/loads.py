@@ -19,7 +19,7 @@ import click
 
 from benchmarks.child import Side
 from benchmarks.coupling import PROMPTS
-from benchmarks.duels import draft_of, settings_of
+from benchmarks.duels import settings_of
 from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, report
 from dovetail.launch.bench.methods import read_prompt_set
@@ -30,6 +30,7 @@ from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Result
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.inflated import models_at
 
 LEAST = 0.97
 """The rate over that of plain decoding of the same streams, at any load; at least."""
@@ -182,9 +183,8 @@ def running(weights: str, draft: str, inflate: str) -> Iterator[Client]:
     prompts."""
     values: dict[str, Any] = {
         "target.weights": weights,
-        "target.inflate": inflate,
         "coordinator.reuse": False,
-        **draft_of(draft),
+        **models_at(inflate, draft),
     }
     with Supervisor() as supervisor:
         stack = start_stack(supervisor, settings_of(values))

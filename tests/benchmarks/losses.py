@@ -32,6 +32,7 @@ from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Role
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
+from support.inflated import inflated
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=15, depth=8, width=4)
 BEFORE = 24
@@ -134,7 +135,7 @@ class House:
 def house(draft: str, inflate: str) -> Iterator[House]:
     """Everything is registered."""
     configuration = configure(
-        flags={"draft.device": "cpu", "draft.kind": draft, "target.inflate": inflate},
+        flags={"draft.device": "cpu", **inflated(inflate, draft)},
         environment={},
     )
     with Supervisor() as supervisor:

@@ -61,7 +61,6 @@ def measured(
     weights: str,
     device: str,
     limit: Mapping[str, Any],
-    inflate: str = "",
 ) -> dict[str, Any]:
     """Return what one target takes, beside what its placement counted."""
     with Side(
@@ -74,8 +73,6 @@ def measured(
             weights,
             "--device",
             device,
-            "--inflate",
-            inflate,
         ),
     ) as side:
         told = side.ask("place", **limit)

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from benchmarks.coupling import PROMPTS
-from benchmarks.duels import draft_of, settings_of
+from benchmarks.duels import settings_of
 from benchmarks.figures import ADDS_UP, RECORDING
 from benchmarks.measure import Estimate, estimate
 from benchmarks.options import Command, Numbers, option, options, report
@@ -34,6 +34,7 @@ from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
 from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.event_log import OURS, EventLog
+from support.inflated import models_at
 
 BETWEEN = ("handle", "queue", "link", "lost")
 """The parts of a round beside the work that it waits for."""
@@ -195,9 +196,7 @@ def observed(
     recording them takes of it; all spans, fine ones too."""
     gamma, depth, width = tree
     wanted = TreeSettings(policy="dynamic", insist=True, gamma=gamma, depth=depth, width=width)
-    configuration = settings_of(
-        {"target.weights": weights, "target.inflate": inflate, **draft_of(draft)}
-    )
+    configuration = settings_of({"target.weights": weights, **models_at(inflate, draft)})
     found: list[list[Sum]] = []
     ours, theirs, coarse = 0, 0, 0
     with Supervisor() as supervisor:

@@ -28,6 +28,7 @@ from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
+from support.inflated import kept_pair
 
 PASSES, ROUND = ("root", "level"), "draft"
 """Spans of a draft worker: levels, and the whole of a round."""
@@ -203,8 +204,7 @@ def configuration(
     accepts, and a draft waits while its target verifies."""
     gamma, depth, width = tree
     values = {
-        "target.model": target,
-        "target.inflate": inflate,
+        "target.model": target or (str(kept_pair(inflate) / "target") if inflate else ""),
         "draft.model": small,
         "draft.device": "cpu",
         "draft.ahead": False,

@@ -16,6 +16,7 @@ import click
 from benchmarks.options import Command, option, options
 from dovetail.launch.console.terminal import note
 from dovetail.protocol.errors import UserError
+from support.inflated import as_flags, inflated
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "launch" / "pictures"
 PICTURES = {
@@ -63,8 +64,7 @@ def pictures(
     out = out or FOLDER
     out.mkdir(parents=True, exist_ok=True)
     size = (
-        "--inflate",
-        inflate,
+        *as_flags(inflated(inflate)),
         "--limit",
         str(limit),
         "--max-tokens",

@@ -28,7 +28,6 @@ from dovetail.protocol.settings import (
     SplitSettings,
     TargetSettings,
     TreeSettings,
-    byte_count,
 )
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import TokenTree
@@ -84,9 +83,7 @@ def anonymous_bytes() -> int:
     return 1024 * int(line.split()[1]) - elsewhere
 
 
-def prepare(
-    folder: Path, warm_up: Path, weights: str, inflate: str, device: str
-) -> tuple[Any, Any]:
+def prepare(folder: Path, warm_up: Path, weights: str, device: str) -> tuple[Any, Any]:
     """`warm_up`: a small model that is loaded first, so that libraries are in memory and what they
     keep of their own is not counted."""
     if device != "cpu":
@@ -109,7 +106,6 @@ def prepare(
             weights=weights,
             split=split,
             resident="auto" if resident is None else resident,
-            inflate=inflate,
         )
         spread = spread_of(target, MemorySettings(vram=vram), open_device("cpu", 1), 1)
         assert spread is not None
@@ -119,7 +115,6 @@ def prepare(
                 str(folder),
                 weights=weights,
                 device="cpu",
-                inflate_bytes=byte_count(inflate) if inflate else 0,
                 stage=spread.stage,
                 cache=spread.cache,
             )
@@ -203,7 +198,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--warm-up", type=Path, required=True)
     parser.add_argument("--weights", required=True)
-    parser.add_argument("--inflate", default="")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     obey(lambda: prepare(**vars(arguments)))

@@ -39,6 +39,7 @@ from dovetail.runtime.planner import Tree
 from simulation.figures import Figures, figures
 from simulation.methods import Method
 from simulation.validation import decode
+from support.inflated import as_flags, models_at
 
 DOVETAIL = ("-P", "-m", "dovetail.launch.cli")
 SIMULATION = (str(Path(__file__).resolve().parent.parent / "simulation"),)
@@ -141,10 +142,9 @@ def _row(
         f"--seconds={how['seconds']}",
         "--keep-anyway",
         f"--target.split.device={DEVICE}",
-        *_target(how),
-        *_draft(draft),
+        *_pair(how, draft),
     )
-    subject = subject_here(_base(how), lambda _: None)
+    subject = subject_here(_base(how, draft), lambda _: None)
     predicted = _predicted(subject, name, case, library)
     note(f"{name}: decoding")
     measured, peak = _measured(subject, predicted, library)
@@ -186,9 +186,9 @@ def _draft_bytes(found: Alternative) -> int:
     return found.candidate.size.bytes
 
 
-def _base(how: Mapping[str, Any], **more: Any) -> Configuration:
+def _base(how: Mapping[str, Any], draft: str, **more: Any) -> Configuration:
     flags = {
-        "target.inflate": how["inflate"],
+        **models_at(how["inflate"], draft),
         "target.weights": how["weights"],
         "target.split.device": DEVICE,
         "draft.device": DEVICE,
@@ -200,18 +200,14 @@ def _library(draft: str, folder: Path, how: Mapping[str, Any]) -> Library:
     """The rounds of a draft, recorded where they are not."""
     rounds = folder / f"{draft}-{how['limit']}-{how['max_tokens']}"
     if not rounds.exists():
-        own = [flag for flag in _target(how) if draft == "substitute" or "inflate" not in flag]
         lengths = [f"--limit={how['limit']}", f"--max-tokens={how['max_tokens']}"]
-        _run(SIMULATION, "record", *lengths, f"--out={rounds}", *_draft(draft), *own)
+        _run(SIMULATION, "record", *lengths, f"--out={rounds}", *_pair(how, draft))
     return read_library(rounds)
 
 
-def _target(how: Mapping[str, Any]) -> list[str]:
-    return [f"--target.inflate={how['inflate']}", f"--target.weights={how['weights']}"]
-
-
-def _draft(draft: str) -> list[str]:
-    return [f"--draft={draft}", f"--draft.device={DEVICE}"]
+def _pair(how: Mapping[str, Any], draft: str) -> list[str]:
+    models = as_flags(models_at(how["inflate"], draft))
+    return [*models, f"--target.weights={how['weights']}", f"--draft.device={DEVICE}"]
 
 
 def _run(program: Sequence[str], *arguments: str) -> None:

@@ -28,6 +28,7 @@ from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.chat.web import Site
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.protocol.errors import UserError
+from support.inflated import as_flags, inflated
 
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli")
 MOST_ROUND, MOST_START_S = 1.02, 10.0
@@ -124,7 +125,7 @@ def replicas(
     """Two replicas on separate cores behind the router over one of them, each with as many
     streams: the ratio of their rates, and that of two which are asked without the router, which is
     what the machine has for two."""
-    models = [f"--draft={draft}", *([f"--inflate={inflate}"] if inflate != "0B" else [])]
+    models = as_flags(inflated("" if inflate == "0B" else inflate, draft))
     with ExitStack() as opened:
         urls = [
             opened.enter_context(started("serve", *models, cores=core)).url
@@ -170,7 +171,7 @@ def replicas(
 def ray(inflate: str, tokens: int, requests: int, repeat: int, as_json: bool) -> None:
     """A service that Ray has placed on this machine beside one that `serve` starts itself, in turn:
     seconds until ready, and milliseconds a round."""
-    flags = ["serve", f"--inflate={inflate}", "--target.threads=1", "--policy=dynamic"]
+    flags = ["serve", *as_flags(inflated(inflate)), "--target.threads=1", "--policy=dynamic"]
     flags.append("--tree.insist=true")
     begun: dict[str, list[float]] = {"ray": [], "local": []}
     rounds: dict[str, list[float]] = {"ray": [], "local": []}

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from benchmarks.coupling import PROMPTS
-from benchmarks.duels import draft_of, ring, settings_of
+from benchmarks.duels import ring, settings_of
 from benchmarks.figures import ACCOUNTED, ADDS_UP
 from benchmarks.measure import Estimate, estimate
 from benchmarks.options import Command, Numbers, option, options, report
@@ -24,6 +24,7 @@ from dovetail.launch.bench.methods import NONE, read_prompt_set, tree_of
 from dovetail.launch.bench.turns import prepare
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.protocol.messages import RoundRecord
+from support.inflated import models_at
 
 PARTS = ("draft_ns", "verify_ns", "transport_ns", "queue_ns", "coordinator_ns")
 NEEDED = ("draft_ns", "verify_ns", "transport_ns")
@@ -77,7 +78,6 @@ def rounds(
     target = {
         "target.model": settings["target"],
         "target.weights": settings["weights"],
-        "target.inflate": settings["inflate"],
     }
     shape = {
         "tree.gamma": gamma,
@@ -85,7 +85,8 @@ def rounds(
         "tree.width": width,
         "sampling.max_tokens": settings["max_tokens"],
     }
-    base = settings_of({**target, **shape, **draft_of(settings["draft"])})
+    inflate = "" if settings["target"] else settings["inflate"]
+    base = settings_of({**target, **shape, **models_at(inflate, settings["draft"])})
     seen: dict[str, list[Waterfall]] = {policy: [] for policy in policies}
     with ring(base, {policy: tree_of(policy) for policy in policies}) as found:
         alone = found[NONE]

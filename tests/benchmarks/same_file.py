@@ -11,9 +11,8 @@ from gguf import GGMLQuantizationType as Type
 from benchmarks.options import Command
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import byte_count
-from dovetail.workers.models.checkpoints.inflate import write_inflated
 from support.gguf_files import tokens_of, write_gguf
+from support.inflated import kept_pair
 
 OWN = ("F16", "Q8_0", "Q4_0")
 """Types that are written here; others are llama-quantize's."""
@@ -43,9 +42,8 @@ def write_pair(out: Path, inflate: str, kind: str, quantize: str | None = None) 
     out.mkdir(parents=True, exist_ok=True)
     files = []
     with tempfile.TemporaryDirectory(dir=out) as scratch:
-        inflated = Path(scratch) / "target"
-        write_inflated(str(DEMO_FOLDER / "target"), byte_count(inflate), inflated)
-        for role, folder in (("target", inflated), ("draft", DEMO_FOLDER / "draft")):
+        for role in ("target", "draft"):
+            folder = kept_pair(inflate) / role
             written = _write(folder, Path(scratch) / f"{role}.gguf", kind if kind in OWN else "F16")
             file = out / f"{role}-{kind}.gguf"
             if kind in OWN:

@@ -43,6 +43,7 @@ from dovetail.workers.models.substitutes.substitute import load_substitute, shar
 from dovetail.workers.sessions.results import First, Verdict
 from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.verifier import Verifier
+from support.inflated import kept_pair
 from support.opening import opening
 from support.stacks import PROMPTS, complete_all, running, submit
 
@@ -89,7 +90,7 @@ STEPS = (
     "--weights",
     type=click.Choice(("fp32", "half", "int8", "int4")),
     default="fp32",
-    help="Of the ablation's target; int4 cannot be inflated (--inflate 0B).",
+    help="Of the ablation's target.",
 )
 @option("--link", default="1GB", help="Bytes a second of the link.")
 @option("--gamma", type=int, default=96)
@@ -176,18 +177,15 @@ def ablation(
     cache: Path | None,
 ) -> dict[str, Any]:
     """The steps one after the other at every prompt, on the same models."""
-    limited, size = LimitedLink(byte_count(link)), byte_count(inflate)
+    limited = LimitedLink(byte_count(link))
+    source = str(kept_pair(inflate) / "target" if byte_count(inflate) else TARGET)
 
     def stage(config: Mapping[str, Any], _weights: str, _matrices: Matrices) -> Staging:
         return Staging((Place.STREAMED,) * config["num_hidden_layers"], limited)
 
-    target = load_language_model(
-        str(TARGET), weights=weights, device="cpu", inflate_bytes=size, stage=stage
-    )
+    target = load_language_model(source, weights=weights, device="cpu", stage=stage)
     models = {
-        shared: load_substitute(
-            str(TARGET), weights=bits, device="cpu", inflate_bytes=size, folder=cache
-        )[0]
+        shared: load_substitute(source, weights=bits, device="cpu", folder=cache)[0]
         for shared in (False, True)
     }
     share(models[True], target)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from benchmarks.coupling import PROMPTS
-from benchmarks.duels import draft_of, settings_of
+from benchmarks.duels import settings_of
 from benchmarks.loads import PLAIN, TREES, Burst, Streams
 from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, pin, report
@@ -32,6 +32,7 @@ from dovetail.launch.processes.stack import (
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError
 from dovetail.runtime.client import Client
+from support.inflated import models_at
 
 LEAST = 1.7
 """The rate with two targets that is wanted, as a multiple of the rate with one."""
@@ -73,7 +74,7 @@ def targets(
     """Tokens a second of streams on two targets, one a core, behind one draft, over one target."""
     cores = pin(2)
     texts = [prompt.turns[0] for prompt in read_prompt_set(prompts, None).prompts]
-    values = {"target.weights": weights, "target.inflate": inflate, **draft_of(draft)}
+    values = {"target.weights": weights, **models_at(inflate, draft)}
     rows = []
     with running(values, cores, 1) as one, running(values, cores, 2) as two:
         sides = [Streams(client, texts, max_tokens, temperature) for client in (one, two)]

@@ -27,6 +27,7 @@ from dovetail.launch.settings.configure import configure
 from dovetail.protocol.messages import Result
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.client import Client
+from support.inflated import inflated
 
 REPLY, NEW = 32, 12
 """Tokens of the first reply and of the second turn."""
@@ -114,7 +115,7 @@ class Pair:
 def pair_of(drawn: bool, draft: str, inflate: str, models: Path | None) -> Iterator[Client]:
     """A client of a running target and draft."""
     with model_folder(models) as folder, Supervisor() as supervisor:
-        flags = {"draft.device": "cpu", **({"target.inflate": inflate} if inflate else {})}
+        flags = {"draft.device": "cpu"}
         if drawn:
             shape = SHAPES["small"]
             target, small = (
@@ -123,7 +124,7 @@ def pair_of(drawn: bool, draft: str, inflate: str, models: Path | None) -> Itera
             )
             flags |= {"target.model": str(target), "draft.model": str(small)}
         else:
-            flags |= {"draft.kind": draft}
+            flags |= inflated(inflate, draft) if inflate else {"draft.kind": draft}
         stack = start_stack(supervisor, configure(flags=flags, environment={}))
         wait_until_ready(supervisor, stack)
         with stack.connect() as client:

@@ -79,8 +79,8 @@ def users(
     with tempfile.NamedTemporaryFile("w") as file:
         file.write("\n".join(named))
         file.flush()
-        chosen = [f"--target.inflate={inflate}", f"--http.api_key_file={file.name}", *flags]
-        with server("small", chosen) as url:
+        chosen = [f"--http.api_key_file={file.name}", *flags]
+        with server("small", chosen, inflate) as url:
             crowd = [User(named[n % keys], Site(url, named[n % keys])) for n in range(together)]
             rss = run(crowd, turns, tokens, seconds)
     found = {"seconds": seconds, "rss_mb": rss, **figures(crowd)}

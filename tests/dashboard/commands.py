@@ -28,6 +28,7 @@ from dovetail.launch.console.terminal import note, print_table, progress_bar
 from dovetail.launch.processes.stack import Stack
 from dovetail.runtime.http.dashboard import EVERY_S, STATE_PATH
 from support.browser import Browser, chromium, find_chromium
+from support.inflated import inflated
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, started
 from support.web import Api, api
@@ -68,7 +69,7 @@ def pictures(out: Path, inflate: str, whole: bool) -> None:
     with ExitStack() as opened:
         step = opened.enter_context(progress_bar(len(SIZES) + 2, "pictures"))
         step("decoding")
-        stack, _ = opened.enter_context(started({"draft.device": "cpu", "target.inflate": inflate}))
+        stack, _ = opened.enter_context(started({"draft.device": "cpu", **inflated(inflate)}))
         server = opened.enter_context(
             api(stack.address, "--policy=dynamic", "--tree.insist=true", "--http.model=demo")
         )

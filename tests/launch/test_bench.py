@@ -268,7 +268,6 @@ def test_what_is_no_method_is_refused(text: str) -> None:
     ("text", "words"),
     [
         ("/nowhere/at/all", "the draft model /nowhere/at/all is not there"),
-        ("small,target.inflate=1000TiB", "does not fit into"),
         ("small,target.threads=5", r"target\.threads = 5 is more than the number of"),
         ("assisted,target.device=cuda:0", "assisted runs on the CPU"),
     ],

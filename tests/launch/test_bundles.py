@@ -58,10 +58,10 @@ def test_a_part_asks_for_cores_and_a_gpu_as_settings_and_cluster_have_them(
 def test_a_target_reserves_what_its_weights_take_and_a_coordinator_stays_here() -> None:
     nodes = [node("a", CPU=8)]
     small, large = (
-        bundles_of(settings(target__inflate=size), PAIR, nodes, "id-a")  # type: ignore[arg-type]
-        for size in ("256MiB", "512MiB")
+        bundles_of(settings(target__weights=weights), PAIR, nodes, "id-a")  # type: ignore[arg-type]
+        for weights in ("half", "fp32")
     )
-    assert large[1].resources["memory"] - small[1].resources["memory"] >= 256 << 20
+    assert large[1].resources["memory"] > small[1].resources["memory"]
     assert small[0].labels == {NODE_ID: "id-a"}
     (elsewhere, target, _) = bundles_of(
         settings(ray__coordinator="label:zone=b", ray__target="label:zone=c,memory=20GB"),

@@ -15,7 +15,6 @@ from dovetail.launch.machine.fit import LOOKUP_BYTES, check_memory, needs_of
 from dovetail.launch.processes.stack import start_stack
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import configure
-from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import CheckpointError, SettingsError
 from dovetail.protocol.memory import Room
 from dovetail.protocol.settings import Settings
@@ -23,6 +22,7 @@ from dovetail.workers.models import memory
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.footprint import PROCESS_BYTES, read_tensors
 from dovetail.workers.models.loading import against_device, load_language_model
+from support.inflated import kept_pair
 from support.kernels import needs_kernels
 from support.models import tiny_llama, tiny_qwen2
 
@@ -238,8 +238,10 @@ def small_group(tmp_path: Path) -> Iterator[Path]:
     folder.rmdir()
 
 
-LARGE = ("generate", "hello", "--draft=none", "--target.inflate=800MiB", "--max-tokens=2")
-"""More than a control group of 1 GB holds, but for half weights."""
+def large() -> tuple[str, ...]:
+    """More than a control group of 1 GB holds, but for half weights."""
+    model = f"--target={kept_pair('800MiB') / 'target'}"
+    return ("generate", "hello", model, "--draft=none", "--max-tokens=2")
 
 
 def within(group: Path) -> tuple[str, ...]:
@@ -248,7 +250,7 @@ def within(group: Path) -> tuple[str, ...]:
 
 
 def test_in_a_real_control_group_what_does_not_fit_is_refused(small_group: Path, run: Run) -> None:
-    done = run(*LARGE, command_prefix=within(small_group))
+    done = run(*large(), command_prefix=within(small_group))
     assert done.returncode == 2, done.stderr
     assert f"left of the 1 GB of the control group {small_group}" in done.stderr
     assert "with --target.weights half they need" in done.stderr
@@ -256,7 +258,7 @@ def test_in_a_real_control_group_what_does_not_fit_is_refused(small_group: Path,
 
 @pytest.mark.slow
 def test_in_a_real_control_group_what_fits_runs(small_group: Path, run: Run) -> None:
-    done = run(*LARGE, "--target.weights=half", command_prefix=within(small_group))
+    done = run(*large(), "--target.weights=half", command_prefix=within(small_group))
     assert done.returncode == 0, done.stderr
 
 
@@ -313,20 +315,20 @@ import sys
 from pathlib import Path
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.serving.open_target import open_target_worker
-folder, weights, backend, inflate = sys.argv[1:]
-open_target_worker(TargetSettings(model=folder, weights=weights, backend=backend, inflate=inflate), name="t", threads=1)
+folder, weights, backend = sys.argv[1:]
+open_target_worker(TargetSettings(model=folder, weights=weights, backend=backend), name="t", threads=1)
 lines = Path("/proc/self/status").read_text().splitlines()
 size = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmHWM", "RssFile"))}
 print(size["VmHWM"] - size["RssFile"])
 """  # noqa: E501
 
 
-def check_estimate(folder: Path, weights: str, backend: str, inflate: str = "") -> None:
+def check_estimate(folder: Path, weights: str, backend: str) -> None:
     """Check that what a worker holds at most of its own, libraries apart, is below the estimate and
     not far below."""
-    command = [sys.executable, "-P", "-c", LOADING, str(folder), weights, backend, inflate]
+    command = [sys.executable, "-P", "-c", LOADING, str(folder), weights, backend]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    flags = {"target__weights": weights, "target__backend": backend, "target__inflate": inflate}
+    flags = {"target__weights": weights, "target__backend": backend}
     (need,) = needs_of(settings(target__model=folder, **flags), ("target",))
     own = need.footprint
     estimate = own.process + own.weights + own.loading
@@ -365,10 +367,3 @@ def test_workers_of_all_weights_take_what_was_estimated(
         "layers": 8,
     }
     check_estimate(tiny_llama(tmp_path / "model", dtype=stored, **shape), weights, backend)
-
-
-@needs_kernels
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp32", "half", "int8"])
-def test_inflated_workers_take_what_was_estimated(weights: str) -> None:
-    check_estimate(DEMO_FOLDER / "target", weights, "auto", "600MiB")

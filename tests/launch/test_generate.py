@@ -332,7 +332,7 @@ def test_the_summary_tells_of_moves_and_which_targets_wrote_a_reply_where_they_d
     )
 
 
-def test_an_inflation_is_told_wherever_the_worker_was_started() -> None:
+def test_a_placement_is_told_wherever_the_worker_was_started() -> None:
     report = representative()["reported"]
     serving = [
         worker.model_copy(update={"standby": False, "leaving": False}) for worker in report.workers
@@ -341,8 +341,8 @@ def test_an_inflation_is_told_wherever_the_worker_was_started() -> None:
         cast(Any, None), report.model_copy(update={"workers": tuple(serving)})
     ).models()  # nothing is asked of the client
     assert (
-        "target demo/target (fp32, cache half, inflated to 512MiB, cpu 0-4, cuda:0 5-7 (1 "
-        "resident, 2 streamed) and head)" in told
+        "target demo/target (fp32, cache half, cpu 0-4, cuda:0 5-7 (1 resident, 2 streamed) and "
+        "head)" in told
     )
 
 

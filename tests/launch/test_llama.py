@@ -144,10 +144,9 @@ def test_rows_that_are_not_of_whole_blocks_are_refused_where_its_type_has_blocks
         f"{reason}, which the blocks of 32 weights of Q8_0 do not divide" if reason else ""
     )
     assert [uncut(config, kind) for kind in ("F32", "F16", "BF16")] == ["", "", ""]
-    assert uncut(config, "Q8_0", widened=True) == ("" if "MLP" in reason else said)
 
 
-def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_inflated_or_not_quantised(
+def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_not_quantised(
     tmp_path: Path,
 ) -> None:
     config = {
@@ -169,7 +168,6 @@ def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_inflated_or_not_qu
         "leave",
     ):
         check(target__weights="int8")
-    check(target__weights="int8", target__inflate="1MiB")
     check(target__weights="fp32")
 
 
@@ -215,7 +213,7 @@ def tokens(peer: LlamaPeer, *, seed: int = 0, temperature: float = 0.0) -> tuple
 
 @installed
 @pytest.mark.slow
-def test_it_says_what_the_target_says_inflated_or_not_with_its_lookup_or_without(
+def test_it_says_what_the_target_says_with_its_lookup_or_without(
     preparation: Preparation,
 ) -> None:
     from support.stacks import started
@@ -226,14 +224,10 @@ def test_it_says_what_the_target_says_inflated_or_not_with_its_lookup_or_without
         LlamaOptions(threads=1, cache="f32"),
     )
     said = [tokens(LlamaPeer(preparation, base(), lay_out_here(), options)) for options in ways]
-    inflated = [
-        tokens(LlamaPeer(preparation, base(target__inflate=size), lay_out_here(), ways[0]))
-        for size in ("31MiB", "48MiB", "900MiB")
-    ]
     with started({"draft.kind": "none"}) as (stack, _), stack.connect() as client:
         client.submit(turns=TURNS, sampling=Sampling(), max_tokens=24, seed=0, speculate=False)
         finished = next(reply for reply in client.replies(60.0) if hasattr(reply, "result"))
-    for ours in (*said, *inflated):
+    for ours in said:
         parted = next(
             (
                 i

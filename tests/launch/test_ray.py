@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from support.inflated import as_flags, inflated
 from support.patience import PATIENCE_S
 from support.served import QUESTION, ask, assert_nothing_is_left, ready, streamed, told
 
@@ -65,7 +66,7 @@ def kill_node_of(pid: int) -> None:
 def test_a_killed_node_is_replaced_and_its_streams_go_on_with_the_same_bytes(
     start: Start, run: Run
 ) -> None:
-    local = start("serve", "--http.port=0", "--json", "--target.inflate=64MiB")
+    local = start("serve", "--http.port=0", "--json", *as_flags(inflated("64MiB")))
     url = ready(local)["url"]
     whole = {seed: streamed(url, seed=seed) for seed in (3, 4, 5)}
     local.terminate()
@@ -79,7 +80,7 @@ def test_a_killed_node_is_replaced_and_its_streams_go_on_with_the_same_bytes(
             *PLACED,
             "--http.port=0",
             "--json",
-            "--target.inflate=64MiB",
+            *as_flags(inflated("64MiB")),
         )
         found = ready(process)
         assert found["address"].startswith("tcp://")

@@ -72,7 +72,7 @@ def test_a_note_has_the_settings_of_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "settings.toml").write_text('[target]\nweights = "half"\ninflate = "64MiB"\n')
+    (tmp_path / "settings.toml").write_text('[target]\nweights = "half"\ncontext = 256\n')
     monkeypatch.chdir(tmp_path)
     given = configure(
         flags={"target.model": "model", "target.weights": "int8"},
@@ -85,7 +85,7 @@ def test_a_note_has_the_settings_of_its_worker(
     assert place_of(before) == ["--cores=0-1"]
     assert values_of(before) == {
         "target.weights": "int8",
-        "target.inflate": "64MiB",
+        "target.context": 256,
         "target.threads": 3,
         "target.model": str(tmp_path / "model"),
         "coordinator.stuck_s": 10.0,
@@ -140,17 +140,17 @@ def merged(flags: dict[str, str], role: Role, *, elsewhere: bool = False) -> Set
 def test_a_new_worker_has_the_settings_of_the_old_one_unless_others_are_given() -> None:
     """Also if another model is given."""
     flags = ["--target.model=OWNER/NAME", "--target.weights=half", "--target.numa=off"]
-    noted("target", [*flags, "--target.inflate=64MiB", "--target.context=512", "--memory.ram=8GB"])
+    noted("target", [*flags, "--target.context=512", "--memory.ram=8GB"])
     known = merged({"target.weights": "int8"}, "target")
     target = known.target
     assert (target.model, target.weights, target.numa) == ("OWNER/NAME", "int8", "off")
-    assert (target.inflate, target.context, known.memory.ram) == ("64MiB", 512, "8GB")
+    assert (target.context, known.memory.ram) == (512, "8GB")
     target = merged({"target.model": "OTHER/ONE"}, "target").target
-    assert (target.model, target.weights, target.inflate) == ("OTHER/ONE", "half", "64MiB")
+    assert (target.model, target.weights) == ("OTHER/ONE", "half")
     target = merged({}, "target", elsewhere=True).target
     assert (target.model, target.weights, target.numa) == ("OWNER/NAME", "half", "auto")
     target = merged({"draft.kind": "substitute"}, "draft").target
-    assert (target.model, target.inflate, target.context) == ("OWNER/NAME", "64MiB", 512)
+    assert (target.model, target.context) == ("OWNER/NAME", 512)
 
 
 def test_a_draft_of_another_kind_does_not_inherit_settings_of_the_old_kind() -> None:

@@ -30,6 +30,7 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import WorkerState
 from dovetail.runtime.client import Client
 from dovetail.runtime.http.listening import refusal
+from support.inflated import as_flags, inflated, kept_pair
 from support.models import tiny_llama
 from support.patience import PATIENCE_S
 from support.served import QUESTION, ask, assert_nothing_is_left, ready, streamed, told
@@ -153,8 +154,8 @@ def test_a_service_outlives_its_draft_and_gives_up_without_its_target_when_all_h
 ) -> None:
     models = {name: tmp_path / name for name in ("target", "draft")}
     for name, folder in models.items():
-        shutil.copytree(DEMO_FOLDER / name, folder)
-    flags = (f"--target={models['target']}", f"--draft={models['draft']}", "--inflate=256MiB")
+        shutil.copytree(kept_pair("256MiB") / name, folder)
+    flags = (f"--target={models['target']}", f"--draft={models['draft']}")
     process = start("serve", *PAIR, *flags, command=IMPATIENT)
     found = ready(process)
 
@@ -270,7 +271,7 @@ def test_a_part_that_is_stopped_for_a_short_time_is_left_alone(
 
 @pytest.mark.slow
 def test_a_request_that_runs_is_finished_and_no_other_begins(start: Start, tmp_path: Path) -> None:
-    process = start("serve", *PAIR, "--draft", "none", "--inflate", "256MiB")
+    process = start("serve", *PAIR, *as_flags(inflated("256MiB", "none")))
     found = ready(process)
     place = urlsplit(found["url"])
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=PATIENCE_S)
@@ -441,7 +442,7 @@ def test_a_swap_in_place_of_a_lost_worker_has_the_settings_of_the_service(
     """It waits for `serve` to restart a lost worker, and starts one itself if the worker was
     drained."""
     folder = shutil.copytree(DEMO_FOLDER / "target", tmp_path / "model")
-    given = ("--target", str(folder), "--inflate=64MiB", "--target.context=512")
+    given = ("--target", str(folder), "--target.context=512")
     process = start("serve", *PAIR, *given, "--draft=ngram")
     found = ready(process)
     (before,) = targets(run)
@@ -456,7 +457,7 @@ def test_a_swap_in_place_of_a_lost_worker_has_the_settings_of_the_service(
     for done in (waited, swapped):
         assert json.loads(done.stdout)["model"] == str(folder)
     (after,) = targets(run)
-    same = ("model", "fingerprint", "inflation", "binding", "threads")
+    same = ("model", "fingerprint", "binding", "threads")
     assert [after[name] for name in same] == [before[name] for name in same]
     assert ask(found["url"], "/v1/models")[1]["data"][0]["id"] == "model"
     assert ask(found["url"], "/v1/models")[1]["data"][0]["max_model_len"] == 512
@@ -599,7 +600,7 @@ def test_a_process_that_says_much_fills_no_disk() -> None:
 def test_a_stream_whose_target_is_killed_goes_on_when_that_has_been_started_again(
     start: Start,
 ) -> None:
-    process = start("serve", *PAIR, "--target.inflate", "64MiB")
+    process = start("serve", *PAIR, *as_flags(inflated("64MiB")))
     found = ready(process)
     whole = streamed(found["url"])
     assert (

@@ -55,7 +55,7 @@ ELSEWHERE = (
     "read_topology.__defaults__ = (Path(sys.argv.pop(1)),); cli.main()",
 )
 """A command line on the machine whose files lie in the folder that is its first argument."""
-SERVE = ("--http.port=0", "--json", "--draft.device=cpu", "--target.inflate=64MiB")
+SERVE = ("--http.port=0", "--json", "--draft.device=cpu")
 LONG_S = 600.0
 """The limit, in seconds, of what takes long on a machine that has other things to do."""
 PATIENT = f"--coordinator.recovery_s={LONG_S:.0f}"

@@ -29,12 +29,14 @@ from dovetail.protocol.messages import Emitted, Failed, Finished, SeenRound, Wor
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.workers import kernels
+from support.inflated import inflated
 from support.kernels import needs_kernels
 from support.losslessness import difference
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, growing, started, submit
 
-INFLATE = {"target.inflate": "64MiB", "draft.device": "cpu"}
+SIZE = "64MiB"
+"""Weights of a size at which replies take their time."""
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
 STREAMS, TOKENS = 8, 160
 
@@ -105,7 +107,7 @@ class Streams:
 
 @contextmanager
 def under_streams(flags: dict[str, str]) -> Iterator[tuple[Stack, Client, Streams]]:
-    with started({**INFLATE, **flags}) as (stack, client):
+    with started({**inflated(SIZE), "draft.device": "cpu", **flags}) as (stack, client):
         yield stack, client, Streams(client)
 
 
@@ -227,11 +229,7 @@ def test_a_target_is_swapped_under_eight_streams(change: str) -> None:
             assert result["moved"] == 0
             assert {moves for moves, _ in streams.kinds} == {0}
         (target,) = (worker for worker in client.status().workers if "target" in worker.roles)
-        assert (target.name, target.fingerprint.split("/")[1], target.inflation) == (
-            "target-2",
-            weights,
-            INFLATE["target.inflate"],
-        )
+        assert (target.name, target.fingerprint.split("/")[1]) == ("target-2", weights)
         client.stop()
         wait_until_gone(result["pid"])
 
@@ -245,7 +243,7 @@ def test_a_worker_is_drained_under_eight_streams(role: str) -> None:
             refused = streams.run_beside(leaver)
             assert refused.returncode == 1
             assert "target is the only target" in refused.stderr
-            joined = streams.run_beside(swap(stack, "target", "--beside", "--target.inflate=64MiB"))
+            joined = streams.run_beside(swap(stack, "target", "--beside"))
             assert joined.returncode == 0, joined.stderr
         with stack.connect() as onlooker:
 
@@ -276,7 +274,7 @@ def test_a_newcomer_that_cannot_be_loaded_or_dies_leaves_everything_as_it_was() 
                     with suppress(ProcessLookupError):  # it is shown until its link is gone
                         os.kill(worker.pid, signal.SIGKILL)
 
-        killed = streams.run_beside(swap(stack, "target", "--target.inflate=64MiB"), kill_newcomer)
+        killed = streams.run_beside(swap(stack, "target"), kill_newcomer)
         assert killed.returncode == 1
         assert (
             "target-2 was not put in place" in killed.stderr
@@ -374,7 +372,7 @@ def test_a_worker_that_comes_back_while_its_successor_loads_leaves_for_it(first:
 
 @pytest.mark.slow
 def test_an_interrupted_swap_takes_its_worker_along() -> None:
-    with started({**INFLATE, "draft.kind": "small"}) as (stack, client):
+    with started({**inflated(SIZE), "draft.device": "cpu"}) as (stack, client):
         process = dovetail(*swap(stack, "draft", "--draft=dovetail"))
         assert process.stderr is not None
         while not (children := psutil.Process(process.pid).children()):
@@ -410,12 +408,7 @@ def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_th
                 interrupted.append(placed[0].pid)
 
         done = streams.run_beside(
-            swap(
-                stack,
-                "target",
-                "--target.weights=int8",
-                f"--target.inflate={INFLATE['target.inflate']}",
-            ),
+            swap(stack, "target", "--target.weights=int8"),
             interrupt,
         )
         assert (done.returncode, len(interrupted)) == (130, 1), done.stderr

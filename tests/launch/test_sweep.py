@@ -194,15 +194,9 @@ def test_a_figure_has_a_curve_for_each_method_and_set_and_leaves_out_what_was_no
 
 def test_a_figure_says_what_was_measured() -> None:
     sweep, (row, passes) = read_sweep("gamma", "4"), told("small,tree.gamma=4", "set", 2.0)
-    inflated = configure(environment={}).over(
-        "--inflate", {"target.inflate": "512MiB", "tree.policy": "goodput"}
-    )
-    methods = [
-        read_method(inflated, text) for text in ("none", "small", "small,tree.policy=budget")
-    ]
+    base = configure(environment={}).over("--policy", {"tree.policy": "goodput"})
+    methods = [read_method(base, text) for text in ("none", "small", "small,tree.policy=budget")]
     svg = draw_sweep(sweep, methods, swept(sweep, methods, {"rows": [row], "passes": [passes]}))
-    weights = inflated.settings.target.weights
-    origin = (
-        f"target demo ({weights}, inflated to 512MiB) · draft small · policy goodput, budget · T 0"
-    )
+    weights = base.settings.target.weights
+    origin = f"target demo ({weights}) · draft small · policy goodput, budget · T 0"
     assert {"What gamma brings", origin} <= set(texts_of(svg))

@@ -16,6 +16,7 @@ from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from support.fleets import Fleet
+from support.inflated import as_flags, models_at
 from support.machines import Machine, network
 from support.stacks import PROMPTS, complete_all, submit
 
@@ -23,7 +24,7 @@ TREE = TreeSettings(policy="dynamic", insist=True, gamma=6, depth=4, width=4)
 TOKENS = 192
 TEMPERATURES = (0.0, 1.0)
 ANYWHERE = "0.0.0.0"
-INFLATE = "--target.inflate=64MiB"
+SIZE = "64MiB"
 """Makes a reply take long enough for something to happen meanwhile."""
 FLAP_S, FLAPS = 0.6, 6
 """Shorter than a heartbeat's patience."""
@@ -109,7 +110,8 @@ def housed() -> Iterator[House]:
             fleet.add(
                 name,
                 role,
-                "--draft.device=cpu" if role == "draft" else INFLATE,
+                *as_flags(models_at(SIZE)),
+                "--draft.device=cpu",
                 prefix=machine.prefix,
             )  # type: ignore[arg-type]
         fleet.address = listened.replace(ANYWHERE, "127.0.0.1")

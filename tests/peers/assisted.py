@@ -37,7 +37,7 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, UserError
 from dovetail.protocol.links import Hub, Link, open_hub, open_link
 from dovetail.protocol.messages import Result
-from dovetail.protocol.settings import Sampling, Settings, byte_count
+from dovetail.protocol.settings import Sampling, Settings
 from peers.generated import Generated
 
 if TYPE_CHECKING:
@@ -272,13 +272,9 @@ class _Assisted:
             AssistedModel,  # torch comes in here, after the binding
         )
 
-        target, inflate = settings.target, settings.target.inflate
-        source = target.model or str(DEMO_FOLDER / "target")
+        source = settings.target.model or str(DEMO_FOLDER / "target")
         self._model: AssistedModel = AssistedModel(
-            source,
-            assistant_of(settings),
-            weights=target.weights,
-            inflate_bytes=byte_count(inflate) if inflate else 0,
+            source, assistant_of(settings), weights=settings.target.weights
         )
         self._codec = TextCodec(self._model.tokenizer, self._model.vocabulary)
 

@@ -6,7 +6,6 @@ of acceptance, all as they come. Knows token ids and how long each round took; n
 no worker uses it.
 """
 
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from transformers.utils import logging
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.inflate import write_inflated
 from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from peers.generated import Generated, Round
 
@@ -30,22 +28,14 @@ class AssistedModel:
     """A target and its assistant, both in fp32 on the CPU (or both in bf16, where the target is
     asked for in bf16)."""
 
-    def __init__(
-        self, target: str, assistant: str, *, weights: str, inflate_bytes: int = 0
-    ) -> None:
-        """`target` and `assistant` are folders or hub ids of whole models; the target is inflated
-        as ours is."""
+    def __init__(self, target: str, assistant: str, *, weights: str) -> None:
+        """`target` and `assistant` are folders or hub ids of whole models."""
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         self.dtype = torch.bfloat16 if weights == "bf16" else torch.float32
         folder = find_folder(target)
         self.tokenizer, self.vocabulary = read_tokenizer(folder)
-        if inflate_bytes:
-            with tempfile.TemporaryDirectory(prefix="dovetail-inflated-") as inflated:
-                write_inflated(target, inflate_bytes, Path(inflated))
-                self._target = self._load(Path(inflated))
-        else:
-            self._target = self._load(folder)
+        self._target = self._load(folder)
         self._assistant = self._load(find_folder(assistant))
         self._watch = _Watch()
         self._target.register_forward_pre_hook(self._watch.before, with_kwargs=True)

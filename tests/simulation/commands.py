@@ -258,7 +258,8 @@ def validate(
     """Decode recorded replies for real, and play them with the costs that were measured meanwhile;
     exit code 1 if a rate is off by more than the tolerance.
 
-    The pair must be the recorded one; --inflate gives its target the cost of a larger one.
+    The pair must write what the recorded one writes: that one, or an inflated one (`python
+    tests/benchmarks inflate`), whose target has the cost of a larger one.
     """
     from simulation.validation import decode_all
 

@@ -100,7 +100,7 @@ def record(
     """Decode prompts once, a token a round, and keep the draft's tree at every position.
 
     The reply is the same with any tree, so that one recording serves every policy and size of tree.
-    Nothing is timed, and an inflation would change nothing.
+    Nothing is timed.
     """
     settings = configuration.settings
     if settings.draft.kind in ("none", "ngram"):

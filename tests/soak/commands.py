@@ -25,6 +25,7 @@ from soak.baseline import Compared, Held, compare, held
 from soak.faults import KINDS, Faults, Happened, Kind
 from soak.streams import Case, Streams
 from support.fleets import Fleet
+from support.inflated import as_flags, models_at
 from support.stacks import PROMPTS
 
 TEMPERATURES = (0.0, 1.0)
@@ -121,23 +122,23 @@ def main(
     Exit code 1 if a text differs, a request fails, but for one for each fault of the coordinator's,
     or something is left behind.
     """
+    models = as_flags(models_at(inflate, kind))
     with Fleet(script=sabotage.COORDINATOR) as fleet, fleet.client() as client:
         for number in range(targets):
-            flags = [f"--target.inflate={inflate}"]
             fleet.add(
                 f"target-{number + 1}",
                 "target",
-                *flags,
+                *models,
                 proxied=True,
                 seed=seed + number,
                 script=sabotage.WORKER,
             )
         for number in range(drafts):
-            flags = [f"--draft.kind={kind}", "--draft.device=cpu"]
             fleet.add(
                 f"draft-{number + 1}",
                 "draft",
-                *flags,
+                *models,
+                "--draft.device=cpu",
                 proxied=True,
                 seed=seed + targets + number,
                 script=sabotage.WORKER,

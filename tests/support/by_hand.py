@@ -18,12 +18,16 @@ from typing import Any
 import httpx
 
 from dovetail.protocol.keys import generate_keys
+from support.inflated import as_flags, models_at
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS
 
 CHATS = "/v1/chat/completions"
-SLOWER = ("--target.inflate=64MiB",)
-"""Weights that take their time, so that there is something to kill."""
+
+
+def slower() -> tuple[str, ...]:
+    """Weights that take their time, so that there is something to kill."""
+    return (*as_flags(models_at("64MiB")),)
 
 
 def bodies(count: int, tokens: int) -> list[dict[str, Any]]:

@@ -50,14 +50,6 @@ def test_the_seed_decides_what_it_draws(assisted: AssistedModel) -> None:
     assert generate(assisted, 1.0, 7).tokens != generate(assisted, 1.0, 8).tokens
 
 
-def test_it_runs_the_inflated_checkpoint(llama_folder: Path, assisted: AssistedModel) -> None:
-    inflated = AssistedModel(
-        str(llama_folder), str(llama_folder), weights="fp32", inflate_bytes=4 << 20
-    )
-    assert inflated._target.num_parameters() > 2 * assisted._target.num_parameters()
-    assert generate(inflated).tokens == generate(assisted).tokens
-
-
 def test_bf16_is_bf16_and_everything_else_fp32(llama_folder: Path) -> None:
     dtypes = [
         AssistedModel(str(llama_folder), str(llama_folder), weights=weights).dtype

@@ -90,15 +90,6 @@ def test_a_model_that_memory_does_not_hold_is_measured_with_fewer_layers(tmp_pat
         open_subject(settings, design, memory_bytes=one, profile=None)
 
 
-def test_an_inflated_target_is_measured_as_large_as_it_is(folder: Path) -> None:
-    plain, inflated = (
-        read_design(TargetSettings(model=str(folder), inflate=size)).weights
-        for size in ("", "4MiB")
-    )
-    assert plain < inflated == pytest.approx(1 << 20, rel=0.1)
-    assert measured(TargetSettings(model=str(folder), inflate="4MiB"))["parameters"] == inflated
-
-
 def test_the_library_says_what_each_candidate_took(folder: Path, tmp_path: Path) -> None:
     found = measured(
         TargetSettings(model=str(folder), backend="library"), profile=tmp_path / "profile.json"

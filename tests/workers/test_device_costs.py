@@ -13,7 +13,6 @@ from dovetail.workers.calibration.devices import (
     keys_of,
     known_costs,
     measure_device,
-    planned_config,
     probe_device,
 )
 from dovetail.workers.devices.opening import open_device
@@ -55,15 +54,6 @@ def test_what_was_measured_is_found_for_the_same_target_and_device(tmp_path: Pat
     assert known_costs(own, profile, device="cuda:0").parts is None
     assert known_costs(other, profile, device="cpu").parts is None
     assert known_readings(own, profile) == ()
-
-
-def test_an_inflated_target_is_planned_with_as_it_will_be() -> None:
-    demo = str(Path(__file__).resolve().parents[2] / "launch" / "demo" / "target")
-    plain, inflated = (
-        planned_config(TargetSettings(model=demo, inflate=size)) for size in ("", "64MiB")
-    )
-    assert (plain["num_hidden_layers"], inflated["num_hidden_layers"]) == (8, 16)
-    assert inflated["intermediate_size"] > plain["intermediate_size"]
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import host_footprint
-from dovetail.workers.models.checkpoints.inflate import expert_shapes, planned_shapes
 from dovetail.workers.models.checkpoints.loader import open_skeleton
+from dovetail.workers.models.checkpoints.shapes import expert_shapes, linear_shapes
 from dovetail.workers.models.families.mixtures import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -122,7 +122,7 @@ def check_torch(kind: str, name: str, folder: Path) -> None:
 def test_experts_on_the_cpu_take_none_of_the_devices_memory(tmp_path: Path) -> None:
     write_tiny("mixtral", tmp_path / "m")
     model = open_skeleton(open_checkpoint(str(tmp_path / "m"))).model
-    matrices = Matrices(planned_shapes(model, None), expert_shapes(model))
+    matrices = Matrices(linear_shapes(model), expert_shapes(model))
     sizes = mixed(sizes_of(model.config.to_dict(), "fp32"), "fp32", matrices)
     apart = with_host_experts(sizes)
     of_experts = 4 * sum(n * k for n, k in matrices.experts) // 4
@@ -147,7 +147,7 @@ def test_the_settings_leave_experts_to_the_cpu(tmp_path: Path) -> None:
     assert spread is not None
     with pytest.raises(SettingsError, match="leaves experts to the CPU, and the model has none"):
         spread.stage(config, "fp32")
-    matrices = Matrices(planned_shapes(model, None), expert_shapes(model))
+    matrices = Matrices(linear_shapes(model), expert_shapes(model))
     assert spread.stage(config, "fp32", matrices).host_experts
     alone = TargetSettings(split=SplitSettings(parts="mixer"))
     with pytest.raises(SettingsError, match=r"target\.split\.parts = 'mixer' needs a device"):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from benchmarks.memory import measured
-from dovetail.launch.settings.embedded import DEMO_FOLDER
+from support.inflated import kept_pair
 from support.kernels import needs_kernels
 from support.models import tiny_llama
 
-INFLATE = "192MiB"
+SIZE = "192MiB"
 LIMITS = {
     "all on the device": {"layers": 16, "resident": None, "vram": "auto"},
     "split": {"layers": 5, "resident": None, "vram": "auto"},
@@ -30,7 +30,7 @@ def test_a_target_takes_what_its_placement_counted_and_no_more(
     tmp_path: Path, limit: str, weights: str
 ) -> None:
     found = measured(
-        DEMO_FOLDER / "target", tiny_llama(tmp_path), weights, "cpu", LIMITS[limit], INFLATE
+        kept_pair(SIZE) / "target", tiny_llama(tmp_path), weights, "cpu", LIMITS[limit]
     )
     assert found["holds"], found
     assert found["share"] > 0.6, found
@@ -48,12 +48,11 @@ def test_a_target_takes_what_its_placement_counted_and_no_more(
 def test_a_gpu_reserves_no_more_than_was_counted(tmp_path: Path, device: str, vram: str) -> None:
     """Nor does the host, which lets go of what lies on the GPU."""
     found = measured(
-        DEMO_FOLDER / "target",
+        kept_pair(SIZE) / "target",
         tiny_llama(tmp_path, dtype=torch.float16),
         "half",
         device,
         {"layers": 16, "resident": None, "vram": vram},
-        INFLATE,
     )
     assert found["reserved_bytes"] > 0.4 * found["device_bytes"]
     assert found["holds"], "\n".join(f"{name}: {value}" for name, value in found.items())

@@ -45,7 +45,6 @@ def test_codes_stand_for_what_hqq_dequantises(bits: int) -> None:
 
 
 def test_zeros_stay_zeros() -> None:
-    """The layers of an inflated model that add nothing add nothing in a few bits either."""
     assert not bool(quantise(torch.zeros(16, 128), 4).weight().any())
 
 

@@ -95,17 +95,6 @@ def test_layers_of_every_kind_are_computed_there(tmp_path: Path, there: Device, 
     assert far(decode(model), decode(kernels)) < 2 * ROUNDED
 
 
-def test_of_an_inflated_target_in_32_bits_it_is_the_kernels_too(
-    tmp_path: Path, there: Device
-) -> None:
-    """The head is multiplied in 16 bits there."""
-    folder = tiny_llama(tmp_path / "m")
-    kernels, model = both(folder, there, inflate_bytes=1 << 20, context=30)
-    assert resident(model).captures
-    assert model.context == kernels.context == 30
-    assert far(decode(model), decode(kernels)) < ROUNDED
-
-
 def test_levels_that_are_replayed_are_those_that_are_computed_as_they_come(
     tmp_path: Path, there: Device
 ) -> None:

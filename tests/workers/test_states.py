@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from dovetail.protocol.tree import TokenTree
 from dovetail.workers import kernels
-from dovetail.workers.models.checkpoints.inflate import plan_inflation
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import Segment
@@ -108,18 +107,6 @@ def test_the_states_of_a_tree_are_those_of_each_of_its_paths(
 
 
 @pytest.mark.parametrize("backend", BACK_ENDS)
-def test_layers_that_an_inflation_adds_are_not_counted(backend: str, tmp_path: Path) -> None:
-    folder = tiny_llama(tmp_path, layers=3)
-    plan = plan_inflation(AutoModelForCausalLM.from_pretrained(folder), 900_000)
-    assert plan.layers > 3
-    model = load_language_model(
-        str(folder), weights="fp32", device="cpu", backend=backend, inflate_bytes=900_000
-    )
-    assert model.layers == 3
-    check(prefill(model, chunk=5)[1], oracle(folder, TOKENS))
-
-
-@pytest.mark.parametrize("backend", BACK_ENDS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_logits_are_the_same_bytes_whether_states_are_asked_for_or_not(
     family: str, backend: str, tmp_path: Path
@@ -157,12 +144,9 @@ def test_with_the_kernels_a_state_is_the_same_bytes_in_a_chunk_of_any_size(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("inflate_bytes", [0, 900_000])
-def test_on_a_gpu_the_states_are_those_of_transformers(tmp_path: Path, inflate_bytes: int) -> None:
+def test_on_a_gpu_the_states_are_those_of_transformers(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, layers=3)
-    model = load_language_model(
-        str(folder), weights="fp32", device="cuda:0", inflate_bytes=inflate_bytes
-    )
+    model = load_language_model(str(folder), weights="fp32", device="cuda:0")
     check(
         {place: states.cpu() for place, states in prefill(model, chunk=5)[1].items()},
         oracle(folder, TOKENS),

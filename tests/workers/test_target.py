@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dovetail.protocol.errors import CheckpointError, RequestError, SettingsError
+from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.messages import (
     Close,
     Event,
@@ -45,14 +45,8 @@ def fingerprint(**settings: str) -> object:
     return open_target_worker(TargetSettings(**settings), name="t", threads=1).hello(1).fingerprint
 
 
-def test_the_same_settings_give_the_same_fingerprint_and_an_inflation_another(
-    llama_folder: Path,
-) -> None:
-    plain = fingerprint(model=str(llama_folder))
-    assert fingerprint(model=str(llama_folder)) == plain
-    inflated = fingerprint(model=str(llama_folder), inflate="1MB")
-    assert inflated != plain
-    assert fingerprint(model=str(llama_folder), inflate="1MB") == inflated
+def test_the_same_settings_give_the_same_fingerprint(llama_folder: Path) -> None:
+    assert fingerprint(model=str(llama_folder)) == fingerprint(model=str(llama_folder))
 
 
 @needs_kernels
@@ -100,11 +94,6 @@ def test_the_limits_are_those_of_the_model(llama_folder: Path) -> None:
     assert limits.context == 96
 
 
-def test_a_size_that_is_none_is_refused_by_the_name_of_its_setting(llama_folder: Path) -> None:
-    with pytest.raises(SettingsError, match=r"target\.inflate: 'huge'"):
-        fingerprint(model=str(llama_folder), inflate="huge")
-
-
 def test_a_target_without_a_model_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no model is named"):
         fingerprint()
@@ -124,11 +113,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("deep"), layers=3, context=400)
 
 
-@pytest.fixture(params=["", "900KB"], ids=["plain", "inflated"])
-def worker(folder: Path, request: pytest.FixtureRequest) -> TargetWorker:
-    worker = open_target_worker(
-        TargetSettings(model=str(folder), inflate=request.param), name="t", threads=1
-    )
+@pytest.fixture
+def worker(folder: Path) -> TargetWorker:
+    worker = open_target_worker(TargetSettings(model=str(folder)), name="t", threads=1)
     worker.hello(1)
     return worker
 
@@ -387,9 +374,7 @@ def test_features_that_the_model_does_not_have_are_refused(
     assert worker.sessions == 0
 
 
-def test_the_introduction_says_which_states_there_are_an_inflation_not_counted(
-    worker: TargetWorker, folder: Path
-) -> None:
+def test_a_target_reports_its_states(worker: TargetWorker, folder: Path) -> None:
     assert worker.hello(1).states == States(
         width=64, layers=3, checkpoint=open_checkpoint(str(folder)).digest
     )

@@ -35,12 +35,6 @@ from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.checkpoints.configured import full_config
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.inflate import (
-    grow_skeleton,
-    inflation_bytes,
-    plan_inflation,
-)
-from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import random_language_model
 
@@ -58,15 +52,8 @@ PROBE_PARTS, MULTIPLE = 32, 4096
 
 
 def planned_config(settings: TargetSettings) -> Mapping[str, Any]:
-    """The whole configuration of the settings' target, with the layers and the width that an
-    inflation gives it."""
-    folder = find_folder(settings.model)
-    if not settings.inflate:
-        return full_config(folder / "config.json")
-    model = random_skeleton(folder, layers=None, stored=torch.float16).model
-    grow_skeleton(model, plan_inflation(model, inflation_bytes(settings.inflate)))
-    config: Mapping[str, Any] = model.config.to_dict()
-    return {**config, "dtype": str(config.get("dtype")).removeprefix("torch.")}
+    """The whole configuration of the settings' target."""
+    return full_config(find_folder(settings.model) / "config.json")
 
 
 @dataclass(frozen=True)

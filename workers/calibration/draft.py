@@ -45,12 +45,11 @@ def calibrate_draft(
     threads: int,
     target: str,
     seconds: float,
-    inflate: str = "",
     context: int | None = None,
     cache: Path | None = None,
 ) -> tuple[ProfileKey, ContextCurve]:
     """t_D of the draft of `settings`, a small model, a head of the model `target` or its
-    substitute, which is inflated as it is, of the same context, and kept in the folder `cache`; and
+    substitute, which has the same context and is kept in the folder `cache`; and
     where that holds. `seconds`: about how long to measure.
 
     Behind a cache of CONTEXT rows, or as many as the draft allows. `UserError` as
@@ -65,7 +64,6 @@ def calibrate_draft(
         name="draft",
         threads=threads,
         target=target,
-        inflate=inflate,
         context=context,
         cache=cache,
     ).engine

@@ -12,7 +12,6 @@ from dovetail.protocol.settings import DraftSettings
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.checkpoint import open_weights
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.inflate import inflated_digest, inflation_bytes
 from dovetail.workers.models.language_model import LanguageModel
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ def expected_levels(
     settings: DraftSettings,
     *,
     target: str,
-    inflate: str,
     vocabulary_size: int,
     library: str,
 ) -> ContextCurve | None:
@@ -49,8 +47,6 @@ def expected_levels(
     digest = open_weights(
         find_folder(target if settings.kind == "substitute" else settings.model)
     ).digest
-    if settings.kind == "substitute" and inflate:
-        digest = inflated_digest(digest, inflation_bytes(inflate))
     shapes = shapes_key((), digest, vocabulary_size)
     fitting = [
         entry

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dovetail.protocol.calibration import Reading, RowsSeconds
-from dovetail.protocol.settings import TargetSettings, byte_count
+from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.sizes import Matrices, sizes_of
@@ -34,13 +34,11 @@ def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -
     def stage(config: Mapping[str, Any], weights: str, _: Matrices) -> Staging:
         return Staging((Place.CPU,) * sizes_of(config, weights).layers, reader=device.transfer())
 
-    inflate_bytes = byte_count(settings.inflate) if settings.inflate else 0
     model = load_language_model(
         settings.model,
         weights=settings.weights,
         device="cpu",
         backend=settings.backend,
-        inflate_bytes=inflate_bytes,
         stage=stage,
         cache=settings.cache,
         context=settings.longest,

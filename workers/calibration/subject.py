@@ -8,7 +8,7 @@ import torch
 from dovetail.protocol.calibration import STATELESS, StateTraffic
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
 from dovetail.protocol.profile import shapes_key
-from dovetail.protocol.settings import TargetSettings, byte_count
+from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
 from dovetail.workers.models.backends.sizes import Matrices, Shapes
 from dovetail.workers.models.checkpoints.configured import decoder_layers
@@ -16,13 +16,8 @@ from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.footprint import linears_bytes, read_tensors
 from dovetail.workers.models.checkpoints.gguf.view import mix_of
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.inflate import (
-    expert_shapes,
-    grow_skeleton,
-    plan_inflation,
-    planned_shapes,
-)
 from dovetail.workers.models.checkpoints.random_weights import random_skeleton
+from dovetail.workers.models.checkpoints.shapes import expert_shapes, linear_shapes
 from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.recurrent.sizes import traffic_of
@@ -96,10 +91,7 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     model = random_skeleton(
         folder, layers=layers, stored=torch.float16, context=settings.longest
     ).model
-    plan = plan_inflation(model, byte_count(settings.inflate)) if settings.inflate else None
-    if plan is not None:
-        grow_skeleton(model, plan)
-    linears, experts = planned_shapes(model, plan), expert_shapes(model)
+    linears, experts = linear_shapes(model), expert_shapes(model)
     routed, rest = (sum(n * k for n, k in shapes) for shapes in (experts, linears))
     count, chosen = count_experts(model.config.to_dict())
     mixture = Mixture(count, chosen, routed / (routed + rest)) if routed else DENSE

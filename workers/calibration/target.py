@@ -29,7 +29,7 @@ from dovetail.protocol.calibration import (
 )
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import ProfileKey, load_profile, machine_key
-from dovetail.protocol.settings import TargetSettings, byte_count
+from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.experts import measure_experts
 from dovetail.workers.calibration.limits import (
@@ -205,25 +205,18 @@ def open_subject(
             f"the {design.blocks_bytes / 2**30:.1f} GiB of blocks of {settings.model} do not fit "
             f"into the {memory_bytes / 2**30:.1f} GiB of memory that are free here"
         )
-    inflate_bytes = byte_count(settings.inflate) if settings.inflate else 0
     if blocks or (fits and weight_paths(design.folder)):
         model = load_language_model(
             settings.model,
             weights=settings.weights,
             device="cpu",
             backend=settings.backend,
-            inflate_bytes=inflate_bytes,
             profile=profile,
             cache=settings.cache,
             context=settings.longest,
             activations=settings.activations,
         )
         return Subject(model, design, design, random=False)
-    if inflate_bytes:
-        raise UserError(
-            f"target.inflate = {settings.inflate!r} needs the weights of {settings.model} and "
-            "memory for them: leave it out"
-        )
     one, two = (read_design(settings, count).weights for count in (1, 2))
     fitting = int((room - one) // (two - one)) + 1
     if fitting < 1:

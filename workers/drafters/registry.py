@@ -34,8 +34,6 @@ class Wanted:
     threads: int
     target: str
     """Folder or hub id of the model that it drafts for."""
-    inflate: str = ""
-    """The size that this model is inflated to."""
     context: int | None = None
     """The longest sequence of this model, in tokens; None: what it has."""
     profile: Path | None = None
@@ -86,7 +84,6 @@ def open_draft_worker(
     name: str,
     threads: int,
     target: str,
-    inflate: str = "",
     context: int | None = None,
     profile: Path | None = None,
     cache: Path | None = None,
@@ -95,8 +92,8 @@ def open_draft_worker(
 ) -> DraftWorker[Any]:
     """Return the draft worker of `settings`: n-grams of the text, or the model in the folder or hub
     id `settings.model`, a smaller one or a head of the model `target`, or that model itself in a
-    few bits, inflated as it is. `Wanted` describes the rest."""
-    wanted = Wanted(settings, name, threads, target, inflate, context, profile, cache, tell, vram)
+    few bits. `Wanted` describes the rest."""
+    wanted = Wanted(settings, name, threads, target, context, profile, cache, tell, vram)
     if settings.kind == "none":
         raise SettingsError(
             "draft.kind is 'none': there is no draft worker to start; choose 'auto', 'small' "
@@ -179,7 +176,6 @@ def _in_words(kind: str) -> str:
 
 def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     from dovetail.workers.drafters.model import SUBSTITUTE_SHARPENING
-    from dovetail.workers.models.checkpoints.inflate import inflation_bytes
     from dovetail.workers.models.substitutes.coded import against_codes
     from dovetail.workers.models.substitutes.substitute import load_substitute
 
@@ -205,7 +201,6 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
         wanted.target,
         weights=weights,
         device=device.name,
-        inflate_bytes=inflation_bytes(wanted.inflate),
         context=wanted.context,
         folder=wanted.cache,
         tell=wanted.tell,

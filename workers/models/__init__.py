@@ -1,2 +1,1 @@
-"""Models and their parts: checkpoints, linears, the KV cache with tree slots, tree attention,
-inflation."""
+"""Models and their parts: checkpoints, linears, the KV cache with tree slots, tree attention."""

@@ -22,16 +22,8 @@ from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import Tensor, read_tensors
-from dovetail.workers.models.checkpoints.inflate import (
-    Plan,
-    expert_shapes,
-    grow_layer,
-    grow_skeleton,
-    inflated_digest,
-    plan_inflation,
-    planned_shapes,
-)
 from dovetail.workers.models.checkpoints.loader import Skeleton, Types
+from dovetail.workers.models.checkpoints.shapes import expert_shapes, linear_shapes
 from dovetail.workers.models.language_model import (
     ROUNDED_TOLERANCE,
     WHOLE_TOLERANCE,
@@ -50,7 +42,6 @@ from dovetail.workers.models.weight_types import (
     BLOCK_WEIGHTS,
     FILE_KINDS,
     KINDS,
-    LINEAR_TYPES,
 )
 from dovetail.workers.progress import loading
 
@@ -61,46 +52,29 @@ def assemble(
     *,
     weights: str,
     choice: str,
-    inflate_bytes: int,
-    open_back_end: Callable[[Any, Plan | None], BackEnd],
+    open_back_end: Callable[[Any], BackEnd],
 ) -> LanguageModel:
     """Read the layers one by one, each taken over by its back end before the next is read, then the
     rest."""
     model = skeleton.model
-    plan = plan_inflation(model, inflate_bytes) if inflate_bytes else None
-    if plan is not None:
-        grow_skeleton(model, plan)
-    types = Types(  # dead units get numbers of the type that is wanted
-        None if plan is None else LINEAR_TYPES.get(weights, torch.float32),
-        None,
-        blocks=weights in BLOCK_WEIGHTS,
-    )
+    types = Types(None, None, blocks=weights in BLOCK_WEIGHTS)
     name, layers = decoder_layers(model)
-    prefixes = [
-        f"{name}.{index if plan is None else plan.sources[index]}" for index in range(len(layers))
-    ]
-    size = _stored_bytes(checkpoint, prefixes) or skeleton.size_bytes
+    size = sum(stored.size_bytes for stored in checkpoint.tensors.values()) or skeleton.size_bytes
     with loading("loading", size), provable(checkpoint, model):
         skeleton.fill(
             model, "", types, but=layers
         )  # transformers' own forward runs around the layers, and proves them
-        back_end = open_back_end(model, plan)
+        back_end = open_back_end(model)
         one_by_one = not isinstance(back_end, Library)
         for index, layer in enumerate(layers):
-            skeleton.fill(layer, prefixes[index], types, one_by_one=one_by_one)
-            if plan is not None:
-                grow_layer(layer, index, plan)
+            skeleton.fill(layer, f"{name}.{index}", types, one_by_one=one_by_one)
             layers[index] = back_end.take_layer(layer, index)
             release_memory()
         del layer
         back_end.finish(model)
     gc.collect()  # what transformers' modules hold of each other
     release_memory()
-    real = range(len(layers)) if plan is None else plan.real
-    digest = inflated_digest(checkpoint.digest, inflate_bytes)
-    language_model = LanguageModel(
-        model, back_end, checkpoint, digest=digest, weights=weights, choice=choice, real=real
-    )
+    language_model = LanguageModel(model, back_end, checkpoint, weights=weights, choice=choice)
     with loading("proving", 0), provable(checkpoint, model):
         check_attention(language_model)
         if isinstance(back_end, Library):
@@ -111,17 +85,6 @@ def assemble(
                 WHOLE_TOLERANCE.get(weights, ROUNDED_TOLERANCE),
             )
     return language_model
-
-
-def _stored_bytes(checkpoint: Checkpoint, layers: Sequence[str]) -> int:
-    """Return how much is read of a checkpoint for layers of these prefixes, as often as they occur,
-    and for the rest of the model."""
-    sizes = {name: stored.size_bytes for name, stored in checkpoint.tensors.items()}
-    of_layer = {
-        prefix: sum(size for name, size in sizes.items() if name.startswith(f"{prefix}."))
-        for prefix in {*layers}
-    }
-    return sum(sizes.values()) - sum(of_layer.values()) + sum(of_layer[prefix] for prefix in layers)
 
 
 def model_type(checkpoint: Checkpoint) -> str:
@@ -164,24 +127,23 @@ def assembled(
 
     tensors = read_tensors(checkpoint.folder) if wanted.weights in FILE_KINDS else ()
 
-    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
-        return _open_back_end(model, plan, wanted, tensors, kernels=kernels)
+    def open_back_end(model: Any) -> BackEnd:
+        return _open_back_end(model, wanted, tensors, kernels=kernels)
 
     return assemble(
         skeleton,
         checkpoint,
         weights=wanted.weights,
         choice=choice,
-        inflate_bytes=wanted.inflate_bytes,
         open_back_end=open_back_end,
     )
 
 
 def _open_back_end(
-    model: Any, plan: Plan | None, wanted: Wanted, tensors: Sequence[Tensor], *, kernels: bool
+    model: Any, wanted: Wanted, tensors: Sequence[Tensor], *, kernels: bool
 ) -> BackEnd:
     if kernels and wanted.stage is not None:
-        matrices = Matrices(planned_shapes(model, plan), expert_shapes(model), tensors)
+        matrices = Matrices(linear_shapes(model), expert_shapes(model), tensors)
         staging = wanted.stage(model.config.to_dict(), wanted.weights, matrices)
         opened = Staged if staging.draft is None else ResidentDraft
         return opened(
@@ -198,7 +160,7 @@ def _open_back_end(
             context=context_of(model.config),
             cache=wanted.cache_type,
         )
-    selection = select(planned_shapes(model, plan), weights=wanted.weights, profile=wanted.profile)
+    selection = select(linear_shapes(model), weights=wanted.weights, profile=wanted.profile)
     return Library(selection, device=torch.device("cpu"), oracle=oracle_of(model))
 
 
@@ -206,8 +168,8 @@ def try_library(skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted) -> N
     """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32
     either."""
 
-    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
-        selection = select(planned_shapes(model, plan), weights="fp32", profile=wanted.profile)
+    def open_back_end(model: Any) -> BackEnd:
+        selection = select(linear_shapes(model), weights="fp32", profile=wanted.profile)
         return Trial(selection, device=torch.device("cpu"), oracle=oracle_of(model))
 
     with contextlib.suppress(TriedError):
@@ -216,6 +178,5 @@ def try_library(skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted) -> N
             checkpoint,
             weights="fp32",
             choice="",
-            inflate_bytes=0,
             open_back_end=open_back_end,
         )

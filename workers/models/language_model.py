@@ -23,7 +23,7 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.context import context_of, digest_within
 from dovetail.workers.models.parity.following import UnprovableError
 from dovetail.workers.models.segment import Cache, Paths, Segment
-from dovetail.workers.models.states import LAST, Kept
+from dovetail.workers.models.states import Kept
 
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
 """The distance at which logits with our own attention may lie from transformers' own on a CPU,
@@ -92,15 +92,12 @@ class LanguageModel:
         back_end: BackEnd,
         checkpoint: Checkpoint,
         *,
-        digest: str,
         weights: str,
         choice: str,
-        real: Sequence[int],
     ) -> None:
-        """`real`: where the checkpoint's own layers stand among those that are computed."""
-        self._back_end, self._real = back_end, real
+        self._back_end = back_end
         self.checkpoint = checkpoint
-        self.checkpoint_digest = digest_within(digest, model.config)
+        self.checkpoint_digest = digest_within(checkpoint.digest, model.config)
         self.weights = weights
         """fp32, fp16, bf16, int8, int8-per-tensor, or int4 or file with the activations; `half` is
         what the checkpoint has."""
@@ -115,8 +112,7 @@ class LanguageModel:
         self.vocabulary_size = int(model.config.vocab_size)
         """Columns V of the logits; the embedding may have more rows, which are never predicted."""
         self.hidden_size: int = model.config.hidden_size
-        self.layers = len(real)
-        """Decoder layers of the checkpoint."""
+        self.layers = int(model.config.num_hidden_layers)
         self.end: tuple[int, ...] = checkpoint.vocabulary.end
         self.context = context_of(model.config)
 
@@ -181,9 +177,9 @@ class LanguageModel:
         them, and LAST, the states behind the final norm.
         """
         self._check_positions(positions)
-        kept = self._keeping(wanted)
+        kept = Kept(set(wanted))
         logits = self._back_end.compute(tokens, positions, segments, rows, kept).float()
-        return logits, self._states(kept, wanted)
+        return logits, kept.states
 
     @torch.inference_mode()
     def read_apart(
@@ -195,9 +191,9 @@ class LanguageModel:
             raise TypeError(f"back end {self.backend} has no separate reader of prompts")
         positions = torch.arange(segment.count)
         self._check_positions(positions)
-        kept = self._keeping(wanted)
+        kept = Kept(set(wanted))
         logits = self._back_end.read(tokens, positions, segment, rows, kept).float()
-        return logits, self._states(kept, wanted)
+        return logits, kept.states
 
     def _check_positions(self, positions: Tensor) -> None:
         """ValueError for positions that the tables of the model do not have, nor its embeddings."""
@@ -207,14 +203,6 @@ class LanguageModel:
                 f"positions {first} to {last}, where the model's context has 0 to "
                 f"{self.context - 1}"
             )
-
-    def _keeping(self, wanted: Collection[int]) -> Kept:
-        return Kept({place if place == LAST else self._real[place] for place in wanted})
-
-    def _states(self, kept: Kept, wanted: Collection[int]) -> Mapping[int, Tensor]:
-        return {
-            place: kept.states[place if place == LAST else self._real[place]] for place in wanted
-        }
 
 
 class NotFiniteError(CheckpointError):

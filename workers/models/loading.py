@@ -3,7 +3,7 @@ one, and each is proved."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,6 @@ from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.view import blaming_the_file, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.inflate import (
-    grow_layer,
-    grow_skeleton,
-    inflated_digest,
-    plan_inflation,
-)
 from dovetail.workers.models.checkpoints.loader import (
     Skeleton,
     load_transformers,
@@ -84,7 +78,6 @@ def load_language_model(
     weights: str,
     device: str,
     backend: str = "auto",
-    inflate_bytes: int = 0,
     profile: Path | None = None,
     stage: Stager | None = None,
     cache: str | None = None,
@@ -93,8 +86,7 @@ def load_language_model(
     context: int | None = None,
     draft: Device | None = None,
 ) -> LanguageModel:
-    """The model in `source` (folder, hub id, id@revision), with the linears' weights as told,
-    inflated to a size in bytes if that is not 0.
+    """The model in `source` (folder, hub id, id@revision), with the linears' weights as given.
 
     `backend`: kernels, library, or auto, the kernels where they can compute it. `profile`: the file
     that remembers what was measured of the library. `stage`: how it is spread over devices, in
@@ -116,7 +108,7 @@ def load_language_model(
         on_cpu = stage is not None or torch.device(device).type == "cpu"
         cache = cache or ("fp32" if on_cpu else "auto")
         own = type_of(weights, checkpoint, activations)
-        wanted = Wanted(weights, own, backend, inflate_bytes, profile, stage, cache, proof)
+        wanted = Wanted(weights, own, backend, profile, stage, cache, proof)
         if on_cpu and (why := kernels.why_not()):  # before the weights are read
             wanted.refuse_placement(checkpoint.source, why)
             wanted.refuse_library(checkpoint.source, why)
@@ -148,7 +140,7 @@ def random_language_model(
     check_names(weights, backend)
     folder = Path(config_folder)
     own = _configured_type(weights, folder)
-    wanted = Wanted(weights, own, backend, 0, profile, stage, cache)
+    wanted = Wanted(weights, own, backend, profile, stage, cache)
     facts = VocabularyFacts(digest="random", size=1, end=(), begin=None, template="")
     stored = LINEAR_TYPES[own]
     source = f"{spelled(str(config_folder))} (random weights)"
@@ -227,15 +219,10 @@ def _why_rounded(wanted: Wanted, checkpoint: Checkpoint) -> str:
 
 def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:
     """`CheckpointError` for what is not computed with the blocks of a file."""
-    found = {
-        "inflated": wanted.inflate_bytes > 0,
-        "computed by the library": wanted.backend == "library",
-    }
-    what = next((what for what, asked in found.items() if asked), None)
-    if what is not None and wanted.weights in BLOCK_WEIGHTS:
+    if wanted.backend == "library" and wanted.weights in BLOCK_WEIGHTS:
         raise CheckpointError(
-            f"{checkpoint.source}: a model with weights {wanted.asked} is not {what}: use weights "
-            "fp32 or int8"
+            f"{checkpoint.source}: a model with weights {wanted.asked} is not computed by the "
+            "library: use weights fp32 or int8"
         )
 
 
@@ -289,15 +276,8 @@ def _refuse_library(
 
 
 def _library_on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device) -> LanguageModel:
-    """Load a model as transformers computes it, inflated as is wanted, and prove it."""
+    """Load a model as transformers computes it, and prove it."""
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
-    real: Sequence[int] = range(len(decoder_layers(model)[1]))
-    if wanted.inflate_bytes:
-        plan = plan_inflation(model, wanted.inflate_bytes)
-        real = plan.real
-        grow_skeleton(model, plan)
-        for index, layer in enumerate(decoder_layers(model)[1]):
-            grow_layer(layer, index, plan)
     with provable(checkpoint, model):
         dtype = GPU_TYPES[wanted.weights]
         back_end = Library(None, device=device, dtype=dtype, oracle=oracle_of(model))
@@ -308,10 +288,8 @@ def _library_on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device
             model,
             back_end,
             checkpoint,
-            digest=inflated_digest(checkpoint.digest, wanted.inflate_bytes),
             weights=wanted.weights,
             choice=f"on {device}",
-            real=real,
         )
         check_attention(language_model)
         exact = wanted.weights == "fp32"

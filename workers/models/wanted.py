@@ -28,7 +28,6 @@ class Wanted:
     weights: str
     """The type of weights, `half` being one of the two 16-bit types."""
     backend: str
-    inflate_bytes: int = 0
     profile: Path | None = None
     stage: Stager | None = None
     cache: str = "fp32"

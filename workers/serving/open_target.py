@@ -20,7 +20,6 @@ from dovetail.workers.devices.opening import open_device
 from dovetail.workers.kernels.shards import Shard
 from dovetail.workers.models.backends.device.choice import tell_products
 from dovetail.workers.models.backends.stages.cache import StagedCache
-from dovetail.workers.models.checkpoints.inflate import inflation_bytes
 from dovetail.workers.models.checkpoints.quantised.searched import SEARCH
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model
@@ -88,7 +87,6 @@ def _load(
         weights=settings.weights,
         device=device.name,
         backend=settings.backend,
-        inflate_bytes=inflation_bytes(settings.inflate),
         profile=profile,
         stage=None if spread is None else spread.stage,
         cache=settings.cache,
@@ -123,7 +121,6 @@ def _identity(
         _fingerprint(settings, model, device, spread),
         curves=() if known is None else known.t_v_by_context[:MAX_CURVES],
         experts=_experts(model, known),
-        inflation=settings.inflate,
         kept_tokens=affordable_tokens(free_bytes, row_bytes) if same_bytes else 0,
         room_tokens=_room_tokens(spread, device, model),
         same_bytes=same_bytes,

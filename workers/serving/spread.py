@@ -274,7 +274,7 @@ def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device
     the library does not. The CPU does so only if set, for tests."""
     if settings.resident != "auto" or (_is_gpu(device) and memory.vram != "auto"):
         return True
-    if not _is_gpu(device) or settings.inflate:
+    if not _is_gpu(device):
         return False
     if settings.weights in IN_BLOCKS:
         return True

@@ -122,7 +122,7 @@ function workerFacts(worker) {
     standing,
     facts: [
       ["role", worker.roles.join(" + ")],
-      ["model", worker.model + (worker.inflation ? `, inflated to ${worker.inflation}` : "")],
+      ["model", worker.model],
       ["device", worker.device],
       ["place", place.filter(Boolean).join(", ")],
       ["binding", worker.binding],

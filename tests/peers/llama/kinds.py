@@ -40,20 +40,16 @@ def unfit(config: Mapping[str, Any]) -> str:
     return "biases" if config.get("attention_bias") or config.get("mlp_bias") else ""
 
 
-def uncut(config: Mapping[str, Any], kind: str, *, widened: bool = False) -> str:
+def uncut(config: Mapping[str, Any], kind: str) -> str:
     """Return what of a Llama with this config.json cannot be written in whole blocks of llama.cpp's
-    type `kind`; empty: nothing.
-
-    `widened`: the model is to be inflated, which gives its MLP a width that can.
-    """
+    type `kind`; empty: nothing."""
     block, hidden = BLOCKS.get(kind, 1), config["hidden_size"]
     heads = config["num_attention_heads"]
     widths = {
         "a hidden size": hidden,
         "an attention width": heads * (config.get("head_dim") or hidden // heads),
+        "an MLP width": config["intermediate_size"],
     }
-    if not widened:
-        widths["an MLP width"] = config["intermediate_size"]
     wrong = next((f"{name} of {width}" for name, width in widths.items() if width % block), "")
     return f"{wrong}, which the blocks of {block} weights of {kind} do not divide" if wrong else ""
 

@@ -7,7 +7,6 @@ for its arithmetic: activations rounded to the type of the weights, a cache of 1
 """
 
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,9 +97,7 @@ def _check_kind(folder: Path, target: TargetSettings) -> None:
             f"take --method {SERVER}, which is given the very file"
         )
     config = read_config(folder)
-    reason = unfit(config) or uncut(
-        config, type_of(target.weights, config), widened=bool(target.inflate)
-    )
+    reason = unfit(config) or uncut(config, type_of(target.weights, config))
     if reason:
         raise UserError(
             f"--method {LLAMA} is given Llama models as GGUF, and {folder.name} has {reason}: "
@@ -127,7 +124,7 @@ def python_for(python: Path | None) -> Path:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A target as llama.cpp is given it."""
+    """A target as llama.cpp is given it; `folder`: its own."""
 
     folder: Path
     kind: str
@@ -153,32 +150,30 @@ class Preparation:
         return self._made[key]
 
     def _make(self, configuration: Configuration) -> _Prepared:
-        out, source, folder, codec = self.read(configuration)
+        out, folder, codec = self.read(configuration)
         target = configuration.settings.target
-        _check_kind(source, target)
-        kind = type_of(target.weights, read_config(source))
+        _check_kind(folder, target)
+        kind = type_of(target.weights, read_config(folder))
         return _Prepared(folder, kind, out / f"{kind}.gguf", codec)
 
-    def read(self, configuration: Configuration) -> tuple[Path, Path, Path, TextCodec]:
-        """Return a folder for files of a target, its own folder, that of what is decoded, which is
-        another where it was inflated, and its tokenizer."""
+    def read(self, configuration: Configuration) -> tuple[Path, Path, TextCodec]:
+        """Return a folder for files of a target, its own folder, and its tokenizer."""
         out = Path(tempfile.mkdtemp(prefix="dovetail-llama-"))
         self.supervisor.owns_folder(out)
-        arguments = [f"--out={out / 'model'}", *configuration.arguments("target")]
         child = self.supervisor.start(
             f"{LLAMA}: reading the target",
-            arguments,
+            configuration.arguments("target"),
             module="peers.llama.prepare",
             reads=True,
         )
         told = heard(child)
         self.supervisor.end([child])
-        source, folder = Path(told["source"]), Path(told["folder"])
+        folder = Path(told["folder"])
         codec = TextCodec(
             (folder / "tokenizer.json").read_bytes(),
             VocabularyFacts.model_validate_json(json.dumps(told["facts"])),
         )
-        return out, source, folder, codec
+        return out, folder, codec
 
 
 class Talker(Engine):
@@ -258,10 +253,6 @@ class LlamaPeer(Talker):
             f"{LLAMA} process", command, reads=True, asks=True
         )
         self.identity = f"{heard(self._child)['engine']} {prepared.kind}, cache {options.cache}"
-        if prepared.folder.parent == prepared.file.parent:
-            shutil.rmtree(
-                prepared.folder, ignore_errors=True
-            )  # the inflated target is in the GGUF now, and is as large
         tried = (
             (options.threads,) if options.threads is not None else thread_counts_of(len(self.cores))
         )

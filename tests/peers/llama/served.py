@@ -78,7 +78,7 @@ def check(settings: Settings, options: ServerOptions, cores: Sequence[int]) -> N
             f"--method {SERVER}: threads={options.threads} are more than the {len(cores)} cores "
             "of our target and our draft: ask for no more"
         )
-    if settings.target.inflate or not files_of(Path(settings.target.model)):
+    if not files_of(Path(settings.target.model)):
         raise UserError(
             f"--method {SERVER} is given the GGUF file of the target, and "
             f"{settings.target.model or 'the embedded target'} is none that is here as it is: name "
@@ -118,12 +118,12 @@ class ServedPeer(Talker):
         started is raised."""
         settings = configuration.settings
         self.cores = tuple(sorted({*layout.target.cores, *layout.draft.cores}))
-        _, source, _, self.codec = preparation.read(configuration)
+        _, folder, self.codec = preparation.read(configuration)
         self._peak_rss_bytes = 0
         count = len(self.cores)
         command = [
             *(sys.executable, "-P", "-m", "peers.llama.server"),
-            *(str(program), str(files_of(source)[0])),
+            *(str(program), str(files_of(folder)[0])),
             f"--draft={draft_of(settings, options)}",
             f"--cores={','.join(map(str, self.cores))}",
             f"--tried={','.join(map(str, thread_counts_of(count)))}",

@@ -1,1 +1,1 @@
-"""Model folders on disk: where they lie, what is in them, and how they are loaded or inflated."""
+"""Model folders on disk: where they lie, what is in them, and how they are loaded."""

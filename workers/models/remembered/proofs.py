@@ -2,7 +2,7 @@
 code, kernels and libraries, is loaded without transformers the next time.
 
 A proof is kept under everything that it depends on: the checkpoint's digest, the type of its
-weights, its inflation, our own sources of models and kernels, the library of the kernels, and the
+weights, our own sources of models and kernels, the library of the kernels, and the
 versions of torch, transformers and Python; not the instruction set, of which no byte depends.
 Beside what transformers said of the model it has the digest of logits of the model that was proved;
 one that was loaded by it has to give the same bytes. Knows files and digests; builds no model.

@@ -23,7 +23,6 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_bytes
-from dovetail.workers.models.checkpoints.inflate import Plan, inflated_digest
 from dovetail.workers.models.checkpoints.loader import (
     Skeleton,
     pieced_skeleton,
@@ -68,7 +67,7 @@ class Memory:
     def _key(self) -> str:
         """Return what the proof is kept under; this waits for the digest."""
         wanted, context = self._wanted, self._checkpoint.context
-        digest = inflated_digest(self._checkpoint.digest, wanted.inflate_bytes)
+        digest = self._checkpoint.digest
         return f"{digest} {KINDS[wanted.weights].name} {wanted.cache_type} {context}"
 
     def proof(self) -> Proof | None:
@@ -98,7 +97,7 @@ def recall(memory: Memory, checkpoint: Checkpoint, wanted: Wanted) -> LanguageMo
     if (proof := memory.proof()) is None:
         return None
 
-    def open_back_end(model: Any, plan: Plan | None) -> BackEnd:
+    def open_back_end(model: Any) -> BackEnd:
         return Recalled(
             model,
             KINDS[wanted.weights],
@@ -114,7 +113,6 @@ def recall(memory: Memory, checkpoint: Checkpoint, wanted: Wanted) -> LanguageMo
             checkpoint,
             weights=wanted.weights,
             choice=f"the C++ kernels compute it, as proved on {proof.made}",
-            inflate_bytes=wanted.inflate_bytes,
             open_back_end=open_back_end,
         )
     except (UnsupportedError, UnprovableError, StumbledError) as error:

@@ -38,7 +38,6 @@ from dovetail.workers.models.backends.stages.engines import (
 from dovetail.workers.models.cache import HALF, KVCache
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
-from dovetail.workers.models.checkpoints.inflate import inflated_digest
 from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.families.description import LayerSpec
 from dovetail.workers.models.language_model import LanguageModel
@@ -209,7 +208,6 @@ def load_device_substitute(
     capture: Capture | None,
     *,
     weights: str,
-    inflate_bytes: int = 0,
     folder: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[LanguageModel, Substitutes, int]:
@@ -225,10 +223,9 @@ def load_device_substitute(
             f"and {target.choice}: set draft.share to false"
         )
     device = whole.engine.device
-    digest = inflated_digest(checkpoint.digest, inflate_bytes)
-    substitutes = Substitutes(digest, BITS[weights], folder, tell, device)
+    substitutes = Substitutes(checkpoint.digest, BITS[weights], folder, tell, device)
 
-    def open_back_end(model: Any, _plan: Any) -> DeviceSubstitute:
+    def open_back_end(model: Any) -> DeviceSubstitute:
         return DeviceSubstitute(
             model,
             context=context_of(model.config),
@@ -242,7 +239,6 @@ def load_device_substitute(
         checkpoint,
         weights=weights,
         choice=f"torch computes it on {device}",
-        inflate_bytes=inflate_bytes,
         open_back_end=open_back_end,
     )
     model.device = device

@@ -1,4 +1,4 @@
-"""The codes of a model's layers, made once for a checkpoint, an inflation and a number of bits, and
+"""The codes of a model's layers, made once for a checkpoint and a number of bits, and
 kept on disk: a file a layer, and one for its experts, that is put in its place whole."""
 
 import hashlib
@@ -49,7 +49,7 @@ class Substitutes:
         tell: Tell = lambda _done, _all: None,
         device: torch.device = CPU,
     ) -> None:
-        """`digest`: of the checkpoint, inflated as it is computed; `folder`: of all caches, None
+        """`digest`: of the checkpoint; `folder`: of all caches, None
         where nothing can be kept; `device`: where hqq computes."""
         self.bits, self._tell, self._device = bits, tell, device
         key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()

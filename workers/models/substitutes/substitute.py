@@ -1,8 +1,8 @@
 """The substitute of a target: the linears of its own layers in a few bits, for a draft that needs
 no training (SubSpec, section 4.1).
 
-Embedding, norms and head stay as the checkpoint has them. Codes are made once for a checkpoint, an
-inflation and a number of bits, and kept on disk, a file a layer that is put in its place whole;
+Embedding, norms and head stay as the checkpoint has them. Codes are made once for a checkpoint
+and a number of bits, and kept on disk, a file a layer that is put in its place whole;
 what is there already is not made again. Layers are described as the kernels' are and products go
 over the codes themselves: the C++ kernels compute them on a CPU, `device_codes.py` on a GPU. Knows
 layers; nothing of drafts or sessions.
@@ -38,13 +38,8 @@ from dovetail.workers.models.checkpoints.checkpoint import (
 )
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
-from dovetail.workers.models.checkpoints.inflate import (
-    Plan,
-    expert_shapes,
-    inflated_digest,
-    planned_shapes,
-)
 from dovetail.workers.models.checkpoints.loader import open_skeleton
+from dovetail.workers.models.checkpoints.shapes import expert_shapes, linear_shapes
 from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.proving import StumbledError
@@ -147,20 +142,18 @@ def load_substitute(
     *,
     weights: str,
     device: str,
-    inflate_bytes: int = 0,
     context: int | None = None,
     folder: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[LanguageModel, Substitutes]:
-    """The substitute of the model in `source`, inflated as its target is and of the same context:
+    """The substitute of the model in `source`, of the same context as its target:
     `weights` int8, int4, int3 or int2. `folder`: of the caches."""
     bits, place = BITS[weights], torch.device(device)
     checkpoint = replace(open_checkpoint(source), context=context)
-    digest = inflated_digest(checkpoint.digest, inflate_bytes)
-    substitutes = Substitutes(digest, bits, folder, tell, place)
+    substitutes = Substitutes(checkpoint.digest, bits, folder, tell, place)
     kind, opened = KINDS[type_of("stored", checkpoint)], kind_of(place).open(device)
     assert opened is not None
-    assembled = partial(_assemble, checkpoint, inflate_bytes, weights, opened)
+    assembled = partial(_assemble, checkpoint, weights, opened)
     why_not = packing.reason_against(kind)
     if not why_not:
         who = f"torch computes the kernels' layers on {opened.name}"
@@ -187,14 +180,13 @@ def load_substitute(
 
 def _assemble(
     checkpoint: Checkpoint,
-    inflate_bytes: int,
     weights: str,
     device: Device,
     choice: str,
     open_back_end: Callable[[Any], BackEnd],
 ) -> LanguageModel:
-    def opened(model: Any, plan: Plan | None) -> BackEnd:
-        if not device.is_cpu and (why := _against_device(model, plan, weights, device)):
+    def opened(model: Any) -> BackEnd:
+        if not device.is_cpu and (why := _against_device(model, weights, device)):
             raise CheckpointError(f"{checkpoint.source}: {why}")
         return open_back_end(model)
 
@@ -204,7 +196,6 @@ def _assemble(
             checkpoint,
             weights=weights,
             choice=choice,
-            inflate_bytes=inflate_bytes,
             open_back_end=opened,
         )
     except torch.OutOfMemoryError as error:
@@ -214,11 +205,11 @@ def _assemble(
         ) from error
 
 
-def _against_device(model: Any, plan: Plan | None, weights: str, device: Device) -> str:
+def _against_device(model: Any, weights: str, device: Device) -> str:
     """Return why the substitute of a skeleton does not fit into what is free on a device, and what
     would; empty if it does. The head is there twice while it is laid out."""
     head = math.prod(model.get_output_embeddings().weight.shape)
-    shapes = (*planned_shapes(model, plan), *expert_shapes(model))
+    shapes = (*linear_shapes(model), *expert_shapes(model))
     numbers = sum(map(math.prod, shapes)) - head
     size = bytes_of_codes(numbers, BITS[weights]) + 2 * GPU_TYPES["fp16"].itemsize * head
     free = device.free_bytes()

@@ -10,7 +10,6 @@ that Llama, Mistral and Qwen give to their linears, nothing else of a model.
 """
 
 import copy
-import hashlib
 import math
 import shutil
 from dataclasses import dataclass
@@ -20,12 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.protocol.errors import CheckpointError, SettingsError
-from dovetail.protocol.settings import byte_count
+from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.loader import load_transformers
 
-SCHEME = "identity-layers-and-dead-units-4"
 LAYER_FACTOR = 2
 """Most layers a real one: the rest of the size goes into width, so that matrices are as large and
 calls as few as in a real model of that size."""
@@ -66,14 +63,6 @@ class Plan:
     def real(self) -> tuple[int, ...]:
         """Return where the real layers stand."""
         return tuple(self.sources.index(source) for source in sorted(set(self.sources)))
-
-
-def inflation_bytes(text: str) -> int:
-    """The size that target.inflate names, 0 for none; `SettingsError` if it is no size."""
-    try:
-        return byte_count(text) if text else 0
-    except ValueError as error:
-        raise SettingsError(f"target.inflate: {error}") from None
 
 
 def linear_bytes(model: nn.Module) -> int:
@@ -136,35 +125,6 @@ def grow_skeleton(model: Any, plan: Plan) -> None:
         config.layer_types = [config.layer_types[source] for source in plan.sources]
 
 
-def planned_shapes(model: Any, plan: Plan | None) -> list[tuple[int, int]]:
-    """[out, in] of every linear that a skeleton, grown already, will have; None: no inflation."""
-    linears = [
-        (name.rpartition(".")[2], module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    if plan is None:
-        return [(linear.out_features, linear.in_features) for _, linear in linears]
-    return [
-        (
-            plan.units if name in ("gate_proj", "up_proj") else linear.out_features,
-            plan.units if name == "down_proj" else linear.in_features,
-        )
-        for name, linear in linears
-    ]
-
-
-def expert_shapes(model: Any) -> list[tuple[int, int]]:
-    """[out, in] of every expert's linears: transformers holds those of a layer in one tensor
-    [experts, out, in]."""
-    return [
-        (int(tensor.shape[1]), int(tensor.shape[2]))
-        for name, tensor in model.named_parameters()
-        if tensor.ndim == 3 and "experts" in name.split(".")
-        for _ in range(tensor.shape[0])
-    ]
-
-
 @torch.no_grad()
 def grow_layer(layer: Any, index: int, plan: Plan) -> None:
     """Make layer `index`, which has the numbers of its source, what the plan says: the source
@@ -173,13 +133,6 @@ def grow_layer(layer: Any, index: int, plan: Plan) -> None:
     if plan.sources.index(plan.sources[index]) != index:
         _make_identity(layer, generator)
     _widen(layer.mlp, plan.units)
-
-
-def inflated_digest(digest: str, size_bytes: int) -> str:
-    """The digest of a checkpoint of that digest after inflation; `size_bytes` 0: there is none."""
-    if not size_bytes:
-        return digest
-    return hashlib.sha256(f"{digest}\0{SCHEME}\0{size_bytes}".encode()).hexdigest()
 
 
 def write_inflated(source: str, size_bytes: int, out: Path) -> None:
