@@ -49,6 +49,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(POLL_S)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="targets on the same core take from each other")
 def test_replies_go_back_to_a_target_that_is_there_again_as_if_nothing_had_been(
     client: Client,

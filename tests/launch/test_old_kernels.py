@@ -44,13 +44,6 @@ def hiding(answer: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-c", HIDING, answer)
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_a_prompt_is_decoded(run: Run, answer: str) -> None:
-    done = run("generate", "A", "--max-tokens", "4", "--json", command_prefix=hiding(answer))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["completion_tokens"] == 4
-
-
 @pytest.mark.parametrize("answer", everyday(ANSWERS, "EPERM"))
 def test_a_service_replaces_killed_workers_and_swaps_them_within_a_reply(
     start: Start, run: Run, answer: str, tmp_path: Path

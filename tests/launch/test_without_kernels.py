@@ -61,6 +61,7 @@ def test_a_gguf_file_is_decoded_by_torch_and_other_weights_are_refused(
     assert "loading" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_is_served_and_the_start_says_what_computes(
     start: Callable[..., "subprocess.Popen[str]"], run: Run, bare: dict[str, str]
 ) -> None:
