@@ -10,12 +10,10 @@ import torch
 from benchmarks.accuracy import judge
 from benchmarks.checkpoints import tree_mask, write_model
 from benchmarks.child import Side, SideError
-from benchmarks.figures import llama_bound
-from benchmarks.measure import Estimate, estimate, limit_s, ratio, take_turns
+from benchmarks.measure import Estimate, estimate, ratio, take_turns
 from benchmarks.models import Shape, draw_tree
 from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.verifier import tree_paths
-from peers.llama.kinds import LLAMA_TYPES
 from support.few_colours import MOST_BYTES, small_png
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
@@ -68,18 +66,6 @@ def test_who_is_first_changes_from_round_to_round() -> None:
     ]
     assert order == ["ours", "theirs", "theirs", "ours"]
     assert rounds == [(1.0, 2.0), (4.0, 3.0)]
-
-
-def test_few_rows_are_limited_by_bytes_and_many_by_arithmetic() -> None:
-    machine = {"packed_bytes": 400.0, "parameters": 100.0, "bandwidth": 40.0, "peak": 200.0}
-    assert limit_s(1, **machine) == limit_s(10, **machine) == 10.0
-    assert limit_s(20, **machine) == 20.0
-
-
-def test_every_type_of_llama_cpp_has_a_figure_for_the_sizes_of_trees() -> None:
-    assert all(
-        llama_bound(kind, "verify", rows) for kind in LLAMA_TYPES.values() for rows in (2, 16, 64)
-    )
 
 
 def test_the_mask_of_a_tree_shows_what_its_paths_show() -> None:

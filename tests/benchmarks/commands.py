@@ -85,17 +85,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "levels.levels",
         "Milliseconds of a draft level, and the share of it that is no matrix product.",
     ),
-    "limit": (
-        "limit.limit",
-        "The linears of one layer on the kernels against limit(M).",
-    ),
     "links": (
         "links.links",
         "Tokens/s over slow and distant lines, over those of one machine.",
-    ),
-    "llama": (
-        "engines.llama",
-        "T_V(M) and prefill against llama.cpp with as many bytes a weight.",
     ),
     "loading": (
         "loading.loading",
@@ -157,10 +149,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "replicas.replicas",
         "Two replicas on separate cores behind the router over one of them.",
     ),
-    "rest": (
-        "rest.rest",
-        "The share of T_V on the kernels that is no linear.",
-    ),
     "rounds": (
         "rounds.rounds",
         "Milliseconds of each part of a round, and their sum over the round.",
@@ -184,10 +172,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "targets": (
         "targets.targets",
         "Tokens a second of streams on two targets behind one draft, over one target.",
-    ),
-    "transformers": (
-        "engines.transformers",
-        "T_V(M) against transformers' own modules in fp32; and T_V(16) / T_V(1).",
     ),
     "transport": (
         "transport.transport",

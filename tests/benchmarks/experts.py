@@ -11,7 +11,6 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.limit import KINDS, PROBE_S, STORED, WARM_UP
 from benchmarks.measure import Estimate, estimate, ratio
 from benchmarks.options import (
     Command,
@@ -43,6 +42,16 @@ from dovetail.workers.kernels.probe import bandwidth_gb_s
 from dovetail.workers.models.backends.device.own_blocks import random_blocks
 from dovetail.workers.models.checkpoints.gguf import kinds as formats
 
+KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
+STORED = {
+    Kind.FP32: torch.float32,
+    Kind.FP16: torch.float16,
+    Kind.BF16: torch.bfloat16,
+    Kind.INT8: torch.float32,
+}
+WARM_UP = 2
+PROBE_S = 0.05
+"""Seconds of each probe of a round, which takes the best of what it sees in them."""
 BLOCKS = {kind.name: kind for kind in formats.KINDS.values() if kind.numbers > 1}
 """Types of blocks by their names."""
 BOUND = {16: 1.25}

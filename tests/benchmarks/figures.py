@@ -3,35 +3,9 @@ enough."""
 
 from dataclasses import dataclass
 
-EAGER = {"fp32": 0.48, "half": 0.48, "int8": 0.16}
-"""T_V(16) against transformers eager fp32, the library back end."""
-LIBRARY_GROWTH = 2.0
-"""T_V(16) / T_V(1), the library back end."""
 OVER_ONE_NODE, OVER_UNDIVIDED = 1.8, 0.95
 """A pass over two shards: how many times as fast it should at least be as over the first shard
 alone, and as over the same cores undivided."""
-REST = 0.15
-"""The share of T_V at up to 16 rows that is spent outside linears; at most."""
-LIMIT = {1: 1.15, 2: 1.15, 4: 1.25, 8: 1.5, 16: 1.35, 32: 1.2, 64: 1.15}
-"""Linears on the kernels against the limit of the hardware."""
-
-
-def llama_bound(kind: str, do: str, rows: int) -> float | None:
-    """Our time against llama.cpp's of type `kind`; None: no figure was set."""
-    if do == "prefill":
-        return 1.0
-    if kind == "F32":
-        return None if rows == 1 else 0.85 if rows <= 32 else 0.9
-    if kind == "BF16":
-        return None if rows == 1 else 1.0 if rows <= 16 else 1.05
-    if kind == "Q8_0":
-        return 0.65 if rows == 1 else 0.5
-    return 1.0
-
-
-def eager_bound(weights: str, do: str, rows: int) -> float | None:
-    """Our time against transformers' own modules in fp32."""
-    return EAGER.get(weights) if do == "verify" and rows == 16 else None
 
 
 @dataclass(frozen=True)

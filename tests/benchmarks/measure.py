@@ -80,11 +80,3 @@ def take_turns(sides: Sequence[Callable[[], float]], number: int) -> tuple[float
     order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
     measured = {side: sides[side]() for side in order}
     return tuple(measured[side] for side in range(len(sides)))
-
-
-def limit_s(
-    rows: int, *, packed_bytes: float, parameters: float, bandwidth: float, peak: float
-) -> float:
-    """The least time of a pass over `rows` rows: every packed byte read once (bytes/s), every
-    product and sum done once (operations/s)."""
-    return max(packed_bytes / bandwidth, 2 * rows * parameters / peak)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.limit import KINDS, STORED, WARM_UP
+from benchmarks.experts import KINDS, STORED, WARM_UP
 from benchmarks.measure import Estimate, estimate, ratio, take_turns
 from benchmarks.options import (
     Command,
