@@ -527,7 +527,7 @@ def test_the_first_line_is_a_command_that_lacks_nothing(invoke: Run) -> None:
     assert lines[-1].endswith("--draft.model=HEAD")
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("columns", [60, 200])
 def test_no_word_of_a_table_is_cut_however_narrow_the_terminal_is(
     run: Run, environment: dict[str, str], columns: int
 ) -> None:

@@ -196,14 +196,13 @@ def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch)
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("command", [PARENT, FORKING])
 @pytest.mark.parametrize(
-    ("number", "code"),
+    ("number", "code", "command"),
     [
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
-        (signal.SIGKILL, -signal.SIGKILL),
+        (signal.SIGTERM, 143, PARENT),
+        (signal.SIGKILL, -signal.SIGKILL, FORKING),
+        pytest.param(signal.SIGHUP, 129, FORKING, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, -signal.SIGINT, PARENT, marks=pytest.mark.slow),
     ],
 )
 def test_no_child_outlives_a_supervisor_that_a_signal_ends(

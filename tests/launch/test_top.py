@@ -287,19 +287,13 @@ def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(
         assert termios.tcgetattr(shown.terminal) == before
 
 
-def test_a_signal_leaves_the_terminal_as_it_was(
-    house: Backend, environment: dict[str, str]
-) -> None:
-    for end, code in (("\x03", 0), ("", 143)):
-        with screen(environment, "--connect", house.address) as shown:
-            before = termios.tcgetattr(shown.terminal)
-            shown.until("just now")
-            if end:
-                shown.press(end)
-            else:
-                shown.process.terminate()
-            assert shown.process.wait(PATIENCE_S) == code
-            assert termios.tcgetattr(shown.terminal) == before
+def test_ctrl_c_leaves_the_terminal_as_it_was(house: Backend, environment: dict[str, str]) -> None:
+    with screen(environment, "--connect", house.address) as shown:
+        before = termios.tcgetattr(shown.terminal)
+        shown.until("just now")
+        shown.press("\x03")
+        assert shown.process.wait(PATIENCE_S) == 0
+        assert termios.tcgetattr(shown.terminal) == before
 
 
 def test_a_coordinator_that_is_lost_is_told_and_its_successor_shown(

@@ -32,7 +32,11 @@ def refusal(server: Api, body: dict[str, Any], path: str = CHATS) -> str:
     return str(answer.json()["error"]["message"])
 
 
-@pytest.mark.parametrize("template", [LASTING, BOMB], ids=["a loop", "lists of lists"])
+@pytest.mark.parametrize(
+    "template",
+    [LASTING, pytest.param(BOMB, marks=pytest.mark.slow)],
+    ids=["a loop", "lists of lists"],
+)
 def test_while_a_template_runs_for_ever_others_are_answered(template: str) -> None:
     with backend(target=False) as house:
         house.add(ScriptedTarget, "target", template=template)
