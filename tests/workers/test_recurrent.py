@@ -190,7 +190,7 @@ def test_rows_of_a_chain_whose_pass_failed_are_not_read_again(model: LanguageMod
     cache, ids = model.new_cache(TEXT), text()
     rows = torch.arange(CHAIN)
     model.forward(torch.tensor(ids[:CHAIN]), rows, [Segment(cache, 0, CHAIN)])
-    with pytest.raises(RuntimeError, match="read the session anew"):
+    with pytest.raises(RuntimeError, match="read the session again"):
         read(model, cache, ids)
     cache.truncate(0)
     assert torch.equal(read(model, cache, ids), whole(model))

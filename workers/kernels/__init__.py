@@ -229,7 +229,7 @@ def computing(setting: str | None = None) -> str:
 
 
 def set_threads(count: int) -> None:
-    """Have so many threads, the caller's included, share each call."""
+    """Share each call among this many threads, including the caller's."""
     library().dt_set_threads(count)
 
 
@@ -252,8 +252,8 @@ class PackedMatrix:
         head: bytes = b"",
     ) -> None:
         """`kind`: a `Kind`, or a `Coded` of coded.py, whose matrices are packed otherwise. `size`:
-        the bytes of the weights, where kind and shape do not tell. `head`: bytes in front of the
-        packed rows that describe their layout."""
+        the bytes of the weights, if kind and shape do not determine them. `head`: bytes in front of
+        the packed rows that describe their layout."""
         self.kind, self.n, self.k, self.head = kind, n, k, head
         self._linear = library().dt_linear
         size = library().dt_packed_bytes(kind, n, k) if size is None else size
@@ -293,7 +293,7 @@ class PackedMatrix:
         library().dt_pack_alone(*self._packing(rows, 0, self.n))
 
     def _packing(self, rows: Array, first: int, count: int) -> tuple[Any, ...]:
-        """Return how the kernels are told to pack rows."""
+        """Return the kernels' code for a way of packing rows."""
         stored, address = stored_rows(Kind(self.kind), rows, (count, self.k))
         shape = (first, count, self.n, self.k)
         return self.kind, stored, address, *shape, self.struct.packed, self.struct.scales

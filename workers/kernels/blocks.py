@@ -32,8 +32,7 @@ VECTOR = 16
 TURN = 64 * VECTOR
 """Rows that a thread packs at most at a time."""
 TURN_BYTES = 1 << 19
-"""So many bytes of rows it packs at a time: a cache holds them from when they are read until they
-are packed."""
+"""Bytes of rows packed at a time, which fit into a cache between reading and packing."""
 PLAIN = {0: Kind.FP32, 1: Kind.FP16, 30: Kind.BF16}
 """ggml's types of plain numbers."""
 

@@ -25,12 +25,12 @@ FLAGS = (
     "-fno-trapping-math",
     "-pthread",
 )
-"""No fast-math, and products are fused only where the source says so: the bytes of a result must
-not depend on the compiler."""
+"""No fast-math, and products are fused only explicitly: the bytes of a result must not depend on
+the compiler."""
 
 
 def sources() -> list[Path]:
-    """The files to compile; headers stand beside them."""
+    """The files to compile, next to their headers."""
     return sorted((FOLDER / "native").glob("*.cpp"))
 
 
@@ -43,8 +43,8 @@ def compiler() -> list[str]:
 
 
 def build() -> Path:
-    """Compile the kernels and put the library in its place in one step, so that nobody ever loads a
-    half-written one; the compiler's error otherwise."""
+    """Compile the kernels and install the library atomically; raise the compiler's error
+    otherwise."""
     program = compiler()
     if not program:
         raise FileNotFoundError("no C++ compiler: install g++ or set CXX")

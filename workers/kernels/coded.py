@@ -34,7 +34,7 @@ KINDS = {kind.bits: kind for kind in Coded}
 
 
 def groups_of(inputs: int) -> int:
-    """Return the layout of a matrix with so many inputs."""
+    """Return the layout of a matrix with this many inputs."""
     return -(-inputs // GROUP)
 
 

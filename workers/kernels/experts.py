@@ -1,5 +1,5 @@
-"""The Python face of the kernels' experts: the structures of `native/layer.h` that say how rows
-choose among them, and the choice alone, for proofs and tests."""
+"""The Python side of the kernels' experts: the structures of `native/layer.h` for their choice, and
+the choice alone, for proofs and tests."""
 
 from collections.abc import Sequence
 from ctypes import (
@@ -50,7 +50,7 @@ class NormStruct(Structure):
 
 
 def norm_struct(norm: Norm | None, width: int) -> NormStruct:
-    """Return a norm of so many numbers as the kernels read it; None: there is none."""
+    """Return a norm of this many numbers in the kernels' format; None if there is none."""
     if norm is None:
         return NormStruct()
     weight, bias = (
@@ -76,7 +76,7 @@ class RouterStruct(Structure):
 
 
 class ExpertsStruct(Structure):
-    """`Experts` of native/layer.h; the arrays that it points to are kept beside it."""
+    """`Experts` of native/layer.h, with references to the arrays that it points to."""
 
     _fields_ = (
         ("router", RouterStruct),

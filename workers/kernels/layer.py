@@ -106,8 +106,8 @@ class LayerPass:
         self.reference = byref(self.struct)
 
     def use_inputs(self, inputs: Tensor) -> None:
-        """Have layers with inputs of their own read them from these, float32 [rows, width of all],
-        from now on."""
+        """Let layers with their own inputs read them from these, float32 [rows, width of all], from
+        now on."""
         self._inputs = inputs  # the structure only has its address
         self.struct.inputs = _address(inputs, (self.rows, inputs.shape[1]))
         self.struct.input_stride = inputs.shape[1]

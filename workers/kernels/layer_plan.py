@@ -144,8 +144,8 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class BesidePlan:
-    """A mixer with a state beside attention: both read the same states, each through a norm of its
-    own, and what both give is added."""
+    """A mixer with a state parallel to attention: both read the same states, each through its own
+    norm, and their results are added."""
 
     norm: Norm
     given: PackedMatrix
@@ -160,7 +160,7 @@ class BesidePlan:
 
 @dataclass(frozen=True)
 class InputPlan:
-    """The sum that a layer adds of an input of its own, behind the MLP: norm(projection(
+    """The sum that a layer adds from its own input, after the MLP: norm(projection(
     activation(gate(h), input))), with the layer's activation."""
 
     gate: PackedMatrix
@@ -175,8 +175,8 @@ class InputPlan:
 @dataclass(frozen=True)
 class LayerPlan:
     """A decoder layer: h += o(attention(norm(h))), then h += down(activation(gate_up(norm(h)))),
-    with a norm on what is added where there is a post norm. Experts may stand in the place of that
-    MLP, or beside it. Either half may be missing."""
+    with a norm on what is added where there is a post norm. Experts may replace that MLP, or be
+    parallel to it. Either half may be missing."""
 
     index: int
     """The index of the layer in the caches."""
@@ -235,9 +235,9 @@ class LayerPlan:
     scalar: float = 1.0
     """The factor of the layer's result."""
     scan: ScanPlan | None = None
-    """In the place of attention, where such a layer has no heads, or beside it."""
+    """Instead of attention, if such a layer has no heads, or parallel to it."""
     beside: BesidePlan | None = None
-    """The other parts of a mixer with a state that stands beside attention."""
+    """The other parts of a mixer with a state that is parallel to attention."""
     key_factor: float = 1.0
     """The factor of keys, which are cached with it."""
     latent: LatentPlan | None = None
@@ -245,8 +245,8 @@ class LayerPlan:
     mixer_gate: PackedMatrix | None = None
     """[heads head_dim, hidden]: what was attended to is multiplied by its sigmoid."""
     reads: int | None = None
-    """The layer whose keys and values it reads, which are where `cached_before` says; None: it has
-    its own."""
+    """The layer whose keys and values it reads, located by `cached_before`; None if it has its
+    own."""
     own_input: InputPlan | None = None
     cached_before: int | None = None
     """The numbers of a row's keys of the layers before this one in a cache; None: those of `index`
@@ -330,7 +330,7 @@ class CacheRows:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The keys and values of the first `rows` slots of several sessions, to which nobody writes.
+    """The keys and values of the first `rows` slots of several sessions, which are read-only.
     `keys` and `values` are as in `CacheRows`; `rows` is a multiple of 16."""
 
     keys: Tensor

@@ -99,7 +99,7 @@ def choose(asked: Sequence[tuple[Tensor, Sampling, int | None]]) -> list[tuple[i
 
 
 def _fill(rows: Any, sampling: Sampling, temperature: float) -> None:
-    """Have rows processed as `sampling` says."""
+    """Process rows by `sampling`."""
     rows["top_k"], rows["top_p"] = sampling.top_k, sampling.top_p
     rows["least"] = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
     rows["temperature"] = max(temperature, SMALLEST_TEMPERATURE) if temperature > 0.0 else 0.0

@@ -109,7 +109,7 @@ class PassStruct(Structure):
 
 
 class LatentStruct(Structure):
-    """`Latent` of native/layer.h; the arrays that it points to are kept beside it."""
+    """`Latent` of native/layer.h, with references to the arrays that it points to."""
 
     _fields_ = (
         *((name, c_int32) for name in ("rank", "plain", "value_dim")),

@@ -48,7 +48,7 @@ Reach = tuple[int | None, int]
 
 class Masks:
     """Masks to add to scores, zero but for the few columns of a pass: kept from pass to pass, so
-    that no pass writes the zeros of a long prefix anew."""
+    that no pass writes the zeros of a long prefix again."""
 
     def __init__(self, *, groups: int, device: torch.device, dtype: torch.dtype) -> None:
         self.groups = groups
@@ -178,7 +178,7 @@ class Noted:
 NOTHING = Noted(0, 0, 0, 0.0, None, None, 0)
 """The attention of a layer that has none."""
 Notes = Callable[[Noted, Tensor, Tensor, Tensor], None]
-"""Hears what is asked of attention, with the queries, keys and values [1, heads or kv_heads, T,
+"""Receives the arguments of attention, with the queries, keys and values [1, heads or kv_heads, T,
 head_dim]."""
 
 
@@ -225,8 +225,7 @@ def attend(
     """Write key and value [1, kv_heads, T, head_dim], attend with query [1, heads, T, head_dim];
     returns [1, T, heads, head_dim]. `s_aux` [heads]: a score of each head that no value belongs to.
 
-    What is asked for is told to `notes`, if anybody wants to know. ValueError for whatever else is
-    asked for.
+    `notes`, if given, receives the arguments. ValueError for unsupported ones.
     """
     if blocks is None and (handed := _handed.get()) is not None:
         blocks, notes = handed

@@ -1,8 +1,6 @@
-"""The description of a family of models: what each decoder layer is, by its index, in the words of
-the kernels.
-
-A description names parts of transformers' layer and says how they are put together; the proof of
-every layer at load holds it against transformers. Knows configurations, and reads no weights.
+"""The description of a family of models: each decoder layer, by its index, in the kernels' terms. A
+description names parts of transformers' layer and how they are combined; at load every layer is
+proved against transformers. Reads configurations, no weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -170,8 +168,8 @@ class StateMixer:
 
 @dataclass(frozen=True)
 class Beside:
-    """A mixer with a state beside attention, with which it shares what it reads but for a factor;
-    what both give is added."""
+    """A mixer with a state parallel to attention, with the same input except for a factor; their
+    results are added."""
 
     mixer: StateMixer
     given_factor: float = 1.0
@@ -208,7 +206,7 @@ class Router:
     """The name of what is added to the scores for the choice alone, a number for each expert."""
     groups: int = 1
     chosen_groups: int = 1
-    """Experts are chosen within so many groups: those whose two best experts are best."""
+    """Experts are chosen within this many groups: those whose two best experts are best."""
     best_alone: bool = False
     """True if a group is worth what its best expert is."""
     normalised: bool = True
@@ -222,9 +220,8 @@ class Router:
     scales_input: bool = False
     """True if what an expert reads is multiplied by its weight, and not what it gives."""
     part: str | None = None
-    """transformers' part of the router, where experts are not told what it chose, or it reads
-    something else than they do: the states before the half's norm, through an RMS norm of its
-    own."""
+    """transformers' part of the router, if its choice is not passed to the experts, or if it has
+    another input than they do: the states before the half's norm, through its own RMS norm."""
     norm_weight: str | None = None
     """The name of that norm's weights, which stand there times the root of the width."""
     epsilon: float = 0.0
@@ -235,11 +232,11 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer, in the place of its MLP or beside one that all rows share; they are
-    gated as that is."""
+    """The experts of a layer, instead of its MLP or next to a shared one; they are gated as that
+    is."""
 
     chosen: int
-    """So many of them a row goes through."""
+    """The number of experts that a row uses."""
     activation: Activation
     router: Router = field(default_factory=Router)
     part: str = "mlp.experts"
@@ -248,7 +245,7 @@ class Experts:
     gates, and with biases, as the part itself says."""
     stacks: tuple[str, str] = ("gate_up_proj", "down_proj")
     transposed: bool | None = None
-    """True if they stand there transposed; None: the part itself says."""
+    """True if they are transposed; None if the part itself has a flag."""
     numbers: tuple[float, float] = (0.0, 0.0)
     """The numbers of the activation."""
     shared: Mlp | None = None
@@ -284,8 +281,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class OwnInput:
-    """The input that a layer has of its own, made of the token alone; parts by their names within
-    the layer."""
+    """A layer's own input, computed from the token alone; parts by their names within the layer."""
 
     first: int
     """The place in a row of the inputs of all layers where it begins."""
@@ -348,7 +344,7 @@ class Family:
 
 
 def attention(config: Any, index: int, **fields: Any) -> Attention:
-    """Return attention as Llama's, with the heads and the window that a configuration says."""
+    """Return attention as Llama's, with the heads and the window of a configuration."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     given: dict[str, Any] = {

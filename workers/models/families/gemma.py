@@ -110,7 +110,7 @@ def _read_by(config: Any, index: int) -> int | None:
 
 
 def _beside(config: Any, dense: Mlp) -> Experts:
-    """Experts and an MLP that both read what attention left, each between norms of its own."""
+    """Experts and an MLP that both read the result of attention, each between its own norms."""
     router = Router(
         "router.proj.weight",
         part="router",

@@ -60,8 +60,8 @@ def _mixture(config: Any, router: Router) -> Experts:
 
 
 def _deepseek_v2(config: Any, index: int) -> LayerSpec:
-    """Experts are chosen by their share of all, within the groups whose best expert is best if that
-    is said."""
+    """Experts are chosen by their share of all, if configured within the groups whose best expert
+    is best."""
     mixed = _attention(config, interleaved=True)
     if index < config.first_k_dense_replace:
         return _layer(config, mixed, gated(config.hidden_act))

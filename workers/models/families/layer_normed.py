@@ -15,7 +15,7 @@ from dovetail.workers.models.families.description import (
 from dovetail.workers.models.parity.following import UnsupportedError
 
 OLMO_EPSILON = 1e-5
-"""The epsilon of OLMo's norms, which no configuration says (`OlmoLayerNorm` of transformers)."""
+"""The epsilon of OLMo's norms, which no configuration has (`OlmoLayerNorm` of transformers)."""
 
 
 def _layer_norms(epsilon: float, **fields: Any) -> Norms:
@@ -49,7 +49,7 @@ def _nemotron(config: Any, index: int) -> LayerSpec:
 
 
 def _stablelm(config: Any, index: int) -> LayerSpec:
-    """The halves are parallel if that is said."""
+    """The halves are parallel if configured."""
     _refuse_head_norms(config)
     parallel = config.use_parallel_residual
     second = {"pre_mlp": None} if parallel else {}
@@ -84,7 +84,7 @@ def _phi(config: Any, index: int) -> LayerSpec:
 
 
 def _gpt_neox(config: Any, index: int) -> LayerSpec:
-    """The halves are parallel behind a norm for each, if that is said."""
+    """The halves are parallel, each after its norm, if configured."""
     fields: dict[str, Any] = {"qkv": ("attention.query_key_value",), "output": "attention.dense"}
     return LayerSpec(
         attention(config, index, window=0, by_head=True, **fields),

@@ -36,7 +36,7 @@ def _head_norms(config: Any, index: int) -> LayerSpec:
 
 
 def _smollm3(config: Any, index: int) -> LayerSpec:
-    """Every fourth layer rotates nothing; windows are used only if that is said."""
+    """Every fourth layer rotates nothing; windows are used only if configured."""
     fields: dict[str, Any] = {"rope": Rope() if config.no_rope_layers[index] else None}
     if not config.use_sliding_window:
         fields["window"] = 0
@@ -95,7 +95,7 @@ def _granite_swa(config: Any, index: int) -> LayerSpec:
 
 
 def _hyperclovax(config: Any, index: int) -> LayerSpec:
-    """Granite, with norms on what a half adds if that is said."""
+    """Granite, with norms on the result of a half if configured."""
     spec = _granite(config, index)
     if not config.use_post_norm:
         return spec

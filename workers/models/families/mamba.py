@@ -99,7 +99,7 @@ def _bamba(config: Any, index: int) -> LayerSpec:
 
 
 def _granite_hybrid(config: Any, index: int) -> LayerSpec:
-    """Granite's multipliers; all rows share an MLP, beside experts where there are any."""
+    """Granite's multipliers; all rows share an MLP, next to experts if there are any."""
     mixer: Attention | StateMixer = _bamba_mixer(config)
     if config.layers_block_type[index] != "linear_attention":
         rope = Rope() if config.position_embedding_type == "rope" else None

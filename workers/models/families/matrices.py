@@ -39,8 +39,8 @@ class Layout:
 
 
 def layout_of(part: Any, said: Experts, name: str) -> Layout | None:
-    """Return how matrices stand in a stack of experts, called `name` in transformers' part; None
-    where neither the part nor its description says it."""
+    """Return the layout of matrices in a stack of experts, called `name` in transformers' part;
+    None if neither the part nor its description has it."""
     told = hasattr(part, "_apply_gate")
     if not told and said.transposed is None:
         return None
@@ -85,8 +85,8 @@ def matrices_of(spec: LayerSpec) -> Iterator[str]:
 
 
 def layer_matrices(model: Any) -> Iterator[str]:
-    """Yield the names of the weights of the linears of all layers of a model; of a family that
-    nobody has described there are none."""
+    """Yield the names of the weights of the linears of all layers of a model; none for an
+    undescribed family."""
     if (family := FAMILIES.get(model.config.model_type)) is None:
         return
     name, layers = decoder_layers(model)

@@ -70,7 +70,7 @@ def corrected_router(config: Any) -> Router:
 
 
 def _routed_among(config: Any, mixed: Attention, *, dense: bool) -> LayerSpec:
-    """A layer whose experts are chosen as DeepSeek's are, beside a shared one; dense: without."""
+    """A layer whose experts are chosen as DeepSeek's are, next to a shared one; dense: without."""
     if dense:
         return _layer(config, mixed, gated(config.hidden_act))
     shared = shared_mlp(config, "shared_experts")
@@ -90,8 +90,8 @@ def _mixtral(config: Any, index: int) -> LayerSpec:
 
 
 def _qwen3_moe(config: Any, index: int) -> LayerSpec:
-    """Experts stand in every `decoder_sparse_step`-th layer that is not said to have none; all
-    layers have the window, of whatever type they are."""
+    """Experts are in every `decoder_sparse_step`-th layer unless it is listed as dense; all layers
+    have the window, of whatever type they are."""
     mixed = attention(config, index, window=config.sliding_window or 0, norms=HEAD_NORMS)
     sparse = (index + 1) % config.decoder_sparse_step == 0 and config.num_experts > 0
     if index in config.mlp_only_layers or not sparse:
@@ -101,7 +101,7 @@ def _qwen3_moe(config: Any, index: int) -> LayerSpec:
 
 
 def _qwen2_moe(config: Any, index: int) -> LayerSpec:
-    """Experts stand where Qwen 3 has them, beside a shared one with its own gate."""
+    """Experts are in the same layers as in Qwen 3, next to a shared one with its own gate."""
     mixed = attention(config, index, window=0)
     sparse = (index + 1) % config.decoder_sparse_step == 0 and config.num_experts > 0
     if index in config.mlp_only_layers or not sparse:

@@ -1,7 +1,7 @@
 """The card of a checkpoint's weights: how far each type of them moves the logits of a text from
 those of transformers' own forward in fp32.
 
-Every type is loaded in turn, as a target loads it, and none of them is there beside another.
+Every type is loaded in turn, as a target loads it, with only one in memory at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from dovetail.workers.models.weight_types import type_of
 TYPES = ("fp32", "half", "int8", "int4", "file")
 """Types of weights that have a line, where a checkpoint can be computed in them."""
 Tell = Callable[[str], None]
-"""Hears what is computed next."""
+"""Is called with the next step."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ class Comparison:
         are looked up."""
 
     def compare(self, part: Call, whole: Call, count: int, first: int, rows: int) -> None:
-        """Raise `UnprovableError` where a layer is given other numbers for the same rows with
-        others beside them; masks are looked at elsewhere."""
+        """Raise `UnprovableError` if a layer gets other numbers for the same rows in a larger
+        batch; masks are checked elsewhere."""
         others = dict(whole.leaves())
         for path, tensor in part.leaves():
             other = others.get(path)

@@ -1,8 +1,8 @@
 """transformers' own forward, followed: how it calls each decoder layer of a model, whose layers
 need no numbers for that.
 
-Stand-ins take the layers' places while the model's own code runs around them, with a cache that
-only claims to hold rows. Knows transformers' ways of calling; not why somebody wants to know them.
+Stand-ins replace the layers while the model's own code runs around them, with a cache that only
+claims to hold rows.
 """
 
 import copy
@@ -27,13 +27,13 @@ Path = tuple[str | int, ...]
 
 
 class UnsupportedError(Exception):
-    """The kernels cannot compute a model, or differ from transformers: says in which part of it,
-    and where."""
+    """The kernels cannot compute a model, or differ from transformers, with the part and the
+    position."""
 
 
 class UnprovableError(Exception):
-    """No back end can compute a model, or be proved to: says why, with the layer and the position
-    where there are any."""
+    """No back end can compute a model, or be proved to, with the reason, the layer and the position
+    if known."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Call:
         return given
 
     def leaves(self) -> Iterator[tuple[Path, Tensor]]:
-        """All tensors beside the hidden states, and where they stand."""
+        """All tensors except the hidden states, and their places."""
         yield from _leaves(self.args[1:], ("args",))
         yield from _leaves(
             {name: part for name, part in self.kwargs.items() if name != "hidden_states"}, ()
@@ -93,8 +93,8 @@ def implementation(model: nn.Module, name: str, *others: nn.Module) -> Iterator[
 
 
 class Recorder:
-    """Stands in for a model's layers while its own forward runs: keeps how each was called, and
-    gives each a result of its own."""
+    """Replaces a model's layers while its own forward runs: records the call of each, and returns a
+    distinct result for each."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ def follow(
                 **given,
             )
             recorder.final = output[0][0]
-        except Exception as error:  # it is transformers' code for a model that nobody here has seen
+        except Exception as error:  # transformers' code for an unknown model may raise anything
             if not recorder.complete:
                 why = (
                     f"transformers' own forward cannot be followed ({type(error).__name__}: "
@@ -198,8 +198,8 @@ def follow(
 
 
 def cache_name(model: Any) -> str:
-    """Return what the forward of a model of transformers' calls its cache, `cache` since 5.24; that
-    of the whole tells where its base model's passes on whatever it is given."""
+    """Return the name of the cache argument of a transformers model's forward, `cache` since 5.24;
+    that of the whole model is used if its base model takes any arguments."""
     for part in (base_model(model), model):
         for name in ("cache", OLDER_CACHE_NAME):
             if name in signature(part.forward).parameters:

@@ -1,7 +1,5 @@
-"""The positions at which a model is compared with transformers: the beginning, either side of
-whatever a configuration says of positions, and the end.
-
-Knows configurations as they stand in a file; no models.
+"""The positions at which a model is compared with transformers: the beginning, either side of every
+position that the configuration names, and the end. Reads raw configurations; no models.
 """
 
 import re
@@ -17,7 +15,7 @@ MOST_LANDMARKS = 12
 SHORT, BEYOND = 64, 4
 """A whole model is run over some tokens beyond the last landmark that is no farther than this."""
 SPREAD = (32, 256, 2048, 16384, 65536)
-"""Positions that are looked at whatever a configuration says."""
+"""Positions that are always compared."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
 
 
 def short_text(config: Mapping[str, Any], context: int) -> int:
-    """So many tokens from the beginning cross every landmark of a configuration that is near."""
+    """The number of tokens that cross every near landmark of a configuration."""
     return min(
         context, max([DENSE, *(mark for mark in landmarks(config) if mark <= SHORT)]) + BEYOND
     )

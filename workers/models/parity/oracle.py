@@ -70,7 +70,7 @@ class Oracle:
             self._record()
         except UnprovableError:
             raise
-        except Exception as error:  # it is transformers' code for a model that nobody here has seen
+        except Exception as error:  # transformers' code for an unknown model may raise anything
             raise UnprovableError(
                 f"transformers' own forward cannot be followed ({type(error).__name__}: "
                 f"{line_of(error)})"

@@ -41,7 +41,7 @@ KIND_OF_ERROR = re.compile(r"\b\w+Error: ")
 
 
 class StumbledError(CheckpointError):
-    """A model in whose classes a line stumbles: nobody foresaw how it is built."""
+    """A model whose classes raise an unexpected error."""
 
     @property
     def stumble(self) -> str:
@@ -52,8 +52,8 @@ class StumbledError(CheckpointError):
 
 @contextlib.contextmanager
 def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
-    """Refuse what no back end can be proved to compute, and what stumbles, by what
-    its configuration and class tell."""
+    """Refuse models that no back end can be proved to compute, and those that raise unexpected
+    errors, by configuration and class."""
     what = f"{checkpoint.source}: model type {model.config.model_type} cannot be decoded here"
     try:
         yield

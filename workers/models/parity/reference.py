@@ -40,7 +40,7 @@ HEAD_ROWS = 8192
 """Rows of the head that are in fp32 at a time."""
 
 Tell = Callable[[int, int], None]
-"""Hears how many layers of how many are done."""
+"""Is called with the number of finished layers, and of all."""
 
 
 class _TextCache(ClaimedCache):
@@ -145,7 +145,7 @@ def reference_logits(
 
 
 def _widen_beside(model: Any) -> None:
-    """Have the linears beside the layers and the head compute in fp32."""
+    """Let the linears outside of the layers and the head compute in fp32."""
     base = base_model(model)
     for name, part in list(base.named_children()):
         if type(part) is nn.Linear:

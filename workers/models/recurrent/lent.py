@@ -1,5 +1,5 @@
-"""The states of a session for a model that reads them beside the one that computes them: its
-substitute, whose rows stand behind all of the session's own and have their own factors."""
+"""The states of a session for a second model that reads them: the substitute of the one that
+computes them, whose rows follow all of the session's and have their own factors."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class LentStates(RecurrentStates):
     in the slots from `first` on."""
 
     def __init__(self, owner: RecurrentStates, first: int, room: int) -> None:
-        """`room`: so many slots there are."""
+        """`room`: the number of slots."""
         self.shapes, self.owner, self.first, self.room = owner.shapes, owner, first, room
         self._own = torch.empty(room * sum(shape.row for shape in owner.shapes))
 

@@ -1,4 +1,4 @@
-"""The sizes of layers with a state, as a config.json tells them; needs no torch."""
+"""The sizes of layers with a state, from a config.json; needs no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ class StateSizes:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> Sequence[str]:
-    """Return the kind of each layer of a model that has several, or a state beside attention; of
-    another nothing."""
+    """Return the kind of each layer of a model with several kinds, or with a state parallel to
+    attention; empty for others."""
     if isinstance(pattern := config.get("hybrid_override_pattern"), str):
         return [PATTERN.get(letter, letter) for letter in pattern]
     types = config.get("layer_types") or config.get("layers_block_type")
@@ -77,7 +77,7 @@ def layer_kinds(config: Mapping[str, Any]) -> Sequence[str]:
 
 
 def count_layers(config: Mapping[str, Any]) -> Any:
-    """Return how many layers a config.json says that a model has; None: it does not say."""
+    """Return the number of layers in a config.json, or None."""
     listed = config.get("hybrid_override_pattern") or config.get("layers_block_type")
     return len(listed) if isinstance(listed, str | list) else config.get("num_hidden_layers")
 

@@ -65,7 +65,7 @@ class RecurrentStates:
         if self.length > start:
             raise RuntimeError(
                 f"the states of a session hold {self.length} rows, and slot {start} is to be "
-                "computed: a pass over them failed; read the session anew"
+                "computed: a pass over them failed; read the session again"
             )
         stop, oldest = start + count, int(self.folded.min())
         on = follows and chain and start == self._ahead

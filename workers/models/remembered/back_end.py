@@ -1,5 +1,5 @@
 """The kernels back end of a model whose proof is remembered: layers are packed by their description
-and by what transformers once said of them, and held against nothing."""
+and by facts from transformers at the time of the proof, without comparison."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

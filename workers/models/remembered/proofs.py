@@ -40,8 +40,8 @@ SOURCES = ("models", "kernels", "devices")
 
 @dataclass(frozen=True)
 class Proof:
-    """Everything that transformers said of a model, as far as our own code needs it to load it, and
-    what it then computes."""
+    """The facts from transformers that our code needs to load a model, and the digest of its
+    logits."""
 
     config: Mapping[str, Any]
     """The configuration with transformers' defaults."""
@@ -123,7 +123,7 @@ class Proofs:
             return None
 
     def keep(self, key: str, proof: Proof) -> None:
-        """Keep a proof; where that cannot be, say so in the log."""
+        """Save a proof; log a failure."""
         text = json.dumps(dataclasses.asdict(proof))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ class Proofs:
 
 
 def tell_proof(day: str, name: str) -> None:
-    """Say on stderr that a worker's model was loaded by a proof of this day, if it was."""
+    """Report on stderr if a worker's model was loaded by a proof, with its date."""
     if day:
         print(
             f"{name}: loaded by its proof of {day}, in {cache_folder() / FOLDER}", file=sys.stderr

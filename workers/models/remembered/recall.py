@@ -1,9 +1,7 @@
-"""A model that is loaded by a remembered proof: what transformers said of it when it was proved,
-and our own descriptions, are all that is needed to pack it.
-
-The logits of a few rows from all over the context have to be those of the model that was proved,
-bit for bit; else the proof is forgotten and made again. Knows the shape of models, and imports
-nothing of transformers.
+"""A model that is loaded by a remembered proof: the facts saved with the proof, and our
+descriptions, suffice to pack it. The logits of a few rows from all over the context must be those
+of the proved model, bit for bit; else the proof is dropped and made again. Imports nothing of
+transformers.
 """
 
 import dataclasses
@@ -46,9 +44,9 @@ log = logging.getLogger(__name__)
 FOLLOWING = ("num_hidden_layers", "layers_block_type", "layer_types", "mlp_layer_types")
 """Fields that the configurations of some families have from others."""
 TRAITS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
-"""The attributes by which experts of transformers say how they are laid out."""
+"""The attributes of transformers' experts that describe their layout."""
 GATE = "_apply_gate"
-"""The function of those that say it."""
+"""The function that reads them."""
 SAMPLED = 4
 """Rows whose logits are compared."""
 
@@ -86,7 +84,7 @@ class Memory:
             self._proofs.keep(self._key, proof)
 
     def drop(self, why: str) -> None:
-        """Forget the proof, and say so."""
+        """Drop the proof, and report it."""
         source = self._checkpoint.source
         log.warning("%s: its remembered proof is dropped and made again: %s", source, why)
         self._proofs.drop(self._key)
@@ -136,7 +134,7 @@ class Part(nn.Module):
         normalized: list[int] | None,
         traits: Mapping[str, bool],
     ) -> None:
-        """`traits`: what experts say of their layout."""
+        """`traits`: the layout of experts."""
         super().__init__()
         for name, shape in shapes.items():
             self.register_parameter(name, _meta(shape))
@@ -328,7 +326,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _described(config: Any, plain: Mapping[str, Any]) -> bool:
-    """Return whether a description says the same of all layers by the plain configuration as by
+    """True if a description gives the same for all layers from the plain configuration as from
     transformers'."""
     family = FAMILIES.get(config.model_type)
     if family is None:
