@@ -23,7 +23,6 @@ PEERS = {
     "logits": "llama-cpp-python and gguf",
     "parallel": "llama.cpp's llama-server",
     "passes": "llama.cpp's llama-bench",
-    "picture": "Chromium",
     "ray": "the extra ray",
 }
 """Command -> what it needs beside the project."""

@@ -231,7 +231,7 @@ def test_on_a_busy_machine_nothing_is_saved_and_the_busy_programs_are_reported(
         (("--target.numa", "7"), "there is no node 7"),
         (("--target.numa", "everywhere"), "target.numa"),
         pytest.param(("--context", "100000"), "--context 100000", marks=pytest.mark.slow),
-        (("--seconds", "nan"), "is no number"),
+        (("--seconds", "nan"), "is not a number"),
         (("--seconds", "inf"), "--seconds"),
     ],
 )
