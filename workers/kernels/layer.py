@@ -76,7 +76,7 @@ def _functions() -> Any:
                 (c_int32, POINTER(NormStruct), c_void_p, c_void_p, c_int64, c_int64, c_float),
             ),
             "dt_gate": (None, (POINTER(ActivatorStruct), c_void_p, c_void_p, c_int64, c_int64)),
-            "dt_cap": (None, (c_void_p, c_int64, c_float)),
+            "dt_tanh": (None, (c_void_p, c_int64)),
             "dt_rotary_table": (None, (c_void_p, c_int64, c_float, c_int64, c_void_p, c_void_p)),
         },
     )
@@ -302,10 +302,11 @@ def activate(activation: Activation, x: Tensor, numbers: tuple[float, float] = (
     return y
 
 
-def cap_logits(logits: Tensor, cap: float) -> Tensor:
-    """Turn logits [rows, V] into cap tanh(logits / cap), in place."""
-    _functions().dt_cap(_address(logits, tuple(logits.shape)), logits.numel(), cap)
-    return logits
+def tanh(x: Tensor) -> Tensor:
+    """Return tanh x, the same bytes on every CPU."""
+    y = x.contiguous().clone()
+    _functions().dt_tanh(_address(y, tuple(y.shape)), y.numel())
+    return y
 
 
 def _layer_struct(plan: LayerPlan) -> LayerStruct:

@@ -32,9 +32,9 @@ Angle angle(double x) {
     }
 }
 
-// cap tanh(x / cap), with `tanh` and `exp` as in elementwise.inl but for fused products: compiled once, and for any CPU.
-float capped(float x, float cap) {
-    const float u = x / cap, a = std::fabs(u), z = u * u;
+// With `exp` and polynomials as in elementwise.inl but for fused products: compiled once, and for any CPU.
+float tanh_of(float u) {
+    const float a = std::fabs(u), z = u * u;
     float p = -5.70498872745e-3f;
     p = p * z + 2.06390887954e-2f, p = p * z - 5.37397155531e-2f, p = p * z + 1.33314422036e-1f, p = p * z - 3.33332819422e-1f;
     const float t = a > 10.0f ? 20.0f : a + a;
@@ -44,18 +44,18 @@ float capped(float x, float cap) {
     memcpy(&power, &bits, 4);
     e = e * r + 1.3981999507e-3f, e = e * r + 8.3334519073e-3f, e = e * r + 4.1665795894e-2f, e = e * r + 1.6666665459e-1f, e = e * r + 5.0000001201e-1f;
     e = (r * r * e + r + 1.0f) * power;
-    return cap * (a < 0.625f ? p * z * u + u : std::copysign(1.0f - 2.0f / (e + 1.0f), u));
+    return a < 0.625f ? p * z * u + u : std::copysign(1.0f - 2.0f / (e + 1.0f), u);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Logits x [count] become cap tanh(x / cap).
-void dt_cap(float* x, int64_t count, float cap) {
+// Numbers x [count] become tanh x.
+void dt_tanh(float* x, int64_t count) {
     const Turn mine;
     auto body = [&](int part, int parts) {
-        for (int64_t i = count * part / parts, stop = count * (part + 1) / parts; i < stop; i++) x[i] = capped(x[i], cap);
+        for (int64_t i = count * part / parts, stop = count * (part + 1) / parts; i < stop; i++) x[i] = tanh_of(x[i]);
     };
     parallel(body);
 }

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dovetail.protocol.experts import Routing
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
-from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, cap_logits
+from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, tanh
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, NormKind
 from dovetail.workers.kernels.states import StateShape, placed
 from dovetail.workers.models.attention import NOTHING, Noted
@@ -62,8 +63,18 @@ from dovetail.workers.models.states import LAST, Kept, keeping
 
 VERSION = "dovetail-4"
 """The version of the functions that the kernels compute, to the last bit; part of fingerprints."""
-TANH_TOLERANCE = 1e-6
-"""The tolerance of capped logits, by their cap."""
+
+
+class OwnTanh(TorchFunctionMode):
+    """Has the kernels compute the tanh of capped logits on the CPU, in transformers' forward too:
+    torch computes it by other code for each instruction set."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        if function is torch.tanh and given[0].device.type == "cpu":
+            return tanh(given[0])
+        return function(*given, **(named or {}))
 
 
 class Kernels:
@@ -342,7 +353,7 @@ class Kernels:
             seen.use_inputs(self._inputs(tokens))
         if self._straight:
             return self._compute_directly(tokens, seen, rows, kept)
-        with keeping(self._model, (), kept):
+        with keeping(self._model, (), kept), OwnTanh():
             return transformers_pass(self._model, tokens, positions, rows, seen=seen, kept=kept)
 
     def _compute_directly(
@@ -365,30 +376,25 @@ class Kernels:
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Return logits with the factor or the cap that the model has for them."""
-        if self._cap and logits.device.type == "cpu":
-            return cap_logits(logits, self._cap)
-        if self._cap:
-            return self._cap * torch.tanh(logits / self._cap)
+        if (cap := self._factor("final_logit_softcapping", 0.0)) != 0.0:
+            with OwnTanh():
+                return torch.tanh(logits / cap) * cap
         if (factor := self._factor(self._family.logits)) == 1.0:
             return logits
         return logits / factor if self._family.divides else logits * factor
 
-    @property
-    def _cap(self) -> float:
-        """Return c where logits become c tanh(logit / c); 0: they do not."""
-        return float(getattr(self._model.config, "final_logit_softcapping", None) or 0.0)
-
-    def _factor(self, field: str) -> float:
-        """Return the number of a field of the configuration; 1 for none."""
-        return float(getattr(self._model.config, field)) if field else 1.0
+    def _factor(self, field: str, none: float = 1.0) -> float:
+        """Return the number of a field of the configuration; `none` where there is none."""
+        found = getattr(self._model.config, field, None) if field else None
+        return none if found is None else float(found)
 
     @torch.inference_mode()
     def _nothing_else(self) -> bool:
-        """Return whether the direct way gives the bytes of transformers' own forward, but for those
-        of torch's tanh: it does not where positions have embeddings."""
+        """Return whether the direct way gives the bytes of transformers' own forward: it does not
+        where positions have embeddings."""
         tokens, positions, seen = self._rows_over(self._cache)
         if self._inputs is not None:
             seen.use_inputs(self._inputs(tokens))
-        own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
-        found = self._compute_directly(tokens, seen, None, Kept())
-        return torch.allclose(own, found, rtol=0.0, atol=self._cap * TANH_TOLERANCE)
+        with OwnTanh():
+            own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
+        return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
