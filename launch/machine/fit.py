@@ -19,7 +19,6 @@ from dovetail.protocol.memory import Room, node_room, process_room, read_room
 from dovetail.protocol.settings import Settings
 from dovetail.workers.devices.registry import Memory, memory_of
 from dovetail.workers.models.checkpoints.footprint import (
-    PROCESS_BYTES,
     PROCESS_SPACE,
     Footprint,
     Tensor,
@@ -61,6 +60,10 @@ class Need:
         """Return its bytes."""
         return self.footprint.size
 
+    def without_process(self) -> "Need":
+        """Return what it takes beside interpreter and libraries."""
+        return replace(self, footprint=replace(self.footprint, process=0))
+
 
 def check_memory(
     settings: Settings,
@@ -77,23 +80,29 @@ def check_memory(
     a GPU takes, is not counted. memory.ram takes the place of what is found: who sets it knows
     better.
     """
-    room = room or _room()
-    if settings.memory.ram_bytes is not None:  # it is about a target's own memory
+    room, remedy = room or _room(), "set memory.ram if you know better"
+    limit = settings.memory.ram_bytes
+    if limit is not None:
         roles = [role for role in roles if role in ("target", "unified")]
-        room = Room(settings.memory.ram_bytes + PROCESS_BYTES, "with a process, by memory.ram")
-    needs = [*needs_of(settings, roles, nodes)]
+        room, remedy = Room(limit, "for it beside its process (memory.ram)"), "raise memory.ram"
+
+    def needs_in(settings: Settings) -> list[Need]:
+        needs = [*needs_of(settings, roles, nodes)]
+        return needs if limit is None else [need.without_process() for need in needs]
+
+    needs = needs_in(settings)
     if (why := _refusal(needs, room)) is None:
         return
     for name, value, other in _smaller(settings, roles):
-        if _refusal([*needs_of(other, roles, nodes)], room) is None:
-            size = sum(need.size for need in needs_of(other, roles, nodes))
+        if _refusal(smaller := needs_in(other), room) is None:
+            size = sum(need.size for need in smaller)
             raise SettingsError(
                 f"{why}: with --{name} {value} "
                 f"{'it needs' if len(needs) == 1 else 'they need'} {_gb(size)}, which fits"
             )
     raise SettingsError(
         f"{why}: take a smaller model, give a GPU a part of the target (target.split.device), "
-        "or set memory.ram if you know better"
+        f"or {remedy}"
     )
 
 
@@ -132,7 +141,7 @@ def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
         if (
             own is not None
             and need.footprint.weights
-            and need.size - PROCESS_BYTES + PROCESS_SPACE > own.size
+            and need.without_process().size + PROCESS_SPACE > own.size
         ):
             return (
                 f"{_listed([need])}, plus {_gb(PROCESS_SPACE)} of libraries, and there "
