@@ -9,14 +9,15 @@ from dovetail.launch.machine.cores import lay_out
 from dovetail.launch.machine.facts import (
     HUGE_PAGES,
     LEAST_FILES,
-    LEAST_MEMORY,
     LEAST_SHARED,
     SHARED_MEMORY,
     Facts,
 )
+from dovetail.launch.machine.fit import HUBS, needs_of
 from dovetail.launch.machine.gpu_checks import build_of, examine_gpus
 from dovetail.launch.machine.others import OTHERS
 from dovetail.launch.machine.topology import cpus_for, format_numbers
+from dovetail.protocol.settings import Settings
 
 INSTRUCTIONS = (
     "sse4_1",
@@ -202,7 +203,8 @@ def _others(facts: Facts) -> Iterator[Check]:
 
 
 def _memory(facts: Facts) -> Iterator[Check]:
-    fine = facts.memory_bytes >= LEAST_MEMORY
+    least = sum(need.size for need in needs_of(Settings(), (*HUBS, "target", "draft")))
+    fine = facts.memory_bytes >= least
     found = (
         f"{facts.memory_bytes / 2**30:.1f} GiB for this process by machine and control "
         f"group, {facts.free_bytes / 2**30:.1f} GiB free"
@@ -213,7 +215,7 @@ def _memory(facts: Facts) -> Iterator[Check]:
         found,
         ""
         if fine
-        else "two processes with torch take about 2 GiB before any model: raise the limit",
+        else f"a service of the embedded models takes {least / 2**30:.1f} GiB: raise the limit",
     )
 
 

@@ -33,7 +33,7 @@ CPUINFO = Path("/proc/cpuinfo")
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_FILES = 1024
 """A coordinator takes a file for every client and worker, and may have as many as 1024."""
-LEAST_MEMORY, LEAST_SHARED = 2 << 30, 64 << 20
+LEAST_SHARED = 64 << 20
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def test_every_finding_has_a_remedy() -> None:
         ),
         gpus=[VOLTA],
         huge_pages="never",
-        memory_bytes=GIB,
+        memory_bytes=GIB // 2,
         files=256,
         shared_bytes=0,
         environment={"OMP_PROC_BIND": "close", "MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1"},
@@ -48,6 +48,13 @@ def test_every_finding_has_a_remedy() -> None:
     found = [c for c in examine(sick) if not c.ok]
     assert len(found) == 11
     assert all(c.advice for c in found)
+
+
+def test_memory_is_enough_for_a_service_of_the_embedded_models() -> None:
+    assert check("memory", memory_bytes=GIB).ok
+    assert (
+        "service of the embedded models takes 0." in check("memory", memory_bytes=GIB // 2).advice
+    )
 
 
 def test_it_reports_the_load_of_other_programs() -> None:
