@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
@@ -23,7 +24,7 @@ from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.serving.open_target import open_target_worker
 from support.cases import everyday
-from support.models import CONTEXT, SHAPE, reference_logits
+from support.models import CONTEXT, SHAPE, reference_logits, tiny_llama
 from support.zoo import COMPUTED, ORIGINAL, REFUSED, SCALED, TOKENS, longrope, rope, write
 
 RIGHT = 1e-4
@@ -266,3 +267,23 @@ def test_a_target_that_torch_computes_says_why_where_its_models_are_named(
     told = open_target_worker(TargetSettings(model=folder), name="target", threads=1).hello(1)
     assert "by torch's own operations, because the C++ kernels cannot compute" in told.placement
     assert f"differ from transformers' at position {ORIGINAL}" in told.placement
+
+
+@needs_kernels
+def test_a_model_that_int8_is_too_coarse_for_is_refused_with_weights_that_are_not(
+    tmp_path: Path,
+) -> None:
+    file = tiny_llama(tmp_path / "llama") / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "up_proj" in name:  # one input of the matrix behind it is so large that others are lost
+            tensor[0] *= 100.0
+        if "down_proj" in name:
+            tensor[:, 0] /= 100.0
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        CheckpointError,
+        match=r"weights int8 are too coarse for this model: they move a product by its down "
+        r"weights by [1-9]\d%, and 10% is the most: use weights fp32",
+    ):
+        load_language_model(str(file.parent), weights="int8", device="cpu")

@@ -23,6 +23,7 @@ from dovetail.workers.models.assembly import (
     try_library,
 )
 from dovetail.workers.models.backends.library import Library, prove_whole
+from dovetail.workers.models.backends.packing import CoarseError
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.staged import Staging
 from dovetail.workers.models.cache import CACHE_NAMES
@@ -182,6 +183,9 @@ def _on_cpu(
             )
             memory.keep(outline, model)
             return model
+        except CoarseError as error:
+            remedy = "use weights fp32, or those of the file (file, half)"
+            raise CheckpointError(f"{checkpoint.source}: {error}: {remedy}") from error
         except UnsupportedError as error:
             why_not = _why_rounded(wanted, checkpoint) or (
                 f"the C++ kernels cannot compute model type {kind}: {error}"

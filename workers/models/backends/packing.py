@@ -201,10 +201,20 @@ def _check_row(name: str, matrix: PackedMatrix, index: int, expected: Tensor) ->
         raise UnsupportedError(f"row {index} of its {name} weights differs from the checkpoint's")
 
 
+class CoarseError(UnsupportedError):
+    """A type of weights rounds the numbers of a model too far."""
+
+
 def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Tensor) -> None:
     """`UnsupportedError` where rows by packed weights are far from those by the checkpoint's."""
     share = float((found - expected).norm() / (expected.norm() + 1e-20))
-    if not share <= PRODUCT_TOLERANCE[Kind(matrix.kind)]:
+    most = PRODUCT_TOLERANCE[Kind(matrix.kind)]
+    if matrix.kind is Kind.INT8 and most < share < 1:
+        raise CoarseError(
+            f"weights int8 are too coarse for this model: they move a product by its {name} "
+            f"weights by {share:.0%}, and {most:.0%} is the most"
+        )
+    if not share <= most:
         raise UnsupportedError(
             f"a product by its {name} weights differs from that by the checkpoint's by {share:.1e}"
         )
