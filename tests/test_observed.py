@@ -1,6 +1,9 @@
 """The account that real processes give of their time: a round's spans add up to it, and to what the
 workers say that they were busy."""
 
+from pathlib import Path
+
+import psutil
 import pytest
 
 from benchmarks.figures import ADDS_UP
@@ -18,6 +21,15 @@ PASS = {"linears", "attention", "other", "head"}
 
 def busy(seen: Seen) -> dict[str, tuple[int, int]]:
     return {worker.name: (worker.at_ns, worker.busy_ns) for worker in seen.workers}
+
+
+def waiting_ns() -> int:
+    """Return how long the threads of this process and its children have waited for a core."""
+    return sum(
+        int(file.read_text().split()[1])
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True))
+        for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat")
+    )
 
 
 def probed_again(client: Client, before: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
@@ -40,21 +52,24 @@ def test_a_rounds_spans_add_up_to_it_and_to_what_the_workers_were_busy(backend: 
         turns = PROMPTS[0][:1]
         client.complete(client.submit(turns=turns, sampling=Sampling(), max_tokens=16, tree=TREE))
         before = probed_again(client, busy(client.look(spans=True)))
+        waited = -waiting_ns()
         rounds, spans = watched(
             client,
             lambda: client.submit(
                 turns=turns, sampling=Sampling(), max_tokens=96, tree=TREE, ahead=True
             ),  # by itself nothing grows ahead on cores that both share
         )
+        waited += waiting_ns()
         after = probed_again(client, busy(client.look(spans=True)))
         _, late, _ = everything(client)
 
     found = sums(rounds, spans)
     assert len(found) > 8
-    # on a busy machine rounds are interrupted between two spans, but not all of them
     assert all(one.explained <= 1.0 + ADDS_UP for one in found), "nothing is counted twice"
-    assert sum(one.explained >= 1.0 - ADDS_UP for one in found) >= 0.1 * len(found)
-    assert sum(one.covered_ns >= (1 - ADDS_UP) * one.wall_ns for one in found) >= 0.1 * len(found)
+    # on a busy machine rounds are interrupted between two spans, while a process waits for a core
+    whole = (1 - ADDS_UP) * sum(one.wall_ns for one in found) - waited
+    assert sum(sum(one.parts.values()) for one in found) >= whole
+    assert sum(one.covered_ns for one in found) >= whole
     assert {seen.span[0] for seen in spans} <= set(NAMES)
     assert {seen.span[0] for seen in spans} >= {
         "draft",
@@ -90,5 +105,4 @@ def test_a_rounds_spans_add_up_to_it_and_to_what_the_workers_were_busy(backend: 
         for one in passes
     ]
     assert all(sum(its) <= one.span[2] for one, its in zip(passes, parts, strict=True))
-    shares = sorted(sum(its) / one.span[2] for one, its in zip(passes, parts, strict=True))
-    assert shares[-1 - len(shares) // 10] >= 0.9
+    assert sum(map(sum, parts)) >= 0.9 * sum(one.span[2] for one in passes) - waited
