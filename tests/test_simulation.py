@@ -41,6 +41,7 @@ from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.target import TargetWorker
 from simulation.clockwork import Clock
 from simulation.commands import execute
+from simulation.draft import below, children
 from simulation.figures import figures
 from simulation.folder import Folder
 from simulation.measured import measured_costs
@@ -193,14 +194,14 @@ def test_a_plan_of_recorded_rounds_expects_what_the_simulator_plays(
 
 def test_a_position_says_what_follows_a_path() -> None:
     position = grown(lambda path: [(len(path) * 10 + 1, -0.5), (len(path) * 10 + 2, -1.5)], depth=2)
-    found = position.children((), 4)
+    found = below(position, (), 4)
     assert found is not None
     assert (found[0].tolist(), found[1].tolist()) == ([1, 2], [-0.5, -1.5])
-    below = position.children((2,), 1)
-    assert below is not None
-    assert below[0].tolist() == [11]
-    assert position.children((2, 11), 4) is None, "it was never expanded"
-    assert position.children((3,), 4) is None, "it is not there"
+    deeper = below(position, (2,), 1)
+    assert deeper is not None
+    assert deeper[0].tolist() == [11]
+    assert below(position, (2, 11), 4) is None, "it was never expanded"
+    assert below(position, (3,), 4) is None, "it is not there"
 
 
 def test_on_the_targets_path_a_small_draft_says_below_any_root_what_it_says_below_the_next_one_and_a_head_what_it_guessed_there() -> (  # noqa: E501
@@ -214,13 +215,13 @@ def test_on_the_targets_path_a_small_draft_says_below_any_root_what_it_says_belo
         depth=2,
     )
     for head, gain in ((False, -0.5), (True, -0.25)):
-        found = one.children(0, (6,), 4, head=head)
+        found = children(one, 0, (6,), 4, head=head)
         assert found is not None
         assert (found[0].tolist(), found[1].tolist()) == ([7], [gain])
-        deeper = one.children(0, (6, 7), 4, head=head)
+        deeper = children(one, 0, (6, 7), 4, head=head)
         assert deeper is not None
         assert (deeper[0].tolist(), deeper[1].tolist()) == ([8], [-0.75])
-    assert one.children(0, (9,), 4, head=False) is None
+    assert children(one, 0, (9,), 4, head=False) is None
 
 
 def test_a_recording_is_read_as_it_was_written_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -429,7 +430,7 @@ def test_a_round_takes_the_sum_of_its_parts() -> None:
     assert (play.result.rounds, play.result.tau) == (5, 4.0)
     first = 3 * T_D.at(1)
     later = T_D.at(2) + 2 * T_D.at(1)
-    round_s = COSTS.proposal_s + T_V.at(4) + COSTS.beside_s(drafted=True)
+    round_s = COSTS.proposal_s + T_V.at(4) + COSTS.messages.beside_s(drafted=True)
     assert play.result.verify_s == pytest.approx(5 * T_V.at(4))
     assert play.result.draft_exposed_s == pytest.approx(first + 4 * later + 5 * COSTS.proposal_s)
     assert play.result.transport_s == pytest.approx(5 * 4 * COSTS.messages.hop_s, rel=0.2)

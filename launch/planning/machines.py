@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import read_text
-from dovetail.protocol.settings import MAX_GAMMA, Frozen
+from dovetail.protocol.settings import Frozen
 from dovetail.runtime.costs.nodes import Nodes
 from dovetail.runtime.costs.rounds import Messages
 
@@ -23,15 +23,6 @@ FOLDER = DEMO_FOLDER / "machines"
 Weights = Literal["fp32", "half", "int8"]
 Rate = Annotated[float, Field(gt=0.0, le=1e12, strict=False)]
 Micros = Annotated[float, Field(ge=0.0, le=1e9, strict=False)]
-ROWS = (
-    *range(1, 33),
-    *range(36, 65, 4),
-    *range(72, 129, 8),
-    *range(144, 257, 16),
-    *range(320, MAX_GAMMA + 1, 64),
-    MAX_GAMMA + 1,
-)
-"""At which passes are computed; between them they are interpolated."""
 GIGA, MICRO = 1e9, 1e-6
 
 

@@ -24,7 +24,7 @@ from dovetail.protocol.calibration import (
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.runtime.costs.curves import curves_of
 from dovetail.runtime.costs.nodes import Nodes
-from dovetail.runtime.costs.rounds import Messages, Origin, Source
+from dovetail.runtime.costs.rounds import Messages, Origin
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.gguf.view import FILE
@@ -49,9 +49,9 @@ CROSSING_S = 50e-6
 device, and 16 rows of 4096 numbers on a link of 16 GB/s. An estimate: none has been measured."""
 
 
-MEASURED = Origin(Source.PROFILED, "measured")
-ASSUMED = Origin(Source.ESTIMATED, "assumed; dovetail calibrate measures them")
-INDEPENDENT = Origin(Source.ESTIMATED, "as if rows chose independently of each other")
+MEASURED = Origin("measured")
+ASSUMED = Origin("assumed; dovetail calibrate measures them", estimated=True)
+INDEPENDENT = Origin("as if rows chose independently of each other", estimated=True)
 SOME_ROWS = 8
 """Rows of the pass for which `plan` prints the number of experts."""
 
@@ -104,7 +104,7 @@ class Engine:
         """Return the provenance of seconds that come of these limits."""
         rate = f"{self.gflop_s:.4g} GFLOP/s" if self.products is None else "products"
         limits = f"{self.bandwidth_gb_s:.4g} GB/s and {rate}"
-        return Origin(Source.ESTIMATED, f"estimated from {limits} ({self.source})")
+        return Origin(f"estimated from {limits} ({self.source})", estimated=True)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def described(machine: Described, weights: str, vram: int | None, ram: int | Non
         if memory is not None
         else None,
         messages=machine.link.messages,
-        messages_from=Origin(Source.ESTIMATED, source),
+        messages_from=Origin(source, estimated=True),
         level_s=0.0,
         proposal_s=0.0,
         nodes=target.spread if not on_device else None,
@@ -232,9 +232,7 @@ def _host(
     if hardware.host is None:
         return None
     if calibration is not None:
-        origins["passes of the CPU"] = Origin(
-            Source.PROFILED, f"measured, {calibration.measured[:10]}"
-        )
+        origins["passes of the CPU"] = Origin(f"measured, {calibration.measured[:10]}")
         if calibration.experts is not None and calibration.experts.passes:
             origins["experts of a pass"] = _experts(calibration.experts)
         return _shared(calibration, target)
@@ -276,7 +274,7 @@ def _experts(experts: ExpertCosts) -> Origin:
     routing, rows = experts.routing, SOME_ROWS
     through = f"{experts.measured(rows):.0f} of {routing.most} over {rows} rows"
     words = f"{through}, {experts.expert_s / MICRO:.3g} us each (measured)"
-    return Origin(Source.PROFILED, words)
+    return Origin(words)
 
 
 def _shared(calibration: Calibration, target: Target) -> Place:
@@ -295,10 +293,10 @@ def _link(
 ) -> Link:
     if parts is None:
         rate = f"{hardware.link_gb_s:.4g} GB/s ({hardware.link})"
-        origins["the link"] = Origin(Source.ESTIMATED, rate)
+        origins["the link"] = Origin(rate, estimated=True)
         copy_s = target.layer / (hardware.link_gb_s * GIGA)
         return Link(lambda rows: copy_s, hardware.overlaps)
-    origins["the link"] = Origin(Source.PROFILED, f"{parts.link_gb_s:.4g} GB/s (measured)")
+    origins["the link"] = Origin(f"{parts.link_gb_s:.4g} GB/s (measured)")
     if hardware.overlaps:
         copy_s = target.layer / (parts.link_gb_s * GIGA)
         return Link(lambda rows: copy_s, overlaps=True)
@@ -317,7 +315,7 @@ def over_nodes(
         return None
     name = f"passes over {nodes.count} memory nodes"
     if calibration is not None:
-        origins[name] = Origin(Source.PROFILED, f"measured, {calibration.measured[:10]}")
+        origins[name] = Origin(f"measured, {calibration.measured[:10]}")
         place = _shared(calibration, target)
     else:
         origins[name] = nodes.origin_of(origins["passes of the CPU"])

@@ -12,9 +12,8 @@ of the reply behind it; the last of these is the root. Knows numbers and files; 
 """
 
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,7 +23,6 @@ from pydantic import Field, ValidationError
 
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Frozen, Sampling
-from dovetail.protocol.tree import ROOT
 
 ABOUT = "recording.json"
 SUFFIX = ".npz"
@@ -58,7 +56,7 @@ class About(Frozen):
     max_tokens: Annotated[int, Field(ge=1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Position:
     """A draft's tree below one root; the children of a node stand side by side, best first."""
 
@@ -69,36 +67,6 @@ class Position:
     """Log-probability given the parent."""
     expanded: NDArray[np.bool_]
     """[N] whether the node's children are here. The root's are."""
-
-    @cached_property
-    def _places(self) -> tuple[Ints, Ints]:
-        """For every node (the root last, at index -1) the first of its children, and how many it
-        has."""
-        count = np.bincount(self.parents + 1, minlength=len(self.parents) + 1).astype(np.int32)
-        first = np.full(len(count), -1, np.int32)
-        first[(self.parents + 1)[::-1]] = np.arange(len(self.parents), dtype=np.int32)[::-1]
-        return np.roll(first, -1), np.roll(count, -1)
-
-    def children(self, path: Sequence[int], width: int) -> tuple[Ints, Floats] | None:
-        """Tokens and gains of the best `width` children of the node with that path; None if it is
-        not here, or was not expanded."""
-        node = self._find(path)
-        if node is None or not (node == ROOT or self.expanded[node]):
-            return None
-        first, count = (int(place[node]) for place in self._places)
-        stop = first + min(count, width)
-        return self.tokens[first:stop], self.gains[first:stop]
-
-    def _find(self, path: Sequence[int]) -> int | None:
-        node = ROOT
-        firsts, counts = self._places
-        for token in path:
-            first = int(firsts[node])
-            found = np.flatnonzero(self.tokens[first : first + int(counts[node])] == token)
-            if not len(found):
-                return None
-            node = first + int(found[0])
-        return node
 
 
 @dataclass(frozen=True)
@@ -111,39 +79,6 @@ class Recording:
     """Tokens of the reply; the first comes with the prompt."""
     positions: tuple[Position, ...]
     """[P] one for each token but the last."""
-
-    def children(
-        self, position: int, path: Sequence[int], width: int, *, head: bool
-    ) -> tuple[Ints, Floats] | None:
-        """Return the draft's distribution after `path` below the root of `position`; None if it was
-        not recorded. A small model has the same below any root. The longest part of the target's
-        own path is used below whose end more was recorded. A head's depends on how much of the path
-        it has guessed itself: there the tree of the position comes first.
-        """
-        known = self._known(position, path)
-        starts = (0, known) if head else (known,)
-        for start in starts:
-            at = position + start
-            found = (
-                self.positions[at].children(path[start:], width)
-                if at < len(self.positions)
-                else None
-            )
-            if found is not None:
-                return found
-        return None
-
-    def _known(self, position: int, path: Sequence[int]) -> int:
-        """Return how many tokens of `path` are the target's own."""
-        said = self.tokens[position + 1 :]
-        return next(
-            (
-                place
-                for place, token in enumerate(path)
-                if place >= len(said) or said[place] != token
-            ),
-            len(path),
-        )
 
 
 @dataclass(frozen=True)

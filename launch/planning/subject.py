@@ -34,7 +34,7 @@ from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE
 from dovetail.protocol.settings import Settings
-from dovetail.runtime.costs.rounds import Origin, Source
+from dovetail.runtime.costs.rounds import Origin
 from dovetail.runtime.planner import Draft, Option, Planner
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
@@ -184,8 +184,7 @@ class Subject:
         """The flags of the calibrations that would put measurements in the place of estimates;
         nothing for another machine."""
         if self.here is None or not any(
-            origin.source is Source.ESTIMATED
-            for origin in (*self.prices.origins.values(), *self.levels.values())
+            origin.estimated for origin in (*self.prices.origins.values(), *self.levels.values())
         ):
             return ""
         target = [
@@ -223,7 +222,7 @@ class Subject:
             "origins": self._origins(every),
             "measurable": self._measurable(),
             "uncalibrated": self.here is not None
-            and any(one.source is Source.ESTIMATED for one in self.prices.origins.values()),
+            and any(one.estimated for one in self.prices.origins.values()),
             "alternatives": rows,
             "choice": choice,
             "at_once": None if ready is None else rows[every.index(ready)],

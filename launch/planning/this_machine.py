@@ -20,7 +20,7 @@ from dovetail.protocol.calibration import Calibration, DeviceCosts, MachineLimit
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import load_profile, machine_key
 from dovetail.protocol.settings import Settings
-from dovetail.runtime.costs.rounds import Origin, Source
+from dovetail.runtime.costs.rounds import Origin
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
@@ -158,7 +158,7 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
     sources = [(calibration, "measured"), *((one, OF_ANOTHER) for one in reversed(kept))]
     for one, words in sources:
         if one is not None and one.overhead_s:
-            origin = Origin(Source.PROFILED, f"{1e3 * one.overhead_s:.2g} ms ({words})")
+            origin = Origin(f"{1e3 * one.overhead_s:.2g} ms ({words})")
             messages = HERE.scaled(one.overhead_s)
             hardware = replace(hardware, messages=messages, messages_from=origin)
             break

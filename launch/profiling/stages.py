@@ -145,9 +145,8 @@ def attached(
         words = "a server that was watched"
     _check_rounds(watch)
     status = client.status()
-    for role in ("target",):
-        if not any(role in worker.roles for worker in status.workers):
-            raise UserError(f"the last {role} worker has left: this run cannot be profiled")
+    if not any("target" in worker.roles for worker in status.workers):
+        raise UserError("the last target worker has left: this run cannot be profiled")
     records = [seen.record for seen in watch.rounds]
     evidence = _evidence(
         watch,

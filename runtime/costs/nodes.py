@@ -9,7 +9,7 @@ times in a layer, and read what other nodes have computed. Pure.
 from dataclasses import dataclass
 
 from dovetail.protocol.calibration import RowsSeconds
-from dovetail.runtime.costs.rounds import Origin, Source
+from dovetail.runtime.costs.rounds import Origin
 
 MEETING_S = 50e-6
 """Additional seconds of a layer spread over nodes: four synchronisations of a microsecond, and half
@@ -37,7 +37,7 @@ class Nodes:
     def origin_of(self, alone: Origin) -> Origin:
         """Return the provenance of passes over all nodes, from that of passes on one."""
         words = f"1/{self.times:.3g} of a pass on one node ({alone}), and {self.meeting}"
-        return Origin(Source.ESTIMATED, words)
+        return Origin(words, estimated=True)
 
 
 def measured_meeting_s(

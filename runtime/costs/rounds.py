@@ -4,7 +4,6 @@ coordinator. Drafting takes t_D(rows) a pass, plus a constant for each proposal.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 from math import ceil
 
 from dovetail.runtime.costs.averages import Average, Lags
@@ -18,20 +17,13 @@ DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
 coordinator handles every second of them."""
 
 
-class Source(Enum):
-    """The provenance of a number; where there are several, the first one counts."""
-
-    MEASURED = "rounds that were decoded"
-    PROFILED = "passes that `dovetail calibrate` made"
-    ESTIMATED = "bandwidth and arithmetic of a machine"
-
-
 @dataclass(frozen=True)
 class Origin:
-    """The provenance of a number, and its name."""
+    """The provenance of a number, in words: passes that `dovetail calibrate` made, or bandwidth and
+    arithmetic of a machine, from which it is estimated."""
 
-    source: Source
     words: str
+    estimated: bool = False
 
     def __str__(self) -> str:
         return self.words

@@ -7,12 +7,14 @@ counted.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
 
-from dovetail.launch.planning.recording import About, Floats, Ints, Recording
+from dovetail.launch.planning.recording import About, Floats, Ints, Position, Recording
 from dovetail.protocol.messages import Open
+from dovetail.protocol.tree import ROOT
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.identity import Identity
@@ -27,6 +29,56 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.score_calibration import Scale
 from simulation.clockwork import Clock, ClockSpans
 from simulation.prices import PlacedCosts
+
+
+@cache
+def _places(position: Position) -> tuple[Ints, Ints]:
+    """Return for every node (the root last, at index -1) the first of its children, and how many it
+    has."""
+    parents = position.parents
+    count = np.bincount(parents + 1, minlength=len(parents) + 1).astype(np.int32)
+    first = np.full(len(count), -1, np.int32)
+    first[(parents + 1)[::-1]] = np.arange(len(parents), dtype=np.int32)[::-1]
+    return np.roll(first, -1), np.roll(count, -1)
+
+
+def below(position: Position, path: Sequence[int], width: int) -> tuple[Ints, Floats] | None:
+    """Return tokens and gains of the best `width` children of the node with that path; None if it
+    is not here, or was not expanded."""
+    firsts, counts = _places(position)
+    node = ROOT
+    for token in path:
+        first = int(firsts[node])
+        found = np.flatnonzero(position.tokens[first : first + int(counts[node])] == token)
+        if not len(found):
+            return None
+        node = first + int(found[0])
+    if not (node == ROOT or position.expanded[node]):
+        return None
+    first, count = int(firsts[node]), int(counts[node])
+    stop = first + min(count, width)
+    return position.tokens[first:stop], position.gains[first:stop]
+
+
+def children(
+    recording: Recording, position: int, path: Sequence[int], width: int, *, head: bool
+) -> tuple[Ints, Floats] | None:
+    """Return what the draft says after `path` below the root of `position`; None where that was not
+    recorded.
+
+    A small model says the same below any root. Of the target's own path the longest part is taken
+    as given, below whose end more was recorded. What a head says depends on how much of the path it
+    has guessed itself: there the tree of the position comes first.
+    """
+    own = recording.tokens[position + 1 : position + 1 + len(path)]
+    pairs = enumerate(zip(own, path, strict=False))
+    known = next((place for place, (one, other) in pairs if one != other), len(own))
+    for start in (0, known) if head else (known,):
+        if position + start < len(recording.positions):
+            found = below(recording.positions[position + start], path[start:], width)
+            if found is not None:
+                return found
+    return None
 
 
 @dataclass
@@ -71,7 +123,8 @@ class Recalled:
         )
         position = root - len(self.recording.prompt) - 1
         for row, node in enumerate(nodes.tolist()):
-            found = self.recording.children(position, tree.path_tokens(node), width, head=self.head)
+            path = tree.path_tokens(node)
+            found = children(self.recording, position, path, width, head=self.head)
             self.coverage.expanded += self.awaited
             if found is None:
                 self.coverage.missing += self.awaited

@@ -11,7 +11,7 @@ from dovetail.protocol.calibration import MAX_POINTS, ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.runtime.costs.curves import PassCurves
-from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, Messages, Origin, Source
+from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, Messages, Origin
 from simulation.prices import PlacedCosts
 
 NS = 1e9
@@ -36,7 +36,7 @@ def measured_costs(rounds: Sequence[RoundRecord], told: str = "measured") -> Pla
         t_d=t_d,
         proposal_s=max(0.0, fmean(waited_for(record)[1] for record in drafted)) / NS,
         messages=Messages(transport_ns / hops / NS, 2 * coordinator_ns / hops / NS),
-        origin=Origin(Source.MEASURED, told),
+        origin=Origin(told),
     )
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from dovetail.launch.planning.machines import (
     GIGA,
     MICRO,
-    ROWS,
     SIZES,
     DraftPart,
     Machine,
@@ -19,6 +18,7 @@ from dovetail.launch.planning.machines import (
 )
 from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime, RowsSeconds
 from dovetail.protocol.errors import UserError
+from dovetail.protocol.settings import MAX_GAMMA
 from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Origin
 
@@ -40,6 +40,15 @@ class PlacedCosts:
         return self.t_v.at(rows, context)
 
 
+ROWS = (
+    *range(1, 33),
+    *range(36, 65, 4),
+    *range(72, 129, 8),
+    *range(144, 257, 16),
+    *range(320, MAX_GAMMA + 1, 64),
+    MAX_GAMMA + 1,
+)
+"""At which passes are computed; between them they are interpolated."""
 CONTEXTS = (0, 512, 2048, 8192, 32768)
 
 

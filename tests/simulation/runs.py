@@ -12,7 +12,7 @@ from dovetail.launch.planning.recording import Library
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.costs.rounds import Origin, Source
+from dovetail.runtime.costs.rounds import Origin
 from simulation.figures import Figures, figures
 from simulation.measured import measured_costs
 from simulation.methods import Method, vary
@@ -60,7 +60,7 @@ def machine_costs(machine: str, target_size: str, weights: Any, blocks: int | No
     weights = weights or found.weights
     costs = placed_costs(found, read_size(target_size), weights, blocks)
     title = f"{found.title}; target {target_size} in {weights}"
-    return replace(costs, origin=Origin(Source.ESTIMATED, title))
+    return replace(costs, origin=Origin(title, estimated=True))
 
 
 def in_turns(method: Method, machine: str) -> Method:
