@@ -148,7 +148,9 @@ def test_joules_are_those_of_idle_servers_too() -> None:
 def test_a_profile_comes_from_the_cost_model_and_is_never_slower_for_a_draft() -> None:
     costs = placed_costs(read_machine("dovetail-server"), read_size("7B"), "int8")
     alone = of_costs(costs, 4, 0.0)
-    assert alone.token_s(1) == pytest.approx(costs.verify_s(1) + costs.beside_s(drafted=False))
+    assert alone.token_s(1) == pytest.approx(
+        costs.verify_s(1) + costs.messages.beside_s(drafted=False)
+    )
     assert list(alone.rounds_s) == sorted(alone.rounds_s)
     for tau, drafts in ((4.0, True), (1.0, False)):
         figures = Figures(0, 0.0, 0, 0.0, tau, 0.0, 0.001, 0.0, None, 8.0, 0.0, 0.0, 0.0, 0.0, None)
