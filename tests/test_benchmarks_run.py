@@ -63,7 +63,6 @@ COMMANDS = {
     "transport": "--rounds 40",
     "turns": "--history 64 --pairs 2",
     "users": "--users 2 --keys 1 --seconds 10 --max-tokens 8 --inflate 32MiB",
-    "utilisation": "--inflate 32MiB --limit 2",
 }
 """Command -> its smallest sizes."""
 

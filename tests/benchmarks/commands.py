@@ -185,10 +185,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "users.users",
         "Many users with a few keys: waits, failures and memory.",
     ),
-    "utilisation": (
-        "gains.utilisation",
-        "Busy shares from spans beside the CPU time of the same processes.",
-    ),
 }
 """Name -> the module in this folder and what the command is called there; what help says of it."""
 

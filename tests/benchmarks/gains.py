@@ -1,9 +1,8 @@
-"""The commands `gains` and `utilisation`: whether what `dovetail profile` reports holds.
+"""The command `gains`: whether the advice of `dovetail profile` holds.
 
-`gains`: in some situations that leave something to be gained, the profile is taken, the changes
-that it advises are carried out, and what they brought is set beside what was predicted: replies
-with the settings as they were and as they were changed, in turns. `utilisation`: busy shares from
-spans beside the CPU time that the kernel counted for the same process, on a steady load.
+In some situations that leave something to be gained, the profile is taken, the changes that it
+advises are carried out, and what they brought is compared with what was predicted: replies with the
+settings as they were and as they were changed, in turns.
 """
 
 import json
@@ -30,8 +29,6 @@ from dovetail.protocol.errors import UserError
 from support.inflated import models_at
 
 AS_IT_WAS = "as it was"
-POINTS = 0.05
-"""The largest difference between busy shares from spans and from the sampler."""
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     "too many nodes": {
         "tree.policy": "dynamic",
@@ -249,75 +246,3 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows
     ]
     print_table(headings, cells)
-
-
-# -- utilisation -----------------------------------------------------------------------------------
-
-
-@click.command(cls=Command)
-@option(
-    "--draft", default="small", help="A kind of draft that comes with the program, or a folder."
-)
-@option("--inflate", default="512MiB", help="Size to which the target is inflated.")
-@option(
-    "--prompts",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=DEMO_FOLDER / "prompts.jsonl",
-    help="File of prompts.",
-)
-@option("--limit", type=click.IntRange(min=1), default=6, help="Prompts taken of it.")
-@option(
-    "--ahead", type=click.Choice(["auto", "true", "false"]), default="auto", help="draft.ahead."
-)
-@options("json")
-def utilisation(
-    draft: str, inflate: str, prompts: Path, limit: int, ahead: str, as_json: bool
-) -> None:
-    """Busy shares from spans beside the CPU time of the same processes, device by device, and
-    whether they are within five points of each other."""
-    base = settings_of(
-        {
-            **models_at(inflate, draft),
-            "draft.ahead": parse_setting("draft.ahead", ahead, "--ahead"),
-        }
-    )
-    devices = profile(base, prompts, limit)["devices"]
-    rows = [
-        (name, told["busy"], told["sampled"]["process"], told["sampled"]["cores"])
-        for name, told in devices.items()
-        if told["sampled"]["cores"] is not None
-    ]
-    told = [
-        {
-            "device": name,
-            "spans": busy,
-            "process": process,
-            "cores": cores,
-            "holds": abs(busy - process) <= POINTS,
-        }
-        for name, busy, process, cores in rows
-    ]
-    report({"rows": told}, as_json, lambda: _show_utilisation(told))
-
-
-def _show_utilisation(rows: Sequence[Mapping[str, Any]]) -> None:
-    cells = [
-        (
-            row["device"],
-            f"{row['spans']:.1%}",
-            f"{row['process']:.1%}",
-            f"{row['cores']:.1%}",
-            f"{100 * (row['spans'] - row['process']):+.1f}",
-        )
-        for row in rows
-    ]
-    print_table(
-        (
-            "device",
-            "busy, from spans",
-            "CPU time of its process",
-            "its cores, with whatever",
-            "points apart",
-        ),
-        cells,
-    )
