@@ -20,7 +20,7 @@ from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Emitted, Failed, Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from support.inflated import as_flags, inflated
+from support.inflated import as_flags, inflated, models_at
 from support.losslessness import difference
 from support.patience import PATIENCE_S
 from support.stacks import PROMPTS, complete_all, growing, started, submit, wait_for
@@ -248,7 +248,7 @@ def test_over_tcp_it_has_the_keys_of_both_roles(tmp_path: Path) -> None:
         address = supervisor.start_hub(
             "coordinator", ["coordinator", "--listen=tcp://127.0.0.1:*", f"--keys={keys}"]
         )
-        flags = as_flags(unified())
+        flags = as_flags({**models_at("32MiB", "substitute"), "draft.share": "true"})
         child = supervisor.start(
             "unified worker",
             ["worker", "--role=unified", f"--connect={address}", f"--keys={own}", *flags],

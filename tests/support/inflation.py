@@ -10,6 +10,7 @@ that Llama, Mistral and Qwen give to their linears, nothing else of a model.
 """
 
 import copy
+import json
 import math
 import shutil
 from dataclasses import dataclass
@@ -136,15 +137,17 @@ def grow_layer(layer: Any, index: int, plan: Plan) -> None:
 
 
 def write_inflated(source: str, size_bytes: int, out: Path) -> None:
-    """Write the model in `source`, inflated, to the folder `out` in fp32 with its tokenizer, so
-    that other engines can run the very same one."""
+    """Write the model in `source`, inflated, to the folder `out` in its own type with its
+    tokenizer."""
     checkpoint = open_checkpoint(source)
     model = load_transformers(checkpoint, torch.float32)
     plan = plan_inflation(model, size_bytes)
     grow_skeleton(model, plan)
     for index, layer in enumerate(_layers(model)):
         grow_layer(layer, index, plan)
-    model.save_pretrained(out)
+    config = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    model.to(getattr(torch, stored)).save_pretrained(out)
     for name in FOLDER_FILES:
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, out / name)
