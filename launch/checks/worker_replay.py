@@ -84,7 +84,7 @@ class Player(Protocol):
         """Send it a message without an answer."""
 
     def ask(self, command: Asked, session: int) -> Sequence[Event]:
-        """Have it do a command; all its answers."""
+        """Send it a command, and return all answers."""
 
 
 def replay_to_worker(recording: Recording, role: Role, configuration: Configuration) -> Outcome:

@@ -22,7 +22,7 @@ RELEASES = {
     "rocm7.1": ((2, 10), (2, 13)),
     "xpu": ((2, 8), (2, 13)),
 }
-"""Build -> the first and the last of the releases that we run with for which it is published."""
+"""Build -> the first and the last supported release for which it is published."""
 LEAST_DRIVER = {12: 525, 13: 580}
 """CUDA's major version -> the least driver (NVIDIA, CUDA Compatibility, minor version
 compatibility)."""

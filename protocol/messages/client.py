@@ -335,7 +335,7 @@ class Result(Frozen):
     reused_tokens: Count = 0
     """Prompt tokens that the target had read in an earlier session, and did not read again."""
     moves: Count = 0
-    """Times that the session went on on another target."""
+    """How often the session continued on another target."""
     fingerprints: Annotated[tuple[Name, ...], Field(max_length=MAX_MOVES, fail_fast=True)] = ()
     """The fingerprints of the targets that served it, in order, where they were not all the same;
     `fingerprint` is the last one's."""

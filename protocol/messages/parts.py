@@ -89,7 +89,7 @@ class TokenLogprobs(Frozen):
         tuple[tuple[Token, Annotated[float, Field(le=0.0)]], ...],
         Field(max_length=MAX_TOP, fail_fast=True),
     ] = ()
-    """The likeliest tokens there, best first, of equals the lowest id first."""
+    """The likeliest tokens at this position, best first, ties by ascending id."""
 
 
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]

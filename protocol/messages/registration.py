@@ -195,7 +195,7 @@ class Hello(Message):
     served: Count | None = None
     """The epoch of the coordinator whose sessions are `held`; None: it holds none."""
     held: Annotated[tuple[HeldSession, ...], Field(max_length=MAX_HELD, fail_fast=True)] = ()
-    """Sessions of a coordinator that has gone, for one that knows them from its journal."""
+    """Sessions of a lost coordinator, for one that has them in its journal."""
 
 
 UNCOUNTED = {"reading": "tokenizer", "proving": "model"}

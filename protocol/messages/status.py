@@ -29,7 +29,7 @@ from dovetail.protocol.messages.rounds import RoundRecord, SeenSpan
 from dovetail.protocol.settings import Frozen
 
 SHOWN_KEYS = 4
-"""API keys that are named in words, of those whose requests wait."""
+"""The most API keys listed in words among those whose requests wait."""
 
 
 class SeenRound(Frozen):

@@ -161,7 +161,7 @@ class OnOff:
         self._beside = 0.0
         """Rounds of the target alone that were lost while prompts were read."""
         self._paused: Literal["on", "try"] | None = None
-        """The state to go on with when no prompt is read any more."""
+        """The state to return to when no prompts are being read."""
 
     @property
     def deciding(self) -> bool:

@@ -272,7 +272,7 @@ class RunningRequest:
         self.queued = self.sent = False
 
     def passed_on(self, size: int) -> None:
-        """Features have come from the target, or gone to the draft."""
+        """Note features received from the target or sent to the draft."""
         self.session.accounts.bytes += size
 
     def target_read(self, now_ns: int) -> None:

@@ -109,7 +109,7 @@ class Starting:
             self._queue.add(request.owner, waiting, self._now_ns())
 
     def _accept(self, waiting: WaitingRequest) -> None:
-        """Have the journal know a request that was accepted."""
+        """Write an accepted request to the journal."""
         if self._journal is not None and waiting.submit.ticket:
             digest, key = waiting.target.facts.digest, self.key(waiting.client)
             self._journal.accept(waiting.submit, waiting.request, key, digest, begun=waiting.begun)

@@ -92,8 +92,8 @@ def chosen_type(
     if not times.seconds:
         return Chosen(
             best,
-            f"{device.name}: weights are {best}: there is no memory to time its products and "
-            "other types'",
+            f"{device.name}: weights are {best}: there is no memory to time products of "
+            "several types",
         )
     for name in left[1:]:
         if MARGIN * sum(times.seconds[name]) < sum(times.seconds[best]):

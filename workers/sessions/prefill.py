@@ -18,7 +18,7 @@ from dovetail.workers.sessions.timing import timed_pass
 
 TURN_TAIL = 16
 """Rows at the end of a prompt behind a checkpoint of the cache: the next turn of a conversation
-parts from this one where a template asks for the reply, some tokens before the end."""
+differs from this one from the template's prompt for the reply on, some tokens before the end."""
 
 
 def next_stop(cache: Cache, stop: int, step: int) -> int:

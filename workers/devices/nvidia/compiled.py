@@ -34,8 +34,8 @@ def compiled_for(compiler: Compiler, source: str, architecture: int) -> bytes | 
 
 
 def find(name: str) -> bytes | None:
-    """Return what is kept under a name; None where nothing is, or somebody else may have written
-    it, or it is damaged."""
+    """Return the entry of a name; None if there is none, or if it is damaged or writable by
+    others."""
     path = cache_folder() / FOLDER / name
     try:
         with path.open("rb") as file:

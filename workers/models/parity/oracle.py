@@ -1,5 +1,5 @@
-"""transformers' own eager forward as the oracle of a load: what it hands to each decoder layer at
-positions spread over the whole context, what each layer makes of it, and what its rows may see.
+"""transformers' own eager forward as the oracle of a load: the inputs of each decoder layer at
+positions over the whole context, the layer's results, and its masks.
 
 Positions need no slots. A few runs of positions, at the beginning, around every number of the
 configuration that may be a position, and at the end, stand for a context of which no other row

@@ -47,7 +47,7 @@ class RecurrentStates:
         self.folded = torch.zeros(len(shapes), dtype=torch.int64)
         self._ring, self._factors = 0, torch.empty(0, device=device)
         self._ahead = 0
-        """The slot up to which a chain in parts goes into the states by the part last asked for."""
+        """The slot up to which a chain has been advanced into the states, in parts."""
         self._checkpoints: list[_Checkpoint] = []
         self._window = max(shape.taps for shape in shapes) - 1
 

@@ -262,7 +262,7 @@ def _sparse(model: Any) -> tuple[str, ...]:
 
 def _measured(path: str, module: nn.Module, *, matrices: bool) -> tuple[str, str, Any] | None:
     """Return path, kind and measures of a module; None for one that is more than its numbers.
-    `matrices`: experts and their routers are there, whose numbers are no linears."""
+    `matrices`: the experts and their routers, which are not linear modules."""
     shapes = {name: list(part.shape) for name, part in module.named_parameters(recurse=False)}
     if isinstance(module, nn.ModuleList):
         return path, "list", []

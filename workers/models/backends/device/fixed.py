@@ -31,7 +31,7 @@ from dovetail.workers.models.segment import Segment
 SLOTS = 512
 """Attention in fixed shapes reads slots in multiples of it, or in powers of two from it on."""
 MOST_ROWS = 64
-"""Rows of a pass at most."""
+"""The most rows of a pass."""
 PATHS, LONGER = 16, 4
 """Slots of the shortest path that rows are padded to, and the factor to the next length."""
 ALIGNMENT = 16
