@@ -17,7 +17,7 @@ from dovetail.protocol.settings import MAX_DEPTH, MAX_GAMMA, Sampling, TreeSetti
 from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head import HeadDrafter
-from dovetail.workers.drafters.head_levels import FixedLevels, Found, LevelRows
+from dovetail.workers.drafters.head_levels import FixedLevels, LevelRows
 from dovetail.workers.heads.head import Head, Predicted, open_head
 from dovetail.workers.sessions.wire import TYPES, to_array
 from dovetail.workers.speculation.growth import GrowingTree
@@ -343,7 +343,7 @@ def shapes_of(head: Head, adapt: str, bounds: Sequence[float]) -> tuple[list[int
     )
 
     class Watched(FixedLevels):
-        def compute(self, parts: Sequence[LevelRows]) -> Sequence[Found]:
+        def compute(self, parts: Sequence[LevelRows]) -> Sequence[Predicted]:
             before = len(captured)
             found = super().compute(parts)
             if parts[0].level.features is None:

@@ -19,7 +19,6 @@ from dovetail.protocol.errors import UserError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix, layer
 from dovetail.workers.kernels.layer import (
-    Attention,
     DecoderLayer,
     LayerPass,
     activate,
@@ -29,7 +28,6 @@ from dovetail.workers.kernels.layer import (
 from dovetail.workers.kernels.layer_plan import (
     LANES,
     Activation,
-    AttentionPlan,
     CacheRows,
     LayerPlan,
     Norm,
@@ -734,7 +732,21 @@ def test_an_attention_that_would_read_or_turn_what_is_not_there_is_refused(
     kv_heads: int, pairs: int
 ) -> None:
     with pytest.raises(ValueError, match="4 heads of 16"):
-        Attention(AttentionPlan(0, 4, kv_heads, 16, rotary_table(torch.ones(pairs), 8)))
+        DecoderLayer(
+            LayerPlan(
+                index=0,
+                heads=4,
+                kv_heads=kv_heads,
+                head_dim=16,
+                qkv=PackedMatrix(Kind.FP32, (4 + 2 * kv_heads) * 16, 64),
+                output=PackedMatrix(Kind.FP32, 64, 64),
+                gate_up=None,
+                down=None,
+                attention_norm=None,
+                mlp_norm=None,
+                rotary=rotary_table(torch.ones(pairs), 8),
+            )
+        )
 
 
 def test_a_library_whose_layers_have_other_fields_is_refused_with_the_command_that_builds_it(

@@ -14,8 +14,8 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import DraftSettings, Sampling, TreeSettings
 from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
-from dovetail.workers.heads.arithmetic.matrices import device_product
 from dovetail.workers.heads.head import open_head
+from dovetail.workers.heads.matrices import device_product
 from dovetail.workers.models.backends.device.choice import products_on, tell_products
 from dovetail.workers.models.backends.device.own import OwnMatrix
 from dovetail.workers.models.backends.device.own_blocks import CONTEST as BLOCKS

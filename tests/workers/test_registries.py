@@ -22,7 +22,7 @@ from dovetail.workers.drafters.head import HeadDrafter
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.config import HeadConfig
 from dovetail.workers.heads.kind import HeadKind
-from dovetail.workers.heads.parts import Body, Parts
+from dovetail.workers.heads.parts import Body, HeadParts
 from dovetail.workers.heads.registry import KINDS, setting_of
 from dovetail.workers.heads.spec import Group, HeadSpec, Shapes, common_fields
 from dovetail.workers.speculation import policies
@@ -110,8 +110,6 @@ def test_every_kind_of_head_has_a_name_in_the_settings() -> None:
 
 
 class Sum(HeadKind):
-    """A head that adds embedding and feature."""
-
     name = "sum"
 
     def recognises(self, shapes: Shapes) -> bool:
@@ -123,7 +121,7 @@ class Sum(HeadKind):
     def fusion_groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
         return []
 
-    def body(self, parts: Parts) -> Body:
+    def body(self, parts: HeadParts) -> Body:
         return parts.layered(torch.add)
 
 

@@ -49,10 +49,8 @@ from dovetail.protocol.spans import Spans
 from dovetail.protocol.tree import ROOT
 from dovetail.workers.drafters.head_levels import (
     Capture,
-    Found,
     Level,
     adapts_shapes,
-    best_of,
     compute_rows,
     open_levels,
 )
@@ -274,8 +272,8 @@ class HeadDrafter(Grower[HeadSession]):
         predicted = yield from self._read_true(
             session, predicted=True, contrast=self._contrast and shape.depth == 2
         )
-        session.note_ranking(THE_ROOT, best_of(predicted))
-        if not isinstance(predicted, Found):
+        session.note_ranking(THE_ROOT, predicted.best)
+        if predicted.best is None:  # else the pass has written it
             session.states[0] = predicted.states[0]
         if predicted.contrast is not None:
             session.contrasts[ROOT] = predicted.contrast[0]
@@ -369,7 +367,7 @@ class HeadDrafter(Grower[HeadSession]):
             session.contrasts.update(
                 (int(nodes[i]), found.contrast[i]) for i in np.flatnonzero(levels == depth - 2)
             )
-        session.note_ranking(nodes, best_of(found))
+        session.note_ranking(nodes, found.best)
         return found.logits
 
     def take(self, session: HeadSession, reading: Reading) -> int:

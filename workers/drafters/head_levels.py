@@ -97,19 +97,6 @@ class FreeLevels:
         self.states[level.into : level.into + len(level.tokens)] = found.states
 
 
-@dataclass(frozen=True)
-class Found(Predicted):
-    """The predictions of a level, and the children that a device has ranked by them."""
-
-    best: Fetched | None = None
-    """None: the host ranks them."""
-
-
-def best_of(found: Predicted) -> Fetched | None:
-    """Return the children that a device has ranked; None: it has ranked none."""
-    return found.best if isinstance(found, Found) else None
-
-
 class LevelInputs(RankedInputs):
     """The inputs of a level of a head."""
 
@@ -178,9 +165,7 @@ class FixedLevels:
         if (known := captured.get(key)) is None or len(known) <= rows:
             captured.clear()
             head = self._head
-            known = captured[key] = torch.zeros(
-                rows + 1, head.spec.hidden, dtype=head.dtype, device=head.device
-            )
+            known = captured[key] = torch.zeros(rows + 1, head.spec.hidden, device=head.device)
         states: Tensor = known
         return states
 
@@ -195,7 +180,7 @@ class FixedLevels:
     def take(self, level: Level, found: Predicted) -> None:
         """Do nothing: the pass has written the states."""
 
-    def compute(self, parts: Sequence[LevelRows]) -> Sequence[Found]:
+    def compute(self, parts: Sequence[LevelRows]) -> Sequence[Predicted]:
         """Compute levels by replaying a pass: this session's, and those of others if they are
         `placed`."""
         true, contrast, least = parts[0].kind == TRUE, False, 1
@@ -233,7 +218,7 @@ class FixedLevels:
         logits = found.logits[:wanted].clone()
         later = None if found.contrast is None else found.contrast[:wanted].clone()
         return [
-            Found(
+            Predicted(
                 logits[its],
                 own.states[one.into : one.into + one.wanted],
                 later[its] if later is not None and one.contrast else None,
@@ -280,13 +265,13 @@ class FixedLevels:
                 given(),
                 inputs["positions"],
                 inputs["slots"],
-                inputs.mask(head.cached if ours is None else torch.float32),
+                inputs.mask(torch.float32),
                 memory,
                 true=true,
                 rows=inputs["wanted"][:results] if true else None,
                 contrast=contrast,
             )
-            into, written = inputs["into"][:results], found.states.to(states.dtype)
+            into, written = inputs["into"][:results], found.states
             if ours is None:
                 states.index_copy_(0, into, written)
             else:
@@ -344,7 +329,7 @@ def open_levels(
     else:
         cache.resize(rows)
     if capture is None:
-        states = torch.zeros(1 + of_tree, head.spec.hidden, dtype=head.dtype, device=head.device)
+        states = torch.zeros(1 + of_tree, head.spec.hidden, device=head.device)
         return cache, FreeLevels(head, states)
     if not isinstance(cache, ArenaCache):
         raise TypeError(f"a cache of type {type(cache).__name__} cannot be written in fixed shapes")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.heads.config import MisfitError, read_config
+from dovetail.workers.heads.engines import Rotation
 from dovetail.workers.heads.files import HeadFiles, open_files
 from dovetail.workers.heads.kind import HeadKind
 from dovetail.workers.heads.parts import HeadCheckpoint
@@ -132,8 +133,8 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
     kind.check(spec, config, shapes, target.shape)
     refuse_strange(spec, kind.groups(spec, config), shapes)
     _refuse_types({plain: files.types[name] for plain, name in names.items()})
-    turns, scaling = frequencies(
-        config, heads=spec.heads, head_dim=spec.head_dim, context=spec.context
+    rotation = Rotation(
+        *frequencies(config, heads=spec.heads, head_dim=spec.head_dim, context=spec.context)
     )
     tensors = {plain: files.read(name) for plain, name in names.items()}
     embedding, output = _shared(
@@ -149,8 +150,7 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
         files.digest,
         config.dovetail.trained_for,
         spec,
-        turns,
-        scaling,
+        rotation,
         tensors,
         embedding,
         output,

@@ -18,7 +18,7 @@ from dovetail.workers.heads.spec import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dovetail.workers.heads.parts import Body, Fusion, Parts
+    from dovetail.workers.heads.parts import Body, Fusion, HeadParts
 
 
 class DovetailConfig(HeadConfig):
@@ -70,11 +70,11 @@ class Dovetail(HeadKind):
             norm,
         ]
 
-    def body(self, parts: "Parts") -> "Body":
+    def body(self, parts: "HeadParts") -> "Body":
         return parts.layered(_gated(parts))
 
 
-def _gated(parts: "Parts") -> "Fusion":
+def _gated(parts: "HeadParts") -> "Fusion":
     """Return the dynamic gating fusion: z h1 + (1 - z) h2 of the feature's h1 and the embedding's
     h2, z = sigmoid of a matrix over both.
 

@@ -8,7 +8,7 @@ from dovetail.workers.heads.kind import SERVER, Figures, HeadKind
 from dovetail.workers.heads.spec import FeatureType, HeadSpec, Shapes, TargetShape, common_fields
 
 if TYPE_CHECKING:
-    from dovetail.workers.heads.parts import Body, Parts
+    from dovetail.workers.heads.parts import Body, HeadParts
 
 
 class Eagle(HeadKind):
@@ -33,7 +33,7 @@ class Eagle(HeadKind):
             **common_fields(self.name, config, shapes, target, dtype, mlp="mlp.gate_proj")
         )
 
-    def body(self, parts: "Parts") -> "Body":
+    def body(self, parts: "HeadParts") -> "Body":
         return parts.layered(parts.concatenation())
 
 

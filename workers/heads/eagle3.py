@@ -25,8 +25,8 @@ from dovetail.workers.heads.spec import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dovetail.workers.heads.arithmetic import Product
-    from dovetail.workers.heads.parts import Body, Inputs, Outcome, Parts
+    from dovetail.workers.heads.parts import Body, HeadParts, Inputs, Outcome
+    from dovetail.workers.models.backends.device.products import Product
 
 LAYER = "midlayer."
 
@@ -150,7 +150,7 @@ class Eagle3(HeadKind):
             gated_mlp(spec, LAYER),
         ]
 
-    def body(self, parts: "Parts") -> "Body":
+    def body(self, parts: "HeadParts") -> "Body":
         import torch
 
         spec = parts.checkpoint.spec
@@ -159,26 +159,23 @@ class Eagle3(HeadKind):
         hidden_norm, embedding_norm = (
             parts.norm(f"{LAYER}{name}") for name in ("hidden_norm", "input_layernorm")
         )
-        attend, norm = parts.attention_half("midlayer")
-        mlp = parts.mlp("midlayer.mlp")
+        layer = parts.layer(LAYER, given=2 * spec.hidden)
 
         def body(inputs: "Inputs") -> "Outcome":
             states = fuse(inputs.features) if inputs.true else inputs.features
             normed = hidden_norm(states)
             both = torch.cat([embedding_norm(inputs.embedded), normed], dim=-1)
-            states = inputs.asked(
-                attend(both, normed if spec.norm_before_residual else states, inputs.seen)
-            )
+            states = normed if spec.norm_before_residual else states.clone()
+            states = layer(states, inputs.seen, inputs.rows, given=both)
             if not len(states):
                 return inputs.outcome(states)
-            states = states + mlp(norm(states))
             final = final_norm(states)
             return inputs.outcome(final if spec.norm_output else states, final)
 
         return body
 
 
-def _tapped(parts: "Parts", spec: Eagle3Spec) -> "Product":
+def _tapped(parts: "HeadParts", spec: Eagle3Spec) -> "Product":
     """Return the fusion of the target's streams: one matrix over all taps side by side, each normed
     first where it has a norm."""
     import torch

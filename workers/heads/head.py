@@ -18,23 +18,22 @@ from torch.nn.functional import embedding
 
 from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.settings import BACKENDS
-from dovetail.workers.heads.arithmetic import KINDS, TYPES, Arithmetic, FixedRows, Geometry
-from dovetail.workers.heads.arithmetic.matrices import check_weights
-from dovetail.workers.heads.arithmetic.on_kernels import KernelArithmetic
-from dovetail.workers.heads.arithmetic.on_torch import TorchArithmetic
 from dovetail.workers.heads.checkpoint import open_head_checkpoint
+from dovetail.workers.heads.engines import TYPES, HeadEngine, HeadKernels, HeadTorch
 from dovetail.workers.heads.files import classify
-from dovetail.workers.heads.parts import HeadCheckpoint, Inputs, Parts
+from dovetail.workers.heads.matrices import KINDS, check_weights
+from dovetail.workers.heads.parts import HeadCheckpoint, HeadParts, Inputs
 from dovetail.workers.heads.registry import KINDS as HEADS
 from dovetail.workers.heads.spec import HeadSpec
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends import packing
 from dovetail.workers.models.backends.device.fixed import Graphs
+from dovetail.workers.models.backends.device.ranked import Fetched
 from dovetail.workers.models.backends.device.rows import PlacedRows
 from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.progress import beat
 
-__all__ = ["FixedRows", "Head", "HeadSpec", "Predicted", "classify", "open_head"]
+__all__ = ["Head", "HeadSpec", "Predicted", "classify", "open_head"]
 
 WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 """`auto` is what is stored: on a CPU matrix by matrix, on a GPU one 16-bit type."""
@@ -60,6 +59,8 @@ class Predicted:
     contrast: Tensor | None
     """float32 [R, V], where asked for and where there is one: logits of the token after the one
     that a row predicts."""
+    best: Fetched | None = None
+    """The children that a device has ranked by them; None: the host ranks them."""
 
 
 class Head:
@@ -69,7 +70,7 @@ class Head:
     def __init__(
         self,
         checkpoint: HeadCheckpoint,
-        arithmetic: Arithmetic,
+        engine: HeadEngine,
         *,
         weights: str,
         wider: "Callable[[], Head] | None" = None,
@@ -80,17 +81,17 @@ class Head:
         chosen."""
         self.spec, self.source = checkpoint.spec, checkpoint.source
         self.wider, self.said = wider, said
-        self.device: torch.device = arithmetic.device
+        self.device: torch.device = engine.device
         self.checkpoint_digest, self.trained_for = checkpoint.digest, checkpoint.trained_for
-        self.weights, self.arithmetic = weights, arithmetic.name
+        self.weights, self.arithmetic = weights, engine.name
         self.vocabulary_size = self.spec.vocabulary_size
-        self.dtype, self.cached = arithmetic.dtype, arithmetic.cached
-        self.ours, self.graphs = arithmetic.ours, Graphs()
-        self._arithmetic = arithmetic
-        self._body = HEADS[self.spec.kind].body(Parts(checkpoint, arithmetic))
-        self._table = _table(checkpoint.embedding, arithmetic)
-        shares = checkpoint.output is checkpoint.embedding and arithmetic.table is not None
-        self._output = arithmetic.linear(self._table if shares else checkpoint.output)
+        self._engine, self.graphs = engine, Graphs()
+        self._body = HEADS[self.spec.kind].body(HeadParts(checkpoint, engine))
+        self.ours = engine.ours
+        """Our functions for rows of several sessions; None: there are none."""
+        self._table = _table(checkpoint.embedding, engine)
+        shares = checkpoint.output is checkpoint.embedding and engine.table is not None
+        self._output = engine.linear(self._table if shares else checkpoint.output)
         self._tokens = None if checkpoint.tokens is None else checkpoint.tokens.to(self.device)
 
     def longest_tokens(self, count: int) -> Tensor:
@@ -102,7 +103,7 @@ class Head:
     def new_cache(self, capacity: int) -> Cache:
         """Return an empty cache for one session of at least `capacity` rows, those of trees
         included."""
-        return self._arithmetic.new_cache(capacity)
+        return self._engine.open_cache(capacity)
 
     @torch.inference_mode()
     def forward(
@@ -135,7 +136,7 @@ class Head:
         return self._predict(
             tokens,
             features,
-            self._arithmetic.arrange(positions, segments),
+            self._engine.see(positions, segments),
             true=true,
             rows=rows,
             contrast=contrast,
@@ -161,7 +162,8 @@ class Head:
         tokens, positions, slots int64 [T], features and `rows` as those of `forward`, mask [T, S]
         of 0 and -inf; a row sees itself by its slot.
         """
-        seen = self._arithmetic.arrange(positions, FixedRows(memory, slots, mask))
+        assert isinstance(self._engine, HeadTorch)
+        seen = self._engine.fix(positions, memory, slots, mask)
         return self._predict(tokens, features, seen, true=true, rows=rows, contrast=contrast)
 
     def _predict(
@@ -175,7 +177,7 @@ class Head:
         contrast: bool,
     ) -> Predicted:
         beat()
-        device, dtype = self.device, self._arithmetic.dtype
+        device, dtype = self.device, torch.float32
         rows = None if rows is None else rows.to(device)
         features = features.to(device, dtype).contiguous()
         contrast = contrast and self.spec.contrast
@@ -213,10 +215,10 @@ def _mixed(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
     )
 
 
-def _table(weight: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Return the embedding as it is looked up: in the type of the arithmetic's table, or as it is
+def _table(weight: Tensor, engine: HeadEngine) -> Tensor:
+    """Return the embedding as it is looked up: in the type of the engine's table, or as it is
     stored."""
-    return weight if arithmetic.table is None else weight.to(arithmetic.device, arithmetic.table)
+    return weight if engine.table is None else weight.to(engine.device, engine.table)
 
 
 def open_head(
@@ -261,7 +263,7 @@ def open_head(
         narrows = on_gpu and kind == "fp16" and not exact
         return Head(
             checkpoint,
-            _arithmetic(checkpoint, kind, place, backend, exact=bool(exact)),
+            _engine(checkpoint, kind, place, backend, exact=bool(exact)),
             weights=weights,
             wider=partial(opened, OVERFLOWED) if narrows else None,
             said=f"{place}: {exact}: products and cache are fp32" if exact else "",
@@ -288,20 +290,11 @@ def _overflows(head: Head) -> bool:
     return bool(torch.stack(wrong).any())
 
 
-def _arithmetic(
+def _engine(
     checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str, *, exact: bool
-) -> Arithmetic:
+) -> HeadEngine:
     """Kernels where that is wanted and can be, else torch."""
-    spec = checkpoint.spec
-    geometry = Geometry(
-        spec.blocks,
-        spec.heads,
-        spec.kv_heads,
-        spec.head_dim,
-        spec.epsilon,
-        checkpoint.frequencies,
-        checkpoint.rope_scaling,
-    )
+    rotation = checkpoint.rotation
     why_not = (
         f"they compute on a CPU, not on {device}"
         if device.type != "cpu"
@@ -311,18 +304,18 @@ def _arithmetic(
     )
     why_not = why_not or packing.reason_against(KINDS.get(weights, Kind.FP32))
     if not why_not:
-        return KernelArithmetic(geometry, weights=weights)
+        return HeadKernels(rotation, weights=weights)
     if backend == "kernels":
         raise CheckpointError(
             f"{checkpoint.source}: no C++ kernels for this head: {why_not}; or use backend library"
         )
     if device.type == "cpu":
-        return TorchArithmetic(geometry, weights=weights, device=device, cached=torch.float32)
-    return TorchArithmetic(
-        geometry,
+        return HeadTorch(rotation, weights=weights, device=device, cached=torch.float32)
+    return HeadTorch(
+        rotation,
         weights=weights,
         device=device,
         cached=torch.float32 if weights == "fp32" or exact else torch.float16,
-        table=TYPES.get(weights, TYPES[HALF[spec.dtype]]),
+        table=TYPES.get(weights, TYPES[HALF[checkpoint.spec.dtype]]),
         exact=exact,
     )

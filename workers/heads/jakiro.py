@@ -29,8 +29,8 @@ from dovetail.workers.heads.spec import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dovetail.workers.heads.arithmetic import Product
-    from dovetail.workers.heads.parts import Body, Inputs, Outcome, Parts
+    from dovetail.workers.heads.parts import Body, HeadParts, Inputs, Outcome
+    from dovetail.workers.models.backends.device.products import Product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class _Mixed(HeadKind):
         }
         return Group(gate | experts)
 
-    def body(self, parts: "Parts") -> "Body":
+    def body(self, parts: "HeadParts") -> "Body":
         import torch
         from torch.nn.functional import gelu
 
@@ -86,15 +86,16 @@ class _Mixed(HeadKind):
         experts = [f"{EXPERTS}.experts.{i}" for i in range(spec.experts)]
         fuse, gate = parts.concatenation(), parts.exact(f"{EXPERTS}.gate")
         up = parts.linear(*(f"{expert}.{name}" for name in self.up for expert in experts))
-        down = parts.arithmetic.linear(
+        down = parts.engine.linear(
             torch.cat([parts.stacked(f"{expert}.{self.down}") for expert in experts], dim=1)
         )
-        activate = parts.arithmetic.gated if self.silu else gelu
-        attend, norm = parts.attention_half("layers.0")
+        activate = parts.engine.gated if self.silu else gelu
+        layer = parts.layer("layers.0.", mlp=False)
+        norm = parts.norm("layers.0.post_attention_layernorm")
 
         def body(inputs: "Inputs") -> "Outcome":
             states = fuse(inputs.embedded, inputs.features)
-            states = inputs.asked(attend(states, states, inputs.seen))
+            states = layer(states, inputs.seen, inputs.rows)
             if not len(states):
                 return inputs.outcome(states, contrast=states if inputs.contrast else None)
             read = norm(states)

@@ -23,7 +23,7 @@ from dovetail.workers.heads.spec import (
 )
 
 if TYPE_CHECKING:
-    from dovetail.workers.heads.parts import Body, Parts
+    from dovetail.workers.heads.parts import Body, HeadParts
 
 
 @dataclass(frozen=True)
@@ -115,5 +115,5 @@ class HeadKind(ABC):
         return gated_mlp(spec, layer)
 
     @abstractmethod
-    def body(self, parts: "Parts") -> "Body":
+    def body(self, parts: "HeadParts") -> "Body":
         """Return the forward pass between embedding and output head."""

@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dovetail.workers.heads.arithmetic import Arithmetic, LayerWeights, Product
+from dovetail.workers.heads.engines import HeadEngine, HeadLayer, Rotation, module_of
 from dovetail.workers.heads.spec import HeadSpec
+from dovetail.workers.kernels.layer_plan import Activation
+from dovetail.workers.models.backends.device.products import Product
+from dovetail.workers.models.backends.layer_parts import LayerParts
+from dovetail.workers.models.families.description import (
+    HEAD_NORMS,
+    Attention,
+    LayerSpec,
+    Mlp,
+    Norms,
+)
 
 
 @dataclass(frozen=True)
@@ -26,9 +36,7 @@ class HeadCheckpoint:
     trained_for: str
     """Digest of the target that it was trained for; empty if config.json lacks it."""
     spec: HeadSpec
-    frequencies: Tensor
-    """float32 [rotary_dim / 2]: the frequencies of the rotary positions."""
-    rope_scaling: float
+    rotation: Rotation
     tensors: Mapping[str, Tensor]
     """All tensors by the names of their kind, but for the next three."""
     embedding: Tensor
@@ -66,10 +74,6 @@ class Inputs:
     contrast: bool
     true: bool
 
-    def asked(self, states: Tensor) -> Tensor:
-        """Return those of states [T, H] that are asked for, [R, H]."""
-        return states if self.rows is None else states[self.rows]
-
     @staticmethod
     def outcome(states: Tensor, *branches: Tensor, **more: Tensor | None) -> Outcome:
         """Return what the output head reads: `branches`, or the states themselves."""
@@ -83,39 +87,31 @@ Fusion = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Parts:
+class HeadParts:
     """Takes the parts of a head out of its checkpoint."""
 
     checkpoint: HeadCheckpoint
-    arithmetic: Arithmetic
+    engine: HeadEngine
 
     def linear(self, *names: str) -> Product:
         """Return one product for matrices of the same inputs, with their biases, if any."""
-        return self.arithmetic.linear(self.stacked(*names), self.bias(*names))
+        found = [self.tensor(f"{name}.bias") for name in names]
+        biases = [bias for bias in found if bias is not None]
+        return self.engine.linear(self.stacked(*names), torch.cat(biases) if biases else None)
 
     def stacked(self, *names: str) -> Tensor:
         """Return the weights of linears, below each other."""
         found = [self.checkpoint.tensors[f"{name}.weight"] for name in names]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def bias(self, *names: str) -> Tensor | None:
-        """Return the biases of linears, which have all or none."""
-        found = [
-            self.checkpoint.tensors[f"{name}.bias"]
-            for name in names
-            if f"{name}.bias" in self.checkpoint.tensors
-        ]
-        return torch.cat(found) if found else None
-
     def transposed(self, name: str) -> Product:
         """Return the product with a matrix that is stored as [in, out]."""
-        return self.arithmetic.linear(self.checkpoint.tensors[name].t().contiguous())
+        return self.engine.linear(self.checkpoint.tensors[name].t().contiguous())
 
     def norm(self, name: str) -> Product:
         """Return a norm."""
-        return self.arithmetic.norm(
-            self.checkpoint.tensors[f"{name}.weight"], self.checkpoint.spec.epsilon
-        )
+        weight = self.checkpoint.tensors[f"{name}.weight"]
+        return self.engine.norm(weight, self.checkpoint.spec.epsilon)
 
     def tensor(self, name: str) -> Tensor | None:
         """Return a tensor that need not be there."""
@@ -124,66 +120,57 @@ class Parts:
     def exact(self, name: str) -> Product:
         """Return the product with a small matrix that is never quantised: what it decides would
         change with the rounding of its neighbours."""
-        weight = self.checkpoint.tensors[f"{name}.weight"].to(
-            self.arithmetic.device, self.arithmetic.dtype
-        )
+        weight = self.checkpoint.tensors[f"{name}.weight"].to(self.engine.device, torch.float32)
         return lambda x: linear(x, weight)
-
-    def layer_weights(self, layer: str, index: int, *, mlp: bool) -> LayerWeights:
-        """Return the numbers of a decoder layer whose names begin with `layer`."""
-        at = f"{layer}.self_attn."
-        qkv = [f"{at}{name}_proj" for name in "qkv"]
-        return LayerWeights(
-            index=index,
-            qkv=self.stacked(*qkv),
-            qkv_bias=self.bias(*qkv),
-            output=self.stacked(f"{at}o_proj"),
-            output_bias=self.bias(f"{at}o_proj"),
-            query_norm=self.tensor(f"{at}q_norm.weight"),
-            key_norm=self.tensor(f"{at}k_norm.weight"),
-            attention_norm=self.tensor(f"{layer}.input_layernorm.weight"),
-            mlp_norm=self.checkpoint.tensors[f"{layer}.post_attention_layernorm.weight"],
-            gate_up=self.stacked(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj") if mlp else None,
-            down=self.stacked(f"{layer}.mlp.down_proj") if mlp else None,
-        )
 
     def concatenation(self) -> Fusion:
         """Return EAGLE's fusion: one matrix over both side by side, the embedding first."""
         fc = self.linear("fc")
         return lambda embedded, features: fc(torch.cat([embedded, features], dim=-1))
 
+    def described(self, layer: str, spec: LayerSpec, index: int = 0) -> HeadLayer:
+        """Return a decoder layer by its description; the names of its tensors begin with
+        `layer`."""
+        tensors = self.checkpoint.tensors.items()
+        own = {name.removeprefix(layer): part for name, part in tensors if name.startswith(layer)}
+        return self.engine.layer(LayerParts(module_of(own), spec), index)
+
+    def layer(
+        self, layer: str, index: int = 0, *, normed: bool = False, mlp: bool = True, given: int = 0
+    ) -> HeadLayer:
+        """Return a decoder layer as Llama's. `normed`: with a norm before its attention; `mlp`:
+        False where a head has something else in its place; `given`: the width of what attention
+        reads in the place of the states."""
+        head = self.checkpoint.spec
+        norms = self.tensor(f"{layer}self_attn.q_norm.weight") is not None
+        spec = LayerSpec(
+            Attention(
+                head.heads,
+                head.kv_heads,
+                head.head_dim,
+                head.head_dim**-0.5,
+                norms=HEAD_NORMS if norms else None,
+            ),
+            Mlp(Activation.SILU_GATED) if mlp else None,
+            Norms(
+                head.epsilon,
+                pre_mixer="input_layernorm" if normed else None,
+                pre_mlp="post_attention_layernorm" if mlp else None,
+            ),
+            given=given,
+        )
+        return self.described(layer, spec, index)
+
     def layered(self, fuse: Fusion) -> Body:
-        """Return the body of a fusion and all decoder layers."""
-        layers = [
-            self.arithmetic.layer(self.layer_weights(f"layers.{index}", index, mlp=True))
-            for index in range(self.checkpoint.spec.blocks)
-        ]
+        """Return the body of a fusion and all decoder layers, the first without a norm before its
+        attention."""
+        count = self.checkpoint.spec.blocks
+        *layers, last = (self.layer(f"layers.{i}.", i, normed=i > 0) for i in range(count))
 
         def body(inputs: Inputs) -> Outcome:
             states = fuse(inputs.embedded, inputs.features)
             for layer in layers:
                 states = layer(states, inputs.seen)
-            return inputs.outcome(inputs.asked(states))
+            return inputs.outcome(last(states, inputs.seen, inputs.rows))
 
         return body
-
-    def attention_half(self, layer: str) -> tuple[Callable[[Tensor, Tensor, Any], Tensor], Product]:
-        """Return the attention of a layer, (its inputs, states, rows) -> states behind it, and the
-        norm in front of what comes in the place of the MLP."""
-        weights, arithmetic = self.layer_weights(layer, 0, mlp=False), self.arithmetic
-        qkv, output, mix = (
-            arithmetic.linear(weights.qkv, weights.qkv_bias),
-            arithmetic.linear(weights.output, weights.output_bias),
-            arithmetic.mix(weights),
-        )
-        return lambda inputs, states, seen: states + output(mix(qkv(inputs), seen)), self.norm(
-            f"{layer}.post_attention_layernorm"
-        )
-
-    def mlp(self, name: str) -> Product:
-        """Return a gated MLP."""
-        gate_up, down = (
-            self.linear(f"{name}.gate_proj", f"{name}.up_proj"),
-            self.linear(f"{name}.down_proj"),
-        )
-        return lambda x: down(self.arithmetic.gated(gate_up(x)))

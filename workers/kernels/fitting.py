@@ -2,7 +2,7 @@
 kernels do not look."""
 
 from dovetail.workers.kernels import PackedMatrix, check_matrix
-from dovetail.workers.kernels.layer_plan import Activation, AttentionPlan, LayerPlan
+from dovetail.workers.kernels.layer_plan import Activation, LayerPlan
 
 
 def check_shapes(plan: LayerPlan) -> None:
@@ -36,10 +36,12 @@ def _check_mixers(plan: LayerPlan, qkv: PackedMatrix, output: PackedMatrix) -> N
         given, taken = plan.latent.widths(plan.heads, rotated)
         if (plan.kv_heads, plan.head_dim) != (1, plan.latent.rank + rotated):
             raise ValueError(f"latents in {plan.kv_heads} rows of {plan.head_dim}")
-    check_matrix("qkv", qkv, given, hidden)
+    if plan.given and (plan.attention_norm is not None or plan.parallel or plan.beside is not None):
+        raise ValueError("attention reads rows of its own, and a norm, an MLP or a mixer reads it")
+    check_matrix("qkv", qkv, given, plan.given or hidden)
     check_matrix("output", output, hidden, taken)
     if plan.mixer_gate is not None:
-        check_matrix("mixer_gate", plan.mixer_gate, taken, hidden)
+        check_matrix("mixer_gate", plan.mixer_gate, taken, plan.given or hidden)
     if plan.attends:
         check_heads(plan)
 
@@ -50,7 +52,7 @@ def check_mlp(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, how: Activ
     check_matrix("down", down, hidden, down.k)
 
 
-def check_heads(plan: LayerPlan | AttentionPlan) -> None:
+def check_heads(plan: LayerPlan) -> None:
     """ValueError for heads that do not share their keys evenly, or of which more is rotated than
     there is: the kernels do not look."""
     rotated = 0 if plan.rotary is None else 2 * plan.rotary.cosines.shape[1]

@@ -18,6 +18,7 @@ a structure points to is kept alive beside it.
 
 from collections.abc import Sequence
 from ctypes import POINTER, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,11 +28,10 @@ from torch import Tensor
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import BUILD, Kind, declare, library
 from dovetail.workers.kernels.experts import NormStruct, experts_struct, norm_struct
-from dovetail.workers.kernels.fitting import check_heads, check_shapes
+from dovetail.workers.kernels.fitting import check_shapes
 from dovetail.workers.kernels.layer_plan import (
     LANES,
     Activation,
-    AttentionPlan,
     BesidePlan,
     CacheRows,
     HeadNorm,
@@ -88,8 +88,9 @@ class LayerPass:
     write and see."""
 
     def __init__(self, positions: Tensor, segments: Sequence[CacheRows]) -> None:
-        """positions: int64 [rows], those of the segments one after the other."""
-        self.rows = sum(segment.count for segment in segments)
+        """positions: int64 [rows], those of the segments one after the other; without segments the
+        rows are for layers that have no attention."""
+        self.rows = sum(segment.count for segment in segments) if segments else len(positions)
         self._held = (positions, segments)
         self._segments = (SegmentStruct * len(segments))()
         first = 0
@@ -196,16 +197,34 @@ class DecoderLayer:
             self.struct.latent = addressof(self._latent)
         self._functions = _functions()
         self._reference = byref(self.struct)
+        self._rest: DecoderLayer | None = None
+        if plan.given and plan.gate_up is not None:
+            self._rest = DecoderLayer(replace(plan, qkv=None, output=None, given=0))
 
     def use_rotary(self, rotary: Rotary) -> None:
         """Other angles from now on: of more positions."""
         self._rotary = rotary  # the structure only has its address
         _set_rotary(self.struct, rotary)
 
-    def run(self, rows: LayerPass, hidden: Tensor) -> None:
-        """The rows' hidden states, float32 [rows, hidden], through this layer in place."""
+    def run(self, rows: LayerPass, hidden: Tensor, given: Tensor | None = None) -> None:
+        """The rows' hidden states, float32 [rows, hidden], through this layer in place. `given`
+        [rows, plan.given]: what attention reads in their place."""
+        if self.plan.given:
+            assert given is not None
+            self._add_attention(rows, hidden, given)
+            if self._rest is not None:
+                self._rest.run(rows, hidden)
+            return
         rows.struct.hidden = _address(hidden, (rows.rows, self.struct.hidden))
         self._functions.dt_layer(self._reference, rows.reference)
+
+    def _add_attention(self, rows: LayerPass, hidden: Tensor, given: Tensor) -> None:
+        """Add what attention makes of `given` to the states, part by part."""
+        assert self.plan.qkv is not None
+        assert self.plan.output is not None
+        qkv = self.plan.qkv.linear(given)
+        self.place(rows, qkv)
+        hidden += self.plan.output.linear(self.attend(rows, qkv))
 
     def run_next(self, rows: LayerPass) -> None:
         """Run on the hidden states of the layer that ran before on these rows."""
@@ -240,40 +259,6 @@ class DecoderLayer:
         addresses = (self._queries(rows, given), queries.data_ptr(), mixed.data_ptr())
         self._functions.dt_latent(self._reference, rows.reference, *addresses)
         return queries, mixed
-
-
-class Attention:
-    """Head norms, rotation, cache and attention: the part between a layer's two matrices."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        check_heads(plan)
-        self.plan = plan
-        self._width = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
-        self._struct = LayerStruct(
-            norm_kind=NormKind.RMS, epsilon=plan.epsilon, scale=plan.head_dim**-0.5
-        )
-        for name in ("heads", "kv_heads", "head_dim"):
-            setattr(self._struct, name, getattr(plan, name))
-        self._struct.before = plan.index * plan.kv_heads * plan.head_dim
-        for name in ("query_norm", "key_norm"):
-            setattr(self._struct, name, norm_struct(getattr(plan, name), plan.head_dim))
-        self.use_rotary(plan.rotary)
-        self._functions = _functions()
-        self._reference = byref(self._struct)
-
-    def use_rotary(self, rotary: Rotary) -> None:
-        """Other angles from now on: of more positions."""
-        self._rotary = rotary  # the structure only has its address
-        _set_rotary(self._struct, rotary)
-
-    def run(self, rows: LayerPass, qkv: Tensor) -> Tensor:
-        """Attention [rows, heads head_dim] of qkv [rows, (heads + 2 kv_heads) head_dim], which is
-        normed and rotated in place; keys and values are cached."""
-        start = _address(qkv, (rows.rows, self._width))
-        mixed = torch.empty(rows.rows, self.plan.heads * self.plan.head_dim)
-        self._functions.dt_place(self._reference, rows.reference, start)
-        self._functions.dt_attention(self._reference, rows.reference, start, mixed.data_ptr())
-        return mixed
 
 
 def normalise(kind: NormKind, norm: Norm, x: Tensor, epsilon: float) -> Tensor:

@@ -248,6 +248,9 @@ class LayerPlan:
     """The layer whose keys and values it reads, located by `cached_before`; None if it has its
     own."""
     own_input: InputPlan | None = None
+    given: int = 0
+    """The width of the rows that attention reads in the place of the states, as in a head that
+    reads embeddings beside them; 0: it reads the states."""
     cached_before: int | None = None
     """The numbers of a row's keys of the layers before this one in a cache; None: those of `index`
     layers like this one."""
@@ -274,8 +277,10 @@ class LayerPlan:
     @property
     def hidden(self) -> int:
         """Return the width of a row's states."""
-        if (first := self.qkv or self.gate_up) is not None:
-            return first.k
+        if self.output is not None:
+            return self.output.n
+        if self.gate_up is not None:
+            return self.gate_up.k
         if self.experts is None:
             raise ValueError("a layer needs attention, a mixer with a state, an MLP or experts")
         return self.experts.router.logits.k
@@ -289,21 +294,6 @@ class LayerPlan:
     def caches(self) -> bool:
         """True if the layer has keys and values, or latents, of its own."""
         return self.attends and self.reads is None
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """The attention of a layer whose other parts are computed one by one; names as in
-    `LayerPlan`."""
-
-    index: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary: Rotary
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
-    epsilon: float = 1e-6
 
 
 @dataclass(frozen=True)

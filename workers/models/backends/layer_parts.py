@@ -315,6 +315,7 @@ def plan_of(
         softcap=noted.softcap or 0.0,
         window=noted.window or 0,
         chunk=0 if mixer is None else mixer.chunk,
+        given=spec.given,
     )
 
 

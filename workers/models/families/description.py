@@ -306,6 +306,8 @@ class LayerSpec:
     scalar: str | None = None
     """The name of the number by which the layer's result is multiplied."""
     own_input: OwnInput | None = None
+    given: int = 0
+    """The width of the rows that attention reads in the place of the states; 0: the states."""
 
     @property
     def state(self) -> StateMixer | None:

@@ -67,10 +67,15 @@ class DeviceLayer:
             self._shared_norm = norm(plan.experts.shared_norm)
             self._experts = HostExperts(plan) if host_experts else _experts_of(plan, device)
 
-    def run(self, rows: Seen, states: Tensor, multiply: Multiply) -> None:
+    def run(
+        self, rows: Seen, states: Tensor, multiply: Multiply, given: Tensor | None = None
+    ) -> None:
         """states [T, hidden] through the layer, in place; keys and values of the rows go into the
-        caches. Each matrix is asked for once."""
+        caches. Each matrix is asked for once. `given` [T, plan.given]: what attention reads in the
+        place of the states."""
         plan, normed = self._plan, _through(self._attention_norm, states)
+        if given is not None:
+            normed = given
         has_mlp = plan.gate_up is not None or plan.experts is not None
         read = None
         if plan.parallel:

@@ -12,23 +12,20 @@ from torch import Tensor
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.devices.opening import kind_of
-from dovetail.workers.heads.arithmetic import KINDS, Product
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.blocks import WIDTH, BlockMatrix, Part
 from dovetail.workers.models.backends.blob import ELEMENTS, Matrix, alone
-from dovetail.workers.models.backends.device.attention import CONTEST as ATTENTION
 from dovetail.workers.models.backends.device.choice import CONTESTS, ROUNDED, choice_on
 from dovetail.workers.models.backends.device.own import own_matrix
 from dovetail.workers.models.backends.device.own_blocks import CONTEST as BLOCKS
 from dovetail.workers.models.backends.device.own_blocks import own_blocks
-from dovetail.workers.models.backends.device.parts import CONTEST as PARTS
-from dovetail.workers.models.backends.device.parts import Parts
-from dovetail.workers.models.backends.device.products import product, rounded_product
-from dovetail.workers.models.backends.device.rows import Ours
+from dovetail.workers.models.backends.device.products import Product, product, rounded_product
 from dovetail.workers.models.backends.packing import EXACT_KINDS, pack_rows
 from dovetail.workers.models.checkpoints.gguf.kinds import Q8_0
 from dovetail.workers.models.substitutes.coded import against_codes, linear_product, pack_codes
 from dovetail.workers.models.substitutes.quantised import nearest_codes
+
+KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.INT8}
 
 
 def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatrix:
@@ -87,21 +84,6 @@ def device_product(
         return partial(product, matrix) if exact else partial(_narrowed_product, matrix)
     lying, memory = alone(_by_rows(weight.cpu(), bias, kind))
     return own_matrix(program, lying, memory.to(device))
-
-
-def parts_on(device: torch.device) -> Parts | None:
-    """Return our functions for what lies between products on a device; None: they are torch's."""
-    products = choice_on(device)
-    program = None if products is None else products.owner(PARTS)
-    return None if program is None else Parts(program)
-
-
-def ours_on(device: torch.device) -> Ours | None:
-    """Return our functions for rows of several sessions on a device; None: torch computes a part of
-    what they do."""
-    products, parts = choice_on(device), parts_on(device)
-    attention = None if products is None or parts is None else products.owner(ATTENTION)
-    return None if attention is None or parts is None else Ours(attention, parts)
 
 
 def _narrowed_product(matrix: Matrix, x: Tensor) -> Tensor:
