@@ -96,10 +96,10 @@ def spoken(source: str) -> Iterator[tuple[str, str]]:
     """Sentences of a file's docstrings and outputs: ("docstring" or "output", the sentence)."""
     tree = ast.parse(source)
     documented = {
-        id(node.body[0].value)
+        id(getattr(first, "value", None))
         for node in ast.walk(tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and isinstance(node.body[0] if node.body else None, ast.Expr)
+        for first in node.body[:1]
     }
     inside = {
         id(part)
@@ -165,10 +165,11 @@ def main() -> None:
         most = ", ".join(f"{word} {count}" for word, count in found.most_common(8))
         say(f"{folder:10}{found.total():7}{found.total() / lines * 1000:15.1f}  {most}\n")
     say("\npage, words, sentences of more than 35 words\n")
-    for path in pages(given.checkout):
-        text = path.read_text(encoding="utf-8")
-        name = str(path.relative_to(given.checkout))
-        say(f"{name:44}{len(text.split()):7}{len(long_sentences(text)):5}\n")
+    for page in pages(given.checkout):
+        text = page.read_text(encoding="utf-8")
+        say(
+            f"{page.relative_to(given.checkout)!s:44}{len(text.split()):7}{len(long_sentences(text)):5}\n"
+        )
 
 
 if __name__ == "__main__":

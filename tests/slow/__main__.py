@@ -2,11 +2,9 @@
 
     python tests/slow [FILE ...] [--jobs N] [--limit SECONDS] [--since COMMIT]
 
-Each file is a pytest process of its own with a limit of time, and prints one line. record.toml
-beside this file has the last result of each: commit, day, tests passed, failed and skipped,
-seconds. A run that was interrupted goes on where it stopped: a file that has passed on this commit
-is not run again, nor with --since one that has passed on COMMIT or later. What needs a GPU (`-m
-gpu`) or another kernel (tests/qemu) is run by hand.
+Each file is a pytest process with a time limit. record.toml has the last result of each: commit,
+day, counts, seconds. An interrupted run continues where it stopped: what has passed on this commit,
+or with --since on COMMIT or later, is not run again. GPU tests and tests/qemu are run by hand.
 """
 
 import argparse
@@ -105,6 +103,7 @@ def main() -> None:
     )
     parser.add_argument("--since", metavar="COMMIT", help="what passed on it or later stays passed")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     record = tomllib.loads(RECORD.read_text()) if RECORD.exists() else {}
     commit = git("rev-parse", "--short=8", "HEAD")
     if git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RECORD}"):
