@@ -277,4 +277,4 @@ def test_what_is_no_fleet_is_a_mistake(invoke: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["seconds", "prompt-tokens", "reply-tokens", "sigma"])
 def test_nan_is_no_number(name: str, invoke: Run) -> None:
     result = invoke("fleet", f"--{name}", "nan")
-    assert (result.returncode, "is no number" in result.stderr) == (2, True), result.stderr
+    assert (result.returncode, "is not a number" in result.stderr) == (2, True), result.stderr

@@ -156,7 +156,7 @@ def test_version_names_the_program(run: Run) -> None:
         (("bench", "--method", "magic"), "'magic'"),
         (("bench", "--method", "small,gamma"), "'gamma'"),
         (("bench", "--temperature", "nan"), "sampling.temperature"),
-        (("worker", "--role", "draft", "--reconnect-s", "nan"), "'nan' is no number"),
+        (("worker", "--role", "draft", "--reconnect-s", "nan"), "'nan' is not a number"),
         (("selftest", "--draft", "none"), "--draft none"),
         (("keygen", "--rotate", "a", "--revoke", "b"), "--rotate"),
     ],

@@ -24,6 +24,7 @@ from dovetail.launch.machine.limits import memory_limit
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import KeysError, UserError
 from dovetail.protocol.keys import generate_keys
+from dovetail.workers.models.checkpoints.footprint import PROCESS_BYTES
 from support import deployed
 from support.deployed import parsed, settings
 
@@ -148,7 +149,9 @@ def test_memory_is_what_a_model_takes_while_it_loads_and_more() -> None:
         limit = memory_limit(settings().settings, role)
         assert limit is not None
         assert limit > 1.1 * need.size
-    assert memory_limit(settings(memory__ram="3GB").settings, "target") == round(1.1 * 3.3e9)
+    assert memory_limit(settings(memory__ram="3GB").settings, "target") == round(
+        1.1 * (3e9 + PROCESS_BYTES)
+    )
     assert memory_limit(settings(target__device="cuda:0").settings, "target") is None
     assert (memory_limit(settings(draft__kind="ngram").settings, "draft") or 0) > 150e6
 

@@ -39,6 +39,10 @@ class PlacedCosts:
         """Return the seconds of the target's pass over so many rows."""
         return self.t_v.at(rows, context)
 
+    def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
+        """Return the seconds of a round without a draft."""
+        return self.verify_s(rows, context) + self.messages.beside_s(drafted=False)
+
 
 ROWS = (
     *range(1, 33),

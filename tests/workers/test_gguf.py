@@ -779,7 +779,7 @@ def test_a_folder_of_several_models_lists_them_without_what_is_none(tmp_path: Pa
         ({"llama.attention.new_thing": 2.0}, "key llama.attention.new_thing is not known"),
         ({"llama.block_count": None}, "key llama.block_count is missing"),
         ({"llama.rope.scaling.type": "su"}, "scaled in the way 'su'"),
-        ({"llama.block_count": 1 << 30}, "has 1073741824 layers, and has fewer tensors"),
+        ({"llama.block_count": 1 << 30}, "declares 1073741824 layers, and has fewer tensors"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, no finite"),
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon is -1.0, below 0"),
         ({"general.type": ["model"]}, "general.type is no text"),

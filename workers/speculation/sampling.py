@@ -8,7 +8,6 @@ the greedy one. N rows, V vocabulary. Knows neither keys nor positions.
 import math
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +55,6 @@ class LookingBack:
         """Token -> where its id and its penalty stand in the two tensors."""
         self._tokens = torch.empty(size, dtype=torch.long, device=device)
         self._penalties = torch.empty(size, device=device)
-        self._row = np.empty((1, size), np.float32)
         if known := self._history.seen if self._repetition != 1.0 else self._history.counts:
             self._note(known)
 
@@ -67,7 +65,7 @@ class LookingBack:
 
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """[N, V] float32 -> [N, V], of rows that follow `paths` behind the log; masked entries
-        -inf. The next call overwrites the result of a single row on the CPU."""
+        -inf."""
         z = self._copied(logits)
         if len(self._biased):
             z.index_add_(1, self._biased, self._biases.expand(len(z), -1))
@@ -94,9 +92,7 @@ class LookingBack:
         if logits.device.type != "cpu":
             return logits.clone()
         # torch would divide a copy among threads, which then keep cores busy for a while
-        copy = self._row if len(logits) == 1 else np.empty(logits.shape, np.float32)
-        np.copyto(copy, logits.numpy())  # into new memory it takes twice as long
-        return torch.from_numpy(copy)
+        return torch.from_numpy(logits.numpy().copy())
 
     def _note(self, tokens: Collection[int]) -> None:
         """Apply the penalties of the history to tokens of the log."""
