@@ -375,7 +375,7 @@ def check_head(
                     assert finished.result.drafted_tokens > 0
                     wrong = difference(finished, alone.result.token_ids)
                     assert wrong is None, f"{flags}, tree {name}, {options}, {turns}: {wrong}"
-        assert drafted.status().reasons == ()
+        assert (drafted.status().stale, drafted.status().reasons) == (0, ())
     return finished
 
 
@@ -420,7 +420,7 @@ def check_combination(
             for turns in PROMPTS[:4]
         ]
         check_interleaved(drafted, together, tokens=24)
-        assert drafted.status().reasons == ()
+        assert (drafted.status().stale, drafted.status().reasons) == (0, ())
     assert sum(reply.result.drafted_tokens for reply in replies) > 0
     return replies
 

@@ -210,10 +210,14 @@ def _write(out: Path, found: dict[str, Any], watch: Watch) -> None:
     """Write all files, and note their names in what was found."""
     found["files"] = [RESULT, FIGURE, TRACE]
     for name, text in ((FIGURE, draw(found)), (RESULT, json.dumps(found) + "\n")):
-        with writing(out / name, "the profile"):
-            (out / name).write_text(text, encoding="utf-8")
+        _write_text(out / name, text)
     clocks = {worker.name: worker.clock_bound_ns for worker in watch.workers}
     write_trace(out / TRACE, watch.spans, clocks)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with writing(path, "the profile"):
+        path.write_text(text, encoding="utf-8")
 
 
 # -- what is shown ---------------------------------------------------------------------------------

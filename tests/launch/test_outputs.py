@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.bench.journal import open_journal
-from dovetail.launch.commands import stratify
+from dovetail.launch.commands import profile, stratify
 from dovetail.launch.files.answers import open_answers
 from dovetail.launch.files.records import open_records
 from dovetail.launch.planning.recording import About
@@ -66,7 +66,12 @@ def trace(path: Path) -> None:
         write_trace(path, [])
 
 
-@pytest.mark.parametrize("write", [answers, records, journal, rounds, thresholds, trace])
+def report(path: Path) -> None:
+    with no_room():
+        profile._write_text(path, "<svg>")
+
+
+@pytest.mark.parametrize("write", [answers, records, journal, rounds, thresholds, trace, report])
 def test_whatever_writes_names_its_file_when_there_is_no_room(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -160,9 +160,15 @@ def test_what_plans_and_measures_counts_the_language_model_alone(tmp_path: Path)
     assert config["model_type"] == "mistral"
     assert config["num_hidden_layers"] == 4
     model = load_language_model(str(tmp_path / "model"), weights="fp32", device="cpu")
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["head_dim"] * config["num_attention_heads"]
+    keys = config["head_dim"] * config["num_key_value_heads"]
+    layer = 2 * hidden * heads + 2 * hidden * keys + 3 * hidden * inner
     design = design_of(config, tmp_path / "model")
+    matrices = [one for one in design.tensors if one.is_matrix and not one.is_table]
+    assert sum(one.numbers for one in matrices) == 4 * layer
+    assert design.parameters == pytest.approx(4 * layer + hidden * VOCABULARY, rel=0.05)
     assert design.layers == model.layers == 4
-    assert (design.hidden, design.vocabulary) == (config["hidden_size"], VOCABULARY)
 
 
 def test_a_language_model_that_reads_a_prompt_in_both_directions_is_not_taken_out(

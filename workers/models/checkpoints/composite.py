@@ -86,6 +86,12 @@ def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
+def of_language_model(content: Mapping[str, Any], name: str) -> bool:
+    """Return whether a tensor of a checkpoint of this config.json is the language model's."""
+    beginnings = (*RENAMED, r"^lm_head\.")
+    return not is_composite(content) or any(re.match(one, name) for one in beginnings)
+
+
 def renaming(content: Mapping[str, Any]) -> Mapping[str, str]:
     """Return what the names of tensors begin with in a checkpoint of this config.json, as regular
     expressions, and what stands for it in those of the language model alone."""

@@ -27,7 +27,7 @@ from dovetail.workers.models.backends.sizes import (
     matrix_bytes,
     sizes_of,
 )
-from dovetail.workers.models.checkpoints.composite import text_part
+from dovetail.workers.models.checkpoints.composite import of_language_model, text_part
 from dovetail.workers.models.checkpoints.context import LONGEST
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, MXFP4, Q4_K, int4_kind
@@ -149,7 +149,9 @@ def read_tensors(folder: Path) -> list[Tensor]:
 def _decoded(folder: Path, tensors: list[Tensor]) -> list[Tensor]:
     """Return what tensors are once they are read: quantised ones matrices in fp32."""
     try:
-        scheme = scheme_of(text_part(read_json(folder / "config.json")))
+        content = read_json(folder / "config.json")
+        tensors = [tensor for tensor in tensors if of_language_model(content, tensor.name)]
+        scheme = scheme_of(text_part(content))
     except CheckpointError:
         scheme = None
     if scheme is None:
