@@ -312,9 +312,7 @@ def _check_alone(context: click.Context) -> None:
 
 @contextmanager
 def _contenders(
-    methods: Sequence[Method],
-    journal: Journal,
-    programs: Mapping[str, Path | None],
+    methods: Sequence[Method], journal: Journal, programs: Mapping[str, Path | None]
 ) -> Iterator[Mapping[str, Contender]]:
     """Return the decoder of each method; nothing is started if everything has already been
     measured."""

@@ -37,11 +37,7 @@ from dovetail.launch.machine.sharding import (
     other_layout,
 )
 from dovetail.launch.machine.topology import format_numbers, read_topology
-from dovetail.launch.processes.preflight import (
-    check_draft,
-    check_source,
-    is_path,
-)
+from dovetail.launch.processes.preflight import check_draft, check_source, is_path
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import with_target
@@ -84,11 +80,7 @@ REPLIES, MOST_TOKENS = 3, 64
     show_default=True,
     help="About how long to measure passes.",
 )
-@click.option(
-    "--plot",
-    type=FILE,
-    help="Draw T_V and its limit over the rows into this SVG file.",
-)
+@click.option("--plot", type=FILE, help="Draw T_V and its limit over the rows into this SVG file.")
 @click.option(
     "--keep-anyway",
     is_flag=True,

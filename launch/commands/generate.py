@@ -44,11 +44,7 @@ from dovetail.protocol.noise import random_seed
     help="The coordinator or server to use.  [default: the only coordinator of this user, else one "
     "is started]",
 )
-@click.option(
-    "--prompts",
-    type=FILE,
-    help='File of prompts, one {"id", "turns"} per line.',
-)
+@click.option("--prompts", type=FILE, help='File of prompts, one {"id", "turns"} per line.')
 @click.option(
     "--out",
     type=FILE,
@@ -66,11 +62,7 @@ from dovetail.protocol.noise import random_seed
 @click.option(
     "--raw", is_flag=True, cls=Rare, help="Continue the text as it is, without the chat template."
 )
-@click.option(
-    "--seed",
-    type=SEED,
-    help="Sampling seed.  [default: a random one, reported]",
-)
+@click.option("--seed", type=SEED, help="Sampling seed.  [default: a random one, reported]")
 @click.option(
     "--stop",
     multiple=True,

@@ -72,10 +72,7 @@ WORDS = {
 @click.command("profile", cls=HelpCommand, epilog=explained(WORDS, "Words:"))
 @click.option("--prompt", help="Text to decode.")
 @click.option(
-    "--prompts",
-    "file",
-    type=FILE,
-    help="File of prompts; the first turn of each is decoded.",
+    "--prompts", "file", type=FILE, help="File of prompts; the first turn of each is decoded."
 )
 @click.option(
     "--limit",
@@ -97,10 +94,7 @@ WORDS = {
 )
 @seed_option("Seed of the replies.")
 @click.option(
-    "--out",
-    type=OUT_FOLDER,
-    required=True,
-    help=f"Folder for {RESULT}, {FIGURE}, {TRACE}.",
+    "--out", type=OUT_FOLDER, required=True, help=f"Folder for {RESULT}, {FIGURE}, {TRACE}."
 )
 @json_instead_of("tables")
 @settings_flags(*DECODING_SECTIONS, shown=DEMONSTRATED)

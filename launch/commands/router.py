@@ -67,10 +67,7 @@ REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
     shown=("http.host", "http.port", "http.api_key_file"),
 )
 def command(
-    configuration: Configuration,
-    urls: tuple[str, ...],
-    replicas: Path | None,
-    parent: int | None,
+    configuration: Configuration, urls: tuple[str, ...], replicas: Path | None, parent: int | None
 ) -> None:
     """Spread requests over several services until SIGTERM or Ctrl-C.
 
@@ -112,10 +109,7 @@ def command(
             looking = asyncio.create_task(fleet.run())
             router = Router(fleet, upstream)
             guard = Guard(
-                router,
-                keys=keys,
-                most_body_bytes=byte_count(http.body),
-                only_local_names=not keys,
+                router, keys=keys, most_body_bytes=byte_count(http.body), only_local_names=not keys
             )
             gc.freeze()
             try:

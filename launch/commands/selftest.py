@@ -99,18 +99,8 @@ class Check:
     help="The coordinator to test.  [default: the only one of this user, else one that is started "
     "here]",
 )
-@click.option(
-    "--prompts",
-    type=FILE,
-    help="File of prompts.  [default: the demonstration's]",
-)
-@click.option(
-    "--limit",
-    type=COUNT,
-    default=3,
-    show_default=True,
-    help="Number of prompts taken.",
-)
+@click.option("--prompts", type=FILE, help="File of prompts.  [default: the demonstration's]")
+@click.option("--limit", type=COUNT, default=3, show_default=True, help="Number of prompts taken.")
 @click.option(
     "--text-tokens",
     type=click.IntRange(min=0),

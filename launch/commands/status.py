@@ -14,13 +14,7 @@ from dovetail.launch.processes.connection import find_coordinator, shorten_model
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import RowsSeconds
-from dovetail.protocol.messages import (
-    JournalState,
-    PairState,
-    ProcessState,
-    Reported,
-    WorkerState,
-)
+from dovetail.protocol.messages import JournalState, PairState, ProcessState, Reported, WorkerState
 
 SHOWN_DECISIONS = 8
 """The number of latest decisions shown; `--json` has all."""
@@ -28,9 +22,7 @@ SHOWN_DECISIONS = 8
 
 @click.command(cls=HelpCommand)
 @click.option(
-    "--connect",
-    metavar="ADDRESS",
-    help="The coordinator. [default: the only one of this user]",
+    "--connect", metavar="ADDRESS", help="The coordinator. [default: the only one of this user]"
 )
 @json_option()
 @settings_flags("coordinator.keys", "coordinator.answer_s", shown=("coordinator.keys",))

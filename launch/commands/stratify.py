@@ -67,12 +67,7 @@ class Reply:
     type=FILE,
     help="Keep the rounds in this file; a second run continues from it.",
 )
-@click.option(
-    "--limit",
-    type=COUNT,
-    cls=Rare,
-    help="Prompts taken of the file.  [default: all]",
-)
+@click.option("--limit", type=COUNT, cls=Rare, help="Prompts taken of the file.  [default: all]")
 @seed_option("Seed of every reply.")
 @click.option(
     "--plot", type=FILE, help="Draw rank over entropy, with the bins, into this SVG file."

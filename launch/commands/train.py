@@ -96,12 +96,7 @@ for head_command in head_commands():
     help="Width of a new model.",
 )
 @click.option(
-    "--layers",
-    type=COUNT,
-    default=2,
-    show_default=True,
-    cls=Rare,
-    help="Layers of a new model.",
+    "--layers", type=COUNT, default=2, show_default=True, cls=Rare, help="Layers of a new model."
 )
 @click.option(
     "--heads",

@@ -89,12 +89,7 @@ RECONNECT_S = 300.0
     is_flag=True,
     help="Wait on standby, without sessions, until `dovetail swap` puts this worker in place.",
 )
-@click.option(
-    "--own-log",
-    is_flag=True,
-    hidden=True,
-    help="stderr is a file; keep it short.",
-)
+@click.option("--own-log", is_flag=True, hidden=True, help="stderr is a file; keep it short.")
 @click.option(
     "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
 )

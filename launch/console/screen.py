@@ -115,10 +115,7 @@ def _head(picture: Picture, standing: Standing | None = None) -> RenderableType:
         f"  coordinator pid {coordinator['pid']}, up {as_span(coordinator['uptime_s'])}  ",
         state,
     )
-    second = Text.assemble(
-        ("speculation ", "bold"),
-        speculation["words"],
-    )
+    second = Text.assemble(("speculation ", "bold"), speculation["words"])
     reasons = [
         Text(f"  - {reason}") for reason in picture["reasons"] if reason not in speculation["why"]
     ]
@@ -329,7 +326,4 @@ def _facts(worker: Picture) -> Iterator[tuple[str, str]]:
     )
     if worker["fingerprint"]:
         yield "fingerprint", worker["fingerprint"]
-    yield (
-        "epoch",
-        f"{worker['epoch']}, {worker['stale']} stale commands dropped",
-    )
+    yield ("epoch", f"{worker['epoch']}, {worker['stale']} stale commands dropped")

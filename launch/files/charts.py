@@ -34,9 +34,7 @@ AT_NIGHT = {
     AXIS: "#a3a8ad",
     **dict(
         zip(
-            COLOURS,
-            ("#63b3ed", "#ff8896", "#7ccf8a", "#c9a0dc", "#f2b84b", "#c4c4c4"),
-            strict=True,
+            COLOURS, ("#63b3ed", "#ff8896", "#7ccf8a", "#c9a0dc", "#f2b84b", "#c4c4c4"), strict=True
         )
     ),
 }

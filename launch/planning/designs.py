@@ -17,11 +17,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.planner import Target
-from dovetail.workers.models.backends.placement import (
-    coded_bytes,
-    needed_bytes,
-    substitute_bytes,
-)
+from dovetail.workers.models.backends.placement import coded_bytes, needed_bytes, substitute_bytes
 from dovetail.workers.models.backends.sizes import (
     INT4,
     WEIGHT_BYTES,

@@ -211,12 +211,7 @@ def price(
     device = _device(hardware, target, width, parts, origins)
     link = _link(hardware, target, parts, origins) if device is not None else None
     machine = Machine(
-        host,
-        device,
-        link,
-        hardware.device_bytes,
-        hardware.host_bytes,
-        hardware.messages,
+        host, device, link, hardware.device_bytes, hardware.host_bytes, hardware.messages
     )
     return Prices(machine, origins)
 

@@ -227,11 +227,7 @@ class Subject:
             "choice": choice,
             "at_once": None if ready is None else rows[every.index(ready)],
             "verdict": verdict(
-                every,
-                self.read_bytes,
-                link,
-                self.target.layer,
-                dense=self.design.mixture is DENSE,
+                every, self.read_bytes, link, self.target.layer, dense=self.design.mixture is DENSE
             ),
         }
 

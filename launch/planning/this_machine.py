@@ -224,12 +224,7 @@ def _hardware(
 
 
 def _with_gpu(
-    settings: Settings,
-    device: str,
-    host: Engine,
-    core: Engine,
-    threads: int,
-    ram: int,
+    settings: Settings, device: str, host: Engine, core: Engine, threads: int, ram: int
 ) -> Hardware:
     from dovetail.workers.calibration.devices import probe_device
     from dovetail.workers.devices.opening import open_device

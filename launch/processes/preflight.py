@@ -32,11 +32,7 @@ from dovetail.workers.models.checkpoints.footprint import (
     tables_lacking,
     weights_bytes,
 )
-from dovetail.workers.models.checkpoints.gguf.view import (
-    files_of,
-    local_folder,
-    weight_paths,
-)
+from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, weight_paths
 
 MAX_CONFIG_BYTES = 16 << 20
 TORCH_WEIGHTS = ("bf16", "int8-per-tensor")

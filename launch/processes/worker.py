@@ -234,12 +234,7 @@ class WorkerProcess:
             )
 
     def _work(
-        self,
-        link: Link,
-        worker: "Worker",
-        part: Part,
-        again: Callable[[], Link],
-        load_s: float,
+        self, link: Link, worker: "Worker", part: Part, again: Callable[[], Link], load_s: float
     ) -> Drain | None:
         """Serve in one role until the coordinator dismisses it, or is lost for good (None)."""
         from dovetail.workers.loop import serve

@@ -75,11 +75,7 @@ def find(
         "experts": experts,
         "advice": [asdict(one) for one in advice if round(one.gain, 2) > 1.0],
         "no_gain": [asdict(one) for one in advice if round(one.gain, 2) <= 1.0],
-        "in_words": [
-            *_caveats(evidence, others),
-            *_verdict(bounds, advice),
-            *_of_experts(experts),
-        ],
+        "in_words": [*_caveats(evidence, others), *_verdict(bounds, advice), *_of_experts(experts)],
         "missed": evidence.missed,
     }
 

@@ -179,12 +179,7 @@ class SysfsCards:
             if before is not None and now_s > before[0]:
                 busy = min(1.0, max(0.0, 1.0 - (idle_s - before[1]) / (now_s - before[0])))
         return Gpu(
-            card.name,
-            busy,
-            card.used_bytes(),
-            card.memory_bytes,
-            card.link_gb_s,
-            card.integrated,
+            card.name, busy, card.used_bytes(), card.memory_bytes, card.link_gb_s, card.integrated
         )
 
 
@@ -217,12 +212,7 @@ class Samplers:
     def take(self) -> Sample:
         """Read everything once."""
         cards = {name: gpu for card in self._cards for name, gpu in card.read().items()}
-        sample = Sample(
-            time.monotonic_ns(),
-            _cores(),
-            self._used(),
-            cards,
-        )
+        sample = Sample(time.monotonic_ns(), _cores(), self._used(), cards)
         self._taken.append(sample)
         return sample
 

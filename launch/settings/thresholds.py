@@ -182,10 +182,7 @@ def _remedy(settings: Settings) -> str:
 def _digest(folder: Path) -> str:
     """SHA-256 over name, size and content of config.json and of the weight files."""
     digest = hashlib.sha256()
-    for file in (
-        folder / "config.json",
-        *sorted([*weight_paths(folder), *folder.glob("*.bin")]),
-    ):
+    for file in (folder / "config.json", *sorted([*weight_paths(folder), *folder.glob("*.bin")])):
         try:
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as content:

@@ -66,9 +66,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         help="The folder to write; an unfinished run next to it is resumed.",
     ),
     click.option(
-        "--minutes",
-        type=Number(min=0, min_open=True),
-        help="How long to train.  [default: 10]",
+        "--minutes", type=Number(min=0, min_open=True), help="How long to train.  [default: 10]"
     ),
     click.option("--steps", type=COUNT, help="How many steps to train instead."),
     click.option(
@@ -86,10 +84,7 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
         help="Losses, rate and batches as in the paper, or for minutes.",
     ),
     click.option(
-        "--rate",
-        type=Number(min=0, min_open=True),
-        cls=Rare,
-        help="The peak learning rate.",
+        "--rate", type=Number(min=0, min_open=True), cls=Rare, help="The peak learning rate."
     ),
     click.option("--batch", type=COUNT, cls=Rare, help="Rows a step."),
     click.option(

@@ -28,11 +28,7 @@ from support.site import DONE, chunk, event, scripted
 from support.web import api, backend
 
 POLL_S = 0.2
-USAGE = {
-    "prompt_tokens": 10,
-    "completion_tokens": 7,
-    "prompt_tokens_details": {"cached_tokens": 4},
-}
+USAGE = {"prompt_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
 def ticking(*times_s: float) -> Any:

@@ -8,12 +8,7 @@ from dovetail.launch.machine.claims import claim
 from dovetail.launch.machine.topology import Node, Topology
 from dovetail.protocol.errors import UserError
 
-TWO_SOCKETS = Topology(
-    (
-        Node(0, ((0, 4), (1, 5)), 1 << 30),
-        Node(1, ((2, 6), (3, 7)), 1 << 30),
-    )
-)
+TWO_SOCKETS = Topology((Node(0, ((0, 4), (1, 5)), 1 << 30), Node(1, ((2, 6), (3, 7)), 1 << 30)))
 
 
 @pytest.fixture(autouse=True)

@@ -110,11 +110,7 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
         (
             {"target.split.device": "gpu"},
             {},
-            (
-                "target.split.device = 'gpu'",
-                "write cuda:N",
-                ", or leave it empty",
-            ),
+            ("target.split.device = 'gpu'", "write cuda:N", ", or leave it empty"),
         ),
         (
             {"target.split.layers": "0"},
@@ -281,11 +277,11 @@ def test_config_show_prints_a_file_that_gives_the_same_settings(
     file.write_text(text)
     values = read_file(file)
     assert set(values) == set(SETTINGS)
-    assert (
-        values["tree.gamma"],
-        values["draft.kind"],
-        values["sampling.temperature"],
-    ) == (9, "none", 0.5)
+    assert (values["tree.gamma"], values["draft.kind"], values["sampling.temperature"]) == (
+        9,
+        "none",
+        0.5,
+    )
     assert "gamma = 9                        # --tree.gamma" in text
     again = configure(file=file, environment={}).settings
     assert again.sampling.logit_bias == ((5, 3.0), (9, -2.5))

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.launch.machine.binding import Place
-from dovetail.launch.machine.cores import (
-    CoreLayout,
-    lay_out,
-    parse_cores,
-    parse_nodes,
-    parse_place,
-)
+from dovetail.launch.machine.cores import CoreLayout, lay_out, parse_cores, parse_nodes, parse_place
 from dovetail.launch.machine.topology import Node, Topology, format_numbers, read_topology
 from dovetail.protocol.errors import UserError
 from support.sysfs import (

@@ -176,10 +176,7 @@ def test_a_server_says_it_to_who_asks_about_the_draft_and_in_no_openai_body(
         failing(target, "only_below_the_root"),
         api(address, "--policy=dynamic", "--tree.insist=true") as server,
     ):
-        body = {
-            "messages": [{"role": "user", "content": "Why is the sky blue?"}],
-            "max_tokens": 16,
-        }
+        body = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 16}
         answer = server.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200
         assert words not in answer.text

@@ -46,10 +46,7 @@ def test_it_is_what_the_installed_command_runs() -> None:
     assert script.value == "dovetail.launch.processes.entry:main"
 
 
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [(("-OO",), {}), ((), {"PYTHONOPTIMIZE": "2"})],
-)
+@pytest.mark.parametrize(("options", "more"), [(("-OO",), {}), ((), {"PYTHONOPTIMIZE": "2"})])
 def test_a_python_without_docstrings_decodes(
     options: tuple[str, ...], more: dict[str, str]
 ) -> None:

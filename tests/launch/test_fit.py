@@ -116,12 +116,7 @@ def test_a_head_counts_what_it_takes_of_its_target(fp32: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        {"draft__kind": "none"},
-        {"draft__device": "cuda:0"},
-        {"draft__model": "owner/name"},
-    ],
+    "flags", [{"draft__kind": "none"}, {"draft__device": "cuda:0"}, {"draft__model": "owner/name"}]
 )
 def test_what_takes_nothing_here_or_is_not_here_yet_is_not_counted(flags: dict[str, str]) -> None:
     check(settings(**flags), 1, "draft")

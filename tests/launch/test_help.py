@@ -143,8 +143,7 @@ def test_every_foreign_option_is_answered_on_every_command_without_it(
 
 
 @pytest.mark.parametrize(
-    "command",
-    [("serve", "--standby", "tcp://b:1"), ("coordinator", "--standby-of=tcp://a:1")],
+    "command", [("serve", "--standby", "tcp://b:1"), ("coordinator", "--standby-of=tcp://a:1")]
 )
 def test_an_option_that_has_been_removed_is_answered_with_what_replaces_it(
     capsys: pytest.CaptureFixture[str], command: tuple[str, ...]

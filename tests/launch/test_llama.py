@@ -146,9 +146,7 @@ def test_rows_that_are_not_of_whole_blocks_are_refused_where_its_type_has_blocks
     assert [uncut(config, kind) for kind in ("F32", "F16", "BF16")] == ["", "", ""]
 
 
-def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_not_quantised(
-    tmp_path: Path,
-) -> None:
+def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_not_quantised(tmp_path: Path) -> None:
     config = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -188,10 +186,7 @@ def test_its_differences_are_told_with_their_margin_and_are_no_fault_of_ours() -
     assert [
         (each["method"], each["position"], each["margin"], each["near_tie"], each["exact"])
         for each in told
-    ] == [
-        ("llama.cpp", 7, 0.02, False, False),
-        ("assisted", 7, 0.02, False, True),
-    ]
+    ] == [("llama.cpp", 7, 0.02, False, False), ("assisted", 7, 0.02, False, True)]
 
 
 # -- where it is installed -------------------------------------------------------------------------
@@ -213,9 +208,7 @@ def tokens(peer: LlamaPeer, *, seed: int = 0, temperature: float = 0.0) -> tuple
 
 @installed
 @pytest.mark.slow
-def test_it_says_what_the_target_says_with_its_lookup_or_without(
-    preparation: Preparation,
-) -> None:
+def test_it_says_what_the_target_says_with_its_lookup_or_without(preparation: Preparation) -> None:
     from support.stacks import started
 
     ways = (

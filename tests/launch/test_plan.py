@@ -494,11 +494,7 @@ def test_a_substitute_of_other_weights_is_refused_as_it_would_be_later(invoke: R
     ),
 )
 def test_a_draft_that_the_gpu_cannot_have_is_priced_on_the_cpu(
-    plan: Callable[..., dict[str, Any]],
-    tmp_path: Path,
-    room: int,
-    remembered: str,
-    why: str,
+    plan: Callable[..., dict[str, Any]], tmp_path: Path, room: int, remembered: str, why: str
 ) -> None:
     """The draft falls back for want of memory, or as the profile file remembers it."""
     draft, target = str(DEMO_FOLDER / "draft"), str(DEMO_FOLDER / "target")

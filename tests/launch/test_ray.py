@@ -107,9 +107,7 @@ def workers(run: Run, found: dict[str, Any]) -> list[dict[str, Any]]:
     return state
 
 
-def test_on_one_machine_everything_meets_over_ipc_and_leaves_nothing_behind(
-    start: Start,
-) -> None:
+def test_on_one_machine_everything_meets_over_ipc_and_leaves_nothing_behind(start: Start) -> None:
     process = start("serve", "--engine=ray", "--http.port=0", "--json")
     found = ready(process)
     assert found["address"].startswith("ipc://")

@@ -56,12 +56,7 @@ def part(*answers: Any, patience_s: float = 1e9) -> tuple[RemotePart, ScriptedSe
 def test_a_process_is_started_on_its_node_told_looked_at_and_its_end_is_its_own() -> None:
     words = "the target worker ended with exit code 1"
     said = {**QUIET, "heard": "ipc:///x", "lines": ["loading"]}
-    ended = {
-        **said,
-        "lines": [],
-        "ending": ENDED,
-        "failure": words,
-    }
+    ended = {**said, "lines": [], "ending": ENDED, "failure": words}
     made, seat = part(NODE, {"pid": 7}, said, ended)
     made.begin(Command(["worker"], {"target.key": "secret"}, 2))
     made.tell("tcp://10.0.0.9:5")  # it is not there yet

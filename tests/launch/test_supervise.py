@@ -224,8 +224,7 @@ def test_no_child_outlives_a_supervisor_that_a_signal_ends(
 
 
 @pytest.mark.parametrize(
-    ("stopped", "bereft"),
-    everyday([(False, False), (True, False), (False, True)], (False, True)),
+    ("stopped", "bereft"), everyday([(False, False), (True, False), (False, True)], (False, True))
 )
 def test_no_child_outlives_a_supervisor_that_is_killed_whatever_it_does(
     start: Start, stopped: bool, bereft: bool

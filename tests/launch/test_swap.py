@@ -167,8 +167,7 @@ def test_a_draft_is_swapped_under_eight_streams(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary))
     with under_streams({"draft.kind": kind}) as (stack, client, streams):
         result = check_swapped(
-            streams.run_beside(swap(stack, "draft", f"--draft={later}")),
-            f"draft {kind} -> {later}",
+            streams.run_beside(swap(stack, "draft", f"--draft={later}")), f"draft {kind} -> {later}"
         )
         assert (result["worker"], result["replaced"]) == ("draft-2", "draft")
         check_left_at_once(client, result["moved"], result["stayed"])
@@ -407,10 +406,7 @@ def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_th
                 process.send_signal(signal.SIGINT)
                 interrupted.append(placed[0].pid)
 
-        done = streams.run_beside(
-            swap(stack, "target", "--target.weights=int8"),
-            interrupt,
-        )
+        done = streams.run_beside(swap(stack, "target", "--target.weights=int8"), interrupt)
         assert (done.returncode, len(interrupted)) == (130, 1), done.stderr
         assert "target-2 is in place and stays" in done.stderr
         try:

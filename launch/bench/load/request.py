@@ -118,10 +118,7 @@ def ask(
 
 
 def _read(
-    reply: Reply,
-    texts: list[str],
-    response: http.client.HTTPResponse,
-    clock: Callable[[], float],
+    reply: Reply, texts: list[str], response: http.client.HTTPResponse, clock: Callable[[], float]
 ) -> None:
     """Note what comes, its texts apart: to add to one long text takes ever longer."""
     for data in _events(response):

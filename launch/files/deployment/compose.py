@@ -16,12 +16,7 @@ from dovetail.launch.files.deployment.containers import (
     in_container,
     listening,
 )
-from dovetail.launch.files.deployment.parts import (
-    Destination,
-    parts_of,
-    settled,
-    whole_model,
-)
+from dovetail.launch.files.deployment.parts import Destination, parts_of, settled, whole_model
 from dovetail.launch.files.deployment.templates import documents
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.supervise import GRACE_S

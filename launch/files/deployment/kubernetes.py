@@ -21,13 +21,7 @@ from dovetail.launch.files.deployment.containers import (
     key_names,
     listening,
 )
-from dovetail.launch.files.deployment.parts import (
-    Destination,
-    Part,
-    parts_of,
-    settled,
-    whole_model,
-)
+from dovetail.launch.files.deployment.parts import Destination, Part, parts_of, settled, whole_model
 from dovetail.launch.files.deployment.templates import documents
 from dovetail.launch.processes.supervise import GRACE_S
 from dovetail.launch.settings.configure import Configuration

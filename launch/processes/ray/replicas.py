@@ -23,13 +23,7 @@ from dovetail.protocol.messages import Fault, Reported
 log = logging.getLogger("dovetail.serve")
 
 ROUTER = "router"
-TAKEN = (
-    "http.host",
-    "http.api_key_file",
-    "http.receive_s",
-    "http.body",
-    "http.connections",
-)
+TAKEN = ("http.host", "http.api_key_file", "http.receive_s", "http.body", "http.connections")
 """The settings of the HTTP API that a router also has, except its port."""
 
 

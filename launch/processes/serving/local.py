@@ -167,12 +167,7 @@ class Local:
         if name == HTTP:
             here = text_here(with_target(self._settings.target).model)
             ahead = [f"--model-folder={here}"] if here is not None else []
-            return [
-                *http_arguments(configuration, address, url),
-                "--supervised",
-                *ahead,
-                *keys,
-            ]
+            return [*http_arguments(configuration, address, url), "--supervised", *ahead, *keys]
         role = self.workers[name]
         settings = with_room_for_draft(configuration) if role == "target" else configuration
         return [*worker_arguments(settings, role, address, self._layout), *keys]
