@@ -82,11 +82,7 @@ WHY_PLAIN = {
     **dict.fromkeys(("i686", "armv7l"), "this is a 32-bit system, and they are many times slower"),
 }
 """Machine -> why it has only plain kernels, where others of its kind have faster ones."""
-STORED = {
-    "float32": Kind.FP32,
-    "float16": Kind.FP16,
-    "bfloat16": Kind.BF16,
-}
+STORED = {"float32": Kind.FP32, "float16": Kind.FP16, "bfloat16": Kind.BF16}
 """The kinds of numbers that matrices are packed from."""
 WIDENED = (Kind.FP32, Kind.INT8)
 """Kinds that are packed from any of these; the others are packed from their own numbers, or from

@@ -33,12 +33,7 @@ from dovetail.workers.kernels import (
     library,
 )
 from dovetail.workers.kernels.fitting import check_mlp
-from dovetail.workers.kernels.layer_plan import (
-    ExpertsPlan,
-    LayerPlan,
-    Norm,
-    RouterPlan,
-)
+from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, RouterPlan
 
 MatrixT = TypeVar("MatrixT", bound=PackedMatrix)
 

@@ -11,12 +11,7 @@ from dovetail.workers.kernels.layer_plan import Norm
 class ActivatorStruct(Structure):
     """`Activator` of native/layer.h."""
 
-    _fields_ = (
-        ("kind", c_int32),
-        ("first", c_float),
-        ("second", c_float),
-        ("reserved", c_int32),
-    )
+    _fields_ = (("kind", c_int32), ("first", c_float), ("second", c_float), ("reserved", c_int32))
 
 
 class LayerStruct(Structure):

@@ -31,18 +31,9 @@ from dovetail.workers.models.language_model import (
     LanguageModel,
     check_attention,
 )
-from dovetail.workers.models.parity.proving import (
-    Trial,
-    TriedError,
-    oracle_of,
-    provable,
-)
+from dovetail.workers.models.parity.proving import Trial, TriedError, oracle_of, provable
 from dovetail.workers.models.wanted import Wanted
-from dovetail.workers.models.weight_types import (
-    BLOCK_WEIGHTS,
-    FILE_KINDS,
-    KINDS,
-)
+from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS, KINDS
 from dovetail.workers.progress import loading
 
 
@@ -115,12 +106,7 @@ def for_library(wanted: Wanted) -> str:
 
 
 def assembled(
-    skeleton: Skeleton,
-    checkpoint: Checkpoint,
-    wanted: Wanted,
-    *,
-    kernels: bool,
-    choice: str,
+    skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted, *, kernels: bool, choice: str
 ) -> LanguageModel:
     """Return the model of a skeleton, computed by the kernels or by what torch brings; `choice`:
     why."""
@@ -131,11 +117,7 @@ def assembled(
         return _open_back_end(model, wanted, tensors, kernels=kernels)
 
     return assemble(
-        skeleton,
-        checkpoint,
-        weights=wanted.weights,
-        choice=choice,
-        open_back_end=open_back_end,
+        skeleton, checkpoint, weights=wanted.weights, choice=choice, open_back_end=open_back_end
     )
 
 
@@ -155,10 +137,7 @@ def _open_back_end(
         )
     if kernels:
         return Kernels(
-            model,
-            KINDS[wanted.weights],
-            context=context_of(model.config),
-            cache=wanted.cache_type,
+            model, KINDS[wanted.weights], context=context_of(model.config), cache=wanted.cache_type
         )
     selection = select(linear_shapes(model), weights=wanted.weights, profile=wanted.profile)
     return Library(selection, device=torch.device("cpu"), oracle=oracle_of(model))
@@ -173,10 +152,4 @@ def try_library(skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted) -> N
         return Trial(selection, device=torch.device("cpu"), oracle=oracle_of(model))
 
     with contextlib.suppress(TriedError):
-        assemble(
-            skeleton,
-            checkpoint,
-            weights="fp32",
-            choice="",
-            open_back_end=open_back_end,
-        )
+        assemble(skeleton, checkpoint, weights="fp32", choice="", open_back_end=open_back_end)

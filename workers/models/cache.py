@@ -15,11 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.workers.models.recurrent.states import (
-    RecurrentStates,
-    session_bytes,
-    token_bytes,
-)
+from dovetail.workers.models.recurrent.states import RecurrentStates, session_bytes, token_bytes
 from dovetail.workers.models.segment import check_truncation, has_to_move, slots_in_place
 
 HALF = torch.float16

@@ -87,13 +87,7 @@ class LanguageModel:
     vocabulary."""
 
     def __init__(
-        self,
-        model: Any,
-        back_end: BackEnd,
-        checkpoint: Checkpoint,
-        *,
-        weights: str,
-        choice: str,
+        self, model: Any, back_end: BackEnd, checkpoint: Checkpoint, *, weights: str, choice: str
     ) -> None:
         self._back_end = back_end
         self.checkpoint = checkpoint

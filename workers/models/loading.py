@@ -35,11 +35,7 @@ from dovetail.workers.models.checkpoints.files import read_bytes
 from dovetail.workers.models.checkpoints.footprint import read_tensors, weights_bytes
 from dovetail.workers.models.checkpoints.gguf.view import blaming_the_file, spelled
 from dovetail.workers.models.checkpoints.hub import find_folder
-from dovetail.workers.models.checkpoints.loader import (
-    Skeleton,
-    load_transformers,
-    open_skeleton,
-)
+from dovetail.workers.models.checkpoints.loader import Skeleton, load_transformers, open_skeleton
 from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
 from dovetail.workers.models.checkpoints.random_weights import random_skeleton
 from dovetail.workers.models.language_model import (
@@ -49,11 +45,7 @@ from dovetail.workers.models.language_model import (
     check_attention,
 )
 from dovetail.workers.models.parity.following import UnsupportedError
-from dovetail.workers.models.parity.proving import (
-    StumbledError,
-    oracle_of,
-    provable,
-)
+from dovetail.workers.models.parity.proving import StumbledError, oracle_of, provable
 from dovetail.workers.models.remembered.proofs import Proofs
 from dovetail.workers.models.remembered.recall import Memory, recall
 from dovetail.workers.models.wanted import Stager, Wanted
@@ -289,11 +281,7 @@ def _library_on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device
             back_end.prove(layer, index)
         back_end.finish(model)
         language_model = LanguageModel(
-            model,
-            back_end,
-            checkpoint,
-            weights=wanted.weights,
-            choice=f"on {device}",
+            model, back_end, checkpoint, weights=wanted.weights, choice=f"on {device}"
         )
         check_attention(language_model)
         exact = wanted.weights == "fp32"

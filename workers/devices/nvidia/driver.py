@@ -150,12 +150,7 @@ class Functions:
 
 
 def load_functions(
-    code: bytes,
-    index: int,
-    about: str,
-    stream: Callable[[], int],
-    units: int,
-    architecture: int,
+    code: bytes, index: int, about: str, stream: Callable[[], int], units: int, architecture: int
 ) -> Functions | str:
     """Return machine code loaded for GPU `index`; or why it cannot be. `about`: the libraries and
     the chip. `stream`: the stream on which torch computes now, as the driver knows it. `units`:

@@ -12,17 +12,8 @@ from dovetail.workers.kernels.layer import slots_of
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, SharedRows, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.kernels.states import StateRows, StateShape
-from dovetail.workers.models.recurrent.states import (
-    RecurrentStates,
-    session_bytes,
-    token_bytes,
-)
-from dovetail.workers.models.segment import (
-    Segment,
-    check_truncation,
-    has_to_move,
-    slots_in_place,
-)
+from dovetail.workers.models.recurrent.states import RecurrentStates, session_bytes, token_bytes
+from dovetail.workers.models.segment import Segment, check_truncation, has_to_move, slots_in_place
 
 LEAST_SHARED = 128
 """Fewer rows are copied, since to share rows the other rows of the session have to move, too."""
@@ -270,11 +261,7 @@ class MixedCache(BlockedCache):
     and `values` are [numbers of a row, slots]."""
 
     def __init__(
-        self,
-        heads: Sequence[tuple[int, int]],
-        *,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
+        self, heads: Sequence[tuple[int, int]], *, capacity: int, dtype: torch.dtype = torch.float32
     ) -> None:
         """`heads`: of each layer, how many key heads, and their size."""
         self._heads, self._dtype = heads, dtype

@@ -387,10 +387,7 @@ LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
 """The sizes of attention over latents, by their names in a config.json."""
 
 UNGATED = frozenset(
-    {
-        *("apertus", "arcee", "gpt_neox", "jais2"),
-        *("nemotron", "nemotron_h", "phi", "starcoder2"),
-    }
+    {*("apertus", "arcee", "gpt_neox", "jais2"), *("nemotron", "nemotron_h", "phi", "starcoder2")}
 )
 """Model types, of those with names like Llama's, whose MLP has no gate."""
 

@@ -21,12 +21,7 @@ from dovetail.workers.devices.base import Capture, Device, Transfer
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import LayerPlan, Norm, NormKind
-from dovetail.workers.models.backends.blob import (
-    Blob,
-    alone,
-    gather,
-    hollow,
-)
+from dovetail.workers.models.backends.blob import Blob, alone, gather, hollow
 from dovetail.workers.models.backends.device.parts import DeviceNorm
 from dovetail.workers.models.backends.device.products import narrowed, product, rounded_product
 from dovetail.workers.models.backends.fused import Kernels

@@ -59,10 +59,7 @@ FOLLOWED = (
 )
 RECURRENT = f"keep a recurrent state{FOLLOWED}"
 LATENT_FAMILIES = frozenset(
-    {
-        *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-        *("minicpm3", "sarvam_mla", "youtu"),
-    }
+    {*("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), *("minicpm3", "sarvam_mla", "youtu")}
 )
 """Model types whose attention is over latents, by the kernels."""
 KERNELS_ALONE = {

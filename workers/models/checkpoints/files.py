@@ -7,11 +7,7 @@ from typing import Any
 
 from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
-from dovetail.workers.models.checkpoints.architecture import (
-    MODEL_FILES,
-    reason,
-    shown,
-)
+from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, reason, shown
 
 MAX_FILE_BYTES = MAX_ARRAY_BYTES
 """The largest configuration, index or tokenizer: what may travel to the coordinator, and twice the

@@ -94,10 +94,7 @@ def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | Non
     try:
         folder = Path(
             snapshot_download(
-                hosted.name,
-                revision=hosted.revision,
-                allow_patterns=wanted,
-                local_files_only=True,
+                hosted.name, revision=hosted.revision, allow_patterns=wanted, local_files_only=True
             )
         )
     except LocalEntryNotFoundError:

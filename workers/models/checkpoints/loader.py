@@ -24,12 +24,7 @@ from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import attention, transformers
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.composite import renaming
-from dovetail.workers.models.checkpoints.configured import (
-    configured,
-    for_text,
-    quiet,
-    said_by,
-)
+from dovetail.workers.models.checkpoints.configured import configured, for_text, quiet, said_by
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.gguf.rows import Pile, Rows, keep_rows, rows_of
 from dovetail.workers.models.checkpoints.gguf.tensors import name_in_file

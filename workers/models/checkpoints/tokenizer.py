@@ -14,10 +14,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import cache_folder, tidy
 from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
-from dovetail.workers.models.checkpoints.architecture import (
-    refuse_content,
-    shown,
-)
+from dovetail.workers.models.checkpoints.architecture import refuse_content, shown
 from dovetail.workers.models.checkpoints.composite import text_part
 from dovetail.workers.models.checkpoints.files import read_bytes, read_json
 
@@ -134,11 +131,7 @@ def ids_of(generation: Mapping[str, Any], config: Mapping[str, Any], name: str) 
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
-def _ends(
-    named: tuple[int, ...],
-    own: Mapping[str, Any],
-    table: TokenTable,
-) -> tuple[int, ...]:
+def _ends(named: tuple[int, ...], own: Mapping[str, Any], table: TokenTable) -> tuple[int, ...]:
     """Return the ids that end a reply: the model's, and like vLLM the tokenizer's end token if it
     is special. The model's may end only documents, and the tokenizer's turns."""
     token = own.get("eos_token")

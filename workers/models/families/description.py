@@ -378,10 +378,7 @@ def gated(name: str, **fields: Any) -> Mlp:
 
 
 def ungated(
-    name: str,
-    up: str = "mlp.up_proj",
-    down: str = "mlp.down_proj",
-    function: str | None = None,
+    name: str, up: str = "mlp.up_proj", down: str = "mlp.down_proj", function: str | None = None
 ) -> Mlp:
     """Return an MLP without a gate, with the activation of this name."""
     return Mlp(activation(UNGATED, name), gate_up=(up,), down=down, function=function)

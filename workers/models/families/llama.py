@@ -113,9 +113,7 @@ def _glm(config: Any, index: int) -> LayerSpec:
 def _arcee(config: Any, index: int) -> LayerSpec:
     """No gate, and the squares of what is positive."""
     return LayerSpec(
-        attention(config, index, window=0),
-        ungated(config.hidden_act),
-        Norms(config.rms_norm_eps),
+        attention(config, index, window=0), ungated(config.hidden_act), Norms(config.rms_norm_eps)
     )
 
 

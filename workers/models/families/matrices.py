@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
-from dovetail.workers.models.families.description import (
-    Attention,
-    Experts,
-    Latent,
-    LayerSpec,
-)
+from dovetail.workers.models.families.description import Attention, Experts, Latent, LayerSpec
 from dovetail.workers.models.families.registry import FAMILIES
 
 

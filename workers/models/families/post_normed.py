@@ -37,10 +37,7 @@ def _olmo2(config: Any, index: int) -> LayerSpec:
 
 def _olmo3(config: Any, index: int) -> LayerSpec:
     return _only_post(
-        config,
-        index,
-        norm_place=HeadNorm.WIDE_BEFORE_ROPE,
-        rope=Rope(config.layer_types[index]),
+        config, index, norm_place=HeadNorm.WIDE_BEFORE_ROPE, rope=Rope(config.layer_types[index])
     )
 
 

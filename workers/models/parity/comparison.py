@@ -5,11 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.workers.models.parity.following import (
-    Call,
-    Path,
-    UnprovableError,
-)
+from dovetail.workers.models.parity.following import Call, Path, UnprovableError
 
 CHANGING = ("dynamic", "longrope")
 """Types of rotary embeddings whose angles may depend on the longest sequence; named where those of

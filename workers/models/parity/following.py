@@ -237,10 +237,7 @@ def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Modu
             own.set_submodule(name, others[part] if part in others else Widened(part))
     for part in own.modules():
         for name, parameter in part.named_parameters(recurse=False):
-            if not isinstance(part, Widened) and parameter.dtype in (
-                torch.float16,
-                torch.bfloat16,
-            ):
+            if not isinstance(part, Widened) and parameter.dtype in (torch.float16, torch.bfloat16):
                 part.register_parameter(name, nn.Parameter(parameter.float(), requires_grad=False))
     return own
 

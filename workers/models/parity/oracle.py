@@ -322,13 +322,7 @@ class Oracle:
         )
 
     def run_ours(
-        self,
-        layer: nn.Module,
-        index: int,
-        states: Tensor,
-        notes: Notes,
-        *,
-        handed: bool = False,
+        self, layer: nn.Module, index: int, states: Tensor, notes: Notes, *, handed: bool = False
     ) -> Tensor:
         """Return what a layer makes of the rows of our own pass [dense + count, hidden] with our
         attention, which says what it is asked for; `handed`: though the layer may not pass on to

@@ -15,10 +15,7 @@ class Product:
     output, which the linears that it is packed of share."""
 
     def __init__(
-        self,
-        name: str,
-        linears: Sequence[nn.Linear],
-        orders: Sequence[Tensor | None] | None = None,
+        self, name: str, linears: Sequence[nn.Linear], orders: Sequence[Tensor | None] | None = None
     ) -> None:
         """`linears`: those that the matrix is packed of, below each other; a few of their rows are
         kept. `orders`: of each, int64 [out], the places in the checkpoint of its outputs, which

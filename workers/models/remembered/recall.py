@@ -21,11 +21,7 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_bytes
-from dovetail.workers.models.checkpoints.loader import (
-    Skeleton,
-    pieced_skeleton,
-    stored_skeleton,
-)
+from dovetail.workers.models.checkpoints.loader import Skeleton, pieced_skeleton, stored_skeleton
 from dovetail.workers.models.checkpoints.quantised.searched import in_blocks
 from dovetail.workers.models.checkpoints.tables import WidenedEmbedding
 from dovetail.workers.models.families.description import Experts
@@ -267,11 +263,7 @@ def _measured(path: str, module: nn.Module, *, matrices: bool) -> tuple[str, str
     if isinstance(module, nn.ModuleList):
         return path, "list", []
     if type(module) is nn.Linear:
-        return (
-            path,
-            "linear",
-            [module.in_features, module.out_features, module.bias is not None],
-        )
+        return (path, "linear", [module.in_features, module.out_features, module.bias is not None])
     if isinstance(module, nn.Embedding):
         scale = getattr(module, "embed_scale", None)
         if type(module) is not nn.Embedding and scale is None:

@@ -30,11 +30,7 @@ from dovetail.workers.models.backends.packing import pack_and_drop
 from dovetail.workers.models.backends.placement import Place
 from dovetail.workers.models.backends.resident import ResidentDraft, RoundingEngine
 from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
-from dovetail.workers.models.backends.stages.engines import (
-    RoundedLayer,
-    SettledLayer,
-    TorchEngine,
-)
+from dovetail.workers.models.backends.stages.engines import RoundedLayer, SettledLayer, TorchEngine
 from dovetail.workers.models.cache import HALF, KVCache
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of

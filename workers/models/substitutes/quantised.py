@@ -37,11 +37,7 @@ def nearest_codes(weight: Tensor, device: torch.device = CPU) -> Codes:
     offsets = (low + 8.0 * scales).to(torch.bfloat16).half()
     codes = ((parts - offsets) / scales + 8.0).round().clamp(0, 15).to(torch.uint8)
     return Codes(
-        4,
-        inputs,
-        codes.view(rows, -1).cpu(),
-        scales.squeeze(2).cpu(),
-        offsets.squeeze(2).cpu(),
+        4, inputs, codes.view(rows, -1).cpu(), scales.squeeze(2).cpu(), offsets.squeeze(2).cpu()
     )
 
 

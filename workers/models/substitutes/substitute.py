@@ -32,10 +32,7 @@ from dovetail.workers.models.backends.placement import bytes_of_codes
 from dovetail.workers.models.backends.staged import Staged
 from dovetail.workers.models.backends.stages.cache import StagedCache
 from dovetail.workers.models.checkpoints.architecture import refuse_without_kernels
-from dovetail.workers.models.checkpoints.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.loader import open_skeleton

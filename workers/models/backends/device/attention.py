@@ -15,12 +15,7 @@ from torch import Tensor
 
 from dovetail.workers.devices.base import Program
 from dovetail.workers.models.attention import Attending, by_torch
-from dovetail.workers.models.backends.device.choice import (
-    TIMED_SHAPE,
-    Contest,
-    Function,
-    Products,
-)
+from dovetail.workers.models.backends.device.choice import TIMED_SHAPE, Contest, Function, Products
 from dovetail.workers.models.backends.device.own import bits_of, source_of
 from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.cache import HALF
@@ -281,21 +276,11 @@ def _over(cache: Tensor, attend: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def _by_torch(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scale: float,
-    *,
-    sinks: Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, *, sinks: Tensor | None
 ) -> Tensor:
     return by_torch(query, keys, values, mask, scale, None, sinks)
 
 
 CONTEST = Contest(
-    Function.ATTENTION,
-    "attention reads keys and values of 16 bits",
-    SOURCE,
-    _against,
-    _pairs,
+    Function.ATTENTION, "attention reads keys and values of 16 bits", SOURCE, _against, _pairs
 )

@@ -317,9 +317,6 @@ ROUNDED: Mapping[IntEnum, Contest] = {
         partial(against_matrix, kind),
         partial(_pairs, kind, rounded=True),
     )
-    for kind, function in (
-        (Kind.FP16, Function.ROUNDED_FP16),
-        (Kind.BF16, Function.ROUNDED_BF16),
-    )
+    for kind, function in ((Kind.FP16, Function.ROUNDED_FP16), (Kind.BF16, Function.ROUNDED_BF16))
 }
 """The types of 16 bits again, for drafts: torch's products may round their inputs."""

@@ -43,10 +43,7 @@ class DeviceExperts:
     """The experts of a layer that torch computes."""
 
     def __init__(
-        self,
-        plan: LayerPlan,
-        device: torch.device,
-        norms: tuple[NormOf, NormOf, NormOf],
+        self, plan: LayerPlan, device: torch.device, norms: tuple[NormOf, NormOf, NormOf]
     ) -> None:
         """`norms`: of what the router reads, of what experts read, and of what they add up to."""
         assert plan.experts is not None

@@ -237,9 +237,7 @@ class Graphs:
 
 
 def passes_of(
-    captured: dict[Hashable, Any],
-    key: Hashable,
-    make: Callable[[], FixedPass[InputsT, ResultT]],
+    captured: dict[Hashable, Any], key: Hashable, make: Callable[[], FixedPass[InputsT, ResultT]]
 ) -> FixedPass[InputsT, ResultT]:
     """Return the captured pass of a key, made at the first call."""
     found: FixedPass[InputsT, ResultT] | None = captured.get(key)

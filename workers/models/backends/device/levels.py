@@ -167,8 +167,7 @@ class Levels:
         logits = logits[:count].to(torch.float32, copy=True)
         return [
             Ranked(
-                logits[own],
-                None if arriving is None or ranking is None else Fetched(arriving, own),
+                logits[own], None if arriving is None or ranking is None else Fetched(arriving, own)
             )
             for own, ranking in zip(rows, rankings, strict=True)
         ]

@@ -110,12 +110,7 @@ class Parts:
     program: Program
 
     def norm(
-        self,
-        x: Tensor,
-        kind: NormKind,
-        norm: Norm,
-        epsilon: float,
-        update: Tensor | None = None,
+        self, x: Tensor, kind: NormKind, norm: Norm, epsilon: float, update: Tensor | None = None
     ) -> Tensor:
         """Return the norm of x [..., width] fp32, to which `update`, of the same shape, is added
         first, in place if x is contiguous."""
@@ -392,9 +387,5 @@ def _pairs(
 
 
 CONTEST = Contest(
-    Function.PARTS,
-    "functions compute what lies between products",
-    SOURCE,
-    _against,
-    _pairs,
+    Function.PARTS, "functions compute what lies between products", SOURCE, _against, _pairs
 )

@@ -14,14 +14,7 @@ from dovetail.workers.kernels.layer import DecoderLayer, LayerPass
 from dovetail.workers.kernels.layer_plan import LANES, LayerPlan
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, by_torch
-from dovetail.workers.models.backends.blob import (
-    ROUTER,
-    Blob,
-    Lying,
-    Matrix,
-    plan_at,
-    unpack,
-)
+from dovetail.workers.models.backends.blob import ROUTER, Blob, Lying, Matrix, plan_at, unpack
 from dovetail.workers.models.backends.blocked_cache import (
     BlockedCache,
     cache_of,

@@ -64,7 +64,7 @@ _QWEN35 = Splitting(
     (
         rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
         rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-    ),
+    )
 )
 _DEEPSEEK3 = Splitting(
     (

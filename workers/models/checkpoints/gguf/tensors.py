@@ -31,13 +31,7 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     placed_in,
 )
 from dovetail.workers.models.checkpoints.gguf.reader import Head
-from dovetail.workers.models.checkpoints.gguf.rows import (
-    Content,
-    InFile,
-    Pile,
-    Rows,
-    not_finite,
-)
+from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Pile, Rows, not_finite
 from dovetail.workers.models.checkpoints.stored import Stored
 
 AT_A_TIME = 1 << 20

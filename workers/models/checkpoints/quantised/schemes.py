@@ -127,9 +127,7 @@ def _compressed(said: Mapping[str, Any]) -> Scheme:
     if len(blocks) > 1:
         raise ValueError("compressed-tensors, blocks of several sizes")
     return Scheme(
-        "compressed-tensors",
-        forms=tuple(sorted(forms)),
-        block=blocks[0] if blocks else (0, 0),
+        "compressed-tensors", forms=tuple(sorted(forms)), block=blocks[0] if blocks else (0, 0)
     )
 
 
@@ -168,9 +166,4 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-_READERS = {
-    "awq": _awq,
-    "gptq": _gptq,
-    "fp8": _fp8,
-    "compressed-tensors": _compressed,
-}
+_READERS = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}

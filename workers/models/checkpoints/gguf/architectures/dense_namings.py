@@ -100,10 +100,7 @@ DENSE_NAMINGS: Mapping[str, Naming] = {
         },
         by_heads=("attn_qkv",),
     ),
-    "minicpm3": Naming(
-        {**NORMS, **MLP, **LATENT},
-        latents=True,
-    ),
+    "minicpm3": Naming({**NORMS, **MLP, **LATENT}, latents=True),
     "olmo2": Naming({**ATTENTION, **HEAD_NORMS, **MLP, **POST_NORMS}),
 }
 """Architecture of llama.cpp -> its names."""

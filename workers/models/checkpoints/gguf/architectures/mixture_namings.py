@@ -100,12 +100,7 @@ MIXTURE_NAMINGS: Mapping[str, Naming] = {
         bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
     ),
     "dots1": Naming(
-        {
-            **LLAMA,
-            **HEAD_NORMS,
-            **shared_names("mlp.shared_experts"),
-            "ffn_gate_inp": "mlp.gate",
-        },
+        {**LLAMA, **HEAD_NORMS, **shared_names("mlp.shared_experts"), "ffn_gate_inp": "mlp.gate"},
         experts=GATED,
         bare={"exp_probs_b.bias": f"mlp.gate.{CORRECTION}"},
     ),

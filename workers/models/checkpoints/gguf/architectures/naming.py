@@ -150,7 +150,4 @@ LATENT = {
     "attn_v_b": VALUES_UP,
     "attn_output": "self_attn.o_proj",
 }
-AFTER_ROPE = {
-    "attn_q_norm": "self_attn.query_layernorm",
-    "attn_k_norm": "self_attn.key_layernorm",
-}
+AFTER_ROPE = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
