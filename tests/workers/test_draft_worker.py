@@ -542,7 +542,7 @@ def test_features_that_cannot_be_are_refused_and_change_nothing(
     worker = head_worker(write_head(tmp_path, "eagle"), llama_folder)
     worker.handle(open_())
     wrong: list[tuple[Any, str, str]] = [
-        (draft(1, prefix=4), "prefix", "features of 0 positions have come"),
+        (draft(1, prefix=4), "prefix", "features of 0 positions have arrived"),
         (feed(1, 2), "prefix", "features from position 1 on"),
         (feed(0, 4), "prefix", "of a log of 3 tokens"),
         (feed(0, 3, width=63), "protocol", "reads float16 in rows of 64"),
@@ -562,9 +562,7 @@ def test_features_that_cannot_be_are_refused_and_change_nothing(
         draft(2, prefix=6, accepted=(0,), features=features(1)),
         draft(2, prefix=7, accepted=(0,), more=(4,), features=features(2)),
     ):
-        with pytest.raises(
-            RequestError, match="positions have come, and this round continues from"
-        ):
+        with pytest.raises(RequestError, match="positions have arrived, but this round needs"):
             worker.handle(command)
     assert isinstance(
         only(worker.handle(draft(2, prefix=6, accepted=(0,), features=features(2)))), Drafted
@@ -633,9 +631,9 @@ def test_interleaved_sessions_of_a_head_draft_what_each_drafts_alone(
 
 
 @pytest.mark.parametrize(("said", "folder_kind", "words"), [
-    ("small", "eagle", "holds a head of kind 'eagle'"),
-    ("eagle3", "dovetail", "holds a head of kind 'dovetail'"),
-    ("dovetail", "", "holds an ordinary language model"),
+    ("small", "eagle", "is a head of kind 'eagle'"),
+    ("eagle3", "dovetail", "is a head of kind 'dovetail'"),
+    ("dovetail", "", "is an ordinary language model"),
 ])  # fmt: skip
 def test_a_kind_that_contradicts_the_folder_is_refused(
     said: str, folder_kind: str, words: str, tmp_path: Path, llama_folder: Path
@@ -678,7 +676,7 @@ def test_the_contrast_output_can_be_left_alone_and_not_be_wished_for_where_there
         levels.append(drafted.tokens)
     assert levels[0] == levels[1] != levels[2]
     with pytest.raises(
-        SettingsError, match=r"draft.contrast = true, and the eagle head .* has no contrast output"
+        SettingsError, match=r"draft.contrast = true, but the eagle head .* has no contrast output"
     ):
         head_worker(write_head(tmp_path / "b", "eagle"), llama_folder, contrast=True)
 

@@ -508,15 +508,25 @@ def test_features_that_do_not_follow_are_refused_and_change_nothing(head: Head) 
     engine.feed(session, 0, to_array(features[:3]))
     row = features.shape[1]
     wrong = [
-        (4, features[4:6], RequestError, "features from position 4 on follow those of 3 positions"),
-        (2, features[2:5], RequestError, "features from position 2 on follow those of 3 positions"),
+        (
+            4,
+            features[4:6],
+            RequestError,
+            "features from position 4 on leave a gap after those of 3 positions",
+        ),
+        (
+            2,
+            features[2:5],
+            RequestError,
+            "features from position 2 on leave a gap after those of 3 positions",
+        ),
         (
             3,
             torch.cat((features[3:], features[:1])),
             RequestError,
-            "features of 9 positions have come, of a log of 8 tokens",
+            "features of 9 positions were received for a log of 8 tokens",
         ),
-        (0, features[:3], StaleError, "have come before"),
+        (0, features[:3], StaleError, "were received before"),
         (
             3,
             features[3:4].float(),
@@ -542,7 +552,7 @@ def test_features_that_do_not_follow_are_refused_and_change_nothing(head: Head) 
 def test_a_round_whose_features_are_missing_or_too_many_is_refused(head: Head) -> None:
     story = Story(head)
     with pytest.raises(
-        RequestError, match="features of 0 positions have come, and this round continues from 8"
+        RequestError, match="features of 0 positions have arrived, but this round needs 8"
     ):
         story.engine.check_features(story.session, 0, None)
     story.fed().engine.check_features(story.session, 0, None)
@@ -550,7 +560,7 @@ def test_a_round_whose_features_are_missing_or_too_many_is_refused(head: Head) -
     for rows in (0, 1, 3):
         with pytest.raises(
             RequestError,
-            match=f"features of {8 + rows} positions have come, and this round continues from 10",
+            match=f"features of {8 + rows} positions have arrived, but this round needs 10",
         ) as refusal:
             story.engine.check_features(story.session, 1, to_array(story.some(rows)))
         assert refusal.value.code == "prefix"
@@ -619,7 +629,7 @@ def test_a_prompt_longer_than_the_window_leaves_its_last_rows(
 def test_a_token_that_the_target_has_no_row_for_is_refused(head: Head) -> None:
     with pytest.raises(
         RequestError,
-        match="token 48 is beyond the vocabulary of 48 of the target that this head is for",
+        match="token 48 is beyond the vocabulary of 48 of this head's target",
     ):
         HeadDrafter(head, Spans(), contrast=False).check_tokens([5, VOCABULARY])
 

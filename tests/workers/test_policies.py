@@ -143,7 +143,7 @@ def test_every_policy_that_is_built_has_a_definition_here() -> None:
 
 def test_an_unknown_policy_is_not_taken_for_another() -> None:
     unchecked = TreeSettings().model_copy(update={"policy": "dynamite"})
-    with pytest.raises(ValueError, match="no tree policy is called 'dynamite'"):
+    with pytest.raises(ValueError, match="unknown tree policy 'dynamite'"):
         open_policy(unchecked)
 
 

@@ -88,7 +88,7 @@ def test_without_memory_to_time_products_a_draft_has_its_own_type_and_nothing_is
         with capped(MEMORY.used + (1 << 20)):
             chosen = chosen_type(opened, "fp16", profile)
         assert chosen.weights == "fp16"
-        assert chosen.said.endswith("there is no memory to time products of several types")
+        assert chosen.said.endswith("not enough memory to time products of several types")
         assert not load_profile(profile).types
         with capped(MEMORY.used + 1024), pytest.raises(torch.OutOfMemoryError):
             chosen_type(opened, "fp16", profile)

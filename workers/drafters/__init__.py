@@ -1,1 +1,2 @@
-"""The engines of a draft worker: a model, a head, n-grams of the text, a shared substitute."""
+"""Draft engines: a small model, a draft head, n-gram lookup, and the target's own quantised
+substitute."""

@@ -1,8 +1,8 @@
-"""Growth ahead of the orders: what a tree expands while its target verifies, and whether it pays.
+"""Growth ahead: expanding a draft tree while the target verifies its last proposal, and whether
+that pays.
 
-A node is used if it lies on the target's path, and that has the node's path probability: the next
-root is a node of the pool, and what is below it survives.
-"""
+A node is used if it lies on the path that the target accepts, which has the node's path
+probability: the next root is a node of the pool, and its subtree survives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,10 +25,9 @@ from dovetail.workers.speculation.prices import LONGER, PassTimes, most_used
 from dovetail.workers.speculation.proposal import Shape
 
 LEAST_USED = 1e-3
-"""A node that lies on the target's path with a smaller probability is not expanded ahead of the
-orders."""
+"""Nodes whose path probability is below this are not expanded ahead."""
 WIDEST_AHEAD = 64
-"""Rows of a pass ahead at most."""
+"""The most rows of a pass ahead."""
 
 
 SessionT = TypeVar("SessionT", bound=GrowingSession)
@@ -36,7 +35,7 @@ SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 @dataclass
 class _Grown(Generic[SessionT]):
-    """A tree that grows in a pass ahead, and the rows of its nodes before that pass."""
+    """A tree that grows in a pass ahead, and how many rows it had before that pass."""
 
     place: int
     session: SessionT
@@ -52,7 +51,7 @@ class GrowthAhead:
         self._times, self._clock = times, clock
 
     def end(self, session: GrowingSession) -> WaitingTime:
-        """Return what was done until an order came, which ends it."""
+        """End growth ahead because an order arrived. Return what it did."""
         waited = session.waiting_time
         if waited.since_ns is not None:
             session.waits.add(self._clock() - waited.since_ns)
@@ -61,9 +60,9 @@ class GrowthAhead:
     def grow(
         self, sessions: Sequence[tuple[int, SessionT]], engine: Engine[SessionT]
     ) -> Sequence[int]:
-        """Make a pass ahead for the first of these sessions that have anything to expand, and
-        return their places. If it fails for one, the exception is raised once the others are
-        served."""
+        """Make one pass ahead, for the first of these sessions that have nodes to expand, and
+        return their places. If it fails for one session, the exception is raised after the others
+        are done."""
         if not (growing := self._next_pass(sessions, engine)):
             return []
         start_ns = engine.now_ns()
@@ -87,8 +86,8 @@ class GrowthAhead:
     def _next_pass(
         self, sessions: Sequence[tuple[int, SessionT]], engine: Engine[SessionT]
     ) -> list[_Grown[SessionT]]:
-        """Return what goes into a pass that is hardly longer than one for a single session, since
-        an order that comes meanwhile waits for its end."""
+        """Return the trees of a pass that takes little longer than one for a single session: an
+        order that arrives meanwhile waits for its end."""
         growing: list[_Grown[SessionT]] = []
         rows = 0
         for place, session in sessions:
@@ -106,8 +105,8 @@ class GrowthAhead:
         return growing
 
     def next_nodes(self, session: GrowingSession) -> Nodes:
-        """Return what the next pass ahead expands; nothing, from then on, if the last order did not
-        ask for it or nothing is worth it any more."""
+        """Return the nodes to expand in the next pass ahead. If the last order did not ask for
+        growth ahead, or no node is worth a pass, return none and mark the pause as done."""
         waiting = session.waiting_time
         nodes = (
             self._likeliest_to_be_used(session)
@@ -118,8 +117,8 @@ class GrowthAhead:
         return NO_NODES if waiting.done else nodes
 
     def _comes_too_late(self, session: GrowingSession, nodes: Nodes) -> bool:
-        """Return whether a pass over `nodes` would end after the next order is expected, and rather
-        not be used: it would keep the order waiting for nothing."""
+        """Return whether a pass over `nodes` would end after the next order is expected. Its nodes
+        would probably not be used, and the order would wait for it."""
         since_ns, expected_ns = session.waiting_time.since_ns, session.waits.median_ns
         if (
             since_ns is None
@@ -131,8 +130,8 @@ class GrowthAhead:
         return self._clock() - since_ns + self._times.estimate_ns(len(nodes)) > expected_ns
 
     def _likeliest_to_be_used(self, session: GrowingSession) -> Nodes:
-        """Return what a pass ahead may expand, best first: the root if it has not been, else nodes
-        without a row."""
+        """Return what a pass ahead may expand, best first: the root if it has not been expanded,
+        otherwise nodes without a row."""
         tree, width = session.tree, session.waiting_time.width
         reach = session.within_reach(Shape(MAX_TREE_ROWS, MAX_TREE_ROWS, width)).depth
         if not tree.root_expanded:
@@ -147,8 +146,8 @@ class GrowthAhead:
 
 
 def _take(grown: _Grown[SessionT], engine: Engine[SessionT]) -> int:
-    """Put what was computed into the tree; return how many nodes joined it. If that fails, the
-    nodes get back the rows that they had, and the tree grows no further ahead."""
+    """Put a pass's results into the tree; return how many nodes joined it. On failure the nodes get
+    their former rows back, and the tree stops growing ahead."""
     session, reading = grown.session, grown.reading
     if reading.error is None:
         try:

@@ -1,5 +1,5 @@
-"""The interface between a draft worker and what proposes: every engine, those that read features of
-their target, and those that keep the rows of sessions."""
+"""The interfaces between a draft worker and its engine. Engines may also read the target's
+features, prefill in chunks, or keep the rows of sessions."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -18,7 +18,7 @@ class EngineSession(Protocol):
 
     @property
     def readable(self) -> bool:
-        """Return whether the engine can read the whole log; else it proposes nothing."""
+        """Whether the engine can read the whole log; if not, it proposes nothing."""
 
 
 SessionT = TypeVar("SessionT", bound=EngineSession)
@@ -26,31 +26,31 @@ ReadT = TypeVar("ReadT", bound=EngineSession, contravariant=True)
 
 
 class Engine(Protocol[SessionT]):
-    """A drafter: sessions are opened, drafted for, and dropped."""
+    """A draft engine: it opens sessions and drafts for them."""
 
     def check_tokens(self, tokens: Sequence[int], /) -> None:
-        """`RequestError` if one of `tokens` cannot be read."""
+        """Raise `RequestError` if the engine cannot read one of `tokens`."""
 
     def open(self, order: Open, /) -> SessionT:
-        """Return a session with the prompt read."""
+        """Open a session and prefill its prompt."""
 
     def draft_all(
         self, orders: Sequence[Order[SessionT]], /
     ) -> Iterator[tuple[int, Proposal | Exception]]:
-        """Carry out orders for different sessions: move each root and propose. Yield the place of
-        each order with its proposal, or with the exception that it failed with, as soon as that is
-        there."""
+        """Carry out orders for different sessions: move each root and propose. Yield each order's
+        place with its proposal, or with the exception that it failed with, as soon as it is
+        done."""
 
     def prepare(self, session: SessionT, /) -> bool:
-        """Do a bit of work that the next proposals need whatever comes; False: there is none."""
+        """Precompute a bit of what the next proposals need in any case; return False if there is
+        nothing to do."""
 
     def learn(self) -> bool:
-        """Learn a bit from the verdicts; False: there is nothing to learn from."""
+        """Learn a bit from the verdicts; return False if there is nothing to learn from."""
 
     def grow_all_ahead(self, sessions: Sequence[SessionT], /) -> Sequence[int]:
-        """Grow the trees of the last proposals of the first of these sessions that can grow, in one
-        pass, and return their places. Empty: no tree is to grow, or nothing is worth a pass any
-        more."""
+        """Grow the trees of these sessions' last proposals in one pass, for the first ones that fit
+        into it, and return their places. Empty: nothing is worth a pass."""
 
 
 class Reader(Protocol[ReadT]):
@@ -59,12 +59,12 @@ class Reader(Protocol[ReadT]):
     reads: Reads
 
     def feed(self, session: ReadT, start: int, features: Array, /) -> None:
-        """Read the features of the prompt's positions from `start` on; `StaleError` if that was
-        done, `RequestError` if they do not follow what was."""
+        """Read features of the prompt from position `start` on. Raises `StaleError` if they were
+        read before, `RequestError` if they leave a gap."""
 
     def check_features(self, session: ReadT, committed: int, features: Array | None, /) -> None:
-        """`RequestError` unless with `features` those of the log and of the next `committed`
-        tokens, all but the new root, are there."""
+        """Raise `RequestError` unless, with `features`, those of the log and of the next
+        `committed` tokens (except the new root) have arrived."""
 
     def take_features(self, session: ReadT, features: Array, /) -> None:
         """Take the features that came with a verdict; the next proposal starts from them."""
@@ -77,25 +77,26 @@ class PartReader(Protocol[ReadT]):
     """Rows of a chunk while no other session waits."""
 
     def read(self, session: ReadT, rows: int, /) -> None:
-        """Read at most `rows` further rows of the log."""
+        """Prefill at most `rows` more rows of the log."""
 
     def rows(self, session: ReadT, /) -> tuple[int, int]:
-        """Return how many rows of the log have been read, and how many have not."""
+        """Return the number of rows of the log that are prefilled, and that are not."""
 
 
 class Keeper(Protocol[SessionT]):
-    """An engine that can also keep the rows of a session."""
+    """An engine that can keep the rows of a session for others."""
 
     def keep(self, session: SessionT, /) -> Left:
-        """Return what is left of a session that has ended; it is used up."""
+        """Return the rows of a session that has ended, for another one to start from. The session
+        must not be used any more."""
 
     def left(self, session: SessionT, /) -> Left:
-        """Return the log and the rows of a session that is open."""
+        """Return the log and rows of an open session."""
 
     @property
     def shares(self) -> bool:
-        """Return whether sessions may begin with rows of others that are open."""
+        """Whether sessions may start from rows of others that are still open."""
 
     def open(self, order: Open, /, base: Any) -> SessionT:
-        """Return a session as `Engine.open`, from the first `kept` tokens of what is left of
-        another one, which is used up."""
+        """Open a session as `Engine.open` does, reusing the first `kept` tokens of `base`, which
+        must not be used any more."""

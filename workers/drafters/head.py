@@ -1,37 +1,31 @@
-"""The engine of a draft worker with a head of its target's: it reads the target's features, and
-uses its own outputs where there are none yet.
+"""The engine of a draft head: it reads the target's features, and its own outputs where the target
+has not computed any yet.
 
 Row j of a head consumes the feature of position j and the token of position j + 1, stands at
-position j, and predicts the token of position j + 2. So with a log of n tokens, the last of which
-is the root, rows 0..n-2 are *true*: their features came from the target, those of the prompt ahead
-of the first round and those of the last root and the accepted nodes with the verdict. Row n-2, of
-the root's token, ranks the root's children; a node's row consumes the state of its parent's row
-instead of a feature. Between rounds the cache holds true rows only: what was guessed on the way to
-the new root is replaced.
+position j, and predicts the token of position j + 2. So of a log of n tokens, the last of which is
+the root, rows 0..n-2 are *true*: their features came from the target, for the prompt before the
+first round, later with each verdict. Row n-2 (the root's token) ranks the root's children; a node's
+row consumes the state of its parent's row instead of a feature. Between rounds the cache holds true
+rows only: guessed rows on the path to the new root are recomputed.
 
-Where the draft does not grow ahead, a tree is grown anew in every round. What lies below the new
-root was guessed from guesses, and there is next to none of it: what had been likely there was
-offered, and accepted. With a trained Dovetail head (15/8/10, 12 prompts) the new root had been
-expanded in 0.6 % of the rounds at temperature 0 and 1.0 % at temperature 1; keeping that subtree
-and ranking its top anew gave the same tau (3.44, 2.39) with 4.21 passes a round instead of 4.22.
+Without growth ahead, each round grows a new tree: there is next to nothing below the new root,
+since what was likely there had been offered and accepted. With a trained Dovetail head (15/8/10, 12
+prompts) the new root had been expanded in 0.6 % of the rounds at temperature 0 and 1.0 % at
+temperature 1; keeping that subtree and ranking its top again gave the same tau (3.44, 2.39) with
+4.21 passes a round instead of 4.22.
 
-Where it does grow ahead there is much below the new root, and it is kept. The root's true row is
-computed, which ranks its children anew; below those that are among the children again the tree goes
-on, though its rows were made from guessed states and saw guessed rows on the way. They are replaced
-when the root moves past them, so that what is in the cache between rounds as part of the log is
-always true.
+With growth ahead, the subtree below the new root is kept. The root's true row is computed and ranks
+its children again; the subtrees of children that remain are reused, though their rows were computed
+from guessed states. They are replaced once the root moves past them.
 
-Beyond the length that a head was trained with, its cache holds the last rows only; positions stay
-what they are, since it is distances that it has learned.
+Beyond the length that a head was trained with, its cache is a sliding window; positions are not
+renumbered, since what it has learned is distances.
 
-A head with a contrast output (Jakiro) guesses with the row of a node what follows that node's
-children, whichever they are, so that the last level of a proposal needs no pass of its own. How a
-tree grows is the grower's business.
+The row of a node of a head with a contrast output (Jakiro) also predicts what follows the node's
+children, so the last level of a proposal needs no pass of its own.
 
-What is left of a session that has ended, its log, its true rows and the features that still wait,
-can be kept for one that goes on from it. Since a row consumes the token behind its own, a prompt
-that parts from the log behind n tokens can take over n - 1 of them.
-"""
+The log, true rows and unread features of an ended session can be kept for another session. Since a
+row consumes the next token, a prompt that shares n tokens with the log can reuse n - 1 rows."""
 
 import sys
 import time
@@ -68,34 +62,34 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.score_calibration import Scale
 
 SHARPENING = 1.0
-"""The sharpening that "auto" begins with. Committed tokens a round on 16 of the demonstration
+"""The initial value of sharpening "auto". Committed tokens a round on 16 of the demonstration
 prompts with a Dovetail head of one block, gamma 15, depth 8, width 10: at 0.3 / 0.5 / 0.8 / 1.0 /
 1.25 / 1.6 they are 3.13 / 3.32 / 3.46 / 3.42 / 3.28 / 2.96 at temperature 0 and 1.99 / 2.15 / 2.34
 / 2.42 / 2.41 / 2.31 at temperature 1, in 7.6 / 7.1 / 5.9 / 5.2 / 4.4 / 3.6 and about as many passes
 of the head."""
 NOISE_SHARE = 0.75
-"""The share of the target's noise that a head adds, at first or, where the sharpening is given, for
-good. If it knew the target's distribution that would be all of it; what it has is a mixture of the
-distributions that are possible, flatter than each of them, and then the best guess of the target's
+"""The share of the target's noise that a head adds: the initial value, or the fixed one if the
+sharpening is given. Knowing the target's distribution it would add all of it; but it knows a
+mixture of the possible distributions, flatter than each of them, so the best guess of the target's
 argmax(z + noise) adds less. tau at temperature 1, tree 15/8/10, a Dovetail head of one block and
 the embedded target, 24 shipped prompts, with 0 / 0.25 / 0.5 / 0.75 / 1: 4.50 / 4.77 / 4.88 / 4.83 /
-4.45; share of nodes with ten children that hold the choice, on text that the target does not know
-(GSM8K, MT-bench), with 0.5 / 0.75 / 1: 0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
+4.45. Share of nodes with ten children that contain the target's choice, on text unlike its training
+data (GSM8K, MT-bench), with 0.5 / 0.75 / 1: 0.85 / 0.93 / 0.92 and 0.77 / 0.86 / 0.85."""
 FORETOLD = -2
-"""Stands in for a node's row: the node has children, and needs a row only when something below them
-is to be computed, ahead of the orders."""
+"""Marks a node without a row that has children: its row is only needed if something below them is
+computed, in growth ahead."""
 
 
 class HeadDrafter(Grower[HeadSession]):
-    """Opens sessions, reads features and proposes; one pass at a time."""
+    """The engine of a draft head; makes one pass at a time."""
 
     kept = 0
-    """No more than an order asks for: what a head has grown ahead was guessed from guesses, and
-    below unlikely tokens it is worth next to nothing. Simulated with the embedded Dovetail head, 32
-    took 0 to 2 % off the rate at each of two costs of rows and two T_D/T_V."""
+    """Keep no more children than an order asks for: what a head grows ahead is guessed from
+    guesses, and children of unlikely tokens are nearly worthless. Simulated with the embedded
+    Dovetail head, 32 lowered the rate by 0 to 2 % at two costs of rows and two T_D/T_V."""
     given_up = 0.02
-    """Chosen from simulations of `Grower.given_up`, shipped prompts and MT-bench: at 0.01 / 0.02 /
-    0.03 tau is 0.99 / 0.98 / 0.97 of what it is without growth ahead."""
+    """From simulations of `Grower.given_up`, shipped prompts and MT-bench: at 0.01 / 0.02 / 0.03
+    tau is 0.99 / 0.98 / 0.97 of tau without growth ahead."""
 
     def __init__(
         self,
@@ -107,11 +101,9 @@ class HeadDrafter(Grower[HeadSession]):
         ahead: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`contrast`: the last level comes from the contrast output, which the head must have.
-        `capture`: levels are captured with it and replayed.
-
-        `ahead`: sessions get rows for growth ahead of the orders.
-        """
+        """`contrast`: take the last level from the contrast output, which the head must have.
+        `capture`: capture and replay the levels with it. `ahead`: give sessions rows for growth
+        ahead."""
         super().__init__(spans, Scale(SHARPENING, NOISE_SHARE), ahead=ahead, clock=clock)
         self.head = head
         self._contrast, self._capture = contrast, capture
@@ -125,19 +117,19 @@ class HeadDrafter(Grower[HeadSession]):
         )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """`RequestError` of code "vocabulary" if the head's target has no row for one of
-        `tokens`."""
+        """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the target's
+        vocabulary."""
         if (largest := max(tokens)) >= self.reads.vocabulary_size:
             raise RequestError(
                 "vocabulary",
                 f"token {largest} is beyond the vocabulary of {self.reads.vocabulary_size} of "
-                "the target that this head is for",
+                "this head's target",
             )
 
     def open(self, order: Open, base: HeadLeft | None = None) -> HeadSession:
-        """Return a session whose prompt is read with its features. `base`: what is left of a
-        session that began with the first `kept` tokens, whose features need not come again; it is
-        used up."""
+        """Open a session, whose prompt is read with its features. `base`: the rows of a session
+        that began with the first `kept` tokens, whose features are not sent again; it must not be
+        used any more."""
         tree, spec, kept = order.tree, self.head.spec, order.kept
         ranking = Ranking.begin(
             order,
@@ -174,12 +166,10 @@ class HeadDrafter(Grower[HeadSession]):
         )
 
     def keep(self, session: HeadSession) -> HeadLeft:
-        """Return what is left of a session that has ended, whose tree is free."""
         session.cache.resize(session.cache.length)
         return self._left(session, 0)
 
     def left(self, session: HeadSession) -> HeadLeft:
-        """Return the log and the rows of a session that is open."""
         return self._left(session, max(0, session.missing_rows) + session.tree.rows_used)
 
     def _left(self, session: HeadSession, used: int) -> HeadLeft:
@@ -188,42 +178,36 @@ class HeadDrafter(Grower[HeadSession]):
 
     @property
     def shares(self) -> bool:
-        """Return whether sessions may begin with rows of others that are open."""
         return self.head.new_cache(0).branches
 
     def check_features(self, session: HeadSession, committed: int, features: Array | None) -> None:
-        """`RequestError` unless with `features` those of the whole log and of the next `committed`
-        tokens, all but the new root, are there."""
         if features is not None:
             self._check_rows(features)
         needed = len(session.log) + committed
         if (there := session.fed + (0 if features is None else features.shape[0])) != needed:
             raise RequestError(
                 "prefix",
-                f"features of {there} positions have come, and this round continues from {needed}; "
+                f"features of {there} positions have arrived, but this round needs {needed}; "
                 "open the session again",
             )
 
     @torch.inference_mode()
     def feed(self, session: HeadSession, start: int, features: Array) -> None:
         """Take the features of the positions from `start` on, and compute the rows whose tokens are
-        known.
-
-        `RequestError` if they do not follow what came before, `StaleError` if they came before.
-        """
+        known."""
         self._check_rows(features)
         if start + features.shape[0] <= session.fed:
-            raise StaleError(f"features of the positions from {start} on have come before")
+            raise StaleError(f"features from position {start} on were received before")
         if start != session.fed:
             raise RequestError(
                 "prefix",
-                f"features from position {start} on follow those of {session.fed} positions; open "
-                "the session again",
+                f"features from position {start} on leave a gap after those of {session.fed} "
+                "positions; open the session again",
             )
         if session.fed + features.shape[0] > len(session.log):
             raise RequestError(
                 "prefix",
-                f"features of {session.fed + features.shape[0]} positions have come, of a log "
+                f"features of {session.fed + features.shape[0]} positions were received for a log "
                 f"of {len(session.log)} tokens",
             )
         with self._spans.measure("feed"):
@@ -231,8 +215,8 @@ class HeadDrafter(Grower[HeadSession]):
             read_alone(self._read_true(session, predicted=False, contrast=False), self.compute)
 
     def take_features(self, session: HeadSession, features: Array) -> None:
-        """Note the features of the positions behind those that have come; their rows are computed
-        when something is drafted."""
+        """Queue the features of the next positions; their rows are computed with the next
+        proposal."""
         session.waiting.append(to_tensor(features).to(self.head.device))
 
     def _check_rows(self, features: Array) -> None:
@@ -241,15 +225,15 @@ class HeadDrafter(Grower[HeadSession]):
             expected = f"{reads.dtype} in rows of {reads.row}"
             raise RequestError(
                 "protocol",
-                f"features of type {features.dtype} and shape {list(features.shape)} came, "
-                f"this head reads {expected}",
+                f"received features of type {features.dtype} and shape {list(features.shape)}, "
+                f"but this head reads {expected}",
             )
 
     def _move_root(
         self, session: HeadSession, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """Keep the nodes grown ahead below the new root, whose children will be ranked again. Its
-        rows are replaced by the true ones of the log."""
+        """Keep the nodes grown ahead below the new root, whose children will be ranked again. The
+        path's rows are replaced by true ones."""
         tree, cache = session.tree, session.cache
         session.contrasts.clear()
         session.survives = root is not None and session.waiting_time.ahead
@@ -259,7 +243,7 @@ class HeadDrafter(Grower[HeadSession]):
         way = tree.rows[[*path, root]].tolist()
         foretold = np.flatnonzero(tree.rows == FORETOLD)
         tree.ranks[np.isin(tree.parents, foretold)] = (
-            width  # too far behind to be kept: they were guessed without a row of their parent's
+            width  # too uncertain to keep: guessed without a row of their parent
         )
         tree.rows[foretold] = NO_ROW
         survivors = tree.move_root(root, width)
@@ -282,8 +266,8 @@ class HeadDrafter(Grower[HeadSession]):
     def _read_true(
         self, session: HeadSession, *, predicted: bool, contrast: bool
     ) -> Generator[Rows, Predicted, Predicted]:
-        """Compute the true rows that are missing, as far as there are tokens for them; return what
-        the last of them predicts, if that is asked for."""
+        """Compute the missing true rows whose tokens are known; if `predicted`, return what the
+        last one predicts."""
         last = Predicted(EMPTY, EMPTY, None)
         while count := min(session.fed, len(session.log) - 1) - session.rows:
             count = min(count, CHUNK, session.window)
@@ -293,8 +277,8 @@ class HeadDrafter(Grower[HeadSession]):
         return last
 
     def _read_nodes(self, session: HeadSession, nodes: Nodes, shape: Shape) -> Steps:
-        """Compute `nodes` by rows behind those of the tree; nodes whose parents have foretold what
-        follows need none."""
+        """Compute `nodes` as rows behind those of the tree. Nodes whose parents have predicted what
+        follows them (the contrast output) need no row."""
         tree, contrasts = session.tree, session.contrasts
         if not contrasts:
             return (yield from self._compute(session, nodes, shape.depth))
@@ -314,7 +298,7 @@ class HeadDrafter(Grower[HeadSession]):
         return torch.cat((computed, guessed))[torch.from_numpy(order)]
 
     def steps_ahead(self, session: HeadSession, nodes: Nodes) -> Steps:
-        """Predict nothing ahead: the prediction would end there."""
+        """Like `steps`, without the contrast output: growth would end there."""
         return (
             self._read_log(session, Shape(0, 0, session.waiting_time.width))
             if nodes[0] == ROOT
@@ -326,14 +310,15 @@ class HeadDrafter(Grower[HeadSession]):
         return rows
 
     def _foretold(self, session: HeadSession, nodes: Nodes) -> NDArray[np.bool_]:
-        """Return [N] which of `nodes` have parents that foretold what follows their children."""
+        """Return [N] which of `nodes` have parents whose contrast output predicted what follows
+        them."""
         return np.array(
             [parent in session.contrasts for parent in session.tree.parents[nodes].tolist()]
         )
 
     def _add_children(self, session: HeadSession, logits: Tensor, nodes: Nodes, width: int) -> int:
-        """Add the best children of `nodes`. A node that has some, the root that has moved or one
-        that was foretold, keeps those of them that are among the best."""
+        """Add the best children of `nodes`. A node that already has children (the moved root, or
+        one predicted by a contrast output) keeps those that are still among the best."""
         tree, children = session.tree, session.children_of(logits, nodes, width)
         some = session.survives or session.waiting_time.ahead
         if not some or not (tree.children_of(nodes) > 0).any():
@@ -344,8 +329,8 @@ class HeadDrafter(Grower[HeadSession]):
         return added
 
     def _compute(self, session: HeadSession, nodes: Nodes, depth: int) -> Steps:
-        """Compute logits [N, V] of `nodes` by rows that go on from the states of their parents, in
-        a tree of `depth` levels."""
+        """Compute logits [N, V] of `nodes`, in a tree of `depth` levels, by rows that start from
+        their parents' states."""
         tree, cache = session.tree, session.cache
         parents, levels = tree.parents[nodes], tree.levels[nodes]
         first = tree.rows_used
@@ -371,8 +356,8 @@ class HeadDrafter(Grower[HeadSession]):
         return found.logits
 
     def take(self, session: HeadSession, reading: Reading) -> int:
-        """Put what was computed into the tree; return how many nodes joined it. Numbers that
-        overflow fp16 end their session, and sessions that are opened later have wider products."""
+        """Put results into the tree; return how many nodes joined it. If numbers overflow fp16 the
+        session fails, and sessions opened later use wider products."""
         try:
             return super().take(session, reading)
         except FloatingPointError:
@@ -382,5 +367,4 @@ class HeadDrafter(Grower[HeadSession]):
             raise
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Predicted]:
-        """Compute parts of one kind in one pass."""
         return compute_rows(self.head, parts)

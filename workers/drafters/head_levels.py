@@ -1,12 +1,12 @@
-"""The computation of a level of a head's tree: launched operation by operation, or in fixed shapes,
-so that a device can replay them at once.
+"""The computation of one level of a head's tree: launched operation by operation, or in fixed
+shapes that a device can capture and replay.
 
-On a GPU a head of one layer is over before its operations have been launched one by one. In fixed
-shapes (`models/backends/device/fixed.py`) all of them are captured once for a number of rows, and
-replayed for every level (CUDA graphs): the states of the parents are gathered, those of the rows
-written where their children find them, and the children ranked. Where that number follows how sure
-the draft is, so does the graph (HeteroSpec's dynamic computational adaptation, section 4.3).
-"""
+On a GPU, launching the operations of a one-layer head takes longer than computing them. In fixed
+shapes (`models/backends/device/fixed.py`) they are captured once per number of rows and replayed
+for every level (CUDA graphs): gathering the parents' states, computing, writing the rows' own
+states where their children find them, and ranking the children. If the number of rows follows the
+draft's certainty, so does the graph (HeteroSpec's dynamic computational adaptation, section
+4.3)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from dovetail.workers.models.segment import Cache, Segment
 from dovetail.workers.speculation.growth import Nodes
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""A function of fixed shapes -> one that does the same again, into the same tensors."""
+"""A function of fixed shapes -> one that repeats it, with the same tensors."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,25 @@ class Level:
     positions: Tensor
     segment: Segment
     above: Nodes
-    """[N]: the rows of `states` that they go on from, each its parent's."""
+    """[N]: for each row, the row of `states` that holds its parent's state."""
     into: int
-    """The first of the rows of `states` that their own are written to."""
+    """The first row of `states` that the new states are written to."""
     contrast: bool = False
     ranking: DeviceRanking | None = None
-    """The ranking of the children on the device; None: it is left to the host."""
+    """The ranking of the children on the device; None: the host ranks."""
     features: Tensor | None = None
-    """[N, W] of the target, from which true rows go on; `above` is not read then, and results are
-    wanted of the last row. None: these are rows of the tree."""
+    """[N, W] of the target, for true rows; then `above` is not read, and only the last row's result
+    is wanted. None: these are rows of the tree."""
 
     @property
     def wanted(self) -> int:
-        """Return the number of rows, the last ones, of which results are wanted."""
+        """The number of last rows whose results are wanted."""
         return self.tokens.shape[0] if self.features is None else 1
 
 
 @dataclass(frozen=True)
 class FreeLevels:
-    """Compute rows in their given shape, together with those of other sessions."""
+    """Compute rows in the shape that they have, together with those of other sessions."""
 
     ranks: ClassVar[bool] = False
     """True if children are ranked where levels are computed."""
@@ -80,7 +80,7 @@ class FreeLevels:
     """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
 
     def ask(self, level: Level) -> Rows:
-        """Return the rows of a level as a part of a pass."""
+        """Return a level's rows as part of a pass."""
         return Rows(
             level.tokens,
             level.positions,
@@ -109,7 +109,7 @@ class LevelInputs(RankedInputs):
         *,
         features: int,
     ) -> None:
-        """`features`: the width of features for true rows; 0: the rows are those of a tree."""
+        """`features`: the width of features for true rows; 0 for rows of a tree."""
         names = ("tokens", "above", "into", "wanted")
         more = dict.fromkeys(names, (torch.long, (form.rows,)))
         super().__init__(form, more, ranks, device, scratch)
@@ -123,7 +123,7 @@ class Kind:
     true: bool
     """True if they read the target's features, False if the head's own states."""
     contrast: bool = False
-    """True if rows that are computed as they come want the contrast output."""
+    """True if rows in free shapes want the contrast output."""
     fixed: bool = False
     """True for `LevelRows`."""
 
@@ -147,20 +147,20 @@ class FixedLevels:
     def __init__(
         self, head: Head, cache: ArenaCache, capture: Capture, *, rows: int, least_rows: int = 1
     ) -> None:
-        """`rows`: those of the largest tree. `least_rows`: a pass of tree rows is padded to at
-        least this many; with the width of the tree, all levels have one shape."""
+        """`rows`: of the largest tree. `least_rows`: pad tree passes to at least this many; with
+        the width of the tree, all levels have one shape."""
         self._head, self._cache, self._capture, self._least_rows = head, cache, capture, least_rows
         self._memory = self._take_states(1 + rows)
         self.states = self._memory[: 1 + rows]
         """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
         self.placed = head.ours is not None
-        """True if passes have rows of several sessions."""
+        """True if passes can have rows of several sessions."""
         self._address = self._memory.data_ptr() if self.placed else 0
         self._row_bytes = self._memory.stride(0) * self._memory.element_size()
 
     def _take_states(self, rows: int) -> Tensor:
-        """Return the memory of at least this many states, which belongs to that of the cache, since
-        levels may be captured over both. The last row is written while a pass is captured."""
+        """Return memory for at least this many states. It belongs to the cache's memory, since
+        captured levels may use both. The last row is scratch space for captures."""
         captured, key = self._cache.arena.captured, "states"
         if (known := captured.get(key)) is None or len(known) <= rows:
             captured.clear()
@@ -170,7 +170,6 @@ class FixedLevels:
         return states
 
     def ask(self, level: Level) -> LevelRows:
-        """Return the rows of a level as a part of a pass."""
         kind = TREE if level.features is None else TRUE
         rows = level.tokens, level.positions, level.segment
         return LevelRows(
@@ -181,8 +180,8 @@ class FixedLevels:
         """Do nothing: the pass has written the states."""
 
     def compute(self, parts: Sequence[LevelRows]) -> Sequence[Predicted]:
-        """Compute levels by replaying a pass: this session's, and those of others if they are
-        `placed`."""
+        """Compute levels by replaying a captured pass: of this session, and also of others if they
+        are `placed`."""
         true, contrast, least = parts[0].kind == TRUE, False, 1
         asked, segments, stops = list[tuple[Level, FixedLevels]](), list[Segment](), list[int]()
         rankings, rows, count = list[DeviceRanking | None](), list[slice](), 0
@@ -228,8 +227,8 @@ class FixedLevels:
         ]
 
     def at(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where rows of `states` are, as a pass reads and writes them: their addresses, or
-        their numbers."""
+        """Return where rows of `states` are, as a pass reads and writes them: as addresses or row
+        numbers."""
         return self._address + self._row_bytes * rows if self.placed else rows
 
     def _open(
@@ -241,7 +240,7 @@ class FixedLevels:
         true: bool,
         contrast: bool,
     ) -> FixedPass[LevelInputs, Predicted]:
-        """Capture a pass. `results`: the rows of which results are wanted."""
+        """Capture a pass. `results`: the number of rows whose results are wanted."""
         head, states, cache = self._head, self._memory, self._cache
         ours, width = head.ours, head.spec.feature_width if true else 0
         scratch = None if ours is None else head.graphs.scratch(cache)
@@ -289,7 +288,8 @@ Asked = Sequence[tuple[Level, FixedLevels]]
 
 
 def _true_rows(asked: Asked, stops: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """Return what rows go on from, the last one of each level, and where the states of these go."""
+    """Return the inputs of true rows: which feature each one reads, the last row of each level, and
+    where its state goes."""
     above = np.arange(stops[-1])
     into, wanted = np.zeros_like(above), np.zeros_like(above)
     for place, ((level, own), stop) in enumerate(zip(asked, stops, strict=True)):
@@ -298,7 +298,7 @@ def _true_rows(asked: Asked, stops: Sequence[int]) -> dict[str, NDArray[Any]]:
 
 
 def _tree_rows(asked: Asked) -> dict[str, NDArray[Any]]:
-    """Return the states that rows go on from, and where their own go."""
+    """Return the inputs of tree rows: the states that they start from, and where their own go."""
     (one, own), *more = asked
     above, into = own.at(one.above), own.at(np.arange(one.into, one.into + one.segment.count))
     for one, own in more:
@@ -320,10 +320,8 @@ def open_levels(
     cache: Cache | None = None,
 ) -> tuple[Cache, Levels]:
     """Return a cache of at least `rows` rows for one session, `of_tree` of them for its trees, and
-    what computes its levels: in fixed shapes if there is a `capture`.
-
-    `cache`: one whose committed rows stay, in place of an empty one.
-    """
+    what computes its levels: in fixed shapes if `capture` is given. `cache`: a cache to reuse,
+    whose committed rows stay."""
     if cache is None:
         cache = head.new_cache(rows)
     else:
@@ -337,21 +335,21 @@ def open_levels(
 
 
 def compute_level(head: Head, levels: Levels, level: Level) -> Predicted:
-    """Compute a level of one session by itself."""
+    """Compute a level of one session alone."""
     (found,) = compute_rows(head, [levels.ask(level)])
     levels.take(level, found)
     return found
 
 
 def adapts_shapes(tree: TreeSettings) -> bool:
-    """True if passes of few rows have their own shapes; false if heterospec's `compute` is off, so
-    that all are as wide as the tree."""
+    """Return whether passes of few rows have their own shapes. Not with heterospec's `compute` off:
+    then all passes are as wide as the tree."""
     return not tree.traits.by_entropy or "compute" in tree.adapt
 
 
 def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
-    """Compute rows of one kind, of several sessions, in one pass; rows in fixed shapes share one
-    where that can be."""
+    """Compute rows of one kind, of several sessions, in one pass; rows in fixed shapes share a pass
+    where possible."""
     kind = parts[0].kind
     assert isinstance(kind, Kind)
     if kind.fixed:
@@ -376,7 +374,7 @@ def compute_rows(head: Head, parts: Sequence[Rows]) -> Sequence[Predicted]:
 
 
 def _fixed(parts: Sequence[Any]) -> Sequence[Predicted]:
-    """Compute `LevelRows` in as few passes as they fit into."""
+    """Compute `LevelRows` in as few passes as possible."""
     if len(parts) == 1:
         return list[Predicted](parts[0].levels.compute(parts))
     found = list[Predicted]()

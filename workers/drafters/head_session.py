@@ -1,5 +1,5 @@
-"""The state of a session of a head: its true rows, the rows of its tree, and the features that wait
-to be read."""
+"""The state of a session of a head: its true rows, the rows of its tree, and the features not read
+yet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,21 +15,21 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.sessions.prefix_cache import check_prefix
 
 SLACK_SHARE = 8
-"""A full window drops this part of itself at once, which bounds how often a row is moved."""
+"""A full window drops this fraction of its rows at once, so that rows are rarely moved."""
 LEAST_WINDOW_SHARE = 2
-"""A session goes on from a window that has lost rows if at least this part of it is left; rows that
-were dropped cannot be computed again."""
+"""A session may reuse a window that has lost rows if at least this fraction of it is left: dropped
+rows cannot be recomputed."""
 
 
 @dataclass(kw_only=True)
 class HeadSession(GrowingSession):
-    """One sequence; the cache holds the true rows `dropped`.. of at most `window`, and the tree's
-    behind them."""
+    """One sequence. The cache holds the true rows from `dropped` on, at most `window` of them,
+    followed by the tree's."""
 
     levels: Levels
     window: int
     survives: bool = False
-    """True if what had grown ahead below the root stayed when the root moved."""
+    """True if the tree below the root was kept when the root moved."""
     contrasts: dict[int, Tensor] = field(default_factory=dict)
     """Pool node (-1: the root) -> logits [V] of what follows its children."""
     waiting: list[Tensor] = field(default_factory=list)
@@ -38,12 +38,12 @@ class HeadSession(GrowingSession):
 
     @property
     def states(self) -> Tensor:
-        """Return [1 + rows, H]: the state of the root's row, then of each row of the tree."""
+        """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
         return self.levels.states
 
     @property
     def rows(self) -> int:
-        """Return the number of true rows so far, with those that have left the window."""
+        """The number of true rows so far, including those that have left the window."""
         return self.dropped + self.cache.length
 
     @property
@@ -52,7 +52,7 @@ class HeadSession(GrowingSession):
 
     @property
     def fed(self) -> int:
-        """Return the number of positions whose features have come."""
+        """The number of positions whose features have arrived."""
         return self.rows + sum(len(features) for features in self.waiting)
 
     @property
@@ -60,13 +60,13 @@ class HeadSession(GrowingSession):
         return self.states.shape[0] - 1 - self.tree.rows_used
 
     def next_features(self, count: int) -> Tensor:
-        """Return the first `count` of the features that wait."""
+        """Return the first `count` unread features."""
         self.waiting = [torch.cat(self.waiting)]
         return self.waiting[0][:count]
 
     def true_rows(self, count: int, *, predicted: bool, contrast: bool) -> Rows:
-        """Return the next `count` true rows as a part of a pass. `predicted`: what follows the last
-        of them is wanted."""
+        """Return the next `count` true rows as part of a pass. `predicted`: return what follows the
+        last one."""
         first, cache, features = self.rows, self.cache, self.next_features(count)
         tokens = torch.tensor(self.log[first + 1 : first + 1 + count])
         positions = torch.arange(first, first + count)
@@ -86,15 +86,14 @@ class HeadSession(GrowingSession):
         return self.levels.ask(level)
 
     def commit(self, count: int) -> None:
-        """Make true rows of the first `count` behind them, whose features need not wait any
-        more."""
+        """Turn the next `count` rows into true rows, and drop their features."""
         (features,) = self.waiting
         self.cache.keep(range(self.cache.length, self.cache.length + count), count)
         self.waiting = [features[count:]] if len(features) > count else []
 
     def make_room(self, count: int) -> None:
-        """Let the oldest rows go if there is no place in the window for `count` more. The tree's
-        rows lie behind those of the log that are missing."""
+        """Drop the oldest rows if the window has no room for `count` more. Rows of the tree lie
+        behind the missing rows of the log."""
         length = self.cache.length
         if length + count > self.window:
             kept = max(0, self.window - self.window // SLACK_SHARE - count)
@@ -106,7 +105,7 @@ class HeadSession(GrowingSession):
 
 @dataclass(frozen=True)
 class HeadLeft:
-    """The log and the rows of a session that has ended, or with which another begins."""
+    """The log and the rows of a session that has ended, or that another one starts from."""
 
     log: list[int]
     cache: Cache
@@ -116,21 +115,21 @@ class HeadLeft:
     waiting: Tensor
     """Features [n, W] of the positions behind the true rows."""
     used: int = 0
-    """Rows behind the true ones of a session that is open."""
+    """Rows behind the true ones, in a session that is open."""
 
     @property
     def rows(self) -> int:
-        """Return the number of true rows that there have been."""
+        """The number of true rows, including those that have left the window."""
         return self.dropped + self.cache.length
 
     @property
     def there(self) -> int:
-        """Return how many tokens of the log another session can go on from."""
+        """The number of tokens of the log that another session can reuse."""
         return self.rows + len(self.waiting)
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
-        """`RequestError` unless a session with this prompt, which is fed from position `kept` on,
-        has all the features and rows before it."""
+        """Raise `RequestError` unless a session with this prompt, whose features are sent from
+        position `kept` on, can get all features and rows before it from here."""
         check_prefix(self.log, prompt, kept, there=self.there)
         if 0 < kept <= self.rows and prompt[kept] != self.log[kept]:
             raise RequestError(
@@ -141,8 +140,8 @@ class HeadLeft:
         if self.dropped and kept - self.dropped < self.window // LEAST_WINDOW_SHARE:
             raise RequestError(
                 "prefix",
-                f"{kept} tokens were to be taken over from a session whose first "
-                f"{self.dropped} rows are gone; open it without",
+                f"cannot reuse {kept} tokens of a session whose first {self.dropped} rows were "
+                "dropped; open it without",
             )
 
     def branch(self, kept: int) -> "HeadLeft":

@@ -1,4 +1,4 @@
-"""A draft worker's description of itself."""
+"""A draft worker's registration."""
 
 import os
 import socket
@@ -11,13 +11,13 @@ from dovetail.protocol.messages import Hello, Limits, Reads, VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
 
 MAX_OPEN = 1024
-"""The most sessions held at a time, each with its own cache; memory is the real bound."""
+"""The most open sessions, each with its own cache; memory is the real bound."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The description that a draft worker gives of itself. Without a vocabulary it knows no other
-    tokens than it is sent."""
+    """What a draft worker registers with. Without a vocabulary it knows only the tokens that it is
+    sent."""
 
     name: str
     model: str
@@ -28,18 +28,18 @@ class Identity:
     table: TokenTable | None = None
     weights: str = ""
     curves: Sequence[ContextCurve] = ()
-    """The cost of a level of its tree, as the machine's profile file has it."""
+    """The cost of a level of its tree, from this machine's profile file."""
     kept_tokens: int = 0
-    """Tokens of ended sessions whose rows it keeps."""
+    """The number of tokens of ended sessions whose rows it can keep."""
     together: int = 1
-    """The most sessions that it serves in shared passes; 1: there are no such passes."""
+    """The most sessions that it drafts for in one pass."""
     kept_beside: int = 0
-    """Additional tokens that each session counts as, for its states."""
+    """Tokens by which each session counts more, for its recurrent states."""
 
     def hello(self, epoch: int, *, reads: Reads | None, prompt_rows: int, shares: bool) -> Hello:
-        """Return the introduction of an incarnation. `reads`: the features that it reads;
-        `prompt_rows`: the rows of a chunk of a prompt, 0 if it reads prompts whole; `shares`:
-        whether sessions may begin with rows of others."""
+        """Return the registration. `reads`: the features that it reads; `prompt_rows`: the chunk
+        size of prefill, 0 if prompts are read whole; `shares`: whether sessions may start from rows
+        of others."""
         return Hello(
             epoch=epoch,
             roles=("draft",),

@@ -1,15 +1,10 @@
-"""The engine of a draft worker with a smaller causal model of the target's vocabulary.
+"""The engine of a small draft model with the target's vocabulary.
 
-A session holds the model's cache of its log. Cache slots 0..length-1 are rows of the log; behind
-them lie the rows of the tree's expanded nodes. When a verdict comes, rows of accepted nodes become
-rows of the log, rows of the surviving subtree stay behind them, and the rest is free. The root is
-the last token of the log; it has a row as soon as it has been expanded.
-
-What is left of a session that has ended, its log and the rows of it, can be kept for one that goes
-on from it.
-
-How a tree grows is the grower's business.
-"""
+A session holds the model's KV cache. Slots 0..length-1 are rows of the log, followed by the rows of
+the tree's expanded nodes. After a verdict, rows of accepted nodes become rows of the log, rows of
+the surviving subtree stay behind them, and the rest is free. The root is the last token of the log;
+it has a row once it has been expanded. The log and rows of an ended session can be kept for another
+one."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -39,53 +34,53 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.score_calibration import Scale
 
 SHARPENING = 1.0
-"""The sharpening that "auto" begins with. Committed tokens a round on 16 of the demonstration
+"""The initial value of sharpening "auto". Committed tokens a round on 16 of the demonstration
 prompts with the embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 / 0.8 / 1.0 / 1.25 they
 are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 / 5.15 / 4.87 at
-temperature 1; the sharper, the more nodes are grown for it (388 a round at 0.3, 329 at 1.0)."""
+temperature 1; sharper scores grow more nodes (388 a round at 0.3, 329 at 1.0)."""
 SUBSTITUTE_SHARPENING = 0.2
-"""The sharpening of a target's own substitute: SubSpec's, section 4.2."""
+"""The sharpening of a target's own substitute (SubSpec, section 4.2)."""
 
 Passes = Generator[Rows, Ranked, Ranked]
-"""Yields rows, is sent what follows them, and returns what follows the last ones."""
+"""Yields rows, is sent the results, and returns those of the last rows."""
 Steps = Generator[Rows, Ranked, Tensor]
 
 
 @dataclass(kw_only=True)
 class DraftSession(GrowingSession):
-    """One sequence. `room` is the number of tokens of it that the draft can hold."""
+    """One sequence. `room`: the number of tokens that fit into the draft's context."""
 
     room: int
 
     @property
     def readable(self) -> bool:
-        """Return whether the draft's context holds the whole log."""
+        """Whether the log fits into the draft's context."""
         return len(self.log) <= self.room
 
     def within_reach(self, shape: Shape) -> Shape:
-        """`shape` also without the levels whose parents the draft cannot compute."""
+        """`shape`, limited also to the levels that the draft's context has room for."""
         shape = super().within_reach(shape)
         return Shape(shape.nodes, min(shape.depth, self.room - len(self.log) + 1), shape.width)
 
 
 @dataclass(frozen=True)
 class DraftLeft:
-    """The log and the rows of a session that has ended, or with which another begins."""
+    """The log and the rows of a session that has ended, or that another one starts from."""
 
     log: list[int]
     cache: Cache
     """Rows of the log, as far as it has been read."""
     used: int = 0
-    """Rows of the tree of a session that is open."""
+    """Rows of the tree, in a session that is open."""
 
     @property
     def there(self) -> int:
-        """Return how many tokens of the log another session can go on from."""
+        """The number of tokens of the log that another session can reuse."""
         return len(self.log)
 
     def check(self, prompt: Sequence[int], kept: int) -> None:
-        """`RequestError` unless a session with this prompt can go on from the first `kept` tokens
-        of it; rows that are missing will be computed."""
+        """Raise `RequestError` unless a session with this prompt can reuse the first `kept` tokens;
+        missing rows will be computed."""
         check_prefix(self.log, prompt, kept, there=self.there)
 
     def branch(self, kept: int) -> "DraftLeft":
@@ -94,7 +89,7 @@ class DraftLeft:
 
 
 class Drafter(Grower[DraftSession]):
-    """Opens sessions and proposes; one pass at a time."""
+    """The engine of a small model; makes one pass at a time."""
 
     def __init__(
         self,
@@ -105,8 +100,8 @@ class Drafter(Grower[DraftSession]):
         sharpening: float = SHARPENING,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`ahead`: sessions get rows for growth ahead of the orders. `sharpening`: what "auto"
-        begins with."""
+        """`ahead`: give sessions rows for growth ahead. `sharpening`: the initial value of
+        "auto"."""
         super().__init__(spans, Scale(sharpening, noise_share=1.0), ahead=ahead, clock=clock)
         self.model = model
         self._row_bytes, self._base_rows = host_row_bytes(model), base_rows(model)
@@ -114,7 +109,8 @@ class Drafter(Grower[DraftSession]):
     prompt_rows = CHUNK
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """`RequestError` of code "vocabulary" if the model has no row for one of `tokens`."""
+        """Raise `RequestError` of code "vocabulary" if one of `tokens` is outside the model's
+        vocabulary."""
         if (largest := max(tokens)) >= self.model.vocabulary_size:
             raise RequestError(
                 "vocabulary",
@@ -123,9 +119,9 @@ class Drafter(Grower[DraftSession]):
             )
 
     def open(self, order: Open, base: DraftLeft | None = None) -> DraftSession:
-        """Return a session whose prompt has been read, or its first `order.read` rows, if it fits
-        into the draft's context. `base`: the kept cache of a session that began with the first
-        `kept` tokens; it is used up."""
+        """Open a session and prefill its prompt, or its first `order.read` rows, if it fits into
+        the context. `base`: the rows of a session that began with the first `kept` tokens; it must
+        not be used any more."""
         room = min(order.capacity, self.model.context)
         rows = self._tree_rows(order.sampling, order.tree)
         session = DraftSession(
@@ -145,12 +141,11 @@ class Drafter(Grower[DraftSession]):
         return session
 
     def read(self, session: DraftSession, rows: int | None) -> None:
-        """Read at most `rows` further rows of the log, or all that are missing."""
+        """Prefill at most `rows` more rows of the log; None: all of them."""
         with self._spans.measure("prefill"):
             read_alone(self._read_missing(session, rows), self.compute)
 
     def rows(self, session: DraftSession) -> tuple[int, int]:
-        """Return how many rows of the log have been read, and how many have not."""
         return session.rows, session.missing_rows if session.readable else 0
 
     def _ranking(self, order: Open) -> Ranking:
@@ -162,22 +157,19 @@ class Drafter(Grower[DraftSession]):
         )
 
     def keep(self, session: DraftSession) -> DraftLeft:
-        """Return what is left of a session that has ended, whose tree is free."""
         session.cache.resize(session.cache.length)
         return DraftLeft(session.log, session.cache)
 
     def left(self, session: DraftSession) -> DraftLeft:
-        """Return the log and the rows of a session that is open."""
         return DraftLeft(session.log, session.cache, session.tree.rows_used)
 
     @property
     def shares(self) -> bool:
-        """Return whether sessions may begin with rows of others that are open."""
         return self.model.new_cache(0).branches
 
     def _open_cache(self, rows: int, base: DraftLeft | None, kept: int) -> Cache:
-        """A cache for `rows` rows: empty, or with those of the first `kept` tokens of another
-        session."""
+        """Return a cache for `rows` rows: empty, or with those of the first `kept` tokens of
+        another session."""
         check_rows(rows + self._base_rows, 0, self._row_bytes)
         if base is None:
             return self.model.new_cache(rows)
@@ -188,12 +180,11 @@ class Drafter(Grower[DraftSession]):
     def _move_root(
         self, session: DraftSession, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """The rows of the accepted nodes become rows of the log, and all that is known below the
-        root is carried over."""
+        """Turn the rows of the accepted nodes into rows of the log, and keep the subtree below the
+        new root."""
         tree, cache = session.tree, session.cache
         way = path if root is None else (*path, root)
-        # a node with a child in the pool has a row: on the way only the last one may lack it, and
-        # then nothing is behind it
+        # a node with children in the pool has a row: only the last node of the path may lack one
         accepted, survivors = [int(row) for row in tree.rows[list(way)] if row != NO_ROW], []
         if root is None:
             tree.clear()
@@ -208,7 +199,7 @@ class Drafter(Grower[DraftSession]):
         return found.logits
 
     def _read_few(self, session: DraftSession) -> Passes:
-        """Compute the missing rows of the log as a level is computed."""
+        """Compute the missing rows of the log in the fixed shapes of a level."""
         cache, tokens = session.cache, session.log[session.cache.length :]
         start, count = cache.length, len(tokens)
         found = yield Rows(
@@ -237,7 +228,6 @@ class Drafter(Grower[DraftSession]):
         return found
 
     def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Steps:
-        """The rows of `nodes` go behind those of the tree."""
         tree, cache = session.tree, session.cache
         segment_start = cache.length + tree.rows_used
         tree.give_rows(nodes)
@@ -256,15 +246,16 @@ class Drafter(Grower[DraftSession]):
         positions: Tensor,
         segment: Segment,
     ) -> Steps:
-        """Compute the rows of `nodes`, whose children are ranked where passes are captured."""
+        """Compute the rows of `nodes`; where passes are captured, the device also ranks their
+        children."""
         ranking = session.ranking_of(nodes) if self.model.captures else None
         found = yield Rows(tokens, positions, segment, len(nodes), ranking=ranking)
         session.note_ranking(nodes, found.best)
         return found.logits
 
     def compute(self, parts: Sequence[Rows]) -> Sequence[Ranked]:
-        """Compute parts in one pass; where levels are captured, all levels in one, and what else
-        there is part by part."""
+        """Compute parts: where levels are captured all levels in one pass and the others one by
+        one, else all in one pass."""
         if not self.model.captures:
             return self._as_they_come(parts)
         return [

@@ -1,24 +1,21 @@
 """The engine of a draft without a model: it proposes what followed earlier occurrences of the last
 tokens, in the prompt or in the reply.
 
-Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one such continuation; here all
-earlier occurrences of the log's ending vote together, and the tree goes down where the votes are.
-An occurrence whose preceding m tokens are those before the place in question gives the token that
-follows it a vote of ODDS[m]; all that was never seen has the weight 1 together. So a token's
-probability is the sum of its votes over 1 + all votes; a level deeper the occurrences that agreed
-so far have matched one token more, and the others have no vote. An occurrence that runs into the
-end of the log goes on with what it has proposed itself: what repeats is continued.
+Prompt lookup (Saxena, "Prompt lookup decoding", 2023) proposes one continuation; here all earlier
+occurrences of the log's last tokens vote, and the tree follows the votes. An occurrence that
+matches in m tokens gives the token after it a vote of ODDS[m]; all unseen tokens together weigh 1.
+So a token's probability is the sum of its votes over 1 + all votes. One level deeper, the
+occurrences that agreed have matched one more token, and the others have no vote. An occurrence that
+reaches the end of the log continues with its own proposal, so repetition is continued.
 
-The logarithms of the votes are this draft's logits, relative to the unseen's 0, and the processors
-that look back are applied to them. Temperature and truncation are not: what is looked up was
-written under these already. Nor is the noise: these probabilities are too coarse to gain by it
-(measured at temperature 1: acceptance unchanged, the scores two to three times too high). Nothing
-here can change the output, only how fast it comes.
+The logarithms of the votes are this draft's logits, relative to 0 for unseen tokens, and processors
+that look back are applied to them. Temperature and truncation are not: the text that is looked up
+was sampled under these already. Nor is the noise: these probabilities are too coarse to gain by it
+(measured at temperature 1: acceptance unchanged, scores two to three times too high).
 
-The tree is grown best first; since no pass is to be saved this is what the policies `dynamic` and
-`budget` (without its decay) both come to, and the others are refused. So is acceptance by
-rejection: nothing is drawn here. Knows no model, no device and no vocabulary; imports no torch.
-"""
+The tree is grown best first; since there are no passes to save, the policies `dynamic` and `budget`
+(without its decay) are the same here, and others are refused. So is rejection sampling: nothing is
+drawn here. Imports no torch."""
 
 import heapq
 import math
@@ -34,37 +31,36 @@ from dovetail.workers.speculation.history import History
 from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, Shape
 
 SIZES = (4, 3, 2, 1)
-"""Lengths of the n-grams that are indexed; from an occurrence on, longer matches are found by
-comparing backwards."""
+"""Lengths of the indexed n-grams; longer matches are found by comparing backwards."""
 OCCURRENCES = 24
-"""So many earlier occurrences vote at most, those of the longest indexed n-grams first, of these
-the newest."""
+"""At most this many earlier occurrences vote, the longest indexed n-grams first, among these the
+newest."""
 ODDS = (0.0, 0.14, 0.75, 0.75, 1.0, 2.0, 2.0, 2.0, 10.0)
-"""Odds by the length of the match, the last for all longer ones. Fitted (greatest likelihood,
-rounded) to 11,300 tokens of replies of the embedded target, to the shipped prompts and 72 of other
-kinds, at temperature 0 and 1: where the last token had been said before, 5,200 times, it is 1.0 bit
-a token."""
+"""Odds by the length of the match, the last for all longer ones. Fitted by maximum likelihood
+(rounded) to 11,300 tokens of replies of the embedded target, to the shipped prompts and 72 of other
+kinds, at temperature 0 and 1. Where the last token had occurred before, 5,200 times, the cost is
+1.0 bit a token."""
 SHARPENING = 1.0
 LEAST = 0.07
-"""The least probability that is offered where no price is told: about the share of a pass over one
-row that another row costs the target, where sixteen rows cost two."""
+"""The least probability offered if the order has no price: about the share of a one-row pass that
+another row costs the target, where sixteen rows cost two."""
 NEGLIGIBLE = 1e-4
-"""The least probability that is ever offered."""
+"""The least probability ever offered."""
 
 
 class Index:
-    """An index of all n-grams of a log, the newest first: a chain through the positions for each
-    length. Costs the same for every token of the log."""
+    """An index of all n-grams of a log: for each length, chains of positions, the newest first.
+    Adding a token takes constant time."""
 
     def __init__(self, log: Sequence[int]) -> None:
-        """`log` may grow at its end; what has been added is indexed when it is asked for."""
+        """`log` may grow at its end; new tokens are indexed when the index is next used."""
         self._log = log
         self._newest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
         self._older: tuple[list[int], ...] = tuple([] for _ in SIZES)
 
     def occurrences(self) -> Iterator[tuple[int, int]]:
-        """(position, match): where the log's ending stood before the next token now, and how many
-        tokens before it are the same."""
+        """Yield (position, match): where the log's last tokens occurred before the token at
+        `position`, and how many tokens match."""
         self._catch_up()
         found: dict[int, None] = {}
         for size, newest, older in zip(SIZES, self._newest, self._older, strict=True):
@@ -75,7 +71,7 @@ class Index:
         return ((position, self._match(position)) for position in found)
 
     def _catch_up(self) -> None:
-        """Index the n-grams that end before the last token: the log's ending itself is no earlier
+        """Index the n-grams that end before the last token: the log's end itself is not an earlier
         occurrence."""
         for size, newest, older in zip(SIZES, self._newest, self._older, strict=True):
             for end in range(len(older), len(self._log) - 1):
@@ -84,8 +80,8 @@ class Index:
                 newest[gram] = end
 
     def _match(self, position: int) -> int:
-        """Return how many tokens before `position` are the log's last ones, as far as it
-        matters."""
+        """Return how many tokens before `position` match the log's last ones, up to the longest
+        match in ODDS."""
         log, most = self._log, min(position, len(ODDS) - 1)
         return next(
             (n for n in range(most) if log[position - 1 - n] != log[len(log) - 1 - n]), most
@@ -94,11 +90,11 @@ class Index:
 
 @dataclass(order=True, frozen=True)
 class _Node:
-    """A candidate in the order in which candidates are offered: best first, and of equals the one
-    that was found first."""
+    """A candidate. Candidates are offered best first, and ties in the order in which they were
+    found."""
 
     badness: float
-    """Minus the score, the log-probability of the path."""
+    """Minus the score (the log-probability of the path)."""
     number: int
     parent: int = field(compare=False)
     path: tuple[int, ...] = field(compare=False)
@@ -116,23 +112,21 @@ class LookupSession:
     capacity: int
     offered: TokenTree = field(default_factory=TokenTree)
     readable: bool = True
-    """There is no context that a log could exceed."""
+    """Always true: a log has no maximum length here."""
 
 
 class Lookup:
-    """Opens sessions and proposes; an engine of the draft worker."""
+    """The lookup engine."""
 
     def __init__(self, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Passes whatever a session consists of: there is no vocabulary here."""
+        """Accept any token: there is no vocabulary here."""
 
     def open(self, order: Open) -> LookupSession:
-        """Return a session with the prompt indexed; there is no use for the key.
-
-        `RequestError` if it has a token at or beyond `vocabulary_size`, which could be proposed.
-        """
+        """Open a session and index its prompt; `Open.key` is not used. Raises `RequestError` if a
+        token is at or beyond `vocabulary_size`, since it could be proposed."""
         if (text := misfit(order.sampling, order.tree, "ngram")) is not None:
             raise RequestError("settings", text)
         if (largest := max(order.prompt)) >= order.vocabulary_size:
@@ -158,11 +152,8 @@ class Lookup:
         price: Price = FREE,
     ) -> Proposal:
         """Append the `accepted` nodes of the last proposal, `bonus` and `more` to the log, and
-        propose; candidates found after `deadline_ns` are left out.
-
-        There are no passes: of the `price` only the floor counts, which stands for LEAST where
-        there is a rate, and nothing is left to do `ahead`.
-        """
+        propose; candidates found after `deadline_ns` are left out. There are no passes, so only the
+        floor of `price` counts: it stands for LEAST where a rate is given."""
         committed = [*(session.offered.tokens[node] for node in accepted), bonus, *more]
         session.log += committed
         session.history.extend(committed)
@@ -196,21 +187,18 @@ class Lookup:
         return Proposal(session.offered, tuple(-node.badness for node in nodes), grown, hit=False)
 
     def prepare(self, session: LookupSession) -> bool:
-        """There is nothing to do ahead."""
         return False
 
     def learn(self) -> bool:
-        """Nor to learn."""
         return False
 
     def grow_all_ahead(self, sessions: Sequence[LookupSession]) -> Sequence[int]:
-        """Return no places: there is nothing to grow ahead."""
         return ()
 
     def draft_all(
         self, orders: Sequence[Order[LookupSession]]
     ) -> Iterator[tuple[int, Proposal | Exception]]:
-        """Propose for one session after the other, since there is no pass that they could share."""
+        """Propose for one session after the other: there is no pass to share."""
         for place, order in enumerate(orders):
             try:
                 outcome: Proposal | Exception = self.draft(
@@ -236,7 +224,7 @@ class Lookup:
         width: int,
         worst: float,
     ) -> Iterator[_Node]:
-        """Yield what may follow `node`, the taken one of that number (0: the root), and is no
+        """Yield candidates below `node`, which is taken as node `number` (0: the root), that are no
         worse than `worst`: best first, numbered from `first` on."""
         if node.path and node.path[-1] in session.history.end:
             return
@@ -254,9 +242,7 @@ class Lookup:
             token: session.history.process(token, math.log(weight), node.path) / session.sharpening
             for token, weight in votes.items()
         }
-        largest = (
-            max(0.0, *logits.values()) if logits else 0.0
-        )  # what was never seen has the logit 0
+        largest = max(0.0, *logits.values()) if logits else 0.0  # unseen tokens have logit 0
         total = largest + math.log(
             math.fsum(math.exp(z - largest) for z in (0.0, *logits.values()))
         )

@@ -1,9 +1,7 @@
 """Passes of a draft over rows of several sessions.
 
-What has to be computed for a session, of its log or of nodes of its tree, is a `Reading`: it asks
-for its rows part by part, and goes on with what was computed for each. Parts of one kind are
-computed in one pass. Knows no trees.
-"""
+What a session has to compute, of its log or of nodes of its tree, is a `Reading`: a generator that
+yields its rows part by part and is sent the results. Parts of one kind share a pass."""
 
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +34,9 @@ class Part(Protocol):
 
 
 Steps = Generator[Any, Any, Tensor]
-"""Yields parts, is sent what was computed for each, and returns logits [N, V]."""
+"""Yields parts, is sent the result of each, and returns logits [N, V]."""
 Compute = Callable[[Sequence[Any]], Sequence[Any]]
-"""Parts of one kind -> what was computed for each."""
+"""Parts of one kind -> the result of each."""
 
 
 @dataclass
@@ -48,24 +46,24 @@ class Reading:
     nodes: Nodes
     begin: Callable[[], Steps]
     since_ns: int = 0
-    """The time at which its first pass began."""
+    """When its first pass began."""
     rows: int = 0
-    """All rows of its passes, those of other sessions included."""
+    """All rows of its passes, including those of other sessions."""
     logits: Tensor | None = None
-    """[N, V] after the nodes, once all is computed."""
+    """[N, V] after the nodes, once computed."""
     error: Exception | None = None
     """The exception that it failed with."""
     part: Any = None
-    """The part that it asks for next."""
+    """The part that it needs next."""
     _steps: Steps | None = field(default=None, repr=False)
 
     @property
     def over(self) -> bool:
-        """Return whether it needs nothing more."""
+        """Whether it has finished or failed."""
         return self.logits is not None or self.error is not None
 
     def go_on(self, found: Any = None) -> None:
-        """Go on to the next part, with what was computed for the last one."""
+        """Advance to the next part, with the result of the last one."""
         try:
             if self._steps is None:
                 self._steps = self.begin()
@@ -78,8 +76,8 @@ class Reading:
 
 def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) -> None:
     """Compute the next part of each reading that is not over; one that fails does not affect the
-    others. One for which there is no memory by itself fails, and the rest still ask for their
-    parts, since it is about to free its own. `now_ns`: when this began."""
+    others. A reading that does not fit into memory even alone fails; the others try again in the
+    next pass, once its memory is freed. `now_ns`: when this began."""
     for reading in readings:
         if reading.part is None:
             reading.since_ns = now_ns
@@ -98,8 +96,9 @@ def read_together(readings: Sequence[Reading], compute: Compute, now_ns: int) ->
 
 
 def _pass(readings: Sequence[Reading], compute: Compute) -> bool:
-    """Compute a part of each in one pass. If that fails, because of one session or for want of
-    memory, each half gets a pass of its own. Return False if there is no memory even for one."""
+    """Compute a part of each in one pass. If that fails, because of one session or for lack of
+    memory, retry each half separately. Return False if there is not enough memory for a single
+    one."""
     found: Sequence[Any] | None = None
     try:
         found = without_graphs(lambda: compute([reading.part for reading in readings]))
@@ -107,7 +106,7 @@ def _pass(readings: Sequence[Reading], compute: Compute) -> bool:
         if len(readings) == 1:
             readings[0].part, readings[0].error = None, error
             return not is_out_of_memory(error)
-    if found is None:  # what the exception held is free by now
+    if found is None:  # memory held by the exception is free by now
         half = len(readings) // 2
         return _pass(readings[:half], compute) and _pass(readings[half:], compute)
     for reading, its in zip(readings, found, strict=True):
@@ -116,7 +115,7 @@ def _pass(readings: Sequence[Reading], compute: Compute) -> bool:
 
 
 def read_alone(steps: Generator[Any, Any, ResultT], compute: Compute) -> ResultT:
-    """Run `steps` with a pass for each part, and return what they return."""
+    """Run `steps` with a pass for each part, and return their result."""
     try:
         part = next(steps)
         while True:
@@ -141,8 +140,7 @@ class Rows:
     features: Tensor = EMPTY
     """[N, W], for a head."""
     ranking: DeviceRanking | None = None
-    """The ranking of the children of the wanted rows, for a pass that is captured; None: it is the
-    host's."""
+    """The ranking of the children of the wanted rows, for a captured pass; None: the host ranks."""
 
     @property
     def count(self) -> int:
@@ -150,7 +148,7 @@ class Rows:
 
 
 def wanted_rows(parts: Sequence[Rows]) -> Tensor | None:
-    """Return which rows of a pass are wanted, int64; None: all of them."""
+    """Return the indices of the wanted rows of a pass, int64; None: all of them."""
     if all(part.wanted == part.count for part in parts):
         return None
     stops = accumulate(part.count for part in parts)

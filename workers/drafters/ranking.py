@@ -1,8 +1,6 @@
-"""The children that a draft gives a node: its logits under the target's processors and with the
-target's noise, ranked, or drawn where the target accepts by rejection.
-
-How sure the draft may be, the scores' calibration, is learned from what the target chose.
-"""
+"""Ranks a node's children: the draft's logits under the target's processors and noise, or drawn
+tokens under rejection sampling. The calibration of the scores is learned from the target's
+choices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,19 +45,19 @@ class Ranking:
 
     sampling: Sampling
     scales: Scales
-    """The divisor of the logits, and the share of the target's noise that is added, on each level;
-    those of a tree change when its root moves."""
+    """For each level, the divisor of the logits and the share of the target's noise that is added.
+    They may change when the root moves."""
     vocabulary_size: int
     native: bool
-    """True if the kernels rank."""
+    """True if the C++ kernels rank."""
     noise: NoiseCache | None
-    """None: greedy."""
+    """None for greedy decoding."""
     looking_back: LookingBack | None
-    """None: no processor looks back."""
+    """The processors that look back; None: there are none."""
     draws: Draws | None
-    """The draws of a session under rejection; None: children are ranked, not drawn."""
+    """The draws of a session under rejection sampling; None: children are ranked."""
     score_calibration: ScoreCalibration | None
-    """Gives the scales, and learns from what the target chose; None: they are fixed."""
+    """Provides the scales, and learns from the target's choices; None: the scales are fixed."""
     expected: Expectations
 
     @classmethod
@@ -71,12 +69,9 @@ class Ranking:
         score_calibration: ScoreCalibration,
         device: torch.device,
     ) -> "Ranking":
-        """Return the ranking of a new session. No id at or beyond the target's vocabulary or
-        `most_tokens`, the draft's, has a rank.
-
-        A `sharpening` of "auto" is that of `score_calibration`, which learns from the session
-        unless its children are drawn.
-        """
+        """Start the ranking of a new session. Ids at or beyond the target's vocabulary or
+        `most_tokens` (the draft's) are not ranked. With `sharpening` "auto", `score_calibration`
+        provides the scales and learns from the session, unless its children are drawn."""
         key, sampling, sharpening = order.key, order.sampling, order.tree.sharpening
         vocabulary_size = min(order.vocabulary_size, most_tokens)
         noise = (
@@ -108,8 +103,8 @@ class Ranking:
         )
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
-        """The log has grown by `tokens` to `length`; the tree is still the one that they were
-        guessed by."""
+        """Note that the log has grown by `tokens` to `length`; the tree must still be the one that
+        predicted them."""
         if self.score_calibration is not None:
             self.score_calibration.add(self.expected.settle(tokens))
             self.scales = self.score_calibration.scales(sampled=self.noise is not None)
@@ -124,7 +119,7 @@ class Ranking:
         self, tree: GrowingTree, nodes: Nodes, root: int, width: int
     ) -> DeviceRanking | None:
         """Return the ranking of the children of `nodes` for the device that computes their logits;
-        None: it is the host's, because logits are processed or children are drawn."""
+        None: the host ranks, because logits are processed or children drawn."""
         if self.looking_back is not None or self._cuts or self.draws is not None:
             return None
         levels = tree.levels_of(nodes).tolist()
@@ -148,7 +143,7 @@ class Ranking:
 
     @property
     def _cuts(self) -> bool:
-        """Return whether some of the target's tokens cannot be chosen."""
+        """Whether truncation excludes some tokens."""
         return self.sampling.temperature > 0 and self.sampling.truncates
 
     def children(
@@ -160,9 +155,9 @@ class Ranking:
         width: int,
         best: Fetched | None = None,
     ) -> tuple[Ints, Floats]:
-        """Return the likeliest tokens after `nodes`, best first, or tokens drawn: ids and gains
-        [N, K] by logits [N, V]. Below the root stands position `root`. `best`: what a
-        device has found that was asked by `for_device`; None: the host ranks."""
+        """Return ids and gains [N, K] of the likeliest tokens after `nodes`, best first, or of
+        drawn ones, from logits [N, V]. `root`: the position of the root's children. `best`: what a
+        device has ranked for `for_device`; None: the host ranks."""
         if best is not None and self.score_calibration is None:
             tokens, gains = best.take()
             return tokens[:, :width], gains[:, :width]
@@ -191,7 +186,8 @@ class Ranking:
     def _likeliest(
         self, logits: Tensor, noise: Sequence[Noise] | None, classes: Ints, width: int
     ) -> tuple[Ints, Floats]:
-        """Rank by the scale of each row's depth class; rows [N, V] of one scale go together."""
+        """Rank with the scale of each row's depth class; rows [N, V] with the same scale are ranked
+        together."""
         scales = [self.scales[depth_class] for depth_class in classes.tolist()]
         if len(different := set(scales)) == 1:
             return self._by_scale(logits, noise, scales[0], width)
@@ -240,7 +236,7 @@ class Ranking:
         return likeliest(logits, width, temperature=temperature, noise=rows, sharpening=sharpening)
 
     def prepare(self, first: int, count: int) -> bool:
-        """Compute the noise of one of the positions first..first+count-1; False if there is none to
-        compute, or the kernels rank, which need none ahead."""
+        """Precompute the noise of one of the positions first..first+count-1. Return False if there
+        is none to compute, or the kernels rank, which compute noise themselves."""
         self.expected.name()
         return not self.native and self.noise is not None and self.noise.prepare(first, count)

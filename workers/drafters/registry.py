@@ -1,7 +1,5 @@
-"""The table of drafters: how a draft worker is opened from settings, for each kind of draft.
-
-A drafter with a model imports torch when it is opened; one without never does.
-"""
+"""The table of drafters: for each kind of draft, how to open a draft worker from settings. A
+drafter with a model imports torch when it is opened; one without never does."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -27,39 +25,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The draft worker that is asked for."""
+    """The draft worker to open."""
 
     settings: DraftSettings
     name: str
     threads: int
     target: str
-    """Folder or hub id of the model that it drafts for."""
+    """Folder or hub id of its target."""
     context: int | None = None
-    """The longest sequence of this model, in tokens; None: what it has."""
+    """The model's longest sequence, in tokens; None: the model's own limit."""
     profile: Path | None = None
-    """The file that remembers what was measured on this machine."""
+    """This machine's profile file."""
     cache: Path | None = None
-    """The folder that keeps what was quantised."""
+    """The folder of the cache of quantised weights."""
     tell: Callable[[int, int], None] = lambda _done, _all: None
     """Receives the progress of quantising."""
     vram: int | None = None
-    """Bytes of a GPU that it may take; None: what is free."""
+    """Bytes of a GPU that it may use; None: all free memory."""
 
     def open_device(self) -> "Device":
-        """Return the device that the settings name, limited to the memory that it may take."""
+        """Return the device of the settings, limited to the memory that may be used."""
         from dovetail.workers.devices.memory import HELD, limit_memory
         from dovetail.workers.devices.opening import open_device
 
         device = open_device(self.settings.device, self.threads)
         if self.vram is not None and device.is_cpu:
-            HELD.tell("memory.vram limits nothing here: the draft is on the CPU")
+            HELD.tell("memory.vram has no effect: the draft is on the CPU")
         limit_memory(device, self.vram)
         return device
 
     def identity(
         self, model: "LanguageModel | Head", device: "Device", called: str, **more: Any
     ) -> Identity:
-        """Return the description of a worker with a model on a device."""
+        """Return the registration of a worker with a model on a device."""
         from dovetail.workers.calibration.levels import known_levels
         from dovetail.workers.sessions.room import base_rows
 
@@ -90,9 +88,9 @@ def open_draft_worker(
     tell: Callable[[int, int], None] = lambda _done, _all: None,
     vram: int | None = None,
 ) -> DraftWorker[Any]:
-    """Return the draft worker of `settings`: n-grams of the text, or the model in the folder or hub
-    id `settings.model`, a smaller one or a head of the model `target`, or that model itself in a
-    few bits. `Wanted` describes the rest."""
+    """Open the draft worker of `settings`: n-gram lookup, the small model or head in
+    `settings.model` (folder or hub id), or a low-bit substitute of `target`. `Wanted` describes the
+    other arguments."""
     wanted = Wanted(settings, name, threads, target, context, profile, cache, tell, vram)
     if settings.kind == "none":
         raise SettingsError(
@@ -118,7 +116,7 @@ def open_draft_worker(
 
 
 def _opened(opener: "Opener", wanted: Wanted) -> DraftWorker[Any]:
-    """Open a draft on the device that the settings name; `SettingsError` where its memory is too
+    """Open a draft on the device of the settings. Raises `SettingsError` if its memory is too
     small."""
     try:
         return opener(wanted)
@@ -142,7 +140,7 @@ def _open_ngram(wanted: Wanted) -> DraftWorker[Any]:
 
 
 def _open_folder(wanted: Wanted) -> DraftWorker[Any]:
-    """Open what the folder holds, which has to be of the kind that the settings name, if any."""
+    """Open the model in the folder. Raises `SettingsError` if the settings name another kind."""
     settings = wanted.settings
     if settings.weights in ("int3", "int2"):
         raise SettingsError(
@@ -160,7 +158,7 @@ def _open_folder(wanted: Wanted) -> DraftWorker[Any]:
     kind = classify(settings.model, allow_bin=settings.pickled)
     if settings.kind not in ("auto", told := "small" if kind is None else setting_of(kind)):
         raise SettingsError(
-            f"draft.kind = {settings.kind!r}, and {settings.model} holds {_in_words(told)}: "
+            f"draft.kind = {settings.kind!r}, but {settings.model} is {_in_words(told)}: "
             "leave draft.kind out, or name another folder"
         )
     return _open_small(wanted) if kind is None else _open_head(wanted)
@@ -182,7 +180,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     settings = wanted.settings
     if settings.model:
         raise SettingsError(
-            "draft.kind = 'substitute' is made of the target, and draft.model names "
+            "draft.kind = 'substitute' is made from the target, but draft.model names "
             f"{settings.model!r}: leave one of the two out"
         )
     if settings.weights not in SUBSTITUTE_WEIGHTS:
@@ -212,8 +210,8 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
 
 
 def _small_weights(wanted: Wanted, device: "Device") -> str:
-    """Return the type of weights of a smaller model that suits a device: the blocks of its file, if
-    they can be multiplied there; of a GPU else the type that is fastest."""
+    """Return the type of a small model's weights for a device: the file's own blocks if they can be
+    multiplied there, otherwise on a GPU the fastest type."""
     from dovetail.workers.models.backends.device.own_blocks import against_blocks
     from dovetail.workers.models.checkpoints.gguf.view import blocks_kept
     from dovetail.workers.models.checkpoints.hub import find_folder
@@ -226,14 +224,14 @@ def _small_weights(wanted: Wanted, device: "Device") -> str:
     if not (why_not := against_blocks(device.torch_device)):
         return "stored"
     weights = _fastest(wanted, device)
-    said = f"{wanted.settings.model} becomes {weights}, and not the blocks of its file"
+    said = f"{wanted.settings.model} is converted to {weights} rather than kept in blocks"
     print(f"{wanted.name}: {said}: {why_not}", file=sys.stderr)
     return weights
 
 
 def _fastest(wanted: Wanted, device: "Device", excluded: Mapping[str, str] | None = None) -> str:
-    """Return the type of weights in which a smaller model is fastest on a GPU, and report it.
-    `excluded`: types that it may not have -> why."""
+    """Return the type of weights in which a small model is fastest on a GPU, and report it.
+    `excluded`: types that may not be used -> why."""
     from dovetail.workers.drafters.weights import chosen_type
     from dovetail.workers.models.checkpoints.footprint import read_tensors, type_of_matrices
     from dovetail.workers.models.checkpoints.hub import find_folder
@@ -245,8 +243,8 @@ def _fastest(wanted: Wanted, device: "Device", excluded: Mapping[str, str] | Non
 
 
 def check_shared(draft: str, target: str) -> None:
-    """Raise `CheckpointError` for a draft of another vocabulary than the target's, before anything
-    is loaded; for a target elsewhere the coordinator checks that."""
+    """Raise `CheckpointError` for a draft with another vocabulary than the target's, before
+    anything is loaded. If the target is elsewhere, the coordinator checks this."""
     from dovetail.workers.models.checkpoints.hub import local_folder
     from dovetail.workers.models.checkpoints.tokenizer import table_in
 
@@ -282,7 +280,8 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
 def _model_worker(
     wanted: Wanted, model: "LanguageModel", device: "Device", called: str, **more: Any
 ) -> DraftWorker[Any]:
-    """Return the worker of a language model that drafts, named `called`; `more`: of `Drafter`."""
+    """Return the draft worker of a language model, named `called`; `more`: arguments of
+    `Drafter`."""
     from dovetail.workers.drafters.model import Drafter
     from dovetail.workers.models.backends.device.choice import tell_products
 
@@ -332,7 +331,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         tell_products(device.torch_device, wanted.name)
     if settings.contrast is True and not head.spec.contrast:
         raise SettingsError(
-            f"draft.contrast = true, and the {head.spec.kind} head {settings.model} has no "
+            f"draft.contrast = true, but the {head.spec.kind} head {settings.model} has no "
             "contrast output: leave draft.contrast out"
         )
     spans = Spans()
@@ -345,8 +344,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
 
 
 def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:
-    """Have a worker let go of the sessions that it keeps if the memory of its device runs out, and
-    return it."""
+    """Let a worker drop kept sessions when its device runs out of memory, and return it."""
     from dovetail.workers.devices.memory import HELD
 
     HELD.add(worker)

@@ -1,4 +1,4 @@
-"""The state of a session whose tree grows, and of the time between its proposals."""
+"""The state of a session whose tree grows, and of the pause between its proposals."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,15 +18,14 @@ from dovetail.workers.speculation.prices import Chance, Recent
 from dovetail.workers.speculation.proposal import FREE, Price, Shape
 
 MAX_TREE_ROWS = 4096
-"""Rows that the trees of one session may take at most, four times the nodes that a proposal can
-have."""
+"""The most rows of a session's trees: four times the nodes of the largest proposal."""
 PROPOSALS_AHEAD = 8
 """A tree that grows ahead has rows for this many proposals."""
 
 
 @dataclass(frozen=True)
 class RankedChildren:
-    """The children of nodes as a device has ranked them."""
+    """The children of nodes as ranked by a device."""
 
     nodes: Nodes
     width: int
@@ -39,7 +38,8 @@ class RankedChildren:
 
 
 MOST_TRUE = 16
-"""The most rows of the log that are computed as a level is, where levels are captured."""
+"""The most rows of the log that are computed in a level's fixed shapes, where levels are
+captured."""
 
 NO_NODES: Nodes = np.zeros(0, np.intp)
 THE_ROOT: Nodes = np.array([ROOT], np.intp)
@@ -47,18 +47,18 @@ THE_ROOT: Nodes = np.array([ROOT], np.intp)
 
 @dataclass
 class WaitingTime:
-    """The time between a proposal and the next order, in which a tree may grow ahead."""
+    """The pause between a proposal and the next order, in which a tree may grow ahead."""
 
     ahead: bool = False
-    """True if it grows."""
+    """True if the tree grows ahead."""
     width: int = 0
-    """Nodes expanded a pass, and children that the policies see of a node."""
+    """Nodes expanded in a pass, and children of a node that the policies see."""
     children: int = 0
-    """Children that are kept of a node."""
+    """Children of a node that are kept."""
     since_ns: int | None = None
-    """Time at which this pause began; None: there was no proposal yet."""
+    """When this pause began; None: there was no proposal yet."""
     done: bool = False
-    """True if there is nothing left that is worth a pass."""
+    """True if nothing is left that is worth a pass."""
     joined: int = 0
     """Nodes that have joined the pool."""
     passes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_PASSES))
@@ -67,8 +67,8 @@ class WaitingTime:
 
 @dataclass(kw_only=True)
 class GrowingSession:
-    """One sequence; `capacity` is the number of tokens that it can come to. Behind the cache's
-    committed rows lie those of the tree."""
+    """One sequence; `capacity` is its maximum number of tokens. In the cache, rows of the tree
+    follow the committed rows."""
 
     log: list[int]
     cache: Cache
@@ -77,7 +77,7 @@ class GrowingSession:
     depth: int
     capacity: int
     rows_ahead: int = MAX_TREE_ROWS
-    """Rows that the tree may come to by growth ahead."""
+    """The most rows of the tree with growth ahead."""
     tree: GrowingTree = field(default_factory=GrowingTree)
     offered: list[int] = field(default_factory=list)
     """Pool index of each node of the last proposal."""
@@ -86,32 +86,32 @@ class GrowingSession:
     chance: Chance = field(default_factory=Chance)
     waiting_time: WaitingTime = field(default_factory=WaitingTime)
     waits: Recent = field(default_factory=Recent)
-    """The times between a proposal and the next order."""
+    """The pauses between a proposal and the next order."""
     ranked: RankedChildren | None = None
-    """The children that a device has ranked in the last pass; None: it has ranked none."""
+    """The children that a device has ranked in the last pass, if any."""
 
     @property
     def readable(self) -> bool:
-        """Return whether the draft can read the whole log."""
+        """Whether the draft can read the whole log."""
         return True
 
     @property
     def rows(self) -> int:
-        """Rows of the log so far."""
+        """The number of committed rows."""
         return self.cache.length
 
     @property
     def missing_rows(self) -> int:
-        """Rows of the log that the root's children wait for."""
+        """The number of rows of the log that must be computed before the root's children."""
         return len(self.log) - self.rows
 
     @property
     def free_rows(self) -> int:
-        """Return how many more nodes can have a row."""
+        """The number of further nodes that can get a row."""
         return self.cache.capacity - self.cache.length - self.tree.rows_used
 
     def ranking_of(self, nodes: Nodes) -> DeviceRanking | None:
-        """Return the ranking of the children of `nodes` for a device; None: it is the host's."""
+        """Return the ranking of the children of `nodes` for a device; None: the host ranks."""
         width = self.waiting_time.children
         return self.ranking.for_device(self.tree, nodes, len(self.log), width)
 
@@ -121,18 +121,19 @@ class GrowingSession:
         self.ranked = None if best is None else RankedChildren(nodes, width, best)
 
     def children_of(self, logits: Tensor, nodes: Nodes, width: int) -> tuple[Ints, Floats]:
-        """Return the likeliest tokens after `nodes` and their gains [N, K], by a device that has
-        ranked them or by logits [N, V]."""
+        """Return ids and gains [N, K] of the likeliest tokens after `nodes`, as ranked by a device
+        or from logits [N, V]."""
         best = None if self.ranked is None else self.ranked.of(nodes, width)
         return self.ranking.children(logits, self.tree, nodes, len(self.log), width, best)
 
     def within_reach(self, shape: Shape) -> Shape:
-        """`shape` without the levels that the sequence has no place for (the bonus takes one)."""
+        """`shape`, limited to the levels that the sequence has room for (the bonus token takes
+        one)."""
         return Shape(shape.nodes, min(shape.depth, self.capacity - len(self.log) - 1), shape.width)
 
 
 def tree_rows(tree: TreeSettings, *, ahead: bool = False) -> int:
-    """Return the rows of a tree: what one proposal can expand, and as much again for what
-    survives of the last one; several times that where it grows ahead."""
+    """Return the rows of a tree: for what one proposal can expand, and as many for what survives
+    from the last one; several times that with growth ahead."""
     proposal = max(min(tree.width, tree.most_nodes) * tree.most_levels, tree.most_nodes)
     return min((PROPOSALS_AHEAD if ahead else 2) * proposal, MAX_TREE_ROWS)

@@ -1,16 +1,15 @@
-"""The engine of a draft that is the substitute of the target in the same process, and reads the
-target's own keys and values (SubSpec, section 4.1).
+"""The engine of a substitute: a low-bit copy of the target in the same process that reads the
+target's own KV cache (SubSpec, section 4.1).
 
-A session's cache is the target's: slots 0..n-2 hold the committed rows of a log of n tokens, as the
-target computed them, and both models read them. What the target verifies it writes behind them, and
-commits; the draft's rows - the root, then those of the tree's expanded nodes - lie behind all that
-verification can ever write to, so that neither overwrites the other. When the root moves, the rows
-of accepted nodes are free, since the target's own stand in their place by then, and those of the
-surviving subtree move together. The prompt is read by nobody but the target. Of layers with states
-the target's stay as they are, and the draft's rows have factors of their own.
+A session's cache is the target's: slots 0..n-2 hold the committed rows of a log of n tokens, as
+computed by the target. Verification writes behind them; the draft's rows - the root's, then those
+of the tree's expanded nodes - lie behind everything that verification can write to, so neither
+overwrites the other. When the root moves, the rows of accepted nodes are freed, since the target's
+rows have replaced them, and those of the surviving subtree move together. Only the target prefills
+the prompt. States of recurrent layers stay the target's, and the draft's rows have factors of their
+own.
 
-Both models do one command at a time; who sees to that, `unified.py` knows.
-"""
+The two models never run at the same time; `unified.py` ensures that."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -36,38 +35,36 @@ from dovetail.workers.speculation.proposal import Order, Shape
 
 @dataclass(frozen=True)
 class Lent:
-    """A session of the target, as the draft may use it."""
+    """A session of the target, as lent to the draft."""
 
     log: Sequence[int]
     cache: Cache
-    """The target's cache in the form that the substitute's layers take. It has committed the rows
-    of all of the log but its last token."""
+    """The target's cache in the form that the substitute's layers take, with the rows of the log
+    committed except the last token's."""
     first: int
-    """The first slot that is the draft's."""
+    """The draft's first slot."""
 
 
 Borrow = Callable[[int], Lent]
-"""The target's session of a number; `RequestError` if it has none."""
+"""Returns the target's session of a number; raises `RequestError` if there is none."""
 
 
 @dataclass(kw_only=True)
 class SharedSession(DraftSession):
-    """One sequence."""
-
     number: int = -1
     """The number by which coordinator and target know the session."""
     first: int = 0
-    """Slot of the root's row; those of the tree stand behind it."""
+    """Slot of the root's row; rows of the tree follow it."""
     own: int
-    """Slots from there on."""
+    """Number of slots from there on."""
     rooted: bool = False
     """True if the root has a row."""
     states: LentStates | None = None
-    """The target's states, of layers that have one, and the factors of the draft's rows."""
+    """The target's recurrent states, if any, and the factors of the draft's rows."""
 
     @property
     def rows(self) -> int:
-        """The target computes those of the log, all but the root's."""
+        """The target computes the rows of the log, except the root's."""
         return len(self.log) - 1 + self.rooted
 
     @property
@@ -76,7 +73,7 @@ class SharedSession(DraftSession):
 
     @property
     def over(self) -> Cache:
-        """Return the target's cache as the draft computes over it."""
+        """The target's cache as the draft computes over it."""
         if self.states is None:
             return self.cache
         over = copy.copy(self.cache)
@@ -91,17 +88,17 @@ class SharedSession(DraftSession):
 
 
 class SharedDrafter(Drafter):
-    """Opens sessions and proposes, over the target's rows."""
+    """Drafts over the target's rows."""
 
     borrow: Borrow
 
     def rows_beside(self, sampling: Sampling, tree: TreeSettings) -> int:
-        """Slots that a session of these settings needs in addition to the target's: the root's, and
-        the tree's."""
+        """Return the slots that a session needs in addition to the target's: for the root and the
+        tree."""
         return 1 + self._tree_rows(sampling, tree)
 
     def open(self, order: Open, base: DraftLeft | None = None) -> SharedSession:
-        """Return a session; the target reads the prompt, at the same time or later."""
+        """Open a session; the target prefills the prompt, at the same time or later."""
         rows = self._tree_rows(order.sampling, order.tree)
         return SharedSession(
             log=list(order.prompt),
@@ -116,16 +113,16 @@ class SharedDrafter(Drafter):
         )
 
     def _begin(self, place: int, order: Order[DraftSession]) -> Growth[DraftSession]:
-        """Begin as `Drafter` does, from the rows that the target has committed meanwhile;
-        `RequestError` where it does not have them."""
+        """Begin as `Drafter` does, from the rows that the target has committed meanwhile. Raises
+        `RequestError` if they are missing."""
         session = order.session
         assert isinstance(session, SharedSession)
         self._attach(session, [*session.log, *self._committed(order)])
         return super()._begin(place, order)
 
     def _may_grow_ahead(self, session: DraftSession) -> bool:
-        """Return whether the target still has the session: the rows that it lent are gone with it,
-        and may be another session's by then."""
+        """Return whether the target still has the session: otherwise its rows may belong to another
+        one by now."""
         assert isinstance(session, SharedSession)
         return self._is_lent(session) and not session.behind
 
@@ -139,13 +136,13 @@ class SharedDrafter(Drafter):
             return False
 
     def _attach(self, session: SharedSession, log: Sequence[int]) -> None:
-        """Take the target's cache; what is in the tree has its rows in the one that was taken
-        before."""
+        """Switch to the target's current cache; nodes of the tree have their rows in the previous
+        one."""
         lent = self.borrow(session.number)
         if lent.cache is not session.cache and session.tree.rows_used + session.rooted:
             raise RequestError(
                 "session",
-                f"session {session.number} was opened again by its target: open it again here too",
+                f"session {session.number} was reopened by its target: reopen it here, too",
             )
         if [*lent.log[: len(log)]] != log or lent.cache.length < len(log) - 1:
             raise RequestError(
@@ -157,7 +154,7 @@ class SharedDrafter(Drafter):
         session.states = self._states(session, lent)
 
     def _states(self, session: SharedSession, lent: Lent) -> LentStates | None:
-        """Return the states that a session has taken; None where no layer has one."""
+        """Return the session's recurrent states; None if no layer has any."""
         if not isinstance(lent.cache, BlockedCache) or (owner := lent.cache.states) is None:
             return None
         known = session.states
@@ -169,8 +166,8 @@ class SharedDrafter(Drafter):
     def _move_root(
         self, session: DraftSession, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """The root's row, if it has one, and those of all that is known below it move together to
-        the first of the draft's slots."""
+        """Move the root's row, if it has one, and those of the surviving subtree to the first of
+        the draft's slots."""
         assert isinstance(session, SharedSession)
         if root is None:
             session.tree.clear()
@@ -180,13 +177,13 @@ class SharedDrafter(Drafter):
         survivors = session.tree.move_root(root, width)
         session.rooted = row != NO_ROW
         if session.rooted:
-            # the same slots, of which all before the draft's count as committed
+            # all slots before the draft's count as committed
             own = copy.copy(session.over)
             own.length = session.first
             own.keep([session.first + 1 + old for old in (row, *survivors)], 0)
 
     def _read_log(self, session: DraftSession, shape: Shape) -> Steps:
-        """The root's row; logits [1, V] after it."""
+        """Compute the root's row; logits [1, V]."""
         assert isinstance(session, SharedSession)
         position = len(session.log) - 1
         segment = Segment(session.over, session.first, 1, Paths.of(position, [[session.first]]))
@@ -197,7 +194,7 @@ class SharedDrafter(Drafter):
         return logits
 
     def _read_nodes(self, session: DraftSession, nodes: Nodes, shape: Shape) -> Steps:
-        """Compute nodes, whose rows go behind those of the tree; each sees what is committed, the
+        """Compute nodes, as rows behind those of the tree; each attends to the committed rows, the
         root, its ancestors and itself."""
         assert isinstance(session, SharedSession)
         tree, position, start = session.tree, len(session.log) - 1, session.first + 1

@@ -1,9 +1,8 @@
-"""Trees of several sessions that grow side by side: a pass expands nodes of all of them, and each
-session is done as soon as nothing in its own tree is worth a pass any more.
+"""Grows the trees of several sessions in shared passes. Each session is done as soon as nothing in
+its own tree is worth a pass.
 
-The policy of a tree says which nodes a pass may expand, and `worth.py` how many of them are worth
-their rows; which rows these are, and what becomes of them, is the engine's business.
-"""
+A tree's policy chooses which nodes a pass may expand, and `worth.py` how many of them are worth
+their rows; the engine computes them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ OwnT = TypeVar("OwnT", bound=GrowingSession, contravariant=True)
 
 
 class Pass(NamedTuple):
-    """One pass as a session sees it: how many nodes joined its pool, how many rows were computed,
-    those of other sessions included, and when it began and ended on the clock."""
+    """One pass as a session sees it: how many nodes joined its pool, how many rows were computed
+    (of all sessions), and when it began and ended."""
 
     added: int
     rows: int
@@ -37,18 +36,18 @@ class Pass(NamedTuple):
 
 
 class Engine(Protocol[OwnT]):
-    """The part of an engine that computes for trees that grow."""
+    """The part of an engine that computes for growing trees."""
 
     given_up: float
 
     def now_ns(self) -> int:
-        """The clock that passes and deadlines are measured by."""
+        """The clock of passes and deadlines."""
 
     def steps(self, session: OwnT, nodes: Nodes, shape: Shape, /) -> Steps:
-        """Compute the logits after `nodes`; the root (-1) is by itself."""
+        """Compute the logits after `nodes`; the root (-1) comes alone."""
 
     def steps_ahead(self, session: OwnT, nodes: Nodes, /) -> Steps:
-        """Run `steps` to its end, without handling partial results."""
+        """Like `steps`, for a pass ahead."""
 
     def compute(self, parts: Sequence[Any], /) -> Sequence[Any]:
         """Compute parts of one kind in one pass."""
@@ -57,7 +56,7 @@ class Engine(Protocol[OwnT]):
         """Return how many rows the first 1, 2, ... of `nodes` take."""
 
     def take(self, session: OwnT, reading: Reading, /) -> int:
-        """Put what was computed into the tree; return how many nodes joined it."""
+        """Put results into the tree; return how many nodes joined it."""
 
     def release(self, session: OwnT, /) -> None:
         """Free the memory of a session that has failed."""
@@ -65,7 +64,7 @@ class Engine(Protocol[OwnT]):
 
 @dataclass(eq=False)
 class Growth(Generic[SessionT]):
-    """The tree of one session, while an order for it is carried out."""
+    """The tree of one session while its order is carried out."""
 
     place: int
     """The place of its order among those that came together."""
@@ -74,9 +73,9 @@ class Growth(Generic[SessionT]):
     deadline_ns: int | None
     hit: bool
     unused: int
-    """The number of nodes that had neither been offered last nor lay on the accepted path."""
+    """The number of nodes that were neither in the last proposal nor on the accepted path."""
     waited: WaitingTime
-    """The time before the order."""
+    """The pause before the order."""
     passes: list[Pass] = field(default_factory=list)
     wanted: Wanted | None = None
     """Nodes that its next pass may expand."""
@@ -89,8 +88,8 @@ class Growth(Generic[SessionT]):
         self._offer = self._left_out = NO_NODES
 
     def look(self, engine: Engine[SessionT]) -> bool:
-        """Find what the next pass may expand; False: the tree is done. Nodes are not offered if
-        there are no rows for them, or if they were left out the last time."""
+        """Find what the next pass may expand; return False if the tree is done. Nodes are left out
+        if there are no rows for them, or if they were not worth it the last time."""
         session = self.session
         for offer in self._offers:
             at_root, free = offer[0] == ROOT, session.free_rows
@@ -106,7 +105,7 @@ class Growth(Generic[SessionT]):
         return False
 
     def choose(self, count: int, engine: Engine[SessionT]) -> None:
-        """Expand the first `count` nodes of what is wanted in the next pass."""
+        """Expand the first `count` of the wanted nodes in the next pass."""
         assert self.wanted is not None
         session, shape, nodes = self.session, self.shape, self.wanted.nodes[:count]
         self.wanted = None
@@ -130,7 +129,7 @@ class SideBySide(Generic[SessionT]):
     spans: Spans
 
     def grow(self, growths: Sequence[Growth[SessionT]]) -> Iterator[Growth[SessionT]]:
-        """Grow the trees; yield each as soon as it is done, or has failed."""
+        """Grow the trees; yield each as soon as it is done or has failed."""
         growing = [*growths]
         while growing:
             for growth in [*growing]:
@@ -144,7 +143,7 @@ class SideBySide(Generic[SessionT]):
                     yield growth
 
     def _goes_on(self, growth: Growth[SessionT]) -> bool:
-        """Return whether a tree is to grow further."""
+        """Return whether a tree should grow further."""
         if growth.reading is not None:
             return True
         try:
@@ -160,8 +159,8 @@ class SideBySide(Generic[SessionT]):
             growth.choose(count, self.engine)
 
     def _pass(self, growths: Sequence[Growth[SessionT]]) -> list[Growth[SessionT]]:
-        """Make a pass that is waited for; only such passes have spans. Return the growths whose
-        deadlines have passed by its end."""
+        """Make a pass that an order waits for; only these have spans. Return the growths whose
+        deadlines have passed at its end."""
         readings = [growth.reading for growth in growths if growth.reading is not None]
         at_root = all(reading.nodes[0] == ROOT for reading in readings)
         with self.spans.measure("root" if at_root else "level"):
@@ -176,7 +175,7 @@ class SideBySide(Generic[SessionT]):
         return self._note(done, end_ns)
 
     def _take(self, growth: Growth[SessionT], reading: Reading) -> bool:
-        """Put what was computed into the tree; False: it failed."""
+        """Put results into the tree; return False if that failed."""
         growth.reading, growth.error = None, reading.error
         if reading.error is None:
             try:
@@ -185,12 +184,12 @@ class SideBySide(Generic[SessionT]):
             except Exception as error:
                 growth.error = error
         if growth.error is not None and is_out_of_memory(growth.error):
-            growth.error = growth.error.with_traceback(None)  # whose frames hold on to memory
+            growth.error = growth.error.with_traceback(None)  # its frames keep tensors alive
             self.engine.release(growth.session)
         return growth.error is None
 
     def _note(self, done: Sequence[Growth[SessionT]], end_ns: int) -> list[Growth[SessionT]]:
-        """Note when the passes of these ended."""
+        """Note when the passes of these ended, and return those past their deadlines."""
         for growth in done:
             growth.passes[-1] = growth.passes[-1]._replace(end_ns=end_ns)
         for rows, start_ns in {

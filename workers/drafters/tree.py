@@ -1,11 +1,10 @@
-"""The common part of engines with a model: a session's log, the growth of its tree, the ranking of
+"""The base of engines with a model: a session's log, the growth of its tree, the ranking of
 children, and the move of the root.
 
 The policy (`speculation/policies.py`) chooses which nodes are expanded and offered. The engine
-computes the rows of the log and of nodes, and decides what of a tree survives the move of its root:
-`model.py` with a smaller model, `head.py` with a head of the target. A proposal cannot change the
-output, only its speed.
-"""
+computes the rows of the log and of nodes, and decides what survives of a tree when its root moves:
+`model.py` with a small model, `head.py` with a draft head. Proposals never change the output, only
+its speed."""
 
 import math
 import time
@@ -34,7 +33,7 @@ from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.speculation.score_calibration import Scale, ScoreCalibration
 
 CHUNK = 256
-"""Tokens of the log read in one pass: bounds the mask and the activations of a long prompt."""
+"""Tokens of the log in one pass: bounds the mask and activations of a long prompt."""
 
 NOTHING = Shape(0, 0, 0)
 
@@ -43,18 +42,18 @@ SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 
 class Grower(ABC, Generic[SessionT]):
-    """Proposes for sessions, one pass at a time, which several of them share."""
+    """Drafts for sessions, one pass at a time, which several of them share."""
 
     kept: int = 32
-    """Children of a node that a tree that grows ahead keeps at least, hidden from the policies
-    beyond the width: one of them may be the next root. With the embedded small model, in 19 %
-    (temperature 0) and 23 % (1) of the rounds the target's choice behind the accepted nodes was
+    """With growth ahead, the fewest children kept of a node; those beyond the width are hidden from
+    the policies, but one may become the next root. With the embedded small model, in 19 %
+    (temperature 0) and 23 % (1) of the rounds the target's choice after the accepted nodes was
     among 32 and not among 10."""
     given_up: float = 0.03
-    """While the tree grows ahead, an order waits for no more passes once all that is left would add
-    less than this share of the expected tokens. Simulated with the embedded small model, tree
-    15/8/10, T_D = T_V, 14 shipped prompts: at 0.02 / 0.03 / 0.04 tau is 0.986 / 0.980 / 0.974 of
-    what it is without growth ahead at temperature 0, 0.988 / 0.988 / 0.976 at temperature 1."""
+    """With growth ahead, an order waits for no further pass once all remaining nodes would add less
+    than this share of the expected tokens. Simulated with the embedded small model, tree 15/8/10,
+    T_D = T_V, 14 shipped prompts: at 0.02 / 0.03 / 0.04 tau is 0.986 / 0.980 / 0.974 of tau without
+    growth ahead at temperature 0, 0.988 / 0.988 / 0.976 at temperature 1."""
 
     def __init__(
         self,
@@ -64,8 +63,8 @@ class Grower(ABC, Generic[SessionT]):
         ahead: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`start`: the scale of a draft of this kind before anything has been learned of it.
-        `ahead`: sessions get rows for growth ahead of the orders."""
+        """`start`: the initial scale of a draft of this kind. `ahead`: give sessions rows for
+        growth ahead."""
         self.score_calibration = ScoreCalibration(start)
         self._spans = spans
         self._rows_for_ahead = ahead
@@ -75,7 +74,7 @@ class Grower(ABC, Generic[SessionT]):
         self._beside = SideBySide(self, self._times, spans)
 
     def now_ns(self) -> int:
-        """The clock that passes and deadlines are measured by."""
+        """The clock of passes and deadlines."""
         return self._clock()
 
     def draft(
@@ -90,7 +89,8 @@ class Grower(ABC, Generic[SessionT]):
         price: Price = FREE,
         ahead: bool = False,
     ) -> Proposal:
-        """Draft for one session, as `draft_all` does; raises the exception that it would yield."""
+        """Draft for one session, as `draft_all` does, and raise instead of yielding an
+        exception."""
         order = Order(session, accepted, bonus, shape, deadline_ns, more, price, ahead)
         for _, outcome in self.draft_all([order]):
             if isinstance(outcome, Exception):
@@ -103,13 +103,12 @@ class Grower(ABC, Generic[SessionT]):
         self, orders: Sequence[Order[SessionT]]
     ) -> Iterator[tuple[int, Proposal | Exception]]:
         """Move the roots of different sessions, grow their trees side by side, and propose. Yield
-        the place of each order with its proposal, or with the exception that it failed with, as
-        soon as that is there.
+        each order's place with its proposal, or with the exception that it failed with, as soon as
+        it is done.
 
-        Growth of a tree stops after the first pass that ends past the order's deadline, and before
-        one for which there are no rows or that is not worth its price. If the order says `ahead`,
-        it goes on when the proposal has left (`grow_ahead`).
-        """
+        A tree stops growing after the first pass that ends past the order's deadline, and before
+        one that has no rows left or is not worth its price. If `Order.ahead` is set, it continues
+        after the proposal was sent (`grow_ahead`)."""
         growths: list[Growth[SessionT]] = []
         for place, order in enumerate(orders):
             try:
@@ -124,18 +123,18 @@ class Grower(ABC, Generic[SessionT]):
             yield growth.place, outcome
 
     def _committed(self, order: Order[SessionT]) -> list[int]:
-        """Return the committed tokens in a command."""
+        """Return the tokens that an order commits."""
         session = order.session
         accepted = [int(session.tree.tokens[session.offered[node]]) for node in order.accepted]
         return [*accepted, order.bonus, *order.more]
 
     def _begin(self, place: int, order: Order[SessionT]) -> Growth[SessionT]:
-        """Move the root of a session by a command."""
+        """Move the root of a session as ordered."""
         session, width = order.session, order.shape.width
         waited = self._ahead.end(session)
         drawn = (
             session.ranking.draws is not None
-        )  # nothing is left out of what is drawn, and what is left over from a draw is none
+        )  # drawn trees are never cut, and keep nothing from earlier rounds
         ahead = order.ahead and not drawn
         waiting = WaitingTime(
             ahead=ahead, width=width, children=max(width, self.kept if ahead else 0)
@@ -148,7 +147,7 @@ class Grower(ABC, Generic[SessionT]):
         return Growth(place, session, shape, order.deadline_ns, hit, unused, waited)
 
     def _end(self, growth: Growth[SessionT]) -> Proposal:
-        """Propose what has grown. Without the root's own children there is no tree."""
+        """Propose what has grown. There is no tree without children of the root."""
         session, waited = growth.session, growth.waited
         if not session.tree.root_expanded:
             session.tree.clear()
@@ -173,9 +172,9 @@ class Grower(ABC, Generic[SessionT]):
 
     @torch.inference_mode()
     def grow_all_ahead(self, sessions: Sequence[SessionT]) -> Sequence[int]:
-        """Expand, in one pass, what the next proposals of these sessions will most probably use,
-        for the first of them that fit into it; return their places. Empty: the last orders did not
-        ask for it, or nothing is worth it any more."""
+        """In one pass, expand what the next proposals of these sessions will most likely use, for
+        the first ones that fit into it; return their places. Empty: the last orders did not ask for
+        it, or nothing is worth it."""
         return self._ahead.grow(
             [
                 (place, session)
@@ -190,34 +189,32 @@ class Grower(ABC, Generic[SessionT]):
         return True
 
     def _tree_rows(self, sampling: Sampling, tree: TreeSettings) -> int:
-        """Rows for the trees of a session; random trees are drawn again in each round, and never
-        ahead."""
+        """Return the rows of a session's trees. Under rejection sampling trees are drawn again in
+        each round, and never ahead."""
         return tree_rows(tree, ahead=self._rows_for_ahead and not sampling.rejects)
 
     def prepare(self, session: SessionT) -> bool:
-        """Compute the noise of one more position that the coming proposals look at; False: there is
-        none to compute."""
+        """Precompute the noise of one more position that coming proposals need; return False if
+        there is none left."""
         first = len(session.log)
-        # a proposal looks at `depth` positions, and the next one begins up to `depth` + 1 tokens
-        # later
+        # a proposal covers `depth` positions, and the next one begins up to `depth` + 1 later
         return session.readable and session.ranking.prepare(
             first, min(2 * session.depth + 1, session.capacity - first)
         )
 
     def learn(self) -> bool:
-        """Learn a bit from what the targets chose; False: there is nothing to learn from."""
         return self.score_calibration.learn()
 
     @abstractmethod
     def _move_root(
         self, session: SessionT, path: Sequence[int], root: int | None, width: int
     ) -> None:
-        """Keep what is in the tree below `root`, which lies below the committed `path` (pool
-        nodes), with at most `width` children a node; None: nothing."""
+        """Keep the part of the tree below `root`, the node behind the committed `path` (pool
+        nodes), with at most `width` children a node. None: keep nothing."""
 
     @abstractmethod
     def _read_log(self, session: SessionT, shape: Shape) -> Steps:
-        """Compute the rows of the log that are missing; logits [1, V] after its last token."""
+        """Compute the missing rows of the log; logits [1, V] after its last token."""
 
     @abstractmethod
     def _read_nodes(self, session: SessionT, nodes: Nodes, shape: Shape) -> Steps:
@@ -225,29 +222,29 @@ class Grower(ABC, Generic[SessionT]):
 
     @abstractmethod
     def compute(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Compute parts of one kind, of several sessions, in one pass; return the result of each
-        part."""
+        """Compute parts of one kind, of several sessions, in one pass; return the result of
+        each."""
 
     def steps(self, session: SessionT, nodes: Nodes, shape: Shape) -> Steps:
-        """Compute the logits [N, V] after `nodes`; the root (-1) is by itself."""
+        """Compute the logits [N, V] after `nodes`; the root (-1) comes alone."""
         at_root = nodes[0] == ROOT
         return (
             self._read_log(session, shape) if at_root else self._read_nodes(session, nodes, shape)
         )
 
     def steps_ahead(self, session: SessionT, nodes: Nodes) -> Steps:
-        """Run `steps` to its end, without handling partial results."""
+        """Like `steps`, for a pass ahead."""
         return self.steps(session, nodes, Shape(0, 0, session.waiting_time.width))
 
     def take(self, session: SessionT, reading: Reading) -> int:
-        """Add the children that follow from the logits after nodes to the tree; return how many."""
+        """Add the children of the nodes that were computed to the tree; return how many."""
         assert reading.logits is not None
         return self._add_children(
             session, reading.logits, reading.nodes, session.waiting_time.children
         )
 
     def release(self, session: SessionT) -> None:
-        """Free the rows of a session that has failed, and will be dropped."""
+        """Free the rows of a session that has failed and will be dropped."""
         session.cache.truncate(session.cache.restorable(0))
         session.cache.resize(session.cache.length)
 
@@ -256,12 +253,9 @@ class Grower(ABC, Generic[SessionT]):
         return np.arange(1, len(nodes) + 1)
 
     def _follow(self, session: SessionT, tokens: Sequence[int], width: int) -> tuple[bool, int]:
-        """Append the committed tokens to the log and move the root down along them, as far as they
-        are in the tree.
-
-        Returns whether the new root was in the tree, and how many nodes there were that had neither
-        been offered last nor lie on the way.
-        """
+        """Append the committed tokens to the log and move the root along them, as far as they are
+        in the tree. Return whether the new root was in the tree, and how many nodes were neither in
+        the last proposal nor on the path."""
         tree = session.tree
         way = self._way(session, tokens)
         session.log += tokens
@@ -274,8 +268,8 @@ class Grower(ABC, Generic[SessionT]):
         return hit, unused
 
     def _way(self, session: SessionT, tokens: Sequence[int]) -> list[int]:
-        """The pool nodes from below the root down along `tokens`; nodes expanded on the way show
-        how often an expansion finds the target's choice."""
+        """Return the pool nodes from below the root along `tokens`; nodes expanded on this path
+        show how often an expansion finds the target's choice."""
         tree, way, node = session.tree, list[int](), ROOT
         for token in tokens:
             if not tree.is_expanded(node):
@@ -294,7 +288,7 @@ class Grower(ABC, Generic[SessionT]):
 
     def _propose(self, session: SessionT, shape: Shape) -> Proposal:
         """Return the policy's selection, without nodes that would not be verified: a child is no
-        likelier than its parent, so that every prefix is still a tree."""
+        likelier than its parent, so every prefix is a tree."""
         tree = session.tree
         best = session.policy.select(tree, shape)
         if session.price.floor > 0.0:
@@ -317,8 +311,8 @@ class Grower(ABC, Generic[SessionT]):
         )
 
     def _add_children(self, session: SessionT, logits: Tensor, nodes: Nodes, width: int) -> int:
-        """Put children of `nodes`, after which the model has `logits` [N, V], into the tree; how
-        many there were."""
+        """Add children of `nodes`, after which the model has `logits` [N, V], to the tree; return
+        how many."""
         return session.tree.add_children(nodes, *session.children_of(logits, nodes, width))
 
 

@@ -1,7 +1,6 @@
-"""The trial of a draft with `draft.device = auto`. Before anything is served, the GPU must hold its
-weights, a session and its captured graphs, and compute a proposal. Else the CPU drafts, which is
-reported with the reason and noted in the profile file for plans. Every start tries the GPU
-again."""
+"""The trial of a draft with `draft.device = auto`: before anything is served, the GPU must hold its
+weights, a session and captured graphs, and compute a proposal. Otherwise the CPU drafts, which is
+reported and noted in the profile file for `plan`. Every start tries the GPU again."""
 
 import sys
 from collections.abc import Callable
@@ -21,9 +20,9 @@ from dovetail.workers.draft import DraftWorker
 from dovetail.workers.sessions.wire import narrowed, to_array
 
 TOKENS = 2048
-"""Tokens of the session that has to fit."""
+"""Tokens of the trial session."""
 PROMPT = 512
-"""Tokens of its prompt: a pass over a part of it needs more memory at once than any other."""
+"""Tokens of its prompt: prefill needs more memory at once than any other pass."""
 CPU = "cpu"
 Opened = DraftWorker[Any]
 
@@ -31,9 +30,9 @@ Opened = DraftWorker[Any]
 def open_where_it_fits(
     name: str, opened: Callable[[str], Opened], remember: Callable[[str, str], None]
 ) -> Opened:
-    """Return the draft worker that `opened` opens on the device of a name: the first GPU if it can
-    draft there, else the CPU. `remember`: called with the GPU and why it does not draft (empty: it
-    does). `UserError` where it cannot be opened there either."""
+    """Return the draft worker from `opened`, which takes the name of a device: the first GPU if it
+    can draft there, else the CPU. `remember`: called with the GPU and why it does not draft (empty:
+    it does). Raises `UserError` if the CPU cannot draft either."""
     if (device := first_device()) == CPU:
         return opened(CPU)
     try:
@@ -52,14 +51,14 @@ def open_where_it_fits(
 
 
 def fall_key(settings: DraftSettings, target: str, device: Device) -> tuple[str, ...]:
-    """Return where a fall holds: the GPU, and the draft as it was asked for. `target`: the folder
-    or hub id of the model that it is for."""
+    """Return the key of a fallback to the CPU: the GPU, and the draft as it was configured.
+    `target`: the folder or hub id of its target."""
     driver = device.kind.driver(device.torch_device)
     return (device.library, driver, settings.model or settings.kind, target, settings.weights)
 
 
 def remember_fall(profile: Path | None, key: tuple[str, ...], why: str) -> None:
-    """Note why a draft fell to the CPU; empty: the GPU has it."""
+    """Note why a draft fell back to the CPU; empty: the GPU drafts."""
     if profile is not None and load_profile(profile).fall_of(key) != why:
         rewrite_profile(profile, lambda known: known.with_fall(DraftFall(key=key, why=why)))
 

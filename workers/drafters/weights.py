@@ -1,12 +1,11 @@
-"""The choice of the type of a draft's weights on a device, between 16 and 32 bits: the one whose
-products are right there and take the least time.
+"""The choice of the type of a draft's weights on a device, of 16 or 32 bits: the fastest type whose
+products are correct there.
 
-A small product in each type has to be near the same one in double precision; then products of 1, 4
-and 16 rows are timed, ours or torch's as `choice.py` has chosen. The checkpoint's own type is taken
-unless another one is faster by more than a tenth. Fewer bits change what a draft proposes, and are
-its user's choice. What was measured is remembered in the profile file, with the card, its driver
-and the libraries. Knows products, not models.
-"""
+A small product in each type is compared with the same one in double precision; then products of 1,
+4 and 16 rows are timed, ours or torch's as `choice.py` has chosen. The checkpoint's own type is
+taken unless another one is faster by more than a tenth. Fewer bits change what a draft proposes, so
+only the user chooses them. Times are kept in the profile file, with the card, its driver and the
+libraries."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,17 +48,17 @@ ORDERS = {
 }
 """Type of a checkpoint -> the types that its weights may get, in order of preference."""
 MARGIN = 1.1
-"""A type is taken in place of an earlier one if that one takes this many times as long."""
+"""A type replaces an earlier one if that one takes this many times as long."""
 TOLERANCE = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-5}
-"""The largest error of a product as a share of the largest result: some roundings of the inputs,
+"""The largest error of a product as a share of the largest result: a few roundings of the inputs,
 which have 11, 8 and 24 bits."""
 COUNTED_SHAPE = (64, 128)
-"""[out, in] of matrices whose time is counted and not measured."""
+"""[out, in] of matrices whose time is counted rather than measured."""
 OVERFLOWS = "the model's numbers overflow it"
 TOKENS = 64
-"""Tokens by which a model in fp16 is tried."""
+"""Tokens of the trial of a model in fp16."""
 _KNOWN: dict[tuple[str, ...], TypeTimes] = {}
-"""This process's times, by their key."""
+"""This process's times by key."""
 
 
 @dataclass(frozen=True)
@@ -76,23 +75,22 @@ def chosen_type(
     """Return the type in which weights stored as `stored` (fp16, bf16, fp32) are fastest on a
     device.
 
-    `profile`: the file that remembers times. `excluded`: types that may not be taken -> why.
-    `SettingsError` where no product is right on the device, `torch.OutOfMemoryError` where there is
-    no memory for a small one.
-    """
+    `profile`: the file that keeps times. `excluded`: types that may not be used -> why. Raises
+    `SettingsError` if no product is correct on the device, `torch.OutOfMemoryError` if there is no
+    memory for a small one."""
     times = _times(device, profile)
     refused = {**times.refused, **(excluded or {})}
     left = [name for name in ORDERS[stored] if name not in refused]
     if not left:
         raise SettingsError(
-            f"no product is right on {device.name}: {_listed(refused, ORDERS[stored])}; set "
+            f"no product is correct on {device.name}: {_listed(refused, ORDERS[stored])}; set "
             "draft.device to 'cpu'"
         )
     best = left[0]
     if not times.seconds:
         return Chosen(
             best,
-            f"{device.name}: weights are {best}: there is no memory to time products of "
+            f"{device.name}: weights are {best}; not enough memory to time products of "
             "several types",
         )
     for name in left[1:]:
@@ -110,8 +108,8 @@ def chosen_type(
 
 
 def check_type(device: Device, weights: str) -> None:
-    """Raise `SettingsError` if products in the type of weights that was asked for are not right on
-    a GPU. Types other than fp16, bf16 and fp32 are not looked at."""
+    """Raise `SettingsError` if products in the configured type of weights are wrong on a GPU. Types
+    other than fp16, bf16 and fp32 are not checked."""
     place = device.torch_device
     if device.is_cpu or weights not in KINDS or not (wrong := against_type(place, weights)):
         return
@@ -123,8 +121,8 @@ def check_type(device: Device, weights: str) -> None:
 
 
 def against_type(device: torch.device, name: str) -> str:
-    """Return why the product in a type of weights that a draft would use is not right on a device;
-    empty if it is. `torch.OutOfMemoryError` where there is no memory for it."""
+    """Return why a draft's product in a type of weights is wrong on a device; empty if it is
+    correct. Raises `torch.OutOfMemoryError` if there is no memory for it."""
     kind = KINDS[name]
     try:
         why_not = kind_of(device).against_bf16(device) if kind is Kind.BF16 else ""
@@ -144,13 +142,13 @@ def against_type(device: torch.device, name: str) -> str:
 
 
 def _owner(kind: Kind, device: torch.device) -> Program | None:
-    """Return our functions if a draft's product of a kind is ours there."""
+    """Return our GPU functions if they compute a draft's product of a kind there."""
     products, contest = choice_on(device), ROUNDED.get(kind)
     return None if products is None or contest is None else products.owner(contest)
 
 
 def _product(kind: Kind, weight: Tensor, device: torch.device) -> Product:
-    """Return the product with a weight [out, in] on the CPU as a draft on a device computes it."""
+    """Return the product with a weight [out, in] on the CPU, as a draft on a device computes it."""
     if (program := _owner(kind, device)) is None:
         matrix = Matrix(kind, weight.to(device, ELEMENTS[kind]), None, None)
         return lambda x: rounded_product(matrix, x, narrowed)
@@ -161,7 +159,7 @@ def _product(kind: Kind, weight: Tensor, device: torch.device) -> Product:
 
 
 def _key(device: Device) -> tuple[str, ...]:
-    """Return all that decides how long products take."""
+    """Return all that determines how long products take."""
     products = choice_on(device.torch_device)
     program = "torch's" if products is None else products.functions(SOURCE)
     own = program if isinstance(program, str) else program.key
@@ -169,8 +167,8 @@ def _key(device: Device) -> tuple[str, ...]:
 
 
 def _times(device: Device, profile: Path | None) -> TypeTimes:
-    """Return the times of products on a device: remembered, or measured and then remembered; none
-    where there is no memory to measure them, which the next start may have."""
+    """Return the times of products on a device, from the profile file or measured now and stored.
+    If there is no memory to measure them they are empty, and the next start tries again."""
     key = _key(device)
     known = _KNOWN.get(key) or (None if profile is None else load_profile(profile).types_of(key))
     if known is None or not _is_whole(known):
@@ -212,7 +210,7 @@ def _measured(device: Device, key: tuple[str, ...]) -> TypeTimes:
 
 
 def _products(kind: Kind, device: Device, shape: tuple[int, int]) -> Iterator[Product]:
-    """Yield products with matrices that no cache holds together."""
+    """Yield products with matrices that together exceed any cache."""
     weight = torch.full(shape, 0.01)
     whole = 1 if device.kind.counts_time else TIMED_BYTES
     for _ in range(-(-whole // (weight.numel() * ELEMENTS[kind].itemsize))):
@@ -224,8 +222,8 @@ def _listed(refused: Mapping[str, str], order: Collection[str]) -> str:
 
 
 def within_fp16(load: Callable[[], LanguageModel]) -> LanguageModel | None:
-    """Return the model of weights in fp16 that `load` loads; None if a pass over tokens from all
-    over the vocabulary has logits that are no numbers, or infinite."""
+    """Return the fp16 model that `load` loads; None if its logits, for tokens from all over the
+    vocabulary, include NaN or infinity."""
     try:
         model = load()
     except NotFiniteError:

@@ -1,5 +1,5 @@
-"""The worth of another pass that an order waits for: by the price that the order names, or, while
-the tree grows ahead anyway, by what is left to gain."""
+"""The worth of another pass that an order waits for: by the order's price, or, if the tree grows
+ahead anyway, by what is left to gain."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,9 @@ SessionT = TypeVar("SessionT", bound=GrowingSession)
 
 
 def hardly_matters(session: GrowingSession, shape: Shape, given_up: float) -> bool:
-    """Return whether the tree grows ahead, and by no price, and what the policy has not expanded of
-    what it would offer would add less than the share `given_up` of the expected tokens.
-
-    One of a node's children takes the place of the last node of a full proposal.
-    """
+    """Return whether the tree grows ahead without a price, and expanding the remaining nodes of the
+    proposal would add less than the share `given_up` of the expected tokens. A child replaces the
+    last node of a full proposal."""
     tree = session.tree
     if not session.waiting_time.ahead or session.price.rate is not None:
         return False
@@ -39,13 +37,13 @@ class Wanted:
 
     nodes: Nodes
     candidates: Candidates | None
-    """Their worth; None: all of them are expanded, whatever that costs."""
+    """Their worth; None: all are expanded at any cost."""
 
 
 def wanted_of(
     session: SessionT, nodes: Nodes, rows_of_pass: Callable[[SessionT, Nodes], Nodes]
 ) -> Wanted:
-    """Return what the next pass may expand of `nodes`, by the order's price. `rows_of_pass`: how
+    """Return which of `nodes` the next pass may expand, by the order's price. `rows_of_pass`: how
     many rows the first 1, 2, ... of them take."""
     if session.price == FREE:
         return Wanted(nodes, None)

@@ -1,1 +1,1 @@
-"""Draft heads: their kinds, their checkpoints, and how a head computes."""
+"""Draft heads: their kinds, checkpoints and computation."""

@@ -1,8 +1,6 @@
-"""A draft head on disk: reads it strictly, together with what it shares with its target.
-
-Of the target only config.json, the headers of its weight files and the one or two tensors that the
-head lacks are read. Computes nothing.
-"""
+"""Reads a draft head from disk strictly, together with the tensors that it shares with its target.
+Of the target only config.json, the headers of its weight files and the one or two shared tensors
+are read. Computes nothing."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -41,8 +39,8 @@ EMBEDDINGS = (
     "model.decoder.embed_tokens.weight",
 )
 OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
-"""The families' names of their embedding and their output head; one without an output head has tied
-it to the embedding."""
+"""The families' names of the embedding and of the output head; a model without the latter ties it
+to the embedding."""
 TABLES = ("d2t", "t2d")
 """Tables of token ids; all other tensors are weights."""
 
@@ -52,12 +50,9 @@ log = logging.getLogger(__name__)
 def open_head_checkpoint(
     source: str, *, target: str, weights: str, allow_bin: bool = False
 ) -> HeadCheckpoint:
-    """The head in `source` for the model in `target` (folders or hub ids); `CheckpointError` in one
-    line for whatever is wrong with it.
-
-    `weights` (a type of weights) decides with the stored types in which 16 bits features are to
-    come.
-    """
+    """Return the head in `source` for the model in `target` (folders or hub ids); raise
+    `CheckpointError` in one line for anything wrong with it. `weights` (a type of weights) and the
+    stored types decide the 16-bit type of the features."""
     files = open_files(source, allow_bin=allow_bin)
     try:
         return _read(source, files, _Target(target), weights)
@@ -66,7 +61,7 @@ def open_head_checkpoint(
 
 
 class _Target:
-    """The target's shape, and the tensors that a head may share with it, read when asked for."""
+    """The target's shape, and the tensors that a head may share with it, read on demand."""
 
     def __init__(self, source: str) -> None:
         folder = find_folder(source)
@@ -75,7 +70,7 @@ class _Target:
         self._stored = stored_tensors(folder)
         self._embedding = next((name for name in EMBEDDINGS if name in self._stored), "")
         if not self._embedding:
-            known = f"no embedding under a name that is known ({EMBEDDINGS[0]}, ...)"
+            known = f"no embedding under a known name ({EMBEDDINGS[0]}, ...)"
             raise CheckpointError(
                 f"{source} has {known}, which a draft head needs; choose another draft"
             )
@@ -110,7 +105,7 @@ class _Target:
         return self._stored[self._embedding].read_checked(self._embedding)
 
     def output(self, embedding: Tensor) -> Tensor:
-        """[V, width] as stored: `embedding` itself where the two are tied."""
+        """[V, width] as stored: `embedding` itself if the two are tied."""
         return (
             embedding
             if self._output == self._embedding
@@ -159,8 +154,8 @@ def _read(source: str, files: HeadFiles, target: _Target, weights: str) -> HeadC
 
 
 def _names(kind: HeadKind, names: Iterable[str]) -> dict[str, str]:
-    """Return for each tensor's name as its kind knows it the one in the checkpoint; two that mean
-    the same are refused."""
+    """Return each tensor's name in the checkpoint by the name that its kind uses. Raises
+    `MisfitError` if two names mean the same tensor."""
     found: dict[str, str] = {}
     for name in names:
         plain = kind.rename(plain_name(name))
@@ -172,8 +167,7 @@ def _names(kind: HeadKind, names: Iterable[str]) -> dict[str, str]:
 
 
 def _refuse_types(types: Mapping[str, torch.dtype | None]) -> None:
-    """`MisfitError` where tables of token ids hold anything but whole numbers, or weights anything
-    but fractions."""
+    """Raise `MisfitError` unless tables of token ids are integers and weights are floats."""
     wrong = [
         name
         for name, kind in types.items()
@@ -192,8 +186,8 @@ def _refuse_types(types: Mapping[str, torch.dtype | None]) -> None:
 def _feature_type(
     weights: str, files: HeadFiles, target: _Target
 ) -> Literal["float16", "bfloat16"]:
-    """Return what is asked for, else what the head's matrices are, else what the target's are:
-    streams of a bf16 model can lie beyond fp16."""
+    """Return the type asked for, else that of the head's matrices, else the target's: residual
+    streams of a bf16 model can exceed fp16."""
     if weights in ("fp16", "bf16"):
         return "float16" if weights == "fp16" else "bfloat16"
     types = {files.types[name] for name, shape in files.shapes.items() if len(shape) == 2}
@@ -205,7 +199,7 @@ def _feature_type(
 def _shared(
     source: str, spec: HeadSpec, embedding: Tensor | None, output: Tensor | None, target: _Target
 ) -> tuple[Tensor, Tensor]:
-    """The embedding and the output head, the head's own where it has them; what is equal becomes
+    """Return the embedding and the output head, the head's own where it has them; equal ones become
     one tensor."""
     theirs = target.embedding() if spec.target_width == spec.hidden else None
     if embedding is None:
@@ -239,8 +233,8 @@ def _shared(
 
 
 def _tokens(spec: HeadSpec, offsets: Tensor | None, known: Tensor | None) -> Tensor | None:
-    """The target's ids of the draft vocabulary, from d2t (what is to be added to each id) and t2d
-    (which ids have one), checked against each other."""
+    """Return the target's ids of the draft vocabulary, from d2t (the offset to add to each id) and
+    t2d (the mask of known ids), checked against each other."""
     if offsets is None:
         return None
     ids = offsets.long() + torch.arange(len(offsets))

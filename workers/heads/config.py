@@ -1,9 +1,7 @@
-"""The config.json of a draft head: every key that all kinds share, with its type and its range.
+"""The config.json of a draft head: every key that all kinds share, with its type and range.
 
-A value that is null or empty counts as one that is not there, which is how transformers writes it;
-keys that nothing reads may hold what they like. Knows one file, neither the tensors beside it nor
-the target.
-"""
+A null or empty value counts as missing, since transformers writes those; unknown keys are ignored.
+Knows neither the tensors nor the target."""
 
 import reprlib
 from collections.abc import Mapping
@@ -20,27 +18,28 @@ Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Positions = Annotated[int, Field(ge=1, lt=1 << 31)]
 Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
-"""Factors of frequencies and angles, which stay numbers by it."""
+"""Factors of frequencies and angles, in a range that keeps them finite."""
 Base = Annotated[float, Field(ge=1.0, le=1e12)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 Layers = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...], Field(max_length=MAX_TAPS, strict=False)
 ]
-"""Layers of a target, by what comes in."""
+"""Layers of a target, counted by their inputs."""
 Outputs = Annotated[
     tuple[Annotated[int, Field(ge=-1, lt=MAX_LAYERS - 1)], ...],
     Field(max_length=MAX_TAPS, strict=False),
 ]
-"""Layers of a target, by what comes out; -1: its embedding."""
+"""Layers of a target, counted by their outputs; -1: its embedding."""
 
 
 class MisfitError(Exception):
-    """A head is wrong: a sentence whose subject, the checkpoint, its reader puts in front."""
+    """What is wrong with a head: a sentence without its subject, the checkpoint, which the caller
+    prepends."""
 
 
 class Read(Frozen):
-    """An object in config.json of which some keys are read, without coercion."""
+    """An object in config.json, some of whose keys are read, without coercion."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -55,7 +54,7 @@ class Read(Frozen):
 
 
 class RotaryConfig(Read):
-    """`rope_parameters` of transformers 5, or `rope_scaling` of those before."""
+    """`rope_parameters` of transformers 5, or `rope_scaling` of earlier versions."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -82,8 +81,8 @@ class OwnConfig(Read):
 
 
 class HeadConfig(Read):
-    """The keys of a config.json that every kind of head has; a kind adds its own in a subclass.
-    What has no default has to be there, and what is None by default follows from something else."""
+    """The keys of config.json that every kind of head has; kinds add their own in a subclass. Keys
+    without a default are required; None means that the value is derived from others."""
 
     hidden_size: Width
     num_attention_heads: Width
@@ -107,18 +106,15 @@ ConfigT = TypeVar("ConfigT", bound=HeadConfig)
 
 
 def read_config(values: Mapping[str, Any], model: type[ConfigT]) -> ConfigT:
-    """Return the content of a config.json, checked; `MisfitError` names the first key that is
-    wrong, its value, and what it should be.
-
-    The description of the decoder layer may stand in `transformer_layer_config` (the speculators
-    library).
-    """
+    """Return the checked content of a config.json. Raises `MisfitError` naming the first wrong key,
+    its value, and what it should be. The decoder layer may be described in
+    `transformer_layer_config` (the speculators library)."""
     inner = values.get("transformer_layer_config")
     if isinstance(inner, Mapping):
         if "norm_before_residual" not in values:
             raise MisfitError(
-                "says nothing of norm_before_residual in config.json, which its format leaves "
-                "to be guessed; add it"
+                "has no norm_before_residual in config.json, for which its format has no "
+                "default; add it"
             )
         values = {**inner, **values}
     elif inner is not None:

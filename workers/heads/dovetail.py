@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class DovetailConfig(HeadConfig):
-    """Keys of its config.json; the paper does not mention the SiLU and the norm on the embedding,
-    which its weights need."""
+    """Keys of its config.json; the SiLU and the norm on the embedding are not in the paper, but its
+    public weights need them."""
 
     dgf_silu: bool = True
     dgf_embed_norm: bool = True
@@ -76,11 +76,8 @@ class Dovetail(HeadKind):
 
 def _gated(parts: "HeadParts") -> "Fusion":
     """Return the dynamic gating fusion: z h1 + (1 - z) h2 of the feature's h1 and the embedding's
-    h2, z = sigmoid of a matrix over both.
-
-    The norm of the embedding and the SiLU on h2 are not in the paper (section 3.2), but its weights
-    are made for them.
-    """
+    h2, with z the sigmoid of a matrix over both. The norm of the embedding and the SiLU on h2 are
+    not in the paper (section 3.2), but its weights were trained with them."""
     import torch
     from torch.nn.functional import silu
 

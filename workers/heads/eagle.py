@@ -1,5 +1,5 @@
-"""EAGLE-1/2 (Li et al. 2024): embedding and last hidden state side by side through one matrix, then
-one decoder layer."""
+"""EAGLE-1/2 (Li et al. 2024): one matrix over the concatenated embedding and last hidden state,
+then one decoder layer."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,6 @@
-"""EAGLE-3 (Li et al. 2025): residual streams of three layers of the target through one matrix, one
-decoder layer over the concatenated embedding and state, and its own output head. Its tensors come
-in the names of its repository, of vLLM and of SpecForge.
-"""
+"""EAGLE-3 (Li et al. 2025): one matrix over the residual streams of three target layers, one
+decoder layer over the concatenated embedding and state, and an output head of its own. Reads the
+tensor names of its repository, of vLLM and of SpecForge."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,7 +31,7 @@ LAYER = "midlayer."
 
 
 class NestedConfig(Read):
-    """The object `eagle_config` of SGLang, SpecForge and ModelOpt; layers are counted by their
+    """The object `eagle_config` of SGLang, SpecForge and ModelOpt, which counts layers by their
     outputs: one less."""
 
     use_aux_hidden_state: bool = True
@@ -47,7 +46,7 @@ class Eagle3Config(HeadConfig):
     norm_before_residual: bool = False
     norm_output: bool = False
     eagle_aux_hidden_state_layer_ids: Layers = ()
-    """vLLM's: the layers whose incoming stream is read; () also stands for the usual ones."""
+    """vLLM's: the layers whose inputs are read; () for the default ones."""
     aux_hidden_state_layer_ids: Layers = ()
     eagle_config: NestedConfig = NestedConfig()
 
@@ -57,16 +56,15 @@ class Eagle3Spec(HeadSpec):
     """An EAGLE-3 head."""
 
     norm_before_residual: bool
-    """The residual of its layer is the normed state."""
+    """The layer's residual is the normed state."""
     norm_output: bool
-    """The recurrent state is the one behind the final norm."""
+    """The recurrent state is taken after the final norm."""
     fc_norm: bool
-    """Each tap has its own norm before they are fused."""
+    """Each tap is normed before the fusion."""
 
 
 def _taps(config: Eagle3Config, target: TargetShape) -> tuple[int, ...]:
-    """Return the layers whose incoming streams are read: those of config.json, else 2, L // 2 and L
-    - 3."""
+    """Return the layers whose inputs are read: those of config.json, else 2, L // 2 and L - 3."""
     nested, count = config.eagle_config, target.layers
     if not nested.use_aux_hidden_state:
         return ()
@@ -90,8 +88,8 @@ def _taps(config: Eagle3Config, target: TargetShape) -> tuple[int, ...]:
         )
     if len(taps) * target.width > MAX_ROW:
         raise MisfitError(
-            f"reads {len(taps)} layers of width {target.width}; {MAX_ROW} numbers are the most "
-            "that a row of features may have"
+            f"reads {len(taps)} layers of width {target.width}, but a row of features has at most "
+            f"{MAX_ROW} numbers"
         )
     return taps
 
@@ -176,8 +174,8 @@ class Eagle3(HeadKind):
 
 
 def _tapped(parts: "HeadParts", spec: Eagle3Spec) -> "Product":
-    """Return the fusion of the target's streams: one matrix over all taps side by side, each normed
-    first where it has a norm."""
+    """Return the fusion of the target's streams: one matrix over all taps concatenated, each normed
+    first if it has a norm."""
     import torch
 
     count = max(1, len(spec.taps)) if spec.fc_norm else 0

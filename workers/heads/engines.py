@@ -1,10 +1,8 @@
-"""The engines of a draft head: those that compute a target's layers, the C++ kernels on a CPU that
-has them and torch elsewhere, with the matrices and the rotary positions of a head.
+"""The engines of a draft head: those of a target's layers (the C++ kernels on a CPU that has them,
+torch elsewhere), with a head's matrices and rotary positions.
 
-A head's layer is a `LayerSpec` as a target's; it may have another input than its states. T rows,
-positions are those of the rotary embedding, slots those of a session's cache. Knows layers and
-their parts, not what a head makes of them.
-"""
+A head's layer is a `LayerSpec`, as a target's; its attention may read another input than the
+states. T rows; positions are rotary positions, slots those of a session's cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,9 +42,10 @@ from dovetail.workers.models.segment import Cache, Segment
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LEAST_ANGLES = 1024
-"""Positions whose angles are computed at once; more follow as they are asked for."""
+"""Positions whose angles are computed at first; the table grows on demand."""
 Run = Callable[[Any, Tensor, Tensor | None], None]
-"""A layer: (the rows of a pass, states [T, H], what attention reads in their place), in place."""
+"""A layer, in place: (the rows of a pass, states [T, H], what attention reads instead of the
+states)."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,13 @@ class HeadLayer:
     whole: Run
     attend: Run
     behind: Callable[[Tensor], None] | None
-    """The MLP of states [R, H], in place; None: there is none."""
+    """The MLP over states [R, H], in place; None: there is none."""
 
     def __call__(
         self, states: Tensor, seen: Any, rows: Tensor | None = None, given: Tensor | None = None
     ) -> Tensor:
-        """Return the states behind the layer of those of states [T, H], which are overwritten, that
-        are asked for, [R, H]. `rows`: which of the T; None: all. `given`: what attention reads in
-        the place of the states."""
+        """Return the states [R, H] after the layer for the selected `rows` of states [T, H] (None:
+        all), which are overwritten. `given`: what attention reads instead of the states."""
         if rows is None:
             self.whole(seen, states, given)
             return states
@@ -91,35 +89,35 @@ class HeadEngine(Protocol):
     cached: torch.dtype
     """The type of keys and values."""
     table: torch.dtype | None
-    """The type of the embedding; None: as it is stored."""
+    """The type of the embedding; None: as stored."""
     name: str
-    """The library that computes, as it stands in a log line."""
+    """The library that computes, for log lines."""
 
     @property
     def ours(self) -> Ours | None:
-        """Our functions for levels with rows of several sessions; None: it has none."""
+        """Our functions for levels with rows of several sessions, if any."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Product:
-        """x W^T + b for weight [out, in], laid out in the type of weights of this head."""
+        """x W^T + b for weight [out, in], stored in this head's type of weights."""
 
     def norm(self, weight: Tensor, epsilon: float) -> Product:
-        """The root-mean-square norm of rows."""
+        """Return the RMS norm of rows."""
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(first half) * second half of rows [T, 2 width]."""
 
     def layer(self, parts: LayerParts, index: int) -> HeadLayer:
-        """A decoder layer, whose keys and values are those of `index` in a cache."""
+        """Return a decoder layer, with the keys and values of layer `index` of a cache."""
 
     def open_cache(self, capacity: int) -> Cache:
-        """An empty cache of all layers for `capacity` rows."""
+        """Return an empty cache of all layers for `capacity` rows."""
 
     def see(self, positions: Tensor, segments: Sequence[Segment]) -> Any:
-        """The rows of a pass, positions int64 [T], ready for every layer."""
+        """Prepare the rows of a pass, positions int64 [T], for every layer."""
 
 
 def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a layer as `LayerParts` reads one, by the names of its tensors."""
+    """Return a layer as a module that `LayerParts` can read, from its tensors by name."""
     layer = nn.Module()
     for name in {name.rpartition(".")[0] for name in tensors}:
         weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
@@ -140,7 +138,7 @@ def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of linears below each other, which all have a bias or none."""
+    """Return the stacked weight and bias of linears, either all or none of which have a bias."""
     weights, biases = ([getattr(one, name) for one in linears] for name in ("weight", "bias"))
     if len(linears) == 1:
         return weights[0], biases[0]
@@ -148,7 +146,7 @@ def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 class _Turned(RotaryTables):
-    """The one table of a head, for all of its layers."""
+    """The single rotary table of a head, for all of its layers."""
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
@@ -170,8 +168,8 @@ def _plan(
 def _halves(
     plan: LayerPlan, run_of: Callable[[LayerPlan], Run], some: Callable[[int], Any]
 ) -> HeadLayer:
-    """Return a layer and its halves, each of which is run by itself. `some`: so many rows as the
-    MLP's half takes them, which has no cache."""
+    """Return a layer and its halves, each of which can run alone. `some`: makes the rows of the
+    MLP's half, which needs no cache."""
     if plan.gate_up is None:
         whole = run_of(plan)
         return HeadLayer(whole, whole, None)
@@ -185,8 +183,7 @@ def _halves(
 
 
 class HeadKernels(KernelEngine):
-    """The C++ kernels on the CPU: each matrix is of the kind that is asked for, or with `auto` of
-    the one that it is stored in."""
+    """The C++ kernels on the CPU. With `auto` each matrix keeps the type that it is stored in."""
 
     cached: torch.dtype = torch.float32
     table: torch.dtype | None = None
@@ -244,16 +241,15 @@ class HeadKernels(KernelEngine):
 
 @dataclass(frozen=True)
 class _Shape:
-    """The outputs and inputs of a matrix, which is enough of it for the plan of a layer on a
-    device."""
+    """The outputs and inputs of a matrix: all that the plan of a layer on a device needs of it."""
 
     n: int
     k: int
 
 
 class HeadTorch(TorchEngine):
-    """torch's operations on any device, and functions of ours on a GPU. On a CPU weights are fp32,
-    after they have been rounded to 16 bits if that is their type."""
+    """torch on any device, with our functions on a GPU. On a CPU weights are fp32, rounded to 16
+    bits first if that is their type."""
 
     def __init__(
         self,
@@ -265,9 +261,8 @@ class HeadTorch(TorchEngine):
         table: torch.dtype | None = None,
         exact: bool = False,
     ) -> None:
-        """`weights`: a type, which on a GPU is not auto. `cached`: the type of keys and values.
-        `table`: that of the embedding; None: as it is stored. `exact`: no product narrows
-        states."""
+        """`weights`: a type, not auto on a GPU. `cached`: the type of keys and values. `table`:
+        that of the embedding; None: as stored. `exact`: no product narrows states."""
         super().__init__(device, choice_on(device))
         self.cached, self.table, self.name = cached, table, f"torch on {device}"
         self.arenas = Arenas(1 if device.type == "cpu" else SLOTS)
@@ -323,7 +318,6 @@ class HeadTorch(TorchEngine):
     def fix(
         self, positions: Tensor, memory: Tensor | PlacedRows, slots: Tensor, mask: Tensor
     ) -> FixedRows:
-        """Return rows in shapes that depend on nothing but their number and that of slots; `mask`
-        [T, S]."""
+        """Return rows whose shapes depend only on their number and that of slots; `mask` [T, S]."""
         masks = {(0, groups): mask.repeat(groups, 1) for groups in self._masks}
         return FixedRows(self.turn(positions), memory, slots, masks, by=self.by)

@@ -1,9 +1,8 @@
-"""The files of a draft head, and which kind of head they hold.
+"""Opens the files of a draft head, and finds its kind.
 
-Distinguishes a head from an ordinary language model by names and shapes alone: drafting with the
-latter imports no code of heads. Pickled weights are opened only if the user allows it, and then
-without executing their content.
-"""
+A head is distinguished from an ordinary language model by tensor names and shapes alone, without
+importing code of heads. Pickled weights are opened only if the user allows it, and their content is
+never executed."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ PICKLED_REMEDY = "set draft.pickled = true if you trust it, or convert it to saf
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """The tensors of a head's folder, under the names that they have there."""
+    """The tensors in a head's folder, under the names that they have there."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -36,13 +35,13 @@ class HeadFiles:
     """SHA-256 of config.json and the weights, in hexadecimal."""
     shapes: Mapping[str, Shape]
     types: Mapping[str, torch.dtype | None]
-    """Name -> type; None: a type that no head can be read from."""
+    """Name -> type; None: a type that heads do not support."""
     read: Callable[[str], Tensor]
 
 
 def classify(source: str, *, allow_bin: bool = False) -> str | None:
-    """The kind of head in `source` (folder, hub id, id@revision); None: an ordinary language model.
-    Reads config.json and the weights' headers only."""
+    """Return the kind of head in `source` (folder, hub id, id@revision); None: an ordinary language
+    model. Reads config.json and the weights' headers only."""
     folder = _find(source, allow_bin)
     if _is_pickled(folder):
         shapes = _open_pickled(folder, read_json(folder / "config.json"), allow_bin).shapes
@@ -53,8 +52,8 @@ def classify(source: str, *, allow_bin: bool = False) -> str | None:
 
 
 def open_files(source: str, *, allow_bin: bool) -> HeadFiles:
-    """Return what is in the folder or hub id `source`; `CheckpointError` where its weights are
-    pickled, and those are not allowed, or cannot be read."""
+    """Open the folder or hub id `source`. Raises `CheckpointError` if its weights are pickled, and
+    not allowed or not readable."""
     folder = _find(source, allow_bin)
     config = read_json(folder / "config.json")
     if _is_pickled(folder):
@@ -67,8 +66,8 @@ def _find(source: str, allow_bin: bool) -> Path:
 
 
 def _is_pickled(folder: Path) -> bool:
-    """Return whether there are only pickled weights; one file of them is known, others are refused
-    by `weight_files`."""
+    """Return whether there are only pickled weights under the one supported name; `weight_files`
+    refuses others."""
     return (folder / PICKLED).is_file() and not any(folder.glob("*.safetensors"))
 
 
@@ -97,7 +96,7 @@ def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> H
         raise unreadable(file, error) from None
     except (
         Exception
-    ) as error:  # whatever an unpickler stumbles over; its words may advise to run what is in there
+    ) as error:  # any error of the unpickler; its message may advise to execute the content
         raise CheckpointError(
             f"{file} cannot be read as plain tensors ({type(error).__name__}); take a head "
             "that is saved as safetensors"
@@ -130,7 +129,7 @@ def _open_pickled(folder: Path, config: Mapping[str, Any], allow_bin: bool) -> H
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether all of a tensor's numbers are there, side by side, and are what they seem."""
+    """Return whether a tensor is dense, on the CPU, and not quantised or nested."""
     return (
         tensor.layout == torch.strided
         and tensor.device.type == "cpu"

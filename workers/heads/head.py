@@ -2,10 +2,9 @@
 public checkpoint.
 
 Row j of a head takes the feature of position j and the token of position j + 1, stands at rotary
-position j, and predicts the token of position j + 2. A feature is the target's, or what the head
-itself made of its previous row. Logits are over the target's vocabulary. Knows rows, positions and
-slots; nothing of trees, sampling, or which rows deserve to stay in a cache.
-"""
+position j, and predicts the token of position j + 2. A feature is the target's, or the head's own
+output for its previous row. Logits are over the target's vocabulary. Knows rows, positions and
+slots; nothing of trees or sampling."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,11 +35,11 @@ from dovetail.workers.progress import beat
 __all__ = ["Head", "HeadSpec", "Predicted", "classify", "open_head"]
 
 WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
-"""`auto` is what is stored: on a CPU matrix by matrix, on a GPU one 16-bit type."""
+"""`auto` keeps the stored types: on a CPU for each matrix, on a GPU one 16-bit type."""
 HALF = {"float16": "fp16", "bfloat16": "bf16"}
 """Type of features -> weights of 16 bits."""
 TRIED_ROWS, TRIED_LEVELS = 8, 3
-"""The rows and levels by which fp16 is tried."""
+"""The rows and levels of the trial of fp16."""
 MASSIVE = 2500.0
 """The largest numbers in the streams of 7B models (Sun et al. 2024, Massive Activations in Large
 Language Models)."""
@@ -52,15 +51,15 @@ class Predicted:
     """The predictions of a pass for its R rows."""
 
     logits: Tensor
-    """float32 [R, V], over the target's vocabulary; -inf where the draft vocabulary has no such
-    token."""
+    """float32 [R, V], over the target's vocabulary; -inf for tokens outside the draft
+    vocabulary."""
     states: Tensor
-    """[R, H]: the recurrent states, features of the next step."""
+    """[R, H]: the recurrent states, which are the features of the next step."""
     contrast: Tensor | None
-    """float32 [R, V], where asked for and where there is one: logits of the token after the one
-    that a row predicts."""
+    """float32 [R, V], if asked for and available: logits of the token after the one that a row
+    predicts."""
     best: Fetched | None = None
-    """The children that a device has ranked by them; None: the host ranks them."""
+    """The children as ranked by a device; None: the host ranks."""
 
 
 class Head:
@@ -76,9 +75,9 @@ class Head:
         wider: "Callable[[], Head] | None" = None,
         said: str = "",
     ) -> None:
-        """`wider`: opens the head with products that narrow nothing to fp16; None: none of these
-        does. `said`: a sentence about types that the user has not chosen; empty if all are as
-        chosen."""
+        """`wider`: opens the head with products that never narrow to fp16; None: none of its
+        products does. `said`: a sentence about types that the user has not chosen; empty if there
+        are none."""
         self.spec, self.source = checkpoint.spec, checkpoint.source
         self.wider, self.said = wider, said
         self.device: torch.device = engine.device
@@ -88,7 +87,7 @@ class Head:
         self._engine, self.graphs = engine, Graphs()
         self._body = HEADS[self.spec.kind].body(HeadParts(checkpoint, engine))
         self.ours = engine.ours
-        """Our functions for rows of several sessions; None: there are none."""
+        """Our functions for rows of several sessions, if any."""
         self._table = _table(checkpoint.embedding, engine)
         shares = checkpoint.output is checkpoint.embedding and engine.table is not None
         self._output = engine.linear(self._table if shares else checkpoint.output)
@@ -101,8 +100,8 @@ class Head:
         return longest
 
     def new_cache(self, capacity: int) -> Cache:
-        """Return an empty cache for one session of at least `capacity` rows, those of trees
-        included."""
+        """Return an empty cache for one session of at least `capacity` rows, including those of
+        trees."""
         return self._engine.open_cache(capacity)
 
     @torch.inference_mode()
@@ -118,11 +117,8 @@ class Head:
         contrast: bool = False,
     ) -> Predicted:
         """Compute a pass: tokens, positions int64 [T] (the rows of all segments, one after the
-        other), features [T, W] of the target if `true`, else recurrent [T, H].
-
-        `rows`: which of the T are predicted, None: all. Keys and values of all rows go into the
-        caches.
-        """
+        other), features [T, W] of the target if `true`, else recurrent [T, H]. `rows`: which of the
+        T are predicted, None: all. Keys and values of all rows go into the caches."""
         if not true and features.shape[1] != self.spec.hidden:
             raise ValueError(
                 f"recurrent features of width {features.shape[1]}, where the head has "
@@ -159,9 +155,8 @@ class Head:
         """Compute a pass in shapes that depend on T and S alone, for CUDA graphs: no value is read
         back from the device. `memory`: S rows of torch's cache, or those of several sessions.
 
-        tokens, positions, slots int64 [T], features and `rows` as those of `forward`, mask [T, S]
-        of 0 and -inf; a row sees itself by its slot.
-        """
+        tokens, positions, slots int64 [T], features and `rows` as in `forward`, mask [T, S] of 0
+        and -inf; a row sees itself by its slot."""
         assert isinstance(self._engine, HeadTorch)
         seen = self._engine.fix(positions, memory, slots, mask)
         return self._predict(tokens, features, seen, true=true, rows=rows, contrast=contrast)
@@ -198,7 +193,7 @@ class Head:
         return Predicted(self._spread(first), out.states, later)
 
     def _spread(self, logits: Tensor) -> Tensor:
-        """Return logits over the draft vocabulary [R, Vd] over the target's, [R, V]."""
+        """Scatter logits over the draft vocabulary [R, Vd] to the target's, [R, V]."""
         if self._tokens is None:
             return logits
         spread = torch.full(
@@ -208,16 +203,14 @@ class Head:
 
 
 def _mixed(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
-    """The logarithm of the mixture of two distributions; any constant would do, so that these are
-    logits like all others."""
+    """Return the logarithm of the mixture of two distributions, which serves as logits."""
     return torch.logaddexp(
         first.log_softmax(dim=-1) + share.log(), second.log_softmax(dim=-1) + torch.log1p(-share)
     )
 
 
 def _table(weight: Tensor, engine: HeadEngine) -> Tensor:
-    """Return the embedding as it is looked up: in the type of the engine's table, or as it is
-    stored."""
+    """Return the embedding in the type of the engine's table, or as stored."""
     return weight if engine.table is None else weight.to(engine.device, engine.table)
 
 
@@ -234,12 +227,11 @@ def open_head(
     """Open the head in `source` for the model in `target` (folders, hub ids, id@revision), with
     weights of a type in `WEIGHTS` on cpu or cuda:N.
 
-    `allow_bin`: pickled weights may be opened. `backend`: kernels, library (torch), or auto, the
-    kernels on a CPU that has them. `choose_type`: returns the type that weights stored in
-    16 bits (fp16, bf16) get on a GPU, with weights auto. `CheckpointError` in one line for
-    whatever is wrong with it or does not fit. On a GPU states are fp32; where products narrow them
-    to fp16 and they overflow it, products that do not are taken, of weights as they are stored.
-    """
+    `allow_bin`: allow pickled weights. `backend`: kernels, library (torch), or auto, the kernels on
+    a CPU that has them. `choose_type`: with weights auto, returns the type that weights stored in
+    16 bits (fp16, bf16) get on a GPU. Raises `CheckpointError` in one line for anything wrong or
+    misfitting. On a GPU states are fp32; if products that narrow them to fp16 overflow, wider
+    products with the stored weights replace them."""
     if weights not in WEIGHTS:
         raise CheckpointError(
             f"there are no weights of type {weights!r} for a draft head; choose "
@@ -251,8 +243,7 @@ def open_head(
     check_weights(weights, place)
 
     def opened(exact: str) -> Head:
-        """Open the head; `exact`: the reason why no product may narrow states to fp16; empty: one
-        may."""
+        """Open the head; `exact`: why no product may narrow states to fp16; empty: one may."""
         checkpoint = open_head_checkpoint(
             source, target=target, weights=weights, allow_bin=allow_bin
         )
@@ -275,7 +266,7 @@ def open_head(
 
 def _overflows(head: Head) -> bool:
     """Return whether large inputs overflow fp16: the tokens whose embeddings have the largest
-    norms, massive features, and some levels of states that follow from each other."""
+    norms, massive features, and a few levels of recurrent states."""
     width, count = head.spec.feature_width, TRIED_ROWS
     features = torch.randn(count, width, generator=torch.Generator().manual_seed(1))
     features[torch.arange(count), torch.arange(count) * width // count] = MASSIVE
@@ -293,7 +284,7 @@ def _overflows(head: Head) -> bool:
 def _engine(
     checkpoint: HeadCheckpoint, weights: str, device: torch.device, backend: str, *, exact: bool
 ) -> HeadEngine:
-    """Kernels where that is wanted and can be, else torch."""
+    """Return the kernels if wanted and possible, else torch."""
     rotation = checkpoint.rotation
     why_not = (
         f"they compute on a CPU, not on {device}"

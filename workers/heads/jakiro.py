@@ -1,12 +1,11 @@
-"""Jakiro and Jakiro*: EAGLE's head with a mixture of experts in the place of its layer's MLP, two
-experts for each row, weighted by a router.
+"""Jakiro and Jakiro*: EAGLE's head with a mixture of experts in place of the MLP, two experts for
+each row, weighted by a router.
 
-Jakiro (no star) also subtracts them (the contrast), which predicts one token further; Jakiro* lets
-each of the two predict for itself, and what is drafted follows the exact mixture of their
-distributions. With more than two experts the router's two first choices count, as in Mixtral, and
-everything else is what it is with two. All experts lie side by side as one wide MLP whose middle is
-weighted expert by expert, so that any number of them costs two matrices.
-"""
+Jakiro (no star) also subtracts them (the contrast), which predicts one token further; in Jakiro*
+each of the two predicts separately, and drafting uses the exact mixture of their distributions.
+With more than two experts the router's two first choices count, as in Mixtral. All experts are
+computed as one wide MLP whose middle is weighted expert by expert, so any number of them costs two
+matrices."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ class JakiroSpec(HeadSpec):
 
 
 class _Mixed(HeadKind):
-    """The parts that both kinds share."""
+    """What both kinds share."""
 
     up: ClassVar[Sequence[str]]
     """The matrices of an expert that read a row."""
@@ -106,7 +105,7 @@ class _Mixed(HeadKind):
 
     @abstractmethod
     def outcome(self, inputs: "Inputs", states: "Tensor", mixture: "Mixture") -> "Outcome":
-        """Return what the output head reads, of the states [R, H] behind the attention."""
+        """Return what the output head reads, from the states [R, H] after the attention."""
 
 
 class Jakiro(_Mixed):
@@ -138,11 +137,11 @@ class JakiroStar(_Mixed):
 
 
 class Mixture:
-    """The experts of R rows, E of them, of which the gate chooses two for each row."""
+    """The E experts of R rows, of which the gate chooses two for each row."""
 
     def __init__(self, middle: "Tensor", down: "Product", gate: "Tensor", experts: int) -> None:
-        """`middle` [R, E I]: what the experts have between their matrices; `gate` [R, E], or with a
-        contrast [R, E + 2]."""
+        """`middle` [R, E I]: the experts' activations between their two matrices; `gate` [R, E], or
+        with a contrast [R, E + 2]."""
         self._middle, self._down, self._gate = middle, down, gate
         router = gate[:, :experts].float()
         self.order = router.argsort(dim=-1, descending=True, stable=True)[:, :2]
@@ -152,9 +151,9 @@ class Mixture:
         """[R, E]: shares of the experts in the mixture; 0 for all but two."""
 
     def signed(self) -> "Tensor":
-        """Return the shares [R, E] in the contrast; the weaker of the two by the gate's last two
-        rows is negative. They belong to experts 0 and 1 where there are no more, else to the
-        router's first and second choice."""
+        """Return the shares [R, E] in the contrast; the weaker one by the gate's last two outputs
+        is negative. They belong to experts 0 and 1 if there are only two, otherwise to the router's
+        first and second choice."""
         experts = self.shares.shape[1]
         weights = self._gate[:, experts:].float().softmax(dim=-1)
         signs = (weights >= weights.flip(-1)) * 2.0 - 1.0
@@ -163,7 +162,7 @@ class Mixture:
         return self.shares.new_zeros(self.shares.shape).scatter(1, owners, weights * signs)
 
     def of(self, weights: "Tensor") -> "Tensor":
-        """Return what the experts add [R, H], each weighted by its column of [R, E]."""
+        """Return the experts' output [R, H], each weighted by its column of [R, E]."""
         rows, experts = weights.shape
         middle = self._middle.view(rows, experts, -1)
         return self._down((middle * weights.unsqueeze(-1).to(middle.dtype)).view(rows, -1))

@@ -1,9 +1,8 @@
-"""The description that a kind of draft head gives of itself: one class in the file of its name.
+"""The interface of a kind of draft head: one class in a file of its own.
 
-It names the tensors, puts the forward pass together, and has the figures that its paper reports.
-`registry.py` lists the kinds. A command line reads these files, so that none of them imports torch,
-which takes seconds, before it computes something. How a kind is trained stands under `training`.
-"""
+It names the tensors, builds the forward pass, and has the figures that its paper reports.
+`registry.py` lists the kinds. The command line imports these files, so none imports torch (which
+takes seconds) before it computes. Training recipes are under `training`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figures:
-    """The accepted lengths that a paper reports of a kind, at T = 0 on MT-bench."""
+    """The accepted lengths that a kind's paper reports, at T = 0 on MT-bench."""
 
     tokens: tuple[float, ...]
     """The lengths of heads with 1, 2, ... blocks."""
     tree: tuple[str, int, int, int]
     """Policy, gamma, depth and width."""
     source: str
-    """Paper, table and target; `{blocks}` stands for the number of blocks."""
+    """Paper, table and target; `{blocks}` is replaced by the number of blocks."""
 
 
 SERVER, GPU = ("dynamic", 15, 8, 10), ("dynamic", 59, 8, 10)
@@ -47,39 +46,38 @@ class HeadKind(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str] = ""
-    """The name that its paper gives it; empty: a variant of another kind."""
+    """Its name in the paper; empty: a variant of another kind."""
     setting: ClassVar[str] = ""
-    """The name in `draft.kind`, if that differs."""
+    """Its name in `draft.kind`, if different."""
     figures: ClassVar[Figures | None] = None
-    """Figures of its paper; None: a variant, which has those of the kind that it is one of."""
+    """None: a variant, which has the figures of its kind."""
     config: ClassVar[type[HeadConfig]] = HeadConfig
     """The keys of its config.json."""
     silu: ClassVar[bool] = True
-    """True if it computes with silu, and a config.json with another activation is wrong."""
+    """True if it computes with silu, so that another activation in config.json is an error."""
     own_embedding: ClassVar[bool] = False
-    """True if a head of this kind may have trained the embedding, so that it differs from the
-    target's without being a mistake."""
+    """True if heads of this kind may have trained the embedding, so that it may differ from the
+    target's."""
 
     @abstractmethod
     def recognises(self, shapes: Shapes) -> bool:
         """Return whether tensors, by plain names, are those of a head of this kind."""
 
     def rename(self, plain: str) -> str:
-        """Return the name by which this file knows a tensor of that plain name."""
+        """Return this file's name of a tensor with that plain name."""
         return plain
 
     @abstractmethod
     def read_spec(
         self, config: HeadConfig, shapes: Shapes, target: TargetShape, dtype: FeatureType
     ) -> HeadSpec:
-        """Return the head of a config.json and its tensors' shapes; `MisfitError` where it cannot
-        be one."""
+        """Return the head described by a config.json and its tensors' shapes. Raises `MisfitError`
+        if they are invalid."""
 
     def check(
         self, spec: HeadSpec, config: HeadConfig, shapes: Shapes, target: TargetShape
     ) -> None:
-        """Raise `MisfitError` where a head does not fit its target or needs what nothing here
-        computes."""
+        """Raise `MisfitError` if a head does not fit its target or needs something unsupported."""
         refuse_other_target(self.target_width(spec, shapes), spec, target)
         if self.silu and config.hidden_act not in ("silu", "swish"):
             raise MisfitError(f"has hidden_act {config.hidden_act!r}; heads compute with silu")
@@ -89,8 +87,8 @@ class HeadKind(ABC):
         return spec.target_width
 
     def groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
-        """Return all tensors of a head: its fusion, embedding, output head, and Llama layers, the
-        first of which has no norm before its attention."""
+        """Return all tensors of a head: fusion, embedding, output head, and Llama layers, the first
+        of which has no norm before its attention."""
         groups = [*self.fusion_groups(spec, config), *shared_groups(spec)]
         for index in range(spec.blocks):
             layer = f"layers.{index}."
@@ -103,7 +101,7 @@ class HeadKind(ABC):
         return groups
 
     def fusion_groups(self, spec: HeadSpec, config: HeadConfig) -> list[Group]:
-        """Return what joins embedding and feature: EAGLE's one matrix over both."""
+        """Return the tensors that fuse embedding and feature: EAGLE's one matrix over both."""
         hidden = spec.hidden
         return [
             Group({"fc.weight": (hidden, 2 * hidden)}),
@@ -111,7 +109,7 @@ class HeadKind(ABC):
         ]
 
     def mlp_group(self, spec: HeadSpec, layer: str) -> Group:
-        """Return the MLP of a decoder layer, or what stands in its place."""
+        """Return the MLP of a decoder layer, or what replaces it."""
         return gated_mlp(spec, layer)
 
     @abstractmethod

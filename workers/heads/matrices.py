@@ -1,8 +1,5 @@
-"""The matrices of a head in each type of weights, in the layout of the C++ kernels and on a device,
-where products of ours multiply that layout if they are proved and fast, else torch's products.
-
-Knows single matrices, not heads.
-"""
+"""The matrices of a head in each type of weights: in the layout of the C++ kernels on a CPU; on a
+device multiplied by our products if they are proven correct and fast, else by torch's."""
 
 from functools import partial
 
@@ -29,9 +26,9 @@ KINDS = {"fp32": Kind.FP32, "fp16": Kind.FP16, "bf16": Kind.BF16, "int8": Kind.I
 
 
 def pack_matrix(weight: Tensor, bias: Tensor | None, weights: str) -> PackedMatrix:
-    """Return weight [out, in] in the layout of the kernels, as `weights`; `auto` is the type in
-    which it is stored. int8 has a scale for each 32 inputs, of weights and rows both, where 32
-    divides the inputs: that gives a head a fifth more tokens a round than one scale a row."""
+    """Return weight [out, in] in the kernels' layout, as `weights`; `auto` is the stored type. int8
+    has a scale for each 32 inputs, of weights and rows both, if the number of inputs is a multiple
+    of 32: this gives a head a fifth more tokens a round than one scale a row."""
     if weights == "int4":
         return pack_codes([nearest_codes(weight)], [bias])
     if weights == "int8" and weight.shape[1] % WIDTH == 0:
@@ -65,9 +62,9 @@ def _in_blocks(weight: Tensor, bias: Tensor | None) -> BlockMatrix:
 def device_product(
     weight: Tensor, bias: Tensor | None, weights: str, device: torch.device, *, exact: bool = False
 ) -> Product:
-    """Return the product of weight [out, in] as `weights` on a device; rows are fp32 before and
-    after it. `exact`: they meet weights of 16 bits in fp32; else torch's product may narrow them,
-    and numbers beyond fp16 become infinite."""
+    """Return the product with weight [out, in] as `weights` on a device; rows are fp32 before and
+    after. `exact`: rows meet 16-bit weights in fp32; otherwise torch's product may narrow them, and
+    numbers beyond fp16 become infinite."""
     products, bias = choice_on(device), None if bias is None else bias.float()
     if weights == "int4":
         return linear_product(nearest_codes(weight, device), bias, device)
@@ -91,7 +88,7 @@ def _narrowed_product(matrix: Matrix, x: Tensor) -> Tensor:
 
 
 def check_weights(weights: str, device: torch.device) -> None:
-    """`CheckpointError` where nothing on a device multiplies weights of a type."""
+    """Raise `CheckpointError` if a device cannot multiply weights of a type."""
     why_not = ""
     if weights == "int4" and kernels.available():
         why_not = against_codes(device, weights)
@@ -106,8 +103,8 @@ def check_weights(weights: str, device: torch.device) -> None:
 
 
 def _against_int8(device: torch.device) -> str:
-    """Return why no product of int8 runs on a device; empty if one does. torch's is tried where
-    ours has not been chosen."""
+    """Return why no int8 product runs on a device; empty if one does. torch's is tried if ours was
+    not chosen."""
     products = choice_on(device)
     contests = (BLOCKS, CONTESTS[Kind.INT8])
     if products is not None and any(products.owner(one) is not None for one in contests):
@@ -120,7 +117,7 @@ def _against_int8(device: torch.device) -> str:
 
 
 def _laid_out(weight: Tensor, bias: Tensor | None, kind: Kind, device: torch.device) -> Matrix:
-    """Return a matrix as torch has it, int8 by one scale for each row."""
+    """Return a matrix in torch's layout, int8 with one scale for each row."""
     there, bias = weight.to(device), None if bias is None else bias.to(device)
     if kind is not Kind.INT8:
         return Matrix(kind, there.to(ELEMENTS[kind]).contiguous(), None, bias)

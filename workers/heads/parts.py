@@ -1,9 +1,8 @@
-"""The parts that the forward passes of heads are put together from: what comes in, what goes out,
-and how matrices, norms and layers are taken from a checkpoint.
+"""The parts of heads' forward passes: inputs, outputs, and how matrices, norms and layers are taken
+from a checkpoint.
 
 T rows of a pass, R rows asked for, V the target's vocabulary, H the head's width, W the width of a
-feature. Knows no kind of head.
-"""
+feature."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from dovetail.workers.models.families.description import (
 
 @dataclass(frozen=True)
 class HeadCheckpoint:
-    """A head that is whole and fits its target."""
+    """A complete head that fits its target."""
 
     source: str
     digest: str
@@ -38,25 +37,25 @@ class HeadCheckpoint:
     spec: HeadSpec
     rotation: Rotation
     tensors: Mapping[str, Tensor]
-    """All tensors by the names of their kind, but for the next three."""
+    """All tensors by their kind's names, except the next three."""
     embedding: Tensor
     """[V, H]."""
     output: Tensor
-    """[Vd, H]; the same object as the embedding where the two are equal."""
+    """[Vd, H]; the same object as the embedding if they are equal."""
     tokens: Tensor | None
     """int64 [Vd]: the target's ids of the draft vocabulary, ascending; None: row v is token v."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The states that the layers leave for the output head."""
+    """What the layers leave for the output head."""
 
     states: Tensor
     """[R, H]: the recurrent states."""
     branches: tuple[Tensor, ...]
     """[R, H] each: the states that the output head reads."""
     share: Tensor | None = None
-    """[R, 1]: the share of the first of two branches in the mixture of both."""
+    """[R, 1]: the share of the first of two branches in the mixture."""
     contrast: Tensor | None = None
     """[R, H]: the states that the output head reads for the token after the next."""
 
@@ -83,12 +82,12 @@ class Inputs:
 Body = Callable[[Inputs], Outcome]
 """The forward pass of a kind, from embedded tokens and features to what the output head reads."""
 Fusion = Callable[[Tensor, Tensor], Tensor]
-"""Embedded tokens [T, H] and features [T, H] -> what enters the first layer [T, H]."""
+"""Embedded tokens [T, H] and features [T, H] -> the input of the first layer [T, H]."""
 
 
 @dataclass(frozen=True)
 class HeadParts:
-    """Takes the parts of a head out of its checkpoint."""
+    """Builds the parts of a head from its checkpoint."""
 
     checkpoint: HeadCheckpoint
     engine: HeadEngine
@@ -100,7 +99,7 @@ class HeadParts:
         return self.engine.linear(self.stacked(*names), torch.cat(biases) if biases else None)
 
     def stacked(self, *names: str) -> Tensor:
-        """Return the weights of linears, below each other."""
+        """Return the weights of linears, stacked."""
         found = [self.checkpoint.tensors[f"{name}.weight"] for name in names]
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -109,28 +108,27 @@ class HeadParts:
         return self.engine.linear(self.checkpoint.tensors[name].t().contiguous())
 
     def norm(self, name: str) -> Product:
-        """Return a norm."""
         weight = self.checkpoint.tensors[f"{name}.weight"]
         return self.engine.norm(weight, self.checkpoint.spec.epsilon)
 
     def tensor(self, name: str) -> Tensor | None:
-        """Return a tensor that need not be there."""
+        """Return an optional tensor."""
         return self.checkpoint.tensors.get(name)
 
     def exact(self, name: str) -> Product:
-        """Return the product with a small matrix that is never quantised: what it decides would
-        change with the rounding of its neighbours."""
+        """Return the product with a small matrix that is never quantised, because rounding could
+        flip what it decides."""
         weight = self.checkpoint.tensors[f"{name}.weight"].to(self.engine.device, torch.float32)
         return lambda x: linear(x, weight)
 
     def concatenation(self) -> Fusion:
-        """Return EAGLE's fusion: one matrix over both side by side, the embedding first."""
+        """Return EAGLE's fusion: one matrix over both concatenated, the embedding first."""
         fc = self.linear("fc")
         return lambda embedded, features: fc(torch.cat([embedded, features], dim=-1))
 
     def described(self, layer: str, spec: LayerSpec, index: int = 0) -> HeadLayer:
-        """Return a decoder layer by its description; the names of its tensors begin with
-        `layer`."""
+        """Return a decoder layer by its description; `layer` is the prefix of its tensors'
+        names."""
         tensors = self.checkpoint.tensors.items()
         own = {name.removeprefix(layer): part for name, part in tensors if name.startswith(layer)}
         return self.engine.layer(LayerParts(module_of(own), spec), index)
@@ -138,9 +136,8 @@ class HeadParts:
     def layer(
         self, layer: str, index: int = 0, *, normed: bool = False, mlp: bool = True, given: int = 0
     ) -> HeadLayer:
-        """Return a decoder layer as Llama's. `normed`: with a norm before its attention; `mlp`:
-        False where a head has something else in its place; `given`: the width of what attention
-        reads in the place of the states."""
+        """Return a Llama decoder layer. `normed`: with a norm before its attention; `mlp`: False if
+        the head replaces it; `given`: the width of what attention reads instead of the states."""
         head = self.checkpoint.spec
         norms = self.tensor(f"{layer}self_attn.q_norm.weight") is not None
         spec = LayerSpec(

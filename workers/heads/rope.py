@@ -1,5 +1,4 @@
-"""The frequencies of rotary positions from a config.json, by transformers' own formulas. Knows
-configurations; rotates nothing."""
+"""The rotary frequencies of a config.json, by transformers' own formulas."""
 
 import torch
 from torch import Tensor
@@ -9,19 +8,17 @@ from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import transformers
 
 THETA = 10000.0
-"""The base of a configuration that names none: that of the EAGLE family's code."""
+"""The base if a configuration has none, as in the EAGLE family's code."""
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 def frequencies(
     config: HeadConfig, *, heads: int, head_dim: int, context: int
 ) -> tuple[Tensor, float]:
-    """Frequencies [rotary_dim / 2] in fp32 and what cosines and sines are multiplied by; `dynamic`
-    stays at what it is within the context.
-
-    Takes `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). 2 <=
-    rotary_dim <= head_dim; `MisfitError` for what cannot be.
-    """
+    """Return frequencies [rotary_dim / 2] in fp32 and the factor of cosines and sines; `dynamic`
+    keeps its values within the context. Takes `rope_parameters` (transformers 5) or `rope_theta`
+    and `rope_scaling` (before). 2 <= rotary_dim <= head_dim; raises `MisfitError` for invalid
+    values."""
     rotary = config.rope_parameters or config.rope_scaling or RotaryConfig()
     kind, theta = (
         rotary.rope_type or rotary.type or "default",

@@ -1,9 +1,5 @@
-"""The shape of a draft head: its numbers, the names and shapes of its tensors, and the target that
-it reads.
-
-What all kinds have in common; each kind adds its own in the file of its name. Knows names and
-shapes; reads no tensor and computes nothing.
-"""
+"""The shape of a draft head: its numbers, the names and shapes of its tensors, and its target.
+Kinds add their own in the files of their names. Reads no tensor and computes nothing."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +13,13 @@ Shapes = Mapping[str, Shape]
 FeatureType = Literal["float16", "bfloat16"]
 
 IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-"""Buffers of old transformers, which follow from config.json."""
+"""Buffers of old transformers versions, which follow from config.json."""
 EXPERTS = "layers.0.mlp_moe"
 """The module of a head's experts."""
 NAMED = 8
-"""The most tensors named in each error; a checkpoint of another kind would fill a page."""
+"""The most tensors named in an error; a checkpoint of another kind would fill a page."""
 LONGEST_NAME = 100
-"""Characters of a tensor's name; a longer one is shown by its beginning."""
+"""Longer names of tensors are truncated to this many characters."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +36,7 @@ class TargetShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """A complete head: with its weights this is everything to compute. Kinds with further numbers
-    have a subclass."""
+    """A complete head except its weights. Kinds with further numbers have a subclass."""
 
     kind: str
     blocks: int = 1
@@ -50,8 +45,8 @@ class HeadSpec:
     """Width of the head's own state, H."""
     target_width: int
     taps: tuple[int, ...] = ()
-    """Layers of the target whose incoming residual streams are read, side by side; (): its last
-    hidden state after the final norm."""
+    """Layers of the target whose input residual streams are read, concatenated; (): its last hidden
+    state after the final norm."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -60,11 +55,11 @@ class HeadSpec:
     vocabulary_size: int
     """Tokens of the target, V."""
     draft_vocabulary: int
-    """Rows of the output head, Vd: less than V where the head knows only the frequent tokens."""
+    """Rows of the output head, Vd: less than V if the head knows only the frequent tokens."""
     context: int
     """Positions that the head was trained for."""
     dtype: FeatureType
-    """The 16-bit type in which features are to come."""
+    """The 16-bit type of the features."""
     epsilon: float
     """Epsilon of its norms."""
     contrast: bool = False
@@ -77,8 +72,7 @@ class HeadSpec:
 
 
 def plain_name(name: str) -> str:
-    """Return a tensor's name without the prefix that some checkpoints have, and in the words of
-    EAGLE's own."""
+    """Return a tensor's name without the prefix of some checkpoints, and with EAGLE's own terms."""
     plain = name.removeprefix("model.")
     return "d2t" if plain == "draft_id_to_target_id" else plain.replace("fc_norms.", "fc_norm.")
 
@@ -93,8 +87,8 @@ def common_fields(
     mlp: str,
     layer: str = "layers.0.",
 ) -> dict[str, Any]:
-    """Return the fields of `HeadSpec` that all kinds read alike. `mlp`: the matrix of the first
-    decoder layer, whose names begin with `layer`, that is as high as its MLP is wide."""
+    """Return the fields of `HeadSpec` that all kinds read alike. `layer`: the prefix of the first
+    decoder layer's tensors; `mlp`: its matrix whose height is the width of the MLP."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = rows_of(shapes, f"{layer}self_attn.q_proj.weight", hidden) // heads
     return {
@@ -116,8 +110,8 @@ def common_fields(
 
 
 def refuse_other_target(width: int, spec: HeadSpec, target: TargetShape) -> None:
-    """Raise `MisfitError` with both shapes where a head that reads features of this `width` was
-    made for another target."""
+    """Raise `MisfitError` with both shapes if a head that reads features of this `width` was made
+    for another target."""
     if (width, spec.vocabulary_size) != (target.width, target.vocabulary_size):
         raise MisfitError(
             f"is a head for a target of hidden width {width} and vocabulary "
@@ -133,12 +127,12 @@ class Group:
 
     shapes: Shapes
     needed: bool = True
-    """False: only where any of them is there."""
+    """False: the whole group is optional."""
 
 
 def refuse_strange(spec: HeadSpec, groups: Iterable[Group], shapes: Shapes) -> None:
-    """Raise `MisfitError` naming every tensor that is missing, that a head of this kind does not
-    have, that is empty or that has another shape. `groups`: all tensors of the kind."""
+    """Raise `MisfitError` naming every tensor that is missing, unknown, empty or of another shape.
+    `groups`: all tensors of the kind."""
     wanted = [
         group for group in groups if group.needed or any(name in shapes for name in group.shapes)
     ]
@@ -172,7 +166,7 @@ def refuse_strange(spec: HeadSpec, groups: Iterable[Group], shapes: Shapes) -> N
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first few names of tensors, which may be anything."""
+    """Return a list of the first few of tensors' names, truncated."""
     shown = ", ".join(
         name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names[:NAMED]
     )
@@ -180,8 +174,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def shared_groups(spec: HeadSpec) -> list[Group]:
-    """Return the embedding and the output head, which a head may have or take from its target, and
-    the tables of the tokens that the output head knows."""
+    """Return the embedding and the output head, which a head may have or share with its target, and
+    the tables of the draft vocabulary."""
     hidden, mapped = spec.hidden, spec.draft_vocabulary != spec.vocabulary_size
     return [
         Group({"embed_tokens.weight": (spec.vocabulary_size, hidden)}, needed=False),
@@ -195,7 +189,7 @@ def shared_groups(spec: HeadSpec) -> list[Group]:
 
 
 def attention_groups(spec: HeadSpec, config: HeadConfig, layer: str, width: int) -> list[Group]:
-    """Return the attention of a decoder layer that reads states of this `width`."""
+    """Return the attention tensors of a decoder layer that reads states of this `width`."""
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     at = f"{layer}self_attn."
     outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -224,7 +218,7 @@ def gated_mlp(spec: HeadSpec, layer: str) -> Group:
 
 
 def rows_of(shapes: Shapes, name: str, otherwise: int) -> int:
-    """Return the rows of a tensor; for one that is missing the rows that it should have, so that it
-    is named as missing and nothing else."""
+    """Return the rows of a tensor, or `otherwise` if it is missing, so that only its absence is
+    reported."""
     shape = shapes.get(name, ())
     return shape[0] if shape else otherwise

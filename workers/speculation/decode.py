@@ -1,12 +1,11 @@
 """Speculative decoding on one page: grow a tree, verify it in one pass, walk it, commit.
 
 This is the algorithm for one sequence in one process, with models as plain functions. The
-coordinator and its workers do the same over messages and caches, with the functions that are called
-here; the tests hold them against this page. Rounds follow the Dovetail paper (section 3). With the
-policy `dynamic` the tree is that of the EAGLE-2 paper (section 4). A token is the argmax of
-processed logits plus Gumbel noise that depends on the key and the position alone: draft and target
-choose with the same noise, so that the draft guesses what the target will sample.
-"""
+coordinator and its workers do the same over messages and caches, with the functions called here;
+tests compare them with this page. Rounds follow the Dovetail paper (section 3); with the policy
+`dynamic` the tree is EAGLE-2's (section 4). A token is the argmax of processed logits plus Gumbel
+noise that depends on the key and the position alone. Draft and target use the same noise, so the
+draft predicts what the target will sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -27,9 +26,9 @@ Model = Callable[[Sequence[int], Sequence[Sequence[int]]], Tensor]
 
 
 class Chooser:
-    """The chooser of tokens: it processes logits (penalties, temperature, top-k, top-p) and adds
-    the noise of the position, so that the argmax is an exact sample (Gumbel-max), and the same
-    sample whether the draft or the target asks."""
+    """Chooses tokens: processes logits (penalties, temperature, top-k, top-p) and adds the noise of
+    the position, so that the argmax is an exact sample (Gumbel-max), the same one for draft and
+    target."""
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, key: bytes, size: int) -> None:
         """`key` seeds the noise; `size` is V."""
@@ -39,8 +38,7 @@ class Chooser:
     def process(
         self, logits: Tensor, paths: Sequence[Sequence[int]]
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """Return logits [N, V] after `paths` as the processors leave them, and noise [V] of
-        each."""
+        """Return processed logits [N, V] after `paths`, and noise [V] for each."""
         z = process_logits(
             self._looking_back.process(logits[:, : self._size], paths), self.sampling
         )
@@ -50,7 +48,7 @@ class Chooser:
         return z, [gumbel_noise(self._key, place, self._size) for place in places]
 
     def choice(self, logits: Tensor, path: Sequence[int]) -> int:
-        """Return the token after `path`, of logits [1, V]."""
+        """Return the token after `path`, from logits [1, V]."""
         z, noise = self.process(logits, [path])
         return int(choose(z, None if noise is None else noise[0].unsqueeze(0))[0])
 
@@ -71,11 +69,8 @@ def speculative_decode(
     vocabulary_size: int,
 ) -> Iterator[list[int]]:
     """Yield the tokens of each round, without end: the accepted path of the draft's tree and the
-    bonus, the target's own choice after it.
-
-    Whatever the draft proposes, the tokens are those that the target chooses alone; the draft only
-    decides how many a round commits.
-    """
+    bonus, the target's own choice after it. The tokens are always those of the target alone; the
+    draft only decides how many each round commits."""
     log, chooser = [*prompt], Chooser(prompt, sampling, key, vocabulary_size)
     policy, shape = open_policy(tree), Shape(tree.most_nodes, tree.most_levels, tree.width)
     while True:
@@ -97,9 +92,8 @@ def speculative_decode(
 def grow(
     log: Sequence[int], draft: Model, chooser: Chooser, policy: Policy, shape: Shape
 ) -> TokenTree:
-    """Return the tree that a draft proposes after `log`: each pass expands the nodes that the
-    policy wants, by the tokens that the target would choose there if its logits were the
-    draft's."""
+    """Return the tree that a draft proposes after `log`. Each pass expands the policy's nodes by
+    the tokens that the target would choose if its logits were the draft's."""
     tree = GrowingTree()
     for nodes in policy.passes(tree, shape):
         paths = [tree.path_tokens(node) for node in nodes.tolist()]

@@ -1,18 +1,16 @@
 """The growing tree of a session: a *pool* of drafted nodes below a root that moves.
 
 Expanding a node adds its likeliest children; a node's score is the sum of the log-probabilities
-along its path, in float32, so that no child scores above its parent. In every order of nodes here,
-"best first" is (score descending, index ascending). A child's index is above its parent's, hence a
-parent always comes first and **every prefix of a best-first list is a tree**. What is expanded and
-what is offered, a policy decides (`policies.py`).
+along its path, in float32, so no child scores above its parent. "Best first" always means (score
+descending, index ascending). A child's index is above its parent's, so a parent always comes first
+and **every prefix of a best-first list is a tree**. A policy decides what is expanded and offered
+(`policies.py`).
 
-A node may have more children than the policies are to consider. What is not among the best `shown`
-children, and whatever is below it, is *hidden* from them; it is there so that something is known
-below the next root, whichever it will be.
+A node may have more children than the policies consider. All but the best `shown` children are
+*hidden* from them, with their subtrees; they are kept because one of them may become the next root.
 
-Letters: N nodes, K children, V vocabulary. Knows numbers only: no model, no cache (but for the row
-that a node was given in it) and no clock.
-"""
+Letters: N nodes, K children, V vocabulary. Knows no model, no cache (except which row a node has)
+and no clock."""
 
 import math
 from collections.abc import Sequence
@@ -39,13 +37,12 @@ LEAST_HIDDEN = math.log(1e-3)
 FEW = 4
 """Partition first if the pool is more than this multiple of the number wanted."""
 SMALLEST_POOL = 1024
-"""Places that a pool has at first, enough for most proposals; they double when there are no
-more."""
+"""Initial places of a pool, enough for most proposals; doubled when full."""
 TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)
-"""The columns of integers."""
+"""The integer columns."""
 GAINS, SCORES = range(2)
-"""The columns of float32: the log-probability given the parent, at most 0, and the sum of these
-from the root down."""
+"""The float32 columns: the log-probability given the parent, at most 0, and the sum of these from
+the root down."""
 
 
 class Branches(NamedTuple):
@@ -64,16 +61,15 @@ class Branches(NamedTuple):
 
 
 class GrowingTree:
-    """The pool, which node of it has which row, and whether the root has been expanded."""
+    """The pool, which node has which row, and whether the root has been expanded."""
 
     def __init__(self) -> None:
-        # place 0 is the root's, and node i has place i + 1: whatever is looked up for parents is
-        # there for the root too
+        # place 0 is the root's, and node i has place i + 1, so lookups of parents include the root
         self._ints = np.zeros((7, SMALLEST_POOL), np.int32)
         self._floats = np.zeros((2, SMALLEST_POOL), np.float32)
         self._ints[(PARENTS, ROWS), 0] = ROOT, NO_ROW
         self._lines: dict[int, tuple[int, ...]] = {}
-        """The lineage of the node that has a row, until rows get other numbers."""
+        """The lineage of nodes with rows; cleared when rows are renumbered."""
         self._stop = 1
         self.root_expanded = False
         self.rows_used = 0
@@ -109,23 +105,23 @@ class GrowingTree:
 
     @property
     def used(self) -> Ints:
-        """1 for what was offered last or lies on the way to the next root, 0 for the others."""
+        """1 for nodes of the last proposal or on the path to the next root, else 0."""
         return self._ints[USED, 1 : self._stop]
 
     @property
     def unused(self) -> int:
-        """Return how many nodes are neither."""
+        """The number of nodes that are neither."""
         return len(self) - int(self.used.sum())
 
     @property
     def hidden(self) -> Ints:
-        """1 for what the policies do not see, 0 for the others."""
+        """1 for nodes hidden from the policies, else 0."""
         return self._ints[HIDDEN, 1 : self._stop]
 
     @property
     def gains(self) -> Floats:
         """The log-probability of each node given its parent; the children of an expanded node are
-        the likeliest tokens after it, and nothing else."""
+        the likeliest tokens after it."""
         return self._floats[GAINS, 1 : self._stop]
 
     @property
@@ -138,26 +134,26 @@ class GrowingTree:
         return probabilities
 
     def at_level(self, level: int) -> Nodes:
-        """Return what a policy sees of a level."""
+        """Return the nodes of a level that policies see."""
         found: Nodes = ((self.levels == level) & (self.hidden == 0)).nonzero()[0]
         return found
 
     def within(self, depth: int) -> Nodes:
-        """Return what a policy sees of the first `depth` levels."""
+        """Return the nodes of the first `depth` levels that policies see."""
         return np.flatnonzero((self.levels <= depth) & (self.hidden == 0))
 
     def levels_of(self, nodes: Nodes) -> Ints:
-        """The levels of `nodes`; the root (-1) has level 0."""
+        """Return the levels of `nodes`; the root (-1) has level 0."""
         levels: Ints = self._ints[LEVELS, nodes + 1]
         return levels
 
     def rows_of(self, nodes: Nodes | Ints) -> Ints:
-        """The rows of `nodes`; neither the root (-1) nor what was never expanded has one, -1."""
+        """Return the rows of `nodes`; -1 for the root (-1) and for nodes never expanded."""
         rows: Ints = self._ints[ROWS, nodes + 1]
         return rows
 
     def token_tree(self, nodes: Nodes) -> TokenTree:
-        """`nodes`, best first and none without its parent, as a tree to send."""
+        """Return `nodes`, best first and each with its parent, as a tree to send."""
         numbers = np.full(
             len(self) + 1, ROOT, np.int32
         )  # the last element stands for the root, index -1
@@ -167,25 +163,25 @@ class GrowingTree:
         )
 
     def path_tokens(self, node: int) -> list[int]:
-        """The tokens from below the root down to `node`; none for the root, -1."""
+        """Return the tokens from below the root down to `node`; none for the root, -1."""
         return [*Branches(self.tokens, self.parents).path(node)]
 
     def branches(self) -> "Branches":
-        """Return the nodes as they are now, which stay so."""
+        """Return a copy of the nodes as they are now."""
         return Branches(self.tokens.copy(), self.parents.copy())
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` (-1: the root) with that token, if the pool has it."""
+        """Return the child of `node` (-1: the root) with that token, if the pool has it."""
         found = np.flatnonzero((self.parents == node) & (self.tokens == token))
         return int(found[0]) if len(found) else None
 
     def is_expanded(self, node: int) -> bool:
-        """Return whether what follows `node` (-1: the root) is known."""
+        """Return whether `node` (-1: the root) has been expanded."""
         return self.root_expanded if node == ROOT else bool(self.rows[node] != NO_ROW)
 
     def expandable(self, depth: int, least: float) -> Nodes:
-        """Nodes without a row whose parents have one, above level `depth` and of a path probability
-        of at least `least`."""
+        """Return the nodes without a row whose parents have one, above level `depth` and of a path
+        probability of at least `least`."""
         above = (self.parents == ROOT) | (self.rows_of(self.parents) >= 0)
         return np.flatnonzero(
             (self.rows < 0) & above & (self.levels < depth) & (self.scores >= math.log(least))
@@ -198,19 +194,19 @@ class GrowingTree:
             self._pass_down()
 
     def give_rows(self, nodes: Nodes) -> None:
-        """Gives each of `nodes` the next free row."""
+        """Give each of `nodes` the next free row."""
         self.rows[nodes] = self.rows_used + np.arange(len(nodes), dtype=np.int32)
         self.rows_used += len(nodes)
 
     def restore_rows(self, nodes: Nodes, rows: Ints, rows_used: int) -> None:
-        """Takes back what `give_rows` gave: `nodes` (-1: the root) have `rows` again."""
+        """Undo `give_rows`: `nodes` (-1: the root) have `rows` again."""
         self._ints[ROWS, nodes + 1] = rows
         self.rows_used = rows_used
         self._lines.clear()
 
     def lineage(self, nodes: Nodes) -> tuple[Ints, Ints]:
-        """Return offsets [N + 1], and the rows that each of `nodes` sees, by depth, its own last:
-        those of node i are rows[offsets[i] : offsets[i + 1]]. All of them have rows."""
+        """Return offsets [N + 1] and the rows that each of `nodes` attends to, by depth, its own
+        last: those of node i are rows[offsets[i] : offsets[i + 1]]. All of them have rows."""
         parents, rows = self._ints[PARENTS, nodes + 1], self._ints[ROWS, nodes + 1].tolist()
         lines = []
         for parent, above, row in zip(
@@ -223,7 +219,8 @@ class GrowingTree:
         return offsets, np.array([*chain.from_iterable(lines)], np.int32)
 
     def _line_of(self, node: int) -> tuple[int, ...]:
-        """Return the rows of the nodes from below the root down to `node`, those that have one."""
+        """Return the rows of the nodes from below the root down to `node`, skipping those without
+        one."""
         rows: list[int] = []
         while node != ROOT:
             rows.append(int(self.rows[node]))
@@ -231,13 +228,9 @@ class GrowingTree:
         return tuple(row for row in reversed(rows) if row != NO_ROW)
 
     def add_children(self, nodes: Sequence[int] | Nodes, tokens: Ints, gains: Floats) -> int:
-        """Adds the children [N, K] of `nodes` (-1: the root), siblings best first; a gain of -inf
-        is no child. Returns how many were added.
-
-        Of those that are hidden the least likely are left out.
-        """
-        # log_softmax may round to a little above 0, and a child above its parent would break the
-        # order that makes every prefix a tree
+        """Add the children [N, K] of `nodes` (-1: the root), siblings best first; a gain of -inf
+        means no child, and unlikely hidden ones are left out. Return how many were added."""
+        # log_softmax may round above 0; a child above its parent would break the order
         gains = np.minimum(gains, np.float32(0.0))
         if hides := tokens.shape[1] > self.shown:
             behind = gains[:, self.shown :]
@@ -264,18 +257,15 @@ class GrowingTree:
         return self._stop - first
 
     def clear(self) -> None:
-        """Forgets every node: the root has moved to where nothing was drafted."""
+        """Remove every node: the root has moved to where nothing was drafted."""
         self._stop, self.root_expanded, self.rows_used = 1, False, 0
         self._lines.clear()
 
     def move_root(self, node: int, width: int) -> list[int]:
-        """Makes `node` the root and keeps what is below it, of every node's children the best
-        `width`.
-
-        Returns the rows that the surviving nodes had; from now on these nodes have the rows 0, 1,
-        ... in that order. Order is kept; scores are recomputed from the new root, so that they
-        carry no rounding of the path above.
-        """
+        """Make `node` the root and keep the best `width` children of every node below it. Return
+        the former rows of the surviving nodes, which now have the rows 0, 1, ... in that order. The
+        order of nodes is kept; scores are recomputed from the new root, so that they carry no
+        rounding of the path above."""
         level = int(self.levels[node])
         root_expanded = bool(self.rows[node] != NO_ROW)
         self._keep_below(node, width)
@@ -290,12 +280,9 @@ class GrowingTree:
         return old_rows
 
     def rank_again(self, nodes: Nodes, tokens: Ints, gains: Floats) -> int:
-        """The children [N, K] of `nodes` (-1: the root), some of which have children: these go on
-        with the new gains, and with all that is below them.
-
-        Children that are not among the new ones are no likelier than the last of those, and get
-        ranks behind them. Returns how many were added.
-        """
+        """Rank the children [N, K] of `nodes` (-1: the root) again. Existing children keep their
+        subtrees and get the new gains; those not among the new ones are no likelier than the last
+        of those, and rank behind them. Return how many were added."""
         left, gains = np.full(gains.shape, -np.inf, np.float32), np.minimum(gains, np.float32(0.0))
         for place, node in enumerate(nodes.tolist()):
             there = np.flatnonzero(self.parents == node)
@@ -314,22 +301,20 @@ class GrowingTree:
         return added
 
     def prune(self, width: int) -> None:
-        """Keeps of every node's children the best `width`, with what is below them. Rows keep their
-        numbers; those of what is gone are not free."""
+        """Keep the best `width` children of every node, with their subtrees. Rows keep their
+        numbers; those of removed nodes are not freed."""
         self._keep_below(ROOT, width)
 
     def children_of(self, nodes: Nodes) -> NDArray[np.intp]:
-        """Return how many children each of `nodes` (-1: the root) has."""
+        """Return the number of children of each of `nodes` (-1: the root)."""
         counts = np.bincount(self.parents + 1, minlength=len(self) + 1)
         return counts[nodes + 1]
 
     def _keep_below(self, node: int, width: int) -> None:
-        """Only what is below `node` (-1: the root) is left, of every node's children the best
-        `width`; `node` is the parent -1."""
+        """Keep only the best `width` children of every node below `node` (-1: the root), whose
+        children become the root's."""
         level = 0 if node == ROOT else int(self.levels[node])
-        below = np.zeros(
-            len(self) + 1, np.bool_
-        )  # the last element stands for the old root, index -1
+        below = np.zeros(len(self) + 1, np.bool_)  # the last element is the old root, index -1
         below[node] = True
         for deeper in range(level + 1, int(self.levels.max(initial=0)) + 1):
             at_level = np.flatnonzero(self.levels == deeper)
@@ -342,7 +327,7 @@ class GrowingTree:
         self.parents[:] = renumbered[self.parents]
 
     def _pass_down(self) -> None:
-        """Scores, and what is hidden, from level to level."""
+        """Recompute scores, and which nodes are hidden, level by level."""
         scores, hidden = self.scores, self.hidden
         scores[:], hidden[:] = self.gains, self.ranks >= self.shown
         for level in range(2, int(self.levels.max(initial=0)) + 1):
@@ -352,13 +337,13 @@ class GrowingTree:
             hidden[at_level] |= hidden[above]
 
     def _reserve(self, places: int) -> None:
-        """The number of nodes that fit into the allocated memory."""
+        """Make sure that the pool has this many places."""
         if places > (there := self._ints.shape[1]):
             more = ((0, 0), (0, max(places, 2 * there) - there))
             self._ints, self._floats = np.pad(self._ints, more), np.pad(self._floats, more)
 
     def _keep(self, places: Nodes) -> None:
-        """Only these are left, in their order, ascending."""
+        """Keep only these places, in their order, ascending."""
         self._stop = len(places)
         self._ints[:, : self._stop], self._floats[:, : self._stop] = (
             self._ints[:, places],
@@ -374,11 +359,9 @@ def likeliest(
     noise: Sequence[Tensor] | None = None,
     sharpening: float = 1.0,
 ) -> tuple[Ints, Floats]:
-    """Return, of z = (logits [N, V] / temperature + noise, a row [V] for each) / sharpening the
-    `width` highest ids [N, K], and log_softmax(z) at them, best first.
-
-    A temperature of 0 leaves the logits as they are. One transfer from the device.
-    """
+    """Return the `width` largest ids [N, K] of z = (logits [N, V] / temperature + noise, a row [V]
+    for each) / sharpening, and log_softmax(z) at them, best first. A temperature of 0 leaves the
+    logits unchanged. One transfer from the device."""
     z = tempered(logits.float(), temperature) if temperature > 0.0 else logits.float()
     z = z if noise is None else z + torch.stack(list(noise))
     z = z / sharpening
@@ -389,11 +372,11 @@ def likeliest(
 
 
 def best_first(nodes: Nodes, scores: Floats, most: int | None = None) -> Nodes:
-    """Return, of `nodes` in ascending order, the best `most`, or all, by (score descending, index
-    ascending)."""
+    """Return the best `most` (None: all) of `nodes`, which are in ascending order, by (score
+    descending, index ascending)."""
     order: Floats = -scores[nodes]
     if most is not None and 0 < most < len(nodes) // FEW:
-        parted = order.copy()  # sorting all of a pool takes longer than finding these few
+        parted = order.copy()  # sorting the whole pool takes longer
         parted.partition(most - 1)
         among = order <= parted[most - 1]
         nodes, order = nodes[among], order[among]

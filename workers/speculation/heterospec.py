@@ -1,22 +1,18 @@
-"""Deeper and narrower trees where the draft is sure: the draft's half of the policy `heterospec`
+"""Deeper and narrower trees where the draft is certain: the draft's half of the policy `heterospec`
 (HeteroSpec, Liu et al. 2025, section 4).
 
-The tree grows as `dynamic` grows it, to the depth that is set. Then one number says how predictable
-the text is: the *cumulative meta-path top-K entropy*, which is the sum over the distributions that
-generated the tokens of one path - the one whose last token is the surest - of the entropy of their
-K likeliest tokens, renormalised. Thresholds sort the number into bins, counted from 0, the lowest.
-In the low ones growth goes on from the same frontier for some more levels, and fewer nodes are
-offered; in the others the tree is that of `dynamic`. How much deeper and how many,
-`TreeSettings.size_in` says.
+The tree grows as in `dynamic`, to the set depth. Then one number measures how predictable the text
+is, the *cumulative meta-path top-K entropy*: along the path whose last token is the most certain,
+the sum of the entropies of the distributions that generated its tokens, each over its K likeliest
+tokens, renormalised. Thresholds sort the number into bins, from 0, the lowest. In low bins the
+frontier grows some more levels, and fewer nodes are offered; in the others the tree is that of
+`dynamic`. `TreeSettings.size_in` has the sizes.
 
-K is the tree's width: of every expanded node the pool holds that many children. `dynamic` grows no
-level from which nothing could be offered, so a tree may end above its depth; a level that is
-missing counts as if nothing were known there, log K. So an unsure tree never passes for a sure one
-because its path is short, and where growth was cut off at the end of a reply nothing is adapted.
-
-Where the thresholds come from, and what they hold for, is no business of this file
-(`training/stratify.py`).
-"""
+K is the tree's width: the pool holds that many children of every expanded node. `dynamic` grows no
+level from which nothing could be offered, so a tree may end above its depth; a missing level counts
+as maximal entropy, log K. So an uncertain tree is not taken for a certain one because its path is
+short, and nothing is adapted where growth was cut off at the end of a reply. Thresholds come from
+`training/stratify.py`."""
 
 import math
 from bisect import bisect_left
@@ -35,27 +31,27 @@ NO_PATH = np.empty(0, np.intp)
 
 
 class Heterospec:
-    """Grows one session's tree, round by round. A round that was cut off before its entropy was
-    known is one of `dynamic`."""
+    """Grows one session's tree, round by round. A round that ends before its entropy is known is
+    one of `dynamic`."""
 
     def __init__(self, settings: TreeSettings) -> None:
         """`settings.thresholds` are numbers; none: one bin, in which nothing is adapted."""
         if isinstance(settings.thresholds, str) and settings.thresholds:
             raise RequestError(
                 "settings",
-                f"tree.thresholds = {settings.thresholds!r} names a file, and a worker reads "
-                "none: send the numbers that are in it",
+                f"tree.thresholds = {settings.thresholds!r} names a file, which workers do not "
+                "read: send the numbers in it",
             )
         self._settings, self._dynamic = settings, Dynamic()
         self._bounds = tuple(map(float, settings.thresholds))
         self._path = NO_PATH
         self.entropy: float | None = None
-        """The entropy of the tree of this round, in nats; None where there is none."""
+        """The entropy of this round's tree, in nats; None if there is none."""
         self.stratum = len(self._bounds)
         """The bin of this round."""
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """One pass a level; those below the set depth after the bin is known."""
+        """Yield one pass a level; those below the set depth once the bin is known."""
         self.entropy, self.stratum, self._path = None, len(self._bounds), NO_PATH
         depth = min(self._settings.depth, shape.depth)
         yield from self._dynamic.passes(tree, Shape(shape.nodes, depth, shape.width))
@@ -63,13 +59,12 @@ class Heterospec:
         yield from self._longer(tree, self._size(shape), depth)
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """The best of the pool; in a low bin the surest path is always among them."""
+        """Return the best of the pool; in a low bin they always include the most certain path."""
         size = self._size(shape)
         return self.complete(self._dynamic.select(tree, size), tree, size)
 
     def assess(self, tree: GrowingTree, depth: int, width: int) -> None:
-        """Find out how sure the draft is of the first `depth` levels, and the bin that this
-        means."""
+        """Find the entropy of the first `depth` levels, and its bin."""
         self._path = surest_path(tree, depth)
         if len(self._path):
             self.entropy = path_entropy(tree, self._path, width) + (
@@ -78,7 +73,7 @@ class Heterospec:
             self.stratum = bisect_left(self._bounds, self.entropy)
 
     def complete(self, best: Nodes, tree: GrowingTree, size: Shape) -> Nodes:
-        """`best` with the surest path, where the bin is a low one."""
+        """Return `best`, in a low bin with the most certain path."""
         low = self.stratum < self._settings.low_bins
         return with_path(best, self._path[: size.nodes], tree, size.nodes) if low else best
 
@@ -87,7 +82,7 @@ class Heterospec:
         return Shape(min(nodes, shape.nodes), min(levels, shape.depth), shape.width)
 
     def _longer(self, tree: GrowingTree, size: Shape, depth: int) -> Iterator[Nodes]:
-        """The passes that go on from the frontier at `depth`, as those above it went."""
+        """Yield further passes from the frontier at `depth`."""
         for level in range(depth, size.depth):
             frontier = best_first(tree.at_level(level), tree.scores, size.width)
             if len(nodes := worthwhile(frontier, self._dynamic.select(tree, size), tree, size)):
@@ -95,8 +90,8 @@ class Heterospec:
 
 
 def surest_path(tree: GrowingTree, depth: int) -> Nodes:
-    """The nodes from below the root down to the surest token of the deepest level that there is
-    within `depth`; the lowest index where several are."""
+    """Return the nodes from below the root down to the most certain token of the deepest level
+    within `depth`; of equals the lowest index."""
     within = tree.within(depth)
     if not len(within):
         return NO_PATH
@@ -109,10 +104,10 @@ def surest_path(tree: GrowingTree, depth: int) -> Nodes:
 
 
 def path_entropy(tree: GrowingTree, path: Nodes, width: int) -> float:
-    """Return, for a `path` from below the root down, the sum of the entropies (nats) of the
-    distributions that generated its tokens, each over its `width` likeliest tokens and renormalised
+    """Return the sum of the entropies (nats) of the distributions that generated the tokens of
+    `path` (from below the root down), each over its `width` likeliest tokens and renormalised
     (HeteroSpec, equation 1)."""
-    steps = np.full(len(tree) + 1, -1, np.intp)  # the last element stands for the root, index -1
+    steps = np.full(len(tree) + 1, -1, np.intp)  # the last element is the root, index -1
     steps[np.concatenate(([ROOT], path[:-1]))] = np.arange(len(path))
     step = steps[tree.parents]
     children = np.flatnonzero((step >= 0) & (tree.ranks < width))
@@ -124,8 +119,8 @@ def path_entropy(tree: GrowingTree, path: Nodes, width: int) -> float:
 
 
 def with_path(best: Nodes, path: Nodes, tree: GrowingTree, count: int) -> Nodes:
-    """At most `count` nodes, all of `path` and the first of `best`, by (score descending, index
-    ascending); every prefix is a tree."""
+    """Return at most `count` nodes, all of `path` and the first of `best`, by (score descending,
+    index ascending); every prefix is a tree."""
     chosen = np.zeros(len(tree), np.bool_)
     chosen[best] = True
     if chosen[path].all():

@@ -1,11 +1,9 @@
 """The coupled noise as tensors: the definition in `protocol/noise.py`, V tokens at a time.
 
-Noise depends on key, position and token alone. The C++ kernels need a position's word only, and
-compute the noise of the few tokens that it can matter to; where there are none, a row is computed
-once a position, ahead of need, while the worker waits. torch has no unsigned 64-bit arithmetic:
-int64 wraps modulo 2^64 as it should, and a logical right shift is an arithmetic one with the copied
-sign bits masked away.
-"""
+Noise depends on key, position and token alone. The C++ kernels need only a position's word, and
+compute the noise of the few tokens that it can matter to; without them, a row is computed once per
+position, in advance, while the worker waits. torch has no unsigned 64-bit arithmetic: int64 wraps
+modulo 2^64 as needed, and a logical right shift is an arithmetic one with the sign bits masked."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,12 +18,12 @@ SIGN = 1 << 63
 
 
 def _signed(word: int) -> int:
-    """An unsigned 64-bit word as the signed one of the same bits."""
+    """Return the signed word with the bits of an unsigned 64-bit one."""
     return (word ^ SIGN) - SIGN
 
 
 def _xor_shift(x: Tensor, bits: int) -> Tensor:
-    """x ^ (x >> bits), the shift logical."""
+    """x ^ (x >> bits), with a logical shift."""
     return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
 
 
@@ -47,7 +45,7 @@ def gumbel_noise(
 
 
 def gumbel_noise_of(key: bytes, positions: Sequence[int], tokens: Tensor) -> Tensor:
-    """The noise [N, K] (float64) of single tokens [N, K], each row at its own position."""
+    """Return the noise [N, K] (float64) of single tokens [N, K], each row at its own position."""
     words = torch.tensor(
         [_signed(position_word(key, position)) for position in positions], dtype=torch.int64
     ).unsqueeze(1)
@@ -55,7 +53,7 @@ def gumbel_noise_of(key: bytes, positions: Sequence[int], tokens: Tensor) -> Ten
 
 
 def _gumbel(counters: Tensor, words: Tensor | int) -> Tensor:
-    """float64 noise of the counters, token + 1, at positions given by their words."""
+    """Return float64 noise of the counters (token + 1) at positions given by their words."""
     hashed = _mix(counters * _signed(GOLDEN) + words)
     uniform = (((hashed >> 12) & ((1 << 52) - 1)).to(torch.float64) + 0.5) / 2.0**52
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -68,18 +66,18 @@ class Noise:
         self, key: bytes, position: int, size: int, device: torch.device | None = None
     ) -> None:
         self.word = position_word(key, position)
-        """What the kernels derive it from."""
+        """The kernels derive the noise from it."""
         self._of = key, position, size, device
 
     @cached_property
     def row(self) -> Tensor:
-        """All of it, [V] float32."""
+        """The whole row, [V] float32."""
         return gumbel_noise(*self._of)
 
 
 class NoiseCache:
-    """The noise of one session by position, whose rows are computed when asked for or ahead of
-    need; dropped when the log has passed it."""
+    """The noise of one session by position. Rows are computed on demand or in advance, and dropped
+    when the log has passed them."""
 
     def __init__(self, key: bytes, size: int, device: torch.device | None = None) -> None:
         self._key, self._size, self._device = key, size, device
@@ -95,7 +93,7 @@ class NoiseCache:
         return self._known[position]
 
     def prepare(self, first: int, count: int) -> bool:
-        """Compute one missing row of the positions first..first+count-1; False if none was
+        """Compute one missing row of the positions first..first+count-1; return False if none was
         missing."""
         missing = next((p for p in range(first, first + count) if p not in self._known), None)
         if missing is not None:
@@ -103,6 +101,6 @@ class NoiseCache:
         return missing is not None
 
     def drop_before(self, position: int) -> None:
-        """Forget the noise at earlier positions."""
+        """Drop the noise of earlier positions."""
         for old in [p for p in self._known if p < position]:
             del self._known[old]

@@ -1,31 +1,23 @@
-"""The growth of a tree, and the nodes that are offered: the draft's half of a tree policy.
+"""Tree policies, the draft's half: how a tree grows, and which nodes are offered.
 
-A policy says which nodes the next pass of the model expands, and of the nodes that are there which
-are offered, best first. Expanding a node means computing its row and adding its likeliest children;
-how that is done is the engine's business. The tree may hold nodes already, those that the last move
-of the root has left; what has a row is not expanded again, and what is hidden is as if it were not
-there. Every prefix of what is offered is a tree, whatever the policy.
+A policy decides which nodes the next pass of the model expands and which are offered, best first.
+The engine expands a node by computing its row and adding its likeliest children. The tree may
+already hold nodes that have survived the last move of the root; nodes with a row are not expanded
+again, and hidden ones are ignored. Every prefix of the offered nodes is a tree.
 
-- `dynamic`: of every level the best `width` nodes are expanded in one pass, and the best `nodes` of
-  the whole pool are offered (EAGLE-2, Li et al. 2024;
-  EAGLE-3 with depth 8). Presets gamma/depth/width: 15/8/10, 6/5/10 for small machines, 59/8/10 for
-  a GPU.
-- `static`: the same shape always, only the tokens vary (EAGLE-1). Preset 25/5/10.
-- `beam`: of the children of a level's nodes the best `width` of all are kept, and all that is kept
-  is offered (SubSpec, 2025). gamma = width * depth; preset
-  288/48/6. A smaller gamma takes the best of them.
-- `budget`: the best `nodes` of the whole tree that the draft could grow, as a best-first search
-  finds them (SpecExec, Svirschevski et al. 2024), its score
-  falling by log(0.95) with every level; a pass expands the best `width` that have not been. gamma
-  is what counts; depth and width are bounds.
-- `goodput`: best first like `budget`, without its decay, so that the list is in the order of the
-  probability to be accepted. How many passes pay is settled
-  where they are made, how many nodes where they are verified; either takes a beginning of what is
-  said here.
-- `heterospec`: `heterospec.py`.
-
-Knows numbers only, no model, no cache and no clock.
-"""
+- `dynamic`: expands the best `width` nodes of every level in one pass, and offers the best `nodes`
+  of the whole pool (EAGLE-2, Li et al. 2024; EAGLE-3 with depth 8). Presets gamma/depth/width:
+  15/8/10, 6/5/10 for small machines, 59/8/10 for a GPU.
+- `static`: always the same shape, only the tokens vary (EAGLE-1). Preset 25/5/10.
+- `beam`: keeps the best `width` of all children of a level's nodes, and offers everything kept
+  (SubSpec, 2025). gamma = width * depth; preset 288/48/6. A smaller gamma offers the best of them.
+- `budget`: the best `nodes` of the whole tree that the draft could grow, found by best-first search
+  (SpecExec, Svirschevski et al. 2024), with log(0.95) added to the score for every level; a pass
+  expands the best `width` nodes not expanded yet. gamma is what counts; depth and width are bounds.
+- `goodput`: best first like `budget`, without its decay, so that nodes are in the order of the
+  probability to be accepted. How many passes pay off is decided where they are made, how many nodes
+  where they are verified; both take a prefix of this order.
+- `heterospec`: `heterospec.py`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,19 +36,19 @@ from dovetail.workers.speculation.proposal import Shape
 from dovetail.workers.speculation.shapes import Path, fixed_shape
 
 DECAY = np.float32(np.log(0.95))
-"""The cost of a level in the score of `budget`: SpecExec's, which keeps long paths of near-certain
-tokens from taking the whole budget."""
+"""What a level adds to the score of `budget` (SpecExec): it keeps long paths of near-certain tokens
+from taking the whole budget."""
 NO_DECAY = np.float32(0.0)
 
 
 class Beam:
-    """The best `width` nodes of every level, each the child of one that was kept on the level
-    before."""
+    """The best `width` nodes of every level, among the children of those kept on the level
+    above."""
 
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """One pass a level."""
+        """Yield one pass a level."""
         yield from root_pass(tree, shape)
         kept: Nodes = np.zeros(0, np.intp)
         at_level = kept
@@ -69,7 +61,7 @@ class Beam:
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """Select all that is kept, or the best of it."""
+        """Return all nodes kept, or the best of them."""
         at_level: Nodes = np.zeros(0, np.intp)
         levels = [at_level]
         for level in range(1, shape.depth + 1):
@@ -99,21 +91,21 @@ class BestFirst:
             yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """The best of the pool by their scores with the decay; rounding is monotonic, so no child
-        comes before its parent here either."""
+        """Return the best of the pool by their decayed scores; rounding is monotonic, so no child
+        precedes its parent."""
         decayed: Floats = tree.scores + tree.levels.astype(np.float32) * self.decay
         return best_first(tree.within(shape.depth), decayed, shape.nodes)
 
 
 @dataclass(frozen=True)
 class Static:
-    """A fixed shape. What is offered is in its order, siblings by rank, whatever the scores."""
+    """A fixed shape. Nodes are offered in its order, siblings by rank, regardless of scores."""
 
     paths: tuple[Path, ...]
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """One pass a level, of the nodes that have children in the shape."""
+        """Yield one pass a level, of the nodes that have children in the shape."""
         yield from root_pass(tree, shape)
         below = _below(self.paths, shape)
         inner: NDArray[np.bool_] = np.any(below >= 0, axis=1)
@@ -123,8 +115,8 @@ class Static:
                 yield nodes
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """The nodes that have a place in the shape; where a node has fewer children than places,
-        the others and what would be below them are missing."""
+        """Return the nodes that have a place in the shape; if a node has fewer children than
+        places, the rest stay empty."""
         places = _places(tree, _below(self.paths, shape), shape.depth)
         nodes = np.flatnonzero(places > 0)
         order: Nodes = nodes[np.argsort(places[nodes])]
@@ -132,8 +124,8 @@ class Static:
 
 
 def _kept_at(tree: GrowingTree, level: int, above: Nodes, width: int) -> Nodes:
-    """Return what `beam` keeps of a level, in ascending order: the best children of what it keeps
-    of the level above."""
+    """Return what `beam` keeps of a level, in ascending order: the best children of the nodes
+    `above`."""
     candidates = tree.at_level(level)
     if level > 1:
         kept = np.zeros(len(tree), np.bool_)
@@ -146,9 +138,9 @@ def _kept_at(tree: GrowingTree, level: int, above: Nodes, width: int) -> Nodes:
 
 @lru_cache(256)
 def _below(paths: tuple[Path, ...], shape: Shape) -> NDArray[np.intp]:
-    """[places, ranks]: the place of the child of that rank, -1 if it has none in `shape`. Place 0
-    is the root, place i node i - 1 of the shape, and the last place is nowhere; the last rank
-    stands for all beyond those of the shape."""
+    """Return [places, ranks]: the place of the child of that rank, -1 if it has none in `shape`.
+    Place 0 is the root, place i node i - 1 of the shape, and the last place is nowhere; the last
+    rank stands for all beyond those of the shape."""
     cut = [path for path in paths if len(path) <= shape.depth and max(path) < shape.width][
         : shape.nodes
     ]
@@ -161,8 +153,8 @@ def _below(paths: tuple[Path, ...], shape: Shape) -> NDArray[np.intp]:
 
 
 def _places(tree: GrowingTree, below: NDArray[np.intp], depth: int) -> NDArray[np.intp]:
-    """The place of every node of the first `depth` levels, -1 for nowhere."""
-    places = np.full(len(tree) + 1, -1, np.intp)  # the last element stands for the root, index -1
+    """Return the place of every node of the first `depth` levels, -1 for nowhere."""
+    places = np.full(len(tree) + 1, -1, np.intp)  # the last element is the root, index -1
     places[ROOT] = 0
     for level in range(1, depth + 1):
         nodes = np.flatnonzero(tree.levels == level)
@@ -180,11 +172,11 @@ OPENERS: Mapping[str, Callable[[TreeSettings], Policy]] = {
     "goodput": lambda tree: BestFirst(),
     "heterospec": Heterospec,
 }
-"""Every policy of `protocol/policies.py`, with how one is made for a session."""
+"""Every policy of `protocol/policies.py`, with how it is made for a session."""
 
 
 def open_policy(settings: TreeSettings) -> Policy:
-    """Return a new policy as `settings.policy` names it; `ValueError` for a name that is none."""
+    """Return a new policy for `settings.policy`; raise `ValueError` if the name is unknown."""
     if settings.policy not in OPENERS:
-        raise ValueError(f"no tree policy is called {settings.policy!r}")
+        raise ValueError(f"unknown tree policy {settings.policy!r}")
     return OPENERS[settings.policy](settings)

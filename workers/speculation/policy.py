@@ -1,5 +1,5 @@
 """The interface of a tree policy, and what policies share: the first pass, the nodes that matter,
-and the policy that others adapt."""
+and `Dynamic`, which others adapt."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Protocol
@@ -16,21 +16,19 @@ class Policy(Protocol):
 
     @property
     def entropy(self) -> float | None:
-        """The entropy of the last tree, where the policy goes by it (`heterospec.py`); else
-        None."""
+        """The entropy of the last tree, if the policy uses it (`heterospec.py`); else None."""
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """Yield what each pass of the model expands, none empty: the root, -1, by itself and
-        first, then nodes whose parents have rows.
+        """Yield the nodes that each pass of the model expands, never empty: first the root (-1)
+        alone, then nodes whose parents have rows.
 
         The caller gives them rows and adds their children before it asks for the next pass. It may
-        stop at any time, and has to where it cannot expand what it is given. Of what `BestFirst`
-        gives it may also expand some nodes only, the first at least: the others come again.
-        """
+        stop at any time, and must if it cannot expand them. With `BestFirst` it may expand only the
+        first few nodes: the others are yielded again."""
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """Return what to offer, at most `shape.nodes` nodes of at most `shape.depth` levels, best
-        first: every prefix is a tree."""
+        """Return at most `shape.nodes` nodes of at most `shape.depth` levels to offer, best first:
+        every prefix is a tree."""
 
 
 class Dynamic:
@@ -39,8 +37,8 @@ class Dynamic:
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-        """One pass a level; what a tree that was there already lacks on several levels goes in
-        one."""
+        """Yield one pass a level; nodes left unexpanded on several levels of a surviving tree share
+        a pass."""
         yield from root_pass(tree, shape)
         while shape.depth > 1:
             offered = self.select(tree, shape)
@@ -53,26 +51,23 @@ class Dynamic:
                 return
             yield nodes
             if (tree.rows[nodes] == NO_ROW).all():
-                return  # that was the only one, and it is not worth it
+                return  # the only one, and not worth it
 
     def select(self, tree: GrowingTree, shape: Shape) -> Nodes:
-        """The best of the pool."""
+        """Return the best of the pool."""
         return best_first(tree.within(shape.depth), tree.scores, shape.nodes)
 
 
 def root_pass(tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
-    """The first pass, if there is anything to be had from it."""
+    """Yield the first pass, if the root is to be expanded."""
     if shape.nodes > 0 and shape.depth > 0 and not tree.root_expanded:
         yield np.array([ROOT], np.intp)
 
 
 def worthwhile(nodes: Nodes, offered: Nodes, tree: GrowingTree, shape: Shape) -> Nodes:
-    """`nodes` less those that have been expanded, less those that cannot matter.
-
-    A child comes after its parent in the order of `offered`, the best nodes so far, so what is
-    below a node that is not among the best `shape.nodes` - 1 is never offered, however far the tree
-    grows.
-    """
+    """Return `nodes` without those that have been expanded or cannot matter: a child comes after
+    its parent in the order of `offered`, the best nodes so far, so what is below a node that is not
+    among the best `shape.nodes` - 1 is never offered, however far the tree grows."""
     matters = np.zeros(len(tree), np.bool_)
     matters[offered[: max(shape.nodes - 1, 0)]] = True
     left: Nodes = nodes[matters[nodes] & (tree.rows[nodes] == NO_ROW)]

@@ -1,13 +1,12 @@
-"""The cost of another pass of the draft, and its expected gain: updated by the engines, and used
-before each pass that a round waits for.
+"""The cost of another pass of the draft, and its expected gain, weighed before each pass that a
+round waits for.
 
-A pass expands nodes. Each lies on the target's path with its path probability, and if it does, one
-of its children is what the target chooses there with a chance that is averaged over what happened.
-In tokens a pass brings the sum of the path probabilities times that chance, less what verifying a
-child of each will cost, the order's floor; it takes the time of its rows, whose price in tokens is
-the order's rate. Where nobody waits, a pass has no price, and the best one brings most in its time.
-Knows numbers only: no model, no tree and no clock.
-"""
+A pass expands nodes. Each lies on the target's path with its path probability; if it does, one of
+its children is the target's choice with a chance averaged over past outcomes. A pass gains the sum
+of the path probabilities times that chance, minus the cost of verifying a child of each (the
+order's floor), in tokens; its rows take time, priced by the order's rate in tokens a second. If no
+round waits, a pass has no price, and the best one gains most per time. Knows no model, tree or
+clock."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 from dovetail.workers.speculation.proposal import Price
 
 REMEMBERED = 9
-"""The number of last durations whose median counts, since the first ones of a process are slow and
-a machine has other work too."""
+"""The number of last durations whose median counts: the first ones of a process are slow, and a
+machine has other work, too."""
 LONGER = 1.3
 """A pass ahead takes at most this multiple of one of the tree's width, since a command that arrives
 meanwhile waits for its end."""
@@ -41,17 +40,16 @@ class Recent:
     def __init__(self) -> None:
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
         self.median_ns: float | None = None
-        """Median of the remembered passes; None: there was none yet."""
+        """Their median; None: there are none yet."""
 
     def add(self, duration_ns: int) -> None:
-        """One more."""
         self._taken.append(duration_ns)
         self.median_ns = median(self._taken)
 
 
 class PassTimes:
-    """The times of passes by the number of their rows, from the last ones of each class. The
-    coordinator prices a level by the same passes, which `Drafted` reports."""
+    """The times of passes by the number of their rows, from the last ones of each class. `Drafted`
+    reports the same passes to the coordinator, which prices levels by them."""
 
     def __init__(self) -> None:
         self._classes: dict[int, Recent] = {}
@@ -62,9 +60,8 @@ class PassTimes:
 
     def estimate_ns(self, rows: int) -> float:
         """Return the expected time of a pass of this many rows: that of its class, else of the next
-        smaller known one, else of the next larger; 0 if nothing is known, so that it gets measured.
-        No rows take no time.
-        """
+        smaller known one, else of the next larger. 0 for no rows, or if nothing is known, so that a
+        pass gets measured."""
         if not rows or not self._classes:
             return 0.0
         wanted = rows_class(rows)
@@ -76,7 +73,8 @@ class PassTimes:
         )
 
     def estimates_ns(self, rows: NDArray[np.intp], beside: int = 0) -> NDArray[np.float64]:
-        """Return how much longer passes of this many rows will take than one of `beside` rows."""
+        """Return how much longer passes of this many additional rows take than one of `beside`
+        rows."""
         known = {
             rows_class(count): self.estimate_ns(count)
             for count in {1 << (most - 1).bit_length() for most in rows.tolist() if most}
@@ -89,22 +87,21 @@ class PassTimes:
 
 @dataclass
 class Chance:
-    """Running average of how often the target's choice is a child, at or above the floor, of a node
-    on its path that was expanded."""
+    """Running average of how often the target's choice is among the children at or above the floor
+    of an expanded node on its path."""
 
     value: float = START
 
     def add(self, found: bool) -> None:
-        """One more node."""
         self.value += FORGETTING * (found - self.value)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Nodes of one tree that a pass may expand, best first, and the price of the order."""
+    """Nodes of one tree that a pass may expand, best first, and the order's price."""
 
     probabilities: NDArray[np.float32]
-    """[N]: of the nodes' paths."""
+    """[N]: their path probabilities."""
     rows: NDArray[np.intp]
     """[N]: how many rows the first 1, 2, ... of them take."""
     price: Price
@@ -112,7 +109,7 @@ class Candidates:
 
     @property
     def gains(self) -> NDArray[np.float64]:
-        """The tokens that each node at or above the floor brings."""
+        """The tokens that each node at or above the floor is expected to gain."""
         worth = int(np.count_nonzero(self.probabilities >= self.price.floor))
         found: NDArray[np.float64] = np.maximum(
             self.chance.value * self.probabilities[:worth].astype(np.float64) - self.price.floor,
@@ -124,12 +121,11 @@ class Candidates:
 def worth_expanding(
     trees: Sequence[Candidates], times: PassTimes, *, beside: int = 0
 ) -> Sequence[int]:
-    """Return how many nodes of each tree the next pass should expand: as many as bring the most,
-    all together, above the price of all their rows; none if no number brings more than that.
+    """Return how many nodes of each tree the next pass should expand: the numbers that together
+    gain the most above the price of all their rows; none if nothing exceeds that price.
 
     Nodes below the floor never count; without a rate all the others do. `beside`: other rows of the
-    pass, which are computed in any case. A second is worth the mean of the trees' rates.
-    """
+    pass, computed in any case. A second is worth the mean of the trees' rates."""
     gains = [tree.gains for tree in trees]
     counts = np.array([len(its) for its in gains])
     priced = [place for place, tree in enumerate(trees) if tree.price.rate is not None]
@@ -154,12 +150,9 @@ def worth_expanding(
 
 
 def most_used(probabilities: NDArray[np.float32], width: int, times: PassTimes) -> int:
-    """Return how many of some nodes, best first and at least one, a pass ahead should expand: those
-    with the most use for its time.
-
-    `probabilities` [N]: that each is used. Of passes much longer than one of `width` rows none is
-    taken; as long as nothing is known, one of that width.
-    """
+    """Return how many nodes, best first and at least one, a pass ahead should expand: those with
+    the most use for its time. `probabilities` [N]: that each is used. Passes much longer than one
+    of `width` rows are excluded; while no times are known, the pass has `width` rows."""
     durations = np.array([times.estimate_ns(rows) for rows in range(1, len(probabilities) + 1)])
     if not durations[0]:
         return min(len(probabilities), width)

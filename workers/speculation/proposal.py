@@ -1,5 +1,5 @@
-"""The order for a draft, and its proposal. Knows no tensors: a draft without a model speaks of the
-same."""
+"""The order for a draft, and its proposal. Knows no tensors, so a draft without a model can use
+it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Price:
     """The price of growth that a round waits for."""
 
     rate: float | None = None
-    """Tokens that a second is worth; None: whatever the policy asks for is grown."""
+    """Tokens that a second is worth; None: growth follows the policy alone."""
     floor: float = 0.0
     """Path probability below which a node would not be verified: it is neither offered nor
     expanded."""
@@ -36,26 +36,26 @@ SessionCo = TypeVar("SessionCo", covariant=True)
 
 @dataclass(frozen=True)
 class Order(Generic[SessionCo]):
-    """The order for one session: its root moves down the `accepted` nodes of its last proposal, and
-    on over `bonus` and `more`, and a tree of this shape is grown there."""
+    """The order for one session: move its root along the `accepted` nodes of its last proposal,
+    `bonus` and `more`, and grow a tree of this shape there."""
 
     session: SessionCo
     accepted: Sequence[int]
     bonus: int
     shape: Shape
     deadline_ns: int | None = None
-    """Growth stops at the first pass that ends after it on the clock; None: there is none."""
+    """Growth stops after the first pass that ends past this time; None: no deadline."""
     more: Sequence[int] = ()
-    """Tokens that were committed behind the bonus."""
+    """Tokens committed after the bonus."""
     price: Price = FREE
     ahead: bool = False
-    """True if growth goes on when the proposal has left."""
+    """True if growth continues after the proposal was sent."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The tree that is offered for verification, best first; `grown` nodes joined the pool for it,
-    `hit`: its root lay in the pool already."""
+    """The tree offered for verification, best first. `grown`: nodes that joined the pool for it;
+    `hit`: its root was in the pool already."""
 
     tree: TokenTree
     scores: tuple[float, ...]
@@ -64,13 +64,14 @@ class Proposal:
     ahead: int = 0
     """Nodes that joined the pool between the last proposal and the order."""
     wasted: int = 0
-    """Nodes dropped when the root moved, neither offered last nor on the way to the new root."""
+    """Nodes dropped when the root moved that were neither in the last proposal nor on the path to
+    the new root."""
     passes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """(rows, ns) of the passes for it, then of those between the last proposal and the order."""
     entropy: float | None = None
-    """The entropy of the tree, in nats, where the policy goes by it."""
+    """The entropy of the tree, in nats, if the policy uses it."""
     candidates: Array | None = None
-    """int32 [1 + nodes, K]: of what the children of the root and of each node were drawn, where
-    they were drawn at random."""
+    """int32 [1 + nodes, K]: the tokens from which the children of the root and of each node were
+    drawn, under rejection sampling."""
     probabilities: Array | None = None
-    """float32 [1 + nodes, K]."""
+    """Their probabilities, float32 [1 + nodes, K]."""

@@ -2,21 +2,20 @@
 draft's distribution, and accepted with probability p/q.
 
 At a node the draft draws its children without replacement from its distribution q, truncated to the
-likeliest K tokens. The target, with the distribution p, looks at them in the order in which they
-were drawn: it accepts child x with probability min(1, r(x)/s(x)), where r = p and s = q at first,
-and after a child was refused r becomes max(r - s, 0) and s loses x, both normalised. Where all are
-refused the token is drawn from r; below a leaf, from p. What is emitted has the distribution p,
-node by node: given the refusals so far x has the distribution s, and one step of Leviathan, Kalman,
-Matias (2023) turns it into an exact draw from r (Jeon et al., "Recursive speculative decoding",
-2024; Chen et al., "Sequoia", 2024; EAGLE-1's rule). This holds only where no drawn child is thrown
-away for what it is: the first m of a node's draws are its m draws, and m comes from the shape.
+likeliest K tokens. The target, with distribution p, tests them in the order in which they were
+drawn: it accepts child x with probability min(1, r(x)/s(x)), where r = p and s = q at first; after
+each rejection r becomes max(r - s, 0) and s loses x, both normalised. If all are rejected the token
+is drawn from r; below a leaf, from p. The output has the distribution p, node by node: given the
+rejections so far x has the distribution s, and one step of Leviathan, Kalman, Matias (2023) turns
+it into an exact draw from r (Jeon et al., "Recursive speculative decoding", 2024; Chen et al.,
+"Sequoia", 2024; EAGLE-1's rule). This requires that no drawn child is discarded because of its
+token: the shape alone decides the number of draws.
 
-The draws, the tests and the last tokens have streams of random numbers of their own, derived from
-the session's key and the length of its log, so that they are fresh in every round. Everything is
-computed in float64.
+The draws, the tests and the last tokens have separate streams of random numbers, derived from the
+session's key and the length of its log, so every round has fresh ones. Everything is computed in
+float64.
 
-N nodes, K candidates, V vocabulary. Knows neither models nor messages.
-"""
+N nodes, K candidates, V vocabulary. Knows neither models nor messages."""
 
 import hashlib
 import math
@@ -47,15 +46,15 @@ UNDRAWN = np.zeros(0, np.intp), np.zeros(0)
 
 
 def stream(key: bytes, purpose: str, length: int) -> bytes:
-    """The key of the random numbers for one purpose in the round that begins with a log of `length`
-    tokens."""
+    """Return the key of the random numbers for one purpose in the round that begins with a log of
+    `length` tokens."""
     return hashlib.sha256(key + struct.pack("<Q", length) + purpose.encode()).digest()[:KEY_BYTES]
 
 
 @dataclass(frozen=True)
 class ProposalProbabilities:
     """The distributions from which the children of a tree's nodes were drawn: row 0 the root's, row
-    i + 1 node i's; zeros where there is none."""
+    i + 1 node i's; zeros for nodes without children."""
 
     candidates: Tensor
     """[1 + N, K] token ids."""
@@ -68,8 +67,8 @@ class ProposalProbabilities:
         return cls(torch.zeros(1, 0, dtype=torch.int32), torch.zeros(1, 0))
 
     def check(self, tree: TokenTree, vocabulary_size: int) -> "ProposalProbabilities":
-        """These distributions, if all children of `tree` can have been drawn from them; else
-        `TreeError` naming the node."""
+        """Return these distributions; raise `TreeError` naming the node unless all children of
+        `tree` can have been drawn from them."""
         shape = self.candidates.shape
         if self.probabilities.shape != shape or len(shape) != 2 or shape[0] != len(tree) + 1:
             raise TreeError(
@@ -97,8 +96,8 @@ class ProposalProbabilities:
         return self
 
     def distribution(self, node: int) -> tuple[NDArray[np.intp], Distribution]:
-        """The candidates [K] below a node (-1: the root) that have a probability, and these, which
-        add up to 1."""
+        """Return the candidates [K] below a node (-1: the root) with a probability above 0, and
+        their probabilities, which sum to 1."""
         probabilities = self.probabilities[node + 1].double().numpy()
         possible = probabilities > 0
         candidates: NDArray[np.intp] = self.candidates[node + 1].numpy()[possible].astype(np.intp)
@@ -108,7 +107,7 @@ class ProposalProbabilities:
 
 
 class Draws:
-    """The draft's half for one session: draws children, and remembers from which distributions."""
+    """The draft's half for one session: draws children, and remembers their distributions."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -116,17 +115,14 @@ class Draws:
         self._distributions: dict[int, tuple[Ints, Floats]] = {}
 
     def begin(self, length: int) -> None:
-        """A round begins with a log of `length` tokens: what was drawn before is forgotten."""
+        """Begin a round with a log of `length` tokens, forgetting earlier draws."""
         self._stream = stream(self._key, "draws", length)
         self._distributions.clear()
 
     def children(self, nodes: Nodes, logits: Tensor, width: int) -> tuple[Ints, Floats]:
-        """Children of `nodes` (-1: the root) by logits [N, V] as the processors leave them, without
-        replacement.
-
-        Returns at most `width` ids [N, width] in the order in which they were drawn, and their
-        log-probabilities; -inf where no more can be drawn.
-        """
+        """Draw children of `nodes` (-1: the root) by processed logits [N, V], without replacement.
+        Return at most `width` ids [N, width] in the order in which they were drawn, and their
+        log-probabilities; -inf where no more can be drawn."""
         values, ids = logits.float().topk(min(CANDIDATES, logits.shape[1]))
         probabilities = in_fp64(values).softmax(-1).float().cpu()
         candidates = ids.to(torch.int32).cpu()
@@ -135,14 +131,14 @@ class Draws:
         ):
             self._distributions[node] = tokens, distribution
         logarithms = probabilities.double().log()
-        # the order of log q + Gumbel noise is that of drawing one by one without replacement
-        # (Gumbel-top-k; Kool et al., 2019)
+        # sorting log q + Gumbel noise draws one by one without replacement (Gumbel-top-k; Kool et
+        # al., 2019)
         noise = gumbel_noise_of(self._stream, [node + 1 for node in nodes.tolist()], candidates)
         order = (logarithms + noise).argsort(-1, descending=True)[:, :width]
         return candidates.gather(1, order).numpy(), logarithms.gather(1, order).float().numpy()
 
     def distributions(self, offered: Nodes) -> ProposalProbabilities:
-        """The distributions below the root and the nodes `offered`, in their order."""
+        """Return the distributions below the root and the `offered` nodes, in their order."""
         candidates = np.zeros((len(offered) + 1, CANDIDATES), np.int32)
         probabilities = np.zeros((len(offered) + 1, CANDIDATES), np.float32)
         for row, node in enumerate((ROOT, *offered.tolist())):
@@ -156,11 +152,9 @@ class Draws:
 
 
 class Remaining:
-    """The distributions at a node after some refusals: r, the distribution that the token has now,
-    and s, the distribution of the next child.
-
-    Only the candidates' part of r is kept up; the rest of it keeps its proportions.
-    """
+    """The distributions at a node after some rejections: r, the distribution of the token, and s,
+    that of the next child. Only the candidates' part of r is updated; the rest keeps its
+    proportions."""
 
     def __init__(
         self, target: Distribution, candidates: NDArray[np.intp], probabilities: Distribution
@@ -170,25 +164,22 @@ class Remaining:
         self._place = {token: place for place, token in enumerate(candidates.tolist())}
         self._rest = target.copy()
         self._rest[candidates] = 0.0
-        # summed, not 1 - the candidates' share: it has to be exactly 0 where nothing else is
-        # possible
+        # summed, not 1 - the candidates' share: it must be exactly 0 if nothing else is possible
         self._rest_share = float(self._rest.sum())
         self._r, self._s, self._scale = target[candidates], probabilities.copy(), 1.0
 
     def chance(self, token: int) -> float:
-        """r/s of a candidate that has not been refused: the probability to accept it, where it is
-        below 1."""
+        """Return r/s of a candidate not rejected yet: the probability to accept it, if below 1."""
         place = self._place[token]
         return float(self._r[place] / self._s[place])
 
     def refuse(self, token: int) -> None:
-        """The candidate was not accepted."""
+        """Note that a candidate was rejected."""
         left = np.maximum(self._r - self._s, 0.0)
         total = float(left.sum()) + self._scale * self._rest_share
         if (
             total > 0.0
-            # else r equals s, and a refusal has the probability 0: r stays as it is, and is still a
-            # distribution
+            # else r equals s, and a rejection has probability 0: r stays a distribution
         ):
             self._r, self._scale = left / total, self._scale / total
         self._s[self._place[token]] = 0.0
@@ -223,12 +214,11 @@ def rejection_walk(
     processed: Callable[[int], Tensor],
     choices: Choices,
 ) -> tuple[tuple[int, ...], int, tuple[float, ...]]:
-    """The accepted nodes, the bonus, and for each of these tokens how far it was from another
-    outcome (nats).
+    """Return the accepted nodes, the bonus, and for each of these tokens how far it was from
+    another outcome (nats).
 
-    `processed(row)`: the target's logits [V] after the root (row 0) or node row - 1 as the
-    processors leave them; asked only for rows on the accepted path. `drawn` has been checked.
-    """
+    `processed(row)`: the target's processed logits [V] after the root (row 0) or node row - 1;
+    called only for rows on the accepted path. `drawn` has been checked."""
     accepted: list[int] = []
     margins: list[float] = []
     node = ROOT
@@ -252,8 +242,8 @@ def rejection_walk(
 def _accept(
     remaining: Remaining, children: Mapping[int, int], choices: Choices
 ) -> tuple[int | None, float]:
-    """The first of the children (token -> node, in the order in which they were drawn) to pass its
-    test, and its margin; None if all are refused."""
+    """Return the first of the children (token -> node, in the order in which they were drawn) that
+    passes its test, and its margin; None if all are rejected."""
     for token, node in children.items():
         chance, test = remaining.chance(token), choices.test(node)
         if test < chance:

@@ -1,9 +1,9 @@
 """From logits to a token: the processors of a session, and the choice.
 
-First those that look back (`LookingBack`), then temperature and truncation (`process_logits`), then
-the choice: with Gumbel noise g, argmax(z + g) is an exact sample of softmax(z); without noise it is
-the greedy one. N rows, V vocabulary. Knows neither keys nor positions.
-"""
+First the processors that look back (`LookingBack`), then temperature and truncation
+(`process_logits`), then the choice: with Gumbel noise g, argmax(z + g) is an exact sample of
+softmax(z); without noise it is the greedy one. N rows, V vocabulary. Knows neither keys nor
+positions."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -17,19 +17,18 @@ from dovetail.workers.speculation.history import History
 
 MASKED = float("-inf")
 LARGEST_MARGIN = torch.finfo(torch.float32).max
-"""Stands for the margin of the only possible token: infinity does not travel."""
+"""Stands for the margin of the only possible token: infinity cannot be sent."""
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 NUCLEUS_SIZES = (256, 8192)
-"""A nucleus is searched for among this many of the likeliest tokens before the whole vocabulary is
+"""A nucleus is searched among this many of the likeliest tokens before the whole vocabulary is
 sorted."""
 
 
 class LookingBack:
-    """The processors of `history.py` over tensors. What the log holds stands ready, a number for
-    each different token, so that only these logits are touched; what is on a row's path is put
-    right in that row alone, by the same operations: a token has the same bytes committed or only
-    drafted.
-    """
+    """The processors of `history.py` over tensors. Penalties of the log's tokens are precomputed,
+    one number per distinct token, so only these logits are touched; tokens on a row's path are
+    corrected in that row alone by the same operations: a logit has the same bytes whether a token
+    is committed or only drafted."""
 
     def __init__(
         self,
@@ -41,8 +40,8 @@ class LookingBack:
         *,
         replied: int = 0,
     ) -> None:
-        """`log` is a prompt, its last `replied` tokens those of the reply. `size` is V: biased and
-        ending ids at and beyond it are of no concern here."""
+        """`log` is a prompt, whose last `replied` tokens belong to the reply. `size` is V: biased
+        and ending ids at and beyond it are ignored."""
         self._history = History(sampling, log, end, replied)
         self._repetition = sampling.repetition_penalty
         biases = [(token, bias) for token, bias in sampling.logit_bias if token < size]
@@ -52,20 +51,20 @@ class LookingBack:
             [token for token in end if token < size], dtype=torch.long, device=device
         )
         self._slots: dict[int, int] = {}
-        """Token -> where its id and its penalty stand in the two tensors."""
+        """Token -> the place of its id and penalty in the two tensors."""
         self._tokens = torch.empty(size, dtype=torch.long, device=device)
         self._penalties = torch.empty(size, device=device)
         if known := self._history.seen if self._repetition != 1.0 else self._history.counts:
             self._note(known)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The log has grown by `tokens`, all of the reply."""
+        """Note that the log has grown by `tokens` of the reply."""
         self._history.extend(tokens)
         self._note(tokens)
 
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """[N, V] float32 -> [N, V], of rows that follow `paths` behind the log; masked entries
-        -inf."""
+        """Process logits [N, V] float32 of rows that follow `paths` after the log; masked entries
+        are -inf."""
         z = self._copied(logits)
         if len(self._biased):
             z.index_add_(1, self._biased, self._biases.expand(len(z), -1))
@@ -91,11 +90,11 @@ class LookingBack:
     def _copied(self, logits: Tensor) -> Tensor:
         if logits.device.type != "cpu":
             return logits.clone()
-        # torch would divide a copy among threads, which then keep cores busy for a while
+        # torch would copy with several threads, which then keep cores busy for a while
         return torch.from_numpy(logits.numpy().copy())
 
     def _note(self, tokens: Collection[int]) -> None:
-        """Apply the penalties of the history to tokens of the log."""
+        """Update the penalties of these tokens from the history."""
         slots = [self._slots.setdefault(token, len(self._slots)) for token in tokens]
         self._tokens[slots] = torch.tensor(list(tokens), device=self._tokens.device)
         self._penalties[slots] = torch.tensor(
@@ -107,11 +106,9 @@ class LookingBack:
 
 
 def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[N, V] float32 -> [N, V]: temperature, top-k, top-p, min-p in this order, masked entries
-    -inf; unchanged at temperature 0.
-
-    Ties at the edge of top-k and min-p all stay; in top-p the lowest ids come first.
-    """
+    """Apply temperature, top-k, top-p, min-p in this order to logits [N, V] float32; masked entries
+    are -inf. Unchanged at temperature 0. Ties at the edge of top-k and min-p all stay; in top-p the
+    lowest ids come first."""
     if sampling.temperature == 0.0:
         return logits
     z = tempered(logits, sampling.temperature)
@@ -125,18 +122,15 @@ def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """logits [N, V] at a temperature above 0, the largest of a row at 0: the distribution is the
-    same, and no tiny temperature can overflow."""
+    """Return logits [N, V] at a temperature above 0, shifted so that the largest of a row is 0: no
+    tiny temperature can overflow."""
     return (logits - logits.amax(-1, keepdim=True)) / max(temperature, SMALLEST_TEMPERATURE)
 
 
 def _nucleus(z: Tensor, top_p: float) -> Tensor:
-    """bool [N, V]: the smallest set of likeliest tokens of z (largest 0) whose probability reaches
-    top_p; of equals the lowest ids, never empty.
-
-    Sorting a vocabulary takes longer than a small draft's pass, so the likeliest tokens are tried
-    first; they are nearly always enough.
-    """
+    """Return bool [N, V]: the smallest set of likeliest tokens of z (largest 0) whose probability
+    reaches top_p; of equals the lowest ids, never empty. Sorting a vocabulary takes longer than a
+    small draft's pass, so the likeliest tokens are tried first, which are nearly always enough."""
     size = z.shape[-1]
     exact = in_fp64(z)
     total = exact.logsumexp(-1, keepdim=True)
@@ -155,8 +149,8 @@ def _nucleus(z: Tensor, top_p: float) -> Tensor:
 
 
 def choose(logits: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """logits, noise [N, V] -> the ids [N] of the largest sums, the lowest id on ties, and their
-    distances [N] to the runner-up."""
+    """Return the ids [N] of the largest sums of logits and noise [N, V], the lowest id on ties, and
+    their distances [N] to the runner-up."""
     z = logits if noise is None else logits + noise
     ids = z.argmax(-1)
     if z.shape[-1] == 1:

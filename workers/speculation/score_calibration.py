@@ -2,23 +2,21 @@
 to the target's choices during speculation.
 
 The score of a child is log_softmax(z / s) with z = log q'(v) + h g(v): s is the sharpening, h the
-share of the target's noise g that the draft adds (greedy: z are the logits, and h plays no part).
-Both are found by greatest likelihood. A node whose outcome is known - the root, and whatever lies
-on the path that the target took - adds log softmax(z / s)[y] where the target's choice y is one of
-its children in the tree, else log(1 - the sum over these children), which is not let fall below log
-1e-6. Nodes that were not reached add nothing. The sums are kept at every point of a grid of (s, h),
-so the fit is exact; between the points of the best h a parabola in log s goes through the highest
-and its two neighbours. All of them shrink with every node, so that about the last `MEMORY` count.
+share of the target's noise g that the draft adds (greedy: z are the logits, and h has no effect).
+Both are maximum-likelihood estimates. A node with a known outcome - the root, and every node on the
+target's path - adds log softmax(z / s)[y] if the target's choice y is one of its children in the
+tree, else log(1 - the sum over these children), at least log 1e-6. Nodes that were not reached add
+nothing. The sums are kept at every point of a grid of (s, h), so the fit is exact; at the best h, s
+is refined by a parabola in log s through the highest point and its two neighbours. All sums decay
+with every node, so that about the last `MEMORY` count.
 
-There are such sums for each depth class of the children, and for greedy and sampled replies apart:
-deeper down a head reads its own guesses, and above temperature 0 part of what a child is ranked by
-is noise. They belong to a draft, not to a session: all sessions of an engine add to them.
+Each depth class has its own sums, separately for greedy and sampled replies: deeper down a head
+reads its own guesses, and above temperature 0 the ranking of children includes noise. They belong
+to a draft: all sessions of an engine add to them.
 
-What a node's outcome says is worked out while the worker waits (`ScoreCalibration.learn`), a bit at
-a time. On the way of a proposal stand references only: `Expectations` remembers what was ranked
-below the nodes of one session's tree until the root moves. Knows logits and tokens; no model, no
-messages, no clock.
-"""
+Outcomes are evaluated bit by bit while the worker waits (`ScoreCalibration.learn`). Proposals only
+store references: `Expectations` keeps what was ranked below the nodes of one session's tree until
+the root moves. Knows logits and tokens; no model, no messages, no clock."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -43,26 +41,25 @@ GRID: Likelihoods = np.geomspace(0.05, 3.0, 20)
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the noise."""
 LEAST = 1e-6
-"""The probability that is left for a choice that is no child, at least."""
+"""The least probability left for a choice that is not a child."""
 MEMORY = 500
-"""Nodes that count: each takes 1 / MEMORY off the weight of those before it."""
+"""The memory in nodes: each new one takes 1 / MEMORY off the weight of earlier ones."""
 PRIOR = 32.0
-"""The weight of the prior, in nodes that each give log s and h with one unit of Fisher
-information."""
+"""The weight of the prior, in nodes that each give log s and h one unit of Fisher information."""
 CLASSES = 4
 """Depth classes: children on level 1, on 2, on 3 and 4, and below."""
 DEEPEST = 5
 CLASS_OF = (0, 0, 1, 2, 2, 3)
-"""The depth class by level; the last one is that of all levels from `DEEPEST` on."""
+"""The depth class by level; the last one is for all levels from `DEEPEST` on."""
 WORK = 1 << 17
-"""Exponentials that one call of `learn` takes at most, one point of the grid at least: half a
+"""The most exponentials in one call of `learn`, but at least one point of the grid: half a
 millisecond of a core."""
 BACKLOG = 1 << 20
-"""Logits waiting to be learned from above which a round is left out, whole: leaving out a part
-would favour hits or misses."""
+"""If more logits than this wait to be learned from, whole rounds are skipped: skipping a part of
+one would favour hits or misses."""
 REMEMBERED = 1 << 22
-"""Logits of one session's passes that are kept until the root moves, 16 MiB; passes beyond are not
-learned from."""
+"""The most logits of one session's passes that are kept until the root moves, 16 MiB; passes beyond
+are not learned from."""
 NO_CHILD = -1
 NEGLIGIBLE = -80.0
 """Smaller results become 0: subnormal float32 numbers take a processor eight times as long."""
@@ -86,39 +83,39 @@ def fixed(scale: Scale) -> Scales:
 
 
 def class_of(levels: Ints) -> Ints:
-    """The depth class of children on `levels`, which are 1 or more."""
+    """Return the depth class of children on `levels`, which are 1 or more."""
     return np.array(CLASS_OF, np.int32)[np.minimum(levels, DEEPEST)]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The ranking of a node's children, and the target's choice among them."""
+    """The ranking of a node's children, and the target's choice."""
 
     depth_class: int
     logits: Tensor
-    """[V], as the processors that look back leave them."""
+    """[V], after the processors that look back."""
     sampling: Sampling
     """The other processors."""
     noise: Noise | None
-    """None: greedy."""
+    """None for greedy decoding."""
     children: Ints
-    """Token ids; NO_CHILD where there is none."""
+    """Token ids, padded with NO_CHILD."""
     choice: int
 
     @cached_property
     def processed(self) -> Tensor:
-        """The logits [V] as all processors leave them, float32."""
+        """The logits [V] after all processors, float32."""
         return process_logits(self.logits.float().unsqueeze(0), self.sampling)[0]
 
     def z(self, share: float) -> Tensor:
-        """The logits [V] with that share of the noise, float32, the largest 0."""
+        """Return the logits [V] with that share of the noise, float32, the largest 0."""
         z = self.processed
         z = z if self.noise is None else z.add(self.noise.row, alpha=share)
         return z - z.max()
 
     def likelihoods(self, z: Tensor, sharpenings: Likelihoods) -> Likelihoods:
-        """The logarithm of the outcome's probability at each of `sharpenings` [S], where z [V] is
-        at most 0."""
+        """Return the logarithm of the outcome's probability at each of `sharpenings` [S], for z
+        [V], at most 0."""
         divided = z / torch.from_numpy(sharpenings).to(z.device, torch.float32)[:, None]
         total = divided.clamp(min=NEGLIGIBLE).logsumexp(-1)
         tokens = self.children[self.children != NO_CHILD]
@@ -139,20 +136,20 @@ class _Fit:
     """The sums of one depth class, greedy or sampled."""
 
     def __init__(self, start: Scale, shares: tuple[float, ...]) -> None:
-        """`shares`: those to choose from; with one there is nothing to choose."""
+        """`shares`: the candidates; a single one is fixed."""
         self.shares = shares
         away = (np.array(shares)[:, None] - start.noise_share) ** 2 if len(shares) > 1 else 0.0
         self.sums: Likelihoods = -PRIOR / 2 * (np.log(GRID / start.sharpening)[None] ** 2 + away)
         self.nodes = 0
 
     def add(self, likelihoods: Likelihoods) -> None:
-        """One more node [shares, S]."""
+        """Add one more node [shares, S]."""
         self.sums *= 1.0 - 1.0 / MEMORY
         self.sums += likelihoods
         self.nodes += 1
 
     def best(self) -> Scale:
-        """Return where the likelihood is greatest."""
+        """Return the most likely scale."""
         share, point = np.unravel_index(int(self.sums.argmax()), self.sums.shape)
         step = np.log(GRID[1] / GRID[0])
         return Scale(
@@ -162,8 +159,8 @@ class _Fit:
 
 
 def peak(values: Likelihoods, highest: int) -> float:
-    """Return how far from the point `highest`, in points, a parabola through it and its neighbours
-    is highest; 0 at an end of the grid or on a plateau."""
+    """Return the maximum of a parabola through the point `highest` and its neighbours, as an offset
+    from it in points; 0 at an end of the grid or on a plateau."""
     if not 0 < highest < len(values) - 1:
         return 0.0
     before, there, after = values[highest - 1 : highest + 2].tolist()
@@ -175,8 +172,8 @@ class ScoreCalibration:
     """The scales of one draft."""
 
     def __init__(self, start: Scale) -> None:
-        """`start`: what is known of such drafts before anything has been seen of this one; for the
-        greedy its share counts nothing."""
+        """`start`: the prior for drafts of this kind; its share has no effect on greedy
+        decoding."""
         self.start = start
         self._fits = {
             sampled: [
@@ -191,20 +188,20 @@ class ScoreCalibration:
         self._work: Iterator[None] | None = None
 
     def scales(self, *, sampled: bool) -> Scales:
-        """The best so far."""
+        """Return the best scales so far."""
         return self._scales[sampled]
 
     def nodes(self, *, sampled: bool) -> tuple[int, ...]:
-        """Return how many have been learned from, by depth class."""
+        """Return the number of nodes learned from, by depth class."""
         return tuple(fit.nodes for fit in self._fits[sampled])
 
     def add(self, observations: Sequence[Observation]) -> None:
-        """Add the observations of a round; all or none of them are learned from later."""
+        """Add the observations of a round; later all or none of them are learned from."""
         if sum(len(observation.logits) for observation in self._waiting) < BACKLOG:
             self._waiting.extend(observations)
 
     def learn(self) -> bool:
-        """Do a bit of what is waiting; False: nothing is."""
+        """Learn a bit of what is waiting; return False if nothing is."""
         if self._work is None:
             if not self._waiting:
                 return False
@@ -214,7 +211,7 @@ class ScoreCalibration:
         return True
 
     def _learn_from(self, observation: Observation) -> Iterator[None]:
-        """Pauses after every bit."""
+        """Learn from one observation, yielding after every bit."""
         sampled, depth_class = observation.noise is not None, observation.depth_class
         fit, step = self._fits[sampled][depth_class], max(1, WORK // len(observation.logits))
         found = np.empty_like(fit.sums)
@@ -225,9 +222,7 @@ class ScoreCalibration:
                     z, GRID[first : first + step]
                 )
                 yield
-        if not np.isfinite(
-            found
-        ).all():  # NaN logits carry no information, and would stay in the sums for good
+        if not np.isfinite(found).all():  # NaN would stay in the sums for good
             return
         fit.add(found)
         before = self._scales[sampled]
@@ -236,8 +231,7 @@ class ScoreCalibration:
 
 @dataclass
 class _Pass:
-    """A pass of the model over `nodes`: what their children were ranked by, and which there
-    were."""
+    """A pass of the model over `nodes`, with the ranking of their children."""
 
     logits: Tensor
     noise: Sequence[Noise] | None
@@ -252,12 +246,11 @@ class Expectations:
     known."""
 
     def __init__(self, sampling: Sampling) -> None:
-        """`sampling`: of its processors those that look back have been at the logits."""
+        """`sampling`: the logits have been through its processors that look back."""
         self._sampling = sampling
         self._passes: list[_Pass] = []
         self._unnamed: list[tuple[_Pass, Branches, Nodes]] = []
-        """Passes whose nodes are known by their places in the tree as it was then: since, it may
-        have been pruned or cleared."""
+        """Passes whose nodes are still identified by their places in the tree at that time."""
 
     def note(
         self,
@@ -268,8 +261,8 @@ class Expectations:
         tokens: Ints,
         gains: Floats,
     ) -> None:
-        """After `nodes` of `tree` [N] the draft has `logits` [N, V], which must not be modified
-        later, and children with `tokens` [N, K]."""
+        """Note that the draft has logits [N, V] after `nodes` [N] of `tree`, which must not be
+        modified later, and children with `tokens` [N, K]."""
         if not len(tree):
             self._passes, self._unnamed = [], []
         if logits.numel() + sum(past.logits.numel() for past in self._passes) > REMEMBERED:
@@ -280,15 +273,15 @@ class Expectations:
         self._unnamed.append((new, tree.branches(), nodes))
 
     def name(self) -> None:
-        """Name the nodes by their paths: best done while nothing waits for it, and at the latest
-        before the root moves."""
+        """Identify the nodes by their paths: preferably while nothing waits, at the latest before
+        the root moves."""
         for named, branches, nodes in self._unnamed:
             named.rows = {branches.path(node): row for row, node in enumerate(nodes.tolist())}
         self._unnamed.clear()
 
     def settle(self, committed: Sequence[int]) -> list[Observation]:
-        """The target has chosen `committed`, and the root is about to move to the last of them: the
-        nodes whose outcome is known by this."""
+        """Return the observations that follow from the target's choices `committed`, before the
+        root moves to the last of them."""
         self.name()
         chosen = tuple(committed)
         found = [self._observe(chosen[:depth], choice) for depth, choice in enumerate(chosen)]
@@ -302,7 +295,7 @@ class Expectations:
         return [observation for observation in found if observation is not None]
 
     def _observe(self, path: tuple[int, ...], choice: int) -> Observation | None:
-        """The node at the end of `path`, as it was ranked last; None if it never was."""
+        """Return the node at the end of `path`, as it was last ranked; None if it never was."""
         for past in reversed(self._passes):
             if (row := past.rows.get(path)) is not None:
                 noise = None if past.noise is None else past.noise[row]

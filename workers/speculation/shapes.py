@@ -1,9 +1,8 @@
-"""Fixed tree shapes: a node is a path of ranks, (0, 2) being the third child of the first child of
-the root. Knows no tokens.
+"""Fixed tree shapes: a node is a path of ranks, so (0, 2) is the third child of the first child of
+the root.
 
 A shape is listed parents first and siblings in rank order, so that every prefix of the list is a
-shape.
-"""
+shape."""
 
 import heapq
 from functools import lru_cache
@@ -22,13 +21,12 @@ EAGLE_1: tuple[Path, ...] = (
 
 @lru_cache(256)
 def fixed_shape(gamma: int, depth: int, width: int) -> tuple[Path, ...]:
-    """At most `gamma` nodes, `depth` levels and `width` children a node; best first.
+    """Return at most `gamma` nodes, `depth` levels and `width` children a node; best first.
 
-    It is EAGLE-1's where that is what was asked for. Else it is the best `gamma` paths if every
-    rank is half as likely to be accepted as the one before it: the child of rank r with probability
-    2^-(r + 1), hence a path with 2^-(its length + the sum of its ranks); of equals the shorter come
-    first. At 25 nodes and 5 levels 20 of these are EAGLE-1's.
-    """
+    EAGLE-1's shape if that is what was asked for. Otherwise the best `gamma` paths if every rank is
+    half as likely to be accepted as the one before it: the child of rank r with probability 2^-(r +
+    1), hence a path with 2^-(its length + the sum of its ranks); of equals the shorter come first.
+    At 25 nodes and 5 levels 20 of these are EAGLE-1's."""
     if (gamma, depth) == (25, 5) and width > max(map(max, EAGLE_1)):
         return EAGLE_1
     shape: list[Path] = []
