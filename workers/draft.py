@@ -1,10 +1,9 @@
-"""The draft worker: commands of the coordinator become calls of the engine, and what it proposes
-becomes events.
+"""The draft worker: turns the coordinator's commands into calls of an engine, and proposals into
+events.
 
-Keeps the rules of rounds, measures spans, introduces itself. Knows one session per number and
-nothing of links; the engines are in `drafters/`: a small model, a head of the target, or n-grams
-without a model, and then torch is never imported.
-"""
+Enforces the rules of rounds, measures spans, registers. Knows one session per number and nothing of
+links. The engines are in `drafters/`: a small model, a head of the target, or n-grams without a
+model, in which case torch is never imported."""
 
 import sys
 import time
@@ -44,7 +43,7 @@ from dovetail.workers.speculation.proposal import Order, Price, Proposal, Shape
 
 @dataclass
 class _Held(Generic[SessionT]):
-    """A session of the engine, the last round done and the tree that was proposed in it."""
+    """A session of the engine, its last round and the tree proposed in it."""
 
     session: SessionT
     round: int = 0
@@ -52,7 +51,8 @@ class _Held(Generic[SessionT]):
 
 
 class DraftWorker(Generic[SessionT]):
-    """Carries out Open, Draft, Drafts and Close for any number of sessions, a command at a time."""
+    """Carries out Open, Draft, Drafts and Close for any number of sessions, one command at a
+    time."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class DraftWorker(Generic[SessionT]):
         parts: PartReader[SessionT] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`spans` and `clock`: those that the engine measures itself with; `reader`, `keeper`,
-        `parts`: the engine, if it reads features, keeps rows, or prefills in chunks."""
+        """`spans` and `clock`: those of the engine; `reader`, `keeper`, `parts`: the engine, if it
+        reads features, keeps rows, or prefills in chunks."""
         self._parts = parts
         self._engine, self._reader, self._keeper, self._identity, self._spans, self._clock = (
             engine,
@@ -84,7 +84,7 @@ class DraftWorker(Generic[SessionT]):
 
     @property
     def engine(self) -> Engine[SessionT]:
-        """Return what proposes, for those who look at what it has learned."""
+        """The engine, for inspection of what it has learned."""
         return self._engine
 
     @property
@@ -97,15 +97,15 @@ class DraftWorker(Generic[SessionT]):
 
     @property
     def kept(self) -> int:
-        """Sessions that have ended and are kept."""
+        """The number of ended sessions that are kept."""
         return len(self._kept)
 
     def session(self, number: int) -> SessionT:
-        """The engine's session of that number; `RequestError` if it is not open."""
+        """Return the engine's session of that number; raise `RequestError` if it is not open."""
         return find_session(self._held, number).session
 
     def hello(self, epoch: int) -> Hello:
-        """The introduction; from now on events carry `epoch`."""
+        """Return the registration; from now on events carry `epoch`."""
         self._epoch = epoch
         reads = None if self._reader is None else self._reader.reads
         prompt_rows = 0 if self._parts is None else self._parts.prompt_rows
@@ -113,8 +113,8 @@ class DraftWorker(Generic[SessionT]):
         return self._identity.hello(epoch, reads=reads, prompt_rows=prompt_rows, shares=shares)
 
     def handle(self, command: Command) -> Iterable[Event]:
-        """The answer to a command; none if it is stale. `RequestError` where the command asks for
-        what cannot be: then nothing has changed."""
+        """Carry out a command and return its answers; none if it is stale. Raises `RequestError`,
+        changing nothing, if the command cannot be carried out."""
         try:
             match command:
                 case Open():
@@ -137,8 +137,8 @@ class DraftWorker(Generic[SessionT]):
             return []
 
     def idle(self) -> bool:
-        """A bit of work ahead: what is needed whatever comes, a bit of learning after a verdict,
-        the trees, in passes for each in turn, the rest of learning."""
+        """Do a bit of background work. In order: what any proposal needs, a bit of learning after a
+        verdict, growing trees ahead in turn, and more learning."""
         began_ns = self._clock()
         grown: Sequence[int] = ()
         worked = self._get_ready() or bool(grown := self._grow_ahead()) or self._engine.learn()
@@ -151,15 +151,15 @@ class DraftWorker(Generic[SessionT]):
         return worked
 
     def _get_ready(self) -> bool:
-        """Return what is needed whatever comes; a bit of learning after a verdict."""
+        """Precompute what any proposal needs, or learn a bit after a verdict; return False if there
+        is neither."""
         if any(self._engine.prepare(held.session) for held in self._held.values()):
             return True
         to_learn, self._to_learn = self._to_learn, False
         return to_learn and self._engine.learn()
 
     def let_go(self) -> None:
-        """Free the kept sessions; sessions that would have continued from them start from
-        scratch."""
+        """Free the kept sessions; sessions that would have reused them start from scratch."""
         self._kept.clear()
 
     def let_graphs_go(self) -> bool:
@@ -174,13 +174,13 @@ class DraftWorker(Generic[SessionT]):
         return self._kept
 
     def _grow_ahead(self) -> Sequence[int]:
-        """Make a pass for the sessions whose turn it is, and return their numbers; empty if no
-        session has anything to grow."""
+        """Make a pass ahead for the sessions whose turn it is, and return their numbers; empty if
+        no session has anything to grow."""
         numbers = [*self._held]
         places = self._engine.grow_all_ahead([held.session for held in self._held.values()])
         grown = [numbers[place] for place in places]
         for number in numbers[: places[-1] + 1] if places else ():
-            self._held[number] = self._held.pop(number)  # last in turn from now on
+            self._held[number] = self._held.pop(number)  # to the end of the queue
         return grown
 
     def _open(self, command: Open) -> Opened | Reading:
@@ -190,7 +190,7 @@ class DraftWorker(Generic[SessionT]):
         if len(self._held) >= MAX_OPEN:
             raise RequestError(
                 "capacity",
-                f"this draft worker holds {MAX_OPEN} sessions already; wait for one to end or "
+                f"this draft worker already has {MAX_OPEN} sessions; wait for one to end or "
                 "start another worker",
             )
         self._engine.check_tokens(command.prompt)
@@ -216,7 +216,7 @@ class DraftWorker(Generic[SessionT]):
         return None if held is None or self._keeper is None else self._keeper.left(held.session)
 
     def _opened(self, about: Open | ReadItem, session: SessionT) -> Opened | Reading:
-        """Return Opened if all of the prompt has been read, else Reading."""
+        """Return Opened if the whole prompt has been prefilled, else Reading."""
         told: dict[str, Any] = {
             "epoch": self._epoch,
             "session": about.session,
@@ -261,7 +261,7 @@ class DraftWorker(Generic[SessionT]):
             self._reader.feed(held.session, command.start, command.features)
         except (RequestError, StaleError):
             raise
-        except BaseException:  # some of the rows may be there
+        except BaseException:  # some rows may have been computed
             del self._held[command.session]
             raise
         return Fed(
@@ -281,14 +281,14 @@ class DraftWorker(Generic[SessionT]):
         raise RuntimeError(f"session {command.session}: the order was not answered")
 
     def _drafts(self, command: Drafts) -> Iterator[Event]:
-        """Carry out the orders that can be, in passes that they share. One that cannot be is
-        answered with Failed, and does not affect the others."""
+        """Carry out valid orders in shared passes; invalid ones are answered with Failed and do not
+        affect the others."""
         sound: dict[int, Draft] = {}
         for order in command.split():
             try:
                 self._check(find_session(self._held, order.session), order)
                 if order.session in sound:
-                    raise StaleError(f"session {order.session} is twice in a command")
+                    raise StaleError(f"session {order.session} occurs twice in a command")
             except StaleError:
                 self.stale += 1
             except RequestError as error:
@@ -312,8 +312,8 @@ class DraftWorker(Generic[SessionT]):
 
     def _outcomes(self, commands: Sequence[Draft]) -> Iterator[tuple[Draft, Drafted | Exception]]:
         """Yield each order with its answer, or with the exception that it failed with, as soon as
-        that is there. A session whose order was not answered is forgotten: its log may have moved
-        and its cache not."""
+        it is done. A session whose order failed is dropped: its log may have moved and its cache
+        not."""
         start = self._clock()
         left = {command.session: command for command in commands}
         try:
@@ -337,7 +337,7 @@ class DraftWorker(Generic[SessionT]):
                 self._held.pop(session, None)
 
     def _order(self, command: Draft, start_ns: int) -> Order[SessionT]:
-        """Return the order for the engine, and take in the features that came with it."""
+        """Return the order for the engine, after taking the features that came with it."""
         session, deadline_ms = self._held[command.session].session, command.deadline_ms
         if self._reader is not None and command.features is not None:
             self._reader.take_features(session, command.features)
@@ -374,7 +374,8 @@ class DraftWorker(Generic[SessionT]):
             self._reader.check_features(held.session, committed, command.features)
         elif command.features is not None:
             raise RequestError(
-                "protocol", f"session {command.session}: features came, and this draft reads none"
+                "protocol",
+                f"session {command.session}: features came, but this draft reads none",
             )
 
     def _drafted(self, command: Draft, proposal: Proposal, start_ns: int) -> Drafted:

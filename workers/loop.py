@@ -1,9 +1,7 @@
-"""A worker's life: register, then receive a command, execute it, answer; and register again when
-the coordinator is lost. One plain blocking loop for every kind of worker. It counts late and broken
-messages, answers failures, and keeps the worker alive through failures of single commands and of
-coordinators: its model stays, and so do rows of sessions until the next coordinator has chosen
-those from which it continues. Links and messages only; the worker executes the commands.
-"""
+"""The loop of every kind of worker: register; receive a command, execute it, answer; register again
+when the coordinator is lost. It is plain and blocking, counts late and broken messages, and
+survives failures of single commands and of coordinators: the model stays loaded, and rows of
+sessions stay until the next coordinator has chosen which of them it continues."""
 
 import os
 import secrets
@@ -52,14 +50,13 @@ from dovetail.workers.serving.registration import (
 )
 
 MAX_WAITING = 64
-"""Messages that are taken in while something is computed; the others wait in the link."""
+"""The most messages taken from the link during a computation."""
 PROBE_BYTES = 128
-"""A message that is longer is no probe."""
+"""Longer messages cannot be probes."""
 BUSY_AFTER_S = 2.0
-"""A command that takes longer does not keep probes waiting; until then every answer comes in its
-turn."""
+"""During longer commands, probes are answered out of order."""
 LOOK_EVERY_S = 0.25
-"""So often a worker that computes looks whether there is anybody left to compute for."""
+"""How often a worker that computes checks whether its coordinator is still there."""
 
 
 def serve(
@@ -74,13 +71,12 @@ def serve(
     watchdog: Watchdog | None = None,
     listener: Listener | None = None,
 ) -> Drain | None:
-    """Register with the coordinator and work until it dismisses this worker, whose Drain is
-    returned, or is lost and not found again; closes the links that it used. `UserError` if it
-    refuses this worker, `LinkClosed` if it is lost before it has answered and must not be looked
-    for. `binding`: the cores and memory of this process; on `standby` it gets no sessions until the
-    coordinator puts it in place; `load_s`: the loading time of its model; `listener` is notified of
-    its progress.
-    """
+    """Register with the coordinator and work until it dismisses this worker, and return the Drain;
+    or until it is lost and not found again. Closes the links that it used. Raises `UserError` if
+    the coordinator refuses this worker, `LinkClosed` if it is lost before answering and
+    `reconnecting` is not set. `binding`: the cores and memory of this process; on `standby` it gets
+    no sessions until the coordinator promotes it; `load_s`: the loading time of its model;
+    `listener` receives its progress."""
     loop: _Loop | None
     standing = Standing(binding, standby, load_s, listener, answer_s=answer_s)
     try:
@@ -104,7 +100,7 @@ def serve(
 
 
 def _register(link: Link, worker: Worker, standing: Standing, watchdog: Watchdog | None) -> "_Loop":
-    """Introduce the worker; every time it is another incarnation."""
+    """Register the worker, each time as a new incarnation."""
     epoch = secrets.randbits(EPOCH_BITS)
     link.send(encode(standing.introduce(worker, epoch)))
     welcomed = welcome(link, standing.answer_s)
@@ -119,8 +115,8 @@ def _register_again(
     standing: Standing,
     watchdog: Watchdog | None,
 ) -> "_Loop | None":
-    """Look for the coordinator until it is found; None if that takes too long, `LinkRefused` if it
-    was there and took no connection."""
+    """Look for the coordinator until it is found. Return None if that takes too long; raise
+    `LinkRefused` if it was reachable but refused connections."""
     reconnecting.say(f"{why}; reconnecting for up to {reconnecting.most_s:g} s")
     end, pause_s = time.monotonic() + reconnecting.most_s, FIRST_PAUSE_S
     refusal: LinkRefused | None = None
@@ -149,7 +145,8 @@ def _register_again(
 
 
 class _Loop:
-    """One incarnation of a worker: the state of `serve` from one registration to the loss of it."""
+    """One incarnation of a worker: the state of `serve` from a registration until the coordinator
+    is lost."""
 
     def __init__(
         self,
@@ -167,12 +164,12 @@ class _Loop:
         self._began_s: float | None = None
         """Start of the command in progress."""
         self._waiting: deque[list[bytes]] = deque()
-        """Messages that arrived while something was computed."""
+        """Messages that arrived during a computation."""
         self._process = psutil.Process(os.getpid())
 
     def run(self) -> Drain:
-        """Do commands until Drain, and return it; `LinkClosed` when the coordinator has gone, or
-        knows this worker no more."""
+        """Carry out commands until Drain, and return it. Raises `LinkClosed` when the coordinator
+        has gone or no longer knows this worker."""
         try:
             with heard(self._beat):
                 while not isinstance(command := self._next(), Drain):
@@ -199,8 +196,8 @@ class _Loop:
             spans.add_beside("send", encoded_ns, time.monotonic_ns(), **about)
 
     def _turned_away(self, failed: Failed) -> None:
-        """A failure that is about no command: either we were taken for lost, and come again, or we
-        are not wanted."""
+        """Handle a Failed that answers no command: the coordinator either took us for lost, so that
+        we register again, or refuses us."""
         if failed.code == "session":
             raise LinkClosed(printable(failed.text))
         text = f"the coordinator refused this worker: {printable(failed.text)}"
@@ -209,7 +206,7 @@ class _Loop:
         )  # an error in our message is a bug, not a user error
 
     def _last_drain(self) -> Drain | None:
-        """Return the Drain among what the coordinator sent before it went, if there is one."""
+        """Return the Drain that the coordinator sent before it went, if any."""
         try:
             while (frames := self._receive(0.0)) is not None:
                 if isinstance(command := self._decode(frames), Drain):
@@ -219,7 +216,7 @@ class _Loop:
         return None
 
     def _next(self) -> Command:
-        """The next command of this coordinator; background work while there is none."""
+        """Return the coordinator's next command, doing background work until it arrives."""
         while True:
             frames = self._receive(0.0)
             while frames is None and self._idle():
@@ -234,8 +231,8 @@ class _Loop:
         return self._waiting.popleft() if self._waiting else self._link.receive(timeout_s)
 
     def _idle(self) -> bool:
-        """Background work; it is only ahead of time, so a worker lives without it, and what fails
-        here fails again where a command needs it."""
+        """Do background work. It only precomputes, so failures are ignored here: a command that
+        needs the result fails again."""
         start = time.monotonic_ns()
         try:
             with self._at_work():
@@ -267,7 +264,7 @@ class _Loop:
             return None
         if command.epoch != self.coordinator_epoch or isinstance(
             command, Welcome
-        ):  # Welcome answers a Hello, and that is done
+        ):  # a second Welcome has no meaning
             self._stale += 1
             return None
         if self._worker.spans.fine:
@@ -289,14 +286,14 @@ class _Loop:
         self._began_s = time.monotonic()
         try:
             yield from self._answers(command)
-        except Exception as error:  # one command's failure must not end the other sessions
+        except Exception as error:  # must not end the other sessions
             yield from failed_events(command, self._epoch, as_request_error(error))
         finally:
             self._began_s = None
 
     def _answers(self, command: Command) -> Iterator[Event]:
-        """Yield the answers of the worker to a command; the time between two answers is ours, not
-        that of sending them."""
+        """Yield the worker's answers to a command, measuring the time between answers without that
+        of sending them."""
         events: Iterator[Event] | None = None
         while True:
             start = time.monotonic_ns()
@@ -315,8 +312,8 @@ class _Loop:
         return nullcontext() if self._watchdog is None else self._watchdog.work()
 
     def _beat(self) -> None:
-        """Note that the computation gets on; now and then see whether anybody waits for it, and
-        take in what a coordinator that goes takes back."""
+        """Note that the computation makes progress; now and then check whether the coordinator is
+        still there, and drop commands that a leaving one takes back."""
         if self._watchdog is not None:
             self._watchdog.beat()
         self._standing.gets_on()
@@ -333,7 +330,7 @@ class _Loop:
                 raise Abandoned(str(lost)) from None
 
     def _say_busy(self) -> None:
-        """Answer the probes that wait: it is at work, and gets on."""
+        """Answer the waiting probes: this worker is busy and makes progress."""
         waiting, self._waiting = self._waiting, deque()
         for frames in waiting:
             if (probe := self._as_probe(frames)) is not None:
@@ -342,7 +339,7 @@ class _Loop:
                 self._waiting.append(frames)
 
     def _as_probe(self, frames: list[bytes]) -> Probe | None:
-        """A probe of this coordinator; None: it is anything else."""
+        """Return a probe of this coordinator; None for any other message."""
         if len(frames) > 1 or len(frames[0]) > PROBE_BYTES:
             return None
         try:

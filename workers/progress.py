@@ -1,9 +1,8 @@
-"""Progress of computations: a beat for every layer, its listeners, and the watchdog that ends a
-process without beats. A pass may legitimately take minutes, while a deadlock or an endless loop
-never reaches the next layer. So models beat, and the loop that executes commands listens in its
-thread; without a listener, as in training, beats have no effect. A listener may cancel a
-computation by raising `Abandoned`. Imports no torch.
-"""
+"""Progress of computations: models report a beat for every layer, and a watchdog ends a process
+without beats. A pass may take minutes, but a deadlock or an endless loop never reaches the next
+layer. The loop that executes commands listens for beats in its thread; without a listener, as in
+training, they have no effect. A listener may cancel a computation by raising `Abandoned`. Imports
+no torch."""
 
 import faulthandler
 import os
@@ -22,8 +21,7 @@ STDERR = 2
 
 
 class Abandoned(BaseException):
-    """The computation is no longer needed. This is not a failure, and must not be answered as
-    one."""
+    """The computation is no longer needed. Not a failure, so it must not be answered as one."""
 
 
 LoadingTold = Callable[[str, int, int], None]
@@ -40,14 +38,14 @@ _thread = _Thread()
 
 
 def beat() -> None:
-    """Something has been computed, and more is to come."""
+    """Report that a step of a computation is done."""
     if (listener := _thread.listener) is not None:
         listener()
 
 
 @contextmanager
 def heard(listener: Callable[[], None]) -> Iterator[None]:
-    """`listener` is called at every beat of this thread within the block."""
+    """Call `listener` at every beat of this thread within the block."""
     before, _thread.listener = _thread.listener, listener
     try:
         yield
@@ -57,7 +55,7 @@ def heard(listener: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def hearing_loads(listener: LoadingTold) -> Iterator[None]:
-    """`listener` is called with the bytes of weights that this thread reads within the block."""
+    """Call `listener` with the bytes of weights that this thread reads within the block."""
     before, _thread.load_listener = _thread.load_listener, listener
     try:
         yield
@@ -67,8 +65,8 @@ def hearing_loads(listener: LoadingTold) -> Iterator[None]:
 
 @contextmanager
 def loading(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Within the block `total` bytes of weights are read, to be checked or loaded; what it yields,
-    and `count_bytes`, count them."""
+    """Announce that the block reads `total` bytes of weights, to check or load them; they are
+    counted by the function that it yields, and by `count_bytes`."""
     listener, before, done = _thread.load_listener, _thread.count, 0
 
     def count(size: int) -> None:
@@ -94,11 +92,10 @@ def count_bytes(size: int) -> None:
 class Watchdog:
     """Ends this process, with the stacks of all threads on stderr, when work continues for
     `stuck_s` without a beat. It counts its checks, not time: a process that was stopped (SIGSTOP)
-    and continues has the same time left. Only if the interpreter's lock is held for DEAF times as
-    long, faulthandler's thread, which needs no lock, ends the process by time alone ("Timeout
-    (0:01:00)!" and the stacks). That also ends a process that was stopped at work for so long, when
-    it continues.
-    """
+    and continues has the same time left. If the interpreter's lock is held for DEAF times as long,
+    faulthandler's thread, which needs no lock, ends the process by time alone ("Timeout (0:01:00)!"
+    and the stacks). That also ends a process that was stopped that long during work, when it
+    continues."""
 
     def __init__(self, name: str, stuck_s: float) -> None:
         """`name`: of the worker, for messages."""
@@ -107,19 +104,19 @@ class Watchdog:
         self._working = self._armed = False
 
     def start(self) -> None:
-        """Look, until the process ends."""
+        """Check until the process ends."""
         threading.Thread(target=self._look, name="watchdog", daemon=True).start()
 
     def beat(self) -> None:
-        """There is work, and it gets on."""
+        """Report progress."""
         self._beats += 1
         if not self._armed:
             self._arm()
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Watch that this block gets on; that it began is no beat, since it may
-        be next to nothing."""
+        """Watch that this block makes progress. Entering it is not a beat: it may do next to
+        nothing."""
         self._working = True
         try:
             yield
@@ -142,7 +139,7 @@ class Watchdog:
             seen = beats
 
     def _arm(self) -> None:
-        """Have faulthandler end the process later than this would, unless it is put off."""
+        """Have faulthandler end the process at a later time, unless this is called again before."""
         faulthandler.dump_traceback_later(DEAF * self._stuck_s, exit=True, file=STDERR)
         self._armed = True
 

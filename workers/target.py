@@ -1,8 +1,6 @@
-"""The target worker: commands about sessions to the verifier, and what comes of them as events.
-
-Knows which command is stale, wrong or next; how tokens are computed is the verifier's business, how
-commands arrive the loop's.
-"""
+"""The target worker: passes the coordinator's commands to the verifier and turns the results into
+events. Decides which command is stale, wrong or next; the verifier computes, and the loop
+transports."""
 
 import os
 import socket
@@ -58,7 +56,7 @@ ItemT = TypeVar("ItemT", VerifyItem, ReadItem)
 
 @dataclass(frozen=True)
 class Identity:
-    """The description that a target worker gives of itself."""
+    """What a target worker registers with."""
 
     name: str
     model: str
@@ -66,11 +64,11 @@ class Identity:
     threads: int
     fingerprint: Fingerprint
     curves: Sequence[ContextCurve] = ()
-    """The cost of its passes, as the machine's profile file has it; `experts`: likewise, of a model
-    that counts those that a pass goes through."""
+    """The cost of its passes, from this machine's profile file; `experts`: likewise, of a model
+    that counts the experts that a pass uses."""
     experts: ExpertCosts | None = None
     kept_tokens: int = 0
-    """Tokens of ended sessions whose rows it keeps."""
+    """The number of tokens of ended sessions whose rows it can keep."""
     room_tokens: int | None = None
     """Tokens of all sessions that fit into its memory; None: not known."""
     same_bytes: bool = False
@@ -78,13 +76,13 @@ class Identity:
     placement: str = ""
     """Description of how the model is spread over devices."""
     reader: str = ""
-    """The device that reads prompts, in addition to those that compute the model."""
+    """The prefill device, in addition to those that compute the model."""
     reads_from: int = 1
-    """Rows of a prompt from which on it does."""
+    """The fewest rows of a prompt for which it is used."""
 
 
 class TargetWorker:
-    """Open, Refeed, Verify and Close, answered. A `Worker` of the loop."""
+    """Carries out Open, Refeed, Verify and Close. A `Worker` of the loop."""
 
     def __init__(self, model: LanguageModel, identity: Identity) -> None:
         self.stale = 0
@@ -173,8 +171,8 @@ class TargetWorker:
         return self._verifier.suspend()
 
     def _open(self, command: Open) -> Iterator[Event]:
-        """A part of the prompt is sent as soon as it has been read, so that its features take no
-        memory while the next is computed."""
+        """Open a session. Features of each chunk of the prompt are sent before the next is
+        computed, so that they take no memory."""
         if command.session in self._verifier:
             self.stale += 1
             return
@@ -210,7 +208,7 @@ class TargetWorker:
     def _steps(
         self, about: Open | Refeed | ReadItem, steps: Iterable[ReadingStep]
     ) -> Iterator[Event]:
-        """Yield the events of the steps by which a log is read for a command."""
+        """Yield the events of the steps by which a log is prefilled for a command."""
         step: ReadingStep | None = None
         for step in steps:
             yield self._told(about, step)
@@ -218,7 +216,7 @@ class TargetWorker:
             yield self._refed(about)
 
     def _told(self, about: Open | Refeed | ReadItem, step: ReadingStep) -> Event:
-        """Return the event of a step by which a log is read for a command."""
+        """Return the event of a step by which a log is prefilled for a command."""
         told: dict[str, Any] = {"session": about.session, "round": about.round}
         told["epoch"] = self._epoch
         match step:
@@ -248,8 +246,8 @@ class TargetWorker:
         )
 
     def _verify(self, command: Verify) -> Iterator[Event]:
-        """Verify items and read chunks of logs in one pass. One that cannot be done is answered
-        with Failed, and does not affect the others."""
+        """Verify items and prefill chunks of logs in one pass. An invalid one is answered with
+        Failed, and does not affect the others."""
         failed: list[Event] = []
         drawn = _drawn(command)
         items = self._sound(
@@ -283,7 +281,7 @@ class TargetWorker:
             try:
                 check(item)
                 if any(other.session == item.session for other in sound):
-                    raise StaleError(f"session {item.session} stands twice in a command")
+                    raise StaleError(f"session {item.session} occurs twice in a command")
             except StaleError:
                 self.stale += 1
             except RequestError as error:
@@ -295,8 +293,8 @@ class TargetWorker:
     def _verified(
         self, verdicts: Sequence[Verdict], spans: Sequence[Span], experts: int
     ) -> Verified:
-        """One message of verdicts whose features, if they have any, stand below each other;
-        `spans` and `experts`: of the pass."""
+        """Return one message of verdicts whose features, if any, are stacked; `spans` and
+        `experts`: of the pass."""
         features = [verdict.features for verdict in verdicts if verdict.features is not None]
         return Verified(
             epoch=self._epoch,
@@ -313,9 +311,9 @@ class TargetWorker:
         drawn: Mapping[int, ProposalProbabilities],
         reads: Sequence[ReadItem],
     ) -> tuple[Sequence[Verdict | RequestError], Sequence[Sequence[ReadingStep] | RequestError]]:
-        """Return the verdict of each item and the steps of each chunk of a log, or why there are
-        none. If a pass fails because of one session, the sessions that it has not changed get
-        separate passes."""
+        """Return the verdict of each item and the steps of each chunk of a log, or why they failed.
+        If a pass fails because of one session, the sessions that it has not changed get separate
+        passes."""
         try:
             if items:
                 return self._verifier.verify_and_read(items, drawn, reads)
@@ -326,7 +324,7 @@ class TargetWorker:
         return [self._verdict(item, drawn) for item in items], [self._part(item) for item in reads]
 
     def _part(self, item: ReadItem) -> Sequence[ReadingStep] | RequestError:
-        """Read a chunk of a log in a separate pass."""
+        """Prefill a chunk of a log in a separate pass."""
         try:
             return [*self._verifier.read(item)]
         except Exception as error:
@@ -335,7 +333,7 @@ class TargetWorker:
     def _verdict(
         self, item: VerifyItem, drawn: Mapping[int, ProposalProbabilities]
     ) -> Verdict | RequestError:
-        """The verdict of a pass of one item."""
+        """Verify one item in a separate pass."""
         try:
             self._verifier.check(item, drawn.get(item.session))
             return self._verifier.verify([item], drawn)[0]
@@ -353,8 +351,8 @@ class TargetWorker:
 
 
 def _drawn(command: Verify) -> dict[int, ProposalProbabilities]:
-    """Return what the trees of a command were drawn from, by session; none of them was where there
-    is nothing to be read."""
+    """Return the distributions that the trees of a command were drawn from, by session; empty if
+    they cannot be read."""
     if command.candidates is None or command.probabilities is None:
         return {}
     candidates, probabilities = to_tensor(command.candidates), to_tensor(command.probabilities)
@@ -366,7 +364,7 @@ def _drawn(command: Verify) -> dict[int, ProposalProbabilities]:
         or candidates.shape != probabilities.shape
         or len(candidates) != sum(rows)
     ):
-        return {}  # then no tree that has to be drawn passes its check
+        return {}  # then no drawn tree passes its check
     parts = zip(
         command.items, torch.split(candidates, rows), torch.split(probabilities, rows), strict=True
     )
@@ -376,8 +374,8 @@ def _drawn(command: Verify) -> dict[int, ProposalProbabilities]:
 
 
 def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:
-    """The verdicts of a pass by the features that come with them, no more of these in a group than
-    an array may have."""
+    """Group the verdicts of a pass by the kind of their features, no more in a group than fit into
+    an array."""
     for reads in dict.fromkeys(map(_shown, verdicts)):
         group: list[Verdict] = []
         held = 0
@@ -393,5 +391,5 @@ def _alike(verdicts: Sequence[Verdict]) -> Iterator[Sequence[Verdict]]:
 
 
 def _shown(verdict: Verdict) -> Reads | None:
-    """Return what the features are that come with a verdict; None if none do."""
+    """Return what the features of a verdict are; None if it has none."""
     return None if verdict.features is None else verdict.reads

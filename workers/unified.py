@@ -1,10 +1,9 @@
 """One process with both roles: a target, and its substitute as the draft, which share embedding,
-norms, head, resident layers, keys and values.
+norms, head, resident layers and KV cache.
 
 To the coordinator they are separate target and draft workers, each with its own link. Here they
 take turns, one command at a time, and the draft stops growing ahead as soon as the target has a
-command.
-"""
+command."""
 
 import sys
 import threading
@@ -56,7 +55,7 @@ BEAT_S = 0.2
 
 
 class Turns:
-    """The turns of two workers that do one command at a time."""
+    """Mutual exclusion of two workers, one command at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,7 +64,7 @@ class Turns:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Within the block it is this thread's turn."""
+        """Wait for this thread's turn, and keep it within the block."""
         self._waiting.add(threading.get_ident())
         try:
             while not self._lock.acquire(timeout=BEAT_S):
@@ -79,7 +78,7 @@ class Turns:
 
     @contextmanager
     def free(self) -> Iterator[bool]:
-        """Yield whether the device is free; if so, it belongs to this thread within the block."""
+        """Yield whether the device is free; if so, this thread has it within the block."""
         mine = not self._waiting and self._lock.acquire(blocking=False)
         try:
             yield mine
@@ -89,9 +88,8 @@ class Turns:
 
 
 class InTurn:
-    """A worker that takes its turn for every command, and between two answers to one lets the other
-    have it: an answer may never be fetched, where the coordinator has gone. A `Worker` of the
-    loop."""
+    """A worker that takes its turn for every command, and gives it up between two answers: an
+    answer may never be fetched if the coordinator has gone. A `Worker` of the loop."""
 
     def __init__(self, worker: Worker, turns: Turns) -> None:
         self._worker, self._turns = worker, turns
@@ -106,8 +104,8 @@ class InTurn:
         return self._worker.spans
 
     def hello(self, epoch: int) -> Hello:
-        """Return the introduction, by which sessions share no rows with each other: the draft
-        computes over the target's."""
+        """Return the registration, which disables sharing rows between sessions: the draft computes
+        over the target's."""
         hello = self._worker.hello(epoch)
         assert hello.limits is not None
         limits = hello.limits.model_copy(update={"shares": False})
@@ -144,14 +142,14 @@ class _Draft(DraftWorker[SharedSession]):
         return opened
 
     def _drafts(self, command: Drafts) -> Iterator[Event]:
-        """Carry out all orders before the target has its turn, since it could close a session whose
-        rows are lent, and give their place to another."""
+        """Carry out all orders before the target has its turn: it could close a session whose rows
+        are lent, and reuse them for another."""
         return iter([*super()._drafts(command)])
 
 
 @dataclass(frozen=True)
 class _Making:
-    """The making of a substitute that shares what it can with its target."""
+    """Makes a substitute that shares what it can with its target."""
 
     source: str
     weights: str
@@ -160,7 +158,7 @@ class _Making:
     tell: Tell
 
     def on_cpu(self, open_target: Callable[[], TargetWorker]) -> "_Made":
-        """Make it before the target is loaded, and have it take over the target's parts."""
+        """Make it before the target is loaded, then share the target's parts."""
         substitute, made = load_substitute(
             self.source,
             weights=self.weights,
@@ -173,7 +171,7 @@ class _Making:
         return verifying, substitute, made, share(substitute, verifying.model)
 
     def on_gpu(self, open_target: Callable[[], TargetWorker], device: Device) -> "_Made":
-        """Make it of the target that is on the device already."""
+        """Make it from a target that is already on the device."""
         if why_not := against_codes(device.torch_device, self.weights):
             raise SettingsError(
                 f"draft.share = true is not possible on {device.name}: {why_not}; set "
@@ -205,11 +203,11 @@ def open_unified(
     cache: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[Worker, Worker]:
-    """The target worker and the draft worker of one process; `UserError` where the target cannot
-    share with a substitute of it."""
+    """Return the target worker and the draft worker of one process. Raises `UserError` if the
+    target cannot share with a substitute."""
     if draft.model or draft.weights not in SUBSTITUTE_WEIGHTS:
         raise SettingsError(
-            "a substitute is made of its target, in int8, int4, int3 or int2: leave "
+            "a substitute is made from its target, in int8, int4, int3 or int2: leave "
             "draft.model out, and set draft.weights to one of these"
         )
     weights = "int4" if draft.weights == "auto" else draft.weights
@@ -266,7 +264,7 @@ def _lent(verifying: TargetWorker, number: int) -> Lent:
     except RequestError as error:
         raise RequestError(
             "session",
-            f"the target in this process does not have session {number} ({error}): its draft "
-            "reads nothing without it",
+            f"the target in this process does not have session {number} ({error}), which the "
+            "draft needs",
         ) from None
     return Lent(log, shared_cache(cache), first)

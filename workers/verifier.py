@@ -1,30 +1,26 @@
-"""The target's engine: prefill a prompt, verify trees, commit what is accepted.
+"""The target's engine: prefills prompts, verifies trees, commits accepted tokens.
 
-A verification is one pass over the weights for the trees of several sessions. Each tree's rows -
-its root, then its nodes - are written behind the session's committed rows, every row sees the
-committed ones, the root and its own ancestors, and the rows of the accepted path move down to
-become committed. The next root, the bonus, has no row yet. Every session is checked before the pass
-and committed after it, so that a pass that fails changes nothing; after it, each session is judged
-and committed for itself, and one whose commit fails half-way is forgotten.
+A verification is one pass over the weights for the trees of several sessions. A tree's rows - its
+root, then its nodes - are written behind the session's committed rows; every row attends to the
+committed ones, the root, its own ancestors and itself. The rows of the accepted path then move down
+to become committed. The next root, the bonus, has no row yet. Every session is checked before the
+pass and committed after it, so a pass that fails changes nothing; after it, each session is
+committed separately, and one whose commit fails half-way is dropped.
 
 A session whose draft reads its target gets features of every committed row, as they are computed:
-of the prompt part by part, of a tree those of the root and the accepted nodes. In the same way the
-tokens of a prompt are scored, where that is asked for. For a draft that joins later the features of
-rows that have been committed are computed anew, beside the session.
+of the prompt chunk by chunk, of a tree those of the root and the accepted nodes. Prompts are scored
+in the same way on request. For a draft that joins later, features of committed rows are recomputed
+in a separate cache.
 
-A log may be read in parts: by themselves, or as further rows of a verification's pass. The bytes
-are the same.
+A log may be prefilled in chunks, in passes of their own or as further rows of a verification. The
+bytes are the same. A session that began elsewhere is opened with its log as the prompt, and
+continues as it would have there.
 
-A session that was begun elsewhere is opened with its token log for a prompt, and goes on as it
-would have there.
+The log and rows of an ended session can be kept for another one. Rows are reused as they are, so
+this requires a model that computes the same bytes for a row in any chunk of a prompt.
 
-What is left of a session that has ended, its log and its rows, can be kept for one that goes on
-from it. A row is taken over as it is, so that this is for models alone that compute the same bytes
-for it in whatever part of a prompt it stands.
-
-Knows sessions as token logs and caches; nothing of messages about them beyond a `VerifyItem`, and
-nothing of links.
-"""
+Knows sessions as token logs and caches; no messages beyond `VerifyItem` and `ReadItem`, and no
+links."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -69,7 +65,7 @@ class _Pass:
     logits: Sequence[Tensor]
     """[M, V] for each item, then [R, V] for each chunk of a log."""
     states: Mapping[int, Tensor]
-    """[rows, hidden] of every place that one of the sessions reads."""
+    """[rows, hidden] of every layer that one of the sessions reads."""
     starts: Sequence[int]
     """The first row of each item, then of each chunk."""
 
@@ -90,16 +86,16 @@ class Verifier(Opener):
     ) -> None:
         super().__init__(model, spans, kept_tokens=kept_tokens, reads_from=reads_from)
         self._held: dict[tuple[Sequence[int], str], HeldPasses] = {}
-        """Layers that are read and type -> passes that are held."""
+        """(layers that are read, type) -> passes that are held."""
         self._counts, self._experts = model.routing is not None, 0
 
     @property
     def kept(self) -> int:
-        """Sessions that have ended and are kept."""
+        """The number of ended sessions that are kept."""
         return len(self._kept)
 
     def check(self, item: VerifyItem, drawn: ProposalProbabilities | None = None) -> None:
-        """Passes an item that `verify` can do; else `StaleError` or `RequestError`."""
+        """Raise `StaleError` or `RequestError` unless the item can be verified."""
         session = find_session(self._sessions, item.session)
         check_round(
             item.session,
@@ -111,14 +107,14 @@ class Verifier(Opener):
         if len(item.tokens) > session.tree.most_nodes:
             raise RequestError(
                 "capacity",
-                f"session {item.session}: a tree of {len(item.tokens)} nodes, where it was "
-                f"opened for at most {session.tree.most_nodes}",
+                f"session {item.session}: a tree of {len(item.tokens)} nodes, but it was opened "
+                f"for at most {session.tree.most_nodes}",
             )
         if len(session.log) > session.capacity:
             raise RequestError(
                 "capacity",
-                f"session {item.session}: {len(session.log)} tokens, where it was opened for "
-                f"at most {session.capacity}",
+                f"session {item.session}: {len(session.log)} tokens, but it was opened for at "
+                f"most {session.capacity}",
             )
         try:
             item.tree.check(self._model.vocabulary_size)
@@ -132,11 +128,9 @@ class Verifier(Opener):
     def verify(
         self, items: Sequence[VerifyItem], drawn: Mapping[int, ProposalProbabilities] = UNDRAWN
     ) -> list[Verdict | RequestError]:
-        """One pass for checked items of different sessions; for each in turn the verdict,
-        committed, or why there is none. If it raises, nothing changed.
-
-        `drawn`: by session, from what the trees of those were drawn that accept by rejection.
-        """
+        """Verify checked items of different sessions in one pass. Return for each in turn the
+        committed verdict, or why it failed. If it raises, nothing changed. `drawn`: by session, the
+        distributions that trees under rejection sampling were drawn from."""
         return self.verify_and_read(items, drawn, ())[0]
 
     def verify_and_read(
@@ -196,14 +190,13 @@ class Verifier(Opener):
         return told if end is None else [*told, end]
 
     def take_experts(self) -> int:
-        """Return how many experts the passes since the last call went through; 0 for a model that
-        does not count them."""
+        """Return how many experts the passes since the last call used; 0 for a model that does not
+        count them."""
         experts, self._experts = self._experts, 0
         return experts
 
     def close(self, number: int, *, keep: bool = False) -> None:
-        """Forget a session; unknown ones are forgotten already. `keep`: but for its log and its
-        rows."""
+        """Close a session, if it is open. `keep`: keep its log and rows."""
         session = self._sessions.pop(number, None)
         self._begun.pop(number, None)
         if not keep:
@@ -213,8 +206,8 @@ class Verifier(Opener):
             self._kept.add(number, KeptSession(session.log, session.cache))
 
     def suspend(self) -> KeptSessions[KeptSession]:
-        """Close all sessions, and return what is left of them and of others, whatever room it
-        takes."""
+        """Close all sessions, and return their rows and those kept before, regardless of the
+        limit."""
         self._begun.clear()
         for number, session in self._sessions.items():
             session.cache.resize(session.cache.length)
@@ -223,14 +216,14 @@ class Verifier(Opener):
         return self._kept
 
     def lend(self, number: int) -> tuple[Sequence[int], Cache, int]:
-        """A session's log, its cache, which has committed the rows of all of that but the last
-        token, and the first slot that nothing here writes to."""
+        """Return a session's log, its cache, in which the rows of all tokens but the last are
+        committed, and the first slot that verification never writes to."""
         session = find_session(self._sessions, number)
         return session.log, session.cache, session.own
 
     def prepare_noise(self) -> bool:
-        """Compute the noise of one position that a coming round may ask for; False if all of it is
-        there, or the kernels choose, which need none ahead."""
+        """Compute the noise of one position that a coming round may need. Return False if all of it
+        is known, or the kernels choose, which compute noise themselves."""
         return not ranking.ranks(self._model.device) and any(
             s.noise is not None and s.noise.prepare(len(s.log), s.tree.depth + 1)
             for s in self._sessions.values()
@@ -248,8 +241,8 @@ class Verifier(Opener):
             session, tree = self._sessions[item.session], item.tree
             root = len(session.log) - 1
             tokens += (session.log[-1], *tree.tokens)
-            # what lies beyond the context is cut from the reply, but its rows are computed, and a
-            # model need have no position for them
+            # rows beyond the context are computed, though cut from the reply; the model may have no
+            # position for them
             positions += (min(root + depth, self._model.context - 1) for depth in (0, *tree.depths))
             segments.append(
                 Segment(
@@ -285,8 +278,8 @@ class Verifier(Opener):
     def _judge(
         self, item: VerifyItem, asked: Asked, outcome: Outcome | Exception
     ) -> Verdict | RequestError:
-        """Return the verdict of an item from the outcome of its tree, without features, or why
-        there is none."""
+        """Return the verdict of an item from the outcome of its tree, without features, or why it
+        failed."""
         session, logits, tree, _ = asked
         if isinstance(outcome, Exception):
             return as_request_error(outcome)
@@ -294,7 +287,7 @@ class Verifier(Opener):
         try:
             tokens = [*(tree.tokens[node] for node in accepted), bonus]
             logprobs = session.scores(logits, _path(accepted), tokens)
-        except Exception as error:  # the other sessions of the pass have their verdicts
+        except Exception as error:  # must not affect the pass's other sessions
             return as_request_error(error)
         verdict = VerifiedItem(
             session=item.session,
@@ -312,9 +305,9 @@ class Verifier(Opener):
         verdicts: Sequence[Verdict | RequestError],
         passed: _Pass,
     ) -> list[Verdict | RequestError]:
-        """Return the verdicts with what the sessions' drafts read of the target, after all of it
-        that was held; what an item has held is added to that. Verdicts whose drafts read the same
-        are served at once: a gather for each session costs more than the numbers."""
+        """Return the verdicts with the features that the sessions' drafts read, after those held
+        before; an item may have its own held, too. Verdicts whose drafts read the same are served
+        at once: a gather for each session would cost more than the copying."""
         shown = list(verdicts)
         readers: dict[tuple[Reads, bool], list[tuple[int, Verdict]]] = {}
         for place, (item, verdict) in enumerate(zip(items, verdicts, strict=True)):
@@ -368,13 +361,13 @@ class Verifier(Opener):
 
 
 def _path(accepted: Sequence[int]) -> list[int]:
-    """Return the rows of an item that lie on the accepted path: its root's, row i + 1 of node i."""
+    """Return the rows of an item on the accepted path: its root's, and row i + 1 of node i."""
     return [0, *(node + 1 for node in accepted)]
 
 
 def tree_paths(tree: TokenTree, root: int) -> Paths:
-    """Return what the rows of a tree see whose root is written to slot `root` and node i behind it:
-    all slots before, the root, their ancestors, themselves."""
+    """Return the slots that the rows of a tree attend to, with the root in slot `root` and node i
+    behind it: all slots before, the root, their ancestors, themselves."""
     paths = [[root]]
     for node, parent in enumerate(tree.parents):
         paths.append([*paths[parent + 1], root + 1 + node])

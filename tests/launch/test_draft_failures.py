@@ -29,7 +29,7 @@ WAYS = {
     "only_ahead": "IndexError: the index is on another device",
     "in_open": "IndexError: the index is on another device",
     "in_feed": "IndexError: the index is on another device",
-    "out_of_memory": "the worker's memory is exhausted: CUDA out of memory",
+    "out_of_memory": "the worker is out of memory: CUDA out of memory",
     "no_numbers": "FloatingPointError: the draft's logits are not numbers",
     "dies": "it disconnected",
 }

@@ -146,8 +146,8 @@ def test_a_command_of_a_round_that_is_done_is_counted_and_changes_nothing(
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
-        (draft(3, prefix=5), "prefix", "round 3 was asked for after round 1"),
-        (draft(2, prefix=9), "prefix", "assumes 9 tokens, the log here has 5"),
+        (draft(3, prefix=5), "prefix", "got round 3 after round 1"),
+        (draft(2, prefix=9), "prefix", "assumes 9 tokens, but the log here has 5"),
         (draft(2, prefix=7, accepted=(0, 0)), "prefix", r"nodes \(0, 0\) are not a path"),
         (draft(2, prefix=5, bonus=VOCABULARY), "vocabulary", f"token {VOCABULARY}"),
         (draft(2, prefix=5, session=6), "session", "session 6 is not open"),
@@ -586,7 +586,7 @@ def test_a_draft_that_reads_nothing_refuses_features(worker: DraftWorker[DraftSe
     with pytest.raises(RequestError, match="reads no features") as refusal:
         worker.handle(feed(0, 3))
     assert refusal.value.code == "role"
-    with pytest.raises(RequestError, match="features came, and this draft reads none"):
+    with pytest.raises(RequestError, match="features came, but this draft reads none"):
         worker.handle(draft(1, prefix=4, features=features(1)))
     assert isinstance(only(worker.handle(draft(1, prefix=4))), Drafted)
 
@@ -639,7 +639,7 @@ def test_a_kind_that_contradicts_the_folder_is_refused(
     said: str, folder_kind: str, words: str, tmp_path: Path, llama_folder: Path
 ) -> None:
     folder = write_head(tmp_path, folder_kind) if folder_kind else llama_folder
-    with pytest.raises(SettingsError, match=f"^draft.kind = '{said}', and {folder} {words}"):
+    with pytest.raises(SettingsError, match=f"^draft.kind = '{said}', but {folder} {words}"):
         head_worker(folder, llama_folder, kind=said)
 
 

@@ -100,7 +100,7 @@ def test_beyond_its_limit_the_oldest_are_forgotten() -> None:
         (1, (5, 6, 7, 1), 4, "a prompt of 4"),
         (1, (5, 6, 7, 1), 5, "a prompt of 4"),
         (1, (5, 6, 7, 8, 9), 4, "rows of 3"),
-        (1, (5, 6, 1, 1), 3, "begins otherwise"),
+        (1, (5, 6, 1, 1), 3, "begins differently"),
     ],
 )
 def test_what_cannot_be_gone_on_from_is_refused_and_stays(

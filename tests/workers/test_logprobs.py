@@ -243,7 +243,7 @@ def test_a_prompt_that_is_scored_has_no_base(llama: LanguageModel) -> None:
     verifier = Verifier(llama, Spans(), kept_tokens=100)
     open_session(verifier, 1, PROMPT, Sampling())
     verifier.close(1, keep=True)
-    with pytest.raises(RequestError, match="to be scored, and session 1 to be its base"):
+    with pytest.raises(RequestError, match="cannot score a prompt that reuses rows of session 1"):
         list(
             verifier.open(
                 opening(

@@ -19,8 +19,8 @@ def test_a_round_that_is_done_is_stale_whatever_it_assumes(round_: int) -> None:
 @pytest.mark.parametrize(
     ("round_", "prefix", "words"),
     [
-        (5, 10, "round 5 was asked for after round 3"),
-        (4, 11, "assumes 11 tokens, the log here has 10"),
+        (5, 10, "got round 5 after round 3"),
+        (4, 11, "assumes 11 tokens, but the log here has 10"),
     ],
 )
 def test_a_round_too_many_or_another_length_is_refused(
@@ -39,8 +39,8 @@ def test_rounds_may_be_missing_whose_tokens_come_along(round_: int, left_out: in
 @pytest.mark.parametrize(
     ("round_", "prefix", "words"),
     [
-        (8, 10, "round 8 was asked for after round 3"),
-        (5, 11, "assumes 11 tokens, the log here has 10"),
+        (8, 10, "got round 8 after round 3"),
+        (5, 11, "assumes 11 tokens, but the log here has 10"),
     ],
 )
 def test_more_missing_rounds_than_tokens_and_tokens_that_do_not_add_up_are_refused(

@@ -136,7 +136,7 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line(
 def test_a_model_whose_sizes_are_not_known_is_refused() -> None:
     spread = spread_of(TargetSettings(resident=0), UNLIMITED, open_device("cpu", 1), 1)
     assert spread is not None
-    with pytest.raises(SettingsError, match="of a strange model has no sizes"):
+    with pytest.raises(SettingsError, match="of a strange model lacks the sizes"):
         spread.stage({"model_type": "strange"}, "fp32")
 
 

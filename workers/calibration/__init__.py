@@ -1,1 +1,1 @@
-"""Measurements of this machine for its profile file, and the look-ups in that file."""
+"""Measurements of this machine for its profile file, and look-ups in that file."""

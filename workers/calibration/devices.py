@@ -1,10 +1,9 @@
-"""The costs of a layer and the head of a target on a device, resident or streamed, and on the CPU
-next to it: measured for the profile file, from which a planner puts placements together.
+"""The costs of a target's layer and head on a device, resident or streamed, and on the CPU next to
+it: measured for the profile file, from which the planner computes the cost of placements.
 
-A few layers of random weights and the target's own shapes are enough. What a layer takes is the
-difference between models of more and of fewer layers; the rest of a pass is put down to the head.
-The CPU may stand for the device. Knows settings and seconds; nothing of plans.
-"""
+A few layers of random weights in the target's own shapes are enough. A layer's cost is the
+difference between models of more and of fewer layers; the rest of a pass is attributed to the head.
+The CPU may stand in for the device."""
 
 import json
 import time
@@ -39,11 +38,9 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import random_language_model
 
 FEW, MORE = 2, 6
-"""Layers of the models whose difference is taken; more than there are buffers, so that streamed
-ones do stream."""
+"""Layers of the two models; more than there are buffers, so that streamed layers do stream."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 288)
-"""Rows that are measured, as far as the model has positions for them; the last is that of large
-trees."""
+"""Rows that are measured, as far as the model has positions; the last is that of large trees."""
 LINK_TIMES = 5
 LEAST_S = 1e-7
 PROBE_SIDE, PROBE_BYTES = 4096, 256 << 20
@@ -52,7 +49,7 @@ PROBE_PARTS, MULTIPLE = 32, 4096
 
 
 def planned_config(settings: TargetSettings) -> Mapping[str, Any]:
-    """The whole configuration of the settings' target."""
+    """Return the whole configuration of the settings' target."""
     return full_config(find_folder(settings.model) / "config.json")
 
 
@@ -74,7 +71,7 @@ def known_costs(
     threads: int | None = None,
 ) -> Known:
     """Return what was measured of the settings' target, spread over this many `shards`. `threads`:
-    by default those in use. `ProfileError` if the file is damaged."""
+    by default those in use. Raises `ProfileError` if the file is damaged."""
     known = load_profile(profile)
     for key in keys_of(settings, shards, threads):
         entry = known.find(key)
@@ -89,7 +86,7 @@ def known_costs(
 def keys_of(
     settings: TargetSettings, shards: int = 1, threads: int | None = None
 ) -> Iterator[ProfileKey]:
-    """Yield the keys under which its calibration may be: with the kernels, else with the
+    """Yield the keys under which its calibration may be stored: with the kernels, then with the
     library."""
     design = read_design(settings)
     types = {
@@ -115,14 +112,14 @@ def keys_of(
 def measure_device(
     settings: TargetSettings, *, device: str, threads: int, seconds: float
 ) -> DeviceCosts:
-    """A target's `DeviceCosts` with a device; about `seconds` of passes. `UserError` where its
-    layers cannot be placed, or memory holds too few of them."""
+    """Measure a target's `DeviceCosts` on a device with about `seconds` of passes. Raises
+    `UserError` if its layers cannot be placed, or memory holds too few of them."""
     opened = open_device(device, threads)
     config = planned_config(settings)
     if not has_sizes(config):
         raise UserError(
-            f"the config.json of a {config.get('model_type')} model has no sizes that layers "
-            "could be placed by: leave the device out"
+            f"the config.json of a {config.get('model_type')} model lacks the sizes for placing "
+            "layers: leave the device out"
         )
     with TemporaryDirectory(prefix="dovetail-design-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
@@ -152,7 +149,8 @@ def measure_device(
 
 
 def link_gb_s(device: Device, size: int) -> float:
-    """10^9 bytes a second of copies of that size from memory that is locked; the best of a few."""
+    """Return the 10^9 bytes a second of copies of that size from pinned memory; the best of a
+    few."""
     transfer: Transfer = device.transfer()
     source = torch.empty(size, dtype=torch.uint8).fill_(1)
     transfer.pin(source)
@@ -161,13 +159,13 @@ def link_gb_s(device: Device, size: int) -> float:
     for _ in range(LINK_TIMES):
         start = time.perf_counter()
         transfer.wait(transfer.copy(source, buffer, transfer.computed()))
-        _ = buffer[-1].item()  # asked for, so that a GPU has it
+        _ = buffer[-1].item()  # waits for the GPU
         best = max(best, size / (time.perf_counter() - start) / 1e9)
     return best
 
 
 class _Bench:
-    """Models of some layers, all of them in one place, and what their passes take."""
+    """Measures models of a few layers, all in one place."""
 
     def __init__(
         self, settings: TargetSettings, folder: Path, device: Device, seconds: float
@@ -206,13 +204,14 @@ class _Bench:
 
 
 def _parted(few: RowsSeconds, more: RowsSeconds) -> tuple[RowsSeconds, RowsSeconds]:
-    """A layer, and the rest of a pass."""
+    """Return the cost of a layer, and of the rest of a pass."""
     layer = _each(more, lambda rows, taken: (taken - few.at(rows)) / (MORE - FEW))
     return layer, _each(few, lambda rows, taken: taken - FEW * layer.at(rows))
 
 
 def _each(curve: RowsSeconds, change: Callable[[int, float], float]) -> RowsSeconds:
-    """Never less for more rows: what is found otherwise is another program's doing."""
+    """Change a curve pointwise, but never let it fall with more rows: that would be noise from
+    other programs."""
     points = zip(curve.rows, curve.seconds, strict=True)
     changed = (max(LEAST_S, change(rows, taken)) for rows, taken in points)
     return RowsSeconds.rising(curve.rows, changed)
@@ -220,18 +219,18 @@ def _each(curve: RowsSeconds, change: Callable[[int, float], float]) -> RowsSeco
 
 @dataclass(frozen=True)
 class Probed:
-    """The rough limits of a device: for estimates where no target was measured on it."""
+    """The rough limits of a device, for estimates if no target was measured on it."""
 
     read_gb_s: float
     gflop_s: float
-    """Peak of the arithmetic in fp32; `half_gflop_s`: in fp16."""
+    """Peak of fp32 arithmetic; `half_gflop_s`: of fp16."""
     half_gflop_s: float
     link_gb_s: float
 
 
 def probe_device(device: Device, *, side: int = PROBE_SIDE, size: int = PROBE_BYTES) -> Probed:
-    """Bandwidth, arithmetic and link of a device, the best of a few short tries: over this many
-    bytes, and with square matrices of that side, or less where little memory is free."""
+    """Measure bandwidth, arithmetic and link of a device, the best of a few short tries: over this
+    many bytes, and with square matrices of that side, or less if little memory is free."""
     place, room = device.torch_device, max(MULTIPLE, device.free_bytes() // PROBE_PARTS)
     size = min(size, room) // MULTIPLE * MULTIPLE
     side = min(side, isqrt(room // 4))

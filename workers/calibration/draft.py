@@ -1,12 +1,11 @@
-"""The cost of a level of a draft's tree on this machine, t_D: measured with passes as a draft
-worker makes them.
+"""The cost of a level of a draft's tree on this machine, t_D, measured with the same passes as a
+draft worker makes.
 
 t_D(rows) is one pass over this many nodes with the logits of all of them, behind a cache of some
-length: of a smaller model by its own forward pass, of a head as `drafters/head_levels.py` computes
-a level, from states instead of features. What ranking the children takes on top of it depends on
-the tree; the coordinator learns that from rounds. The weights are those of the settings, and the
-model is opened as the worker opens it. Knows seconds and keys; nothing of who asks.
-"""
+length: for a small model its forward pass, for a head a level as in `drafters/head_levels.py`, from
+states instead of features. Ranking the children comes on top and depends on the tree; the
+coordinator learns it from rounds. The model is opened as by the worker, with the weights of the
+settings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,13 +47,10 @@ def calibrate_draft(
     context: int | None = None,
     cache: Path | None = None,
 ) -> tuple[ProfileKey, ContextCurve]:
-    """t_D of the draft of `settings`, a small model, a head of the model `target` or its
-    substitute, which has the same context and is kept in the folder `cache`; and
-    where that holds. `seconds`: about how long to measure.
-
-    Behind a cache of CONTEXT rows, or as many as the draft allows. `UserError` as
-    `open_draft_worker`.
-    """
+    """Measure t_D of the draft of `settings` (a small model, a head of the model `target`, or its
+    substitute, cached in the folder `cache`) for about `seconds`, behind a cache of CONTEXT rows or
+    as many as the draft allows; return it with its key. Raises `UserError` as `open_draft_worker`
+    does."""
     device = open_device(settings.device, threads)
     if kernels.available():
         kernels.use_isa(kernels.isa_of(settings.isa))
@@ -86,8 +82,8 @@ def _measure(model: Computes, context: int, seconds: float) -> ContextCurve:
 
 
 class _Guesses:
-    """A head as it computes levels, one session's; its states and tokens are made up, which costs
-    the same."""
+    """Computes levels of a head for one session; the states and tokens are made up, which costs the
+    same."""
 
     def __init__(self, head: Head, capture: Capture | None) -> None:
         self._head, self._capture = head, capture
@@ -107,7 +103,7 @@ class _Guesses:
         *,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Logits [R, V] of `rows`, or, as of a level, of all."""
+        """Return logits [R, V] of `rows`, or of all rows, computed as a level."""
         (segment,) = segments
         if rows is not None:
             states = torch.zeros(len(tokens), self._head.spec.hidden, device=self._head.device)

@@ -1,5 +1,5 @@
-"""The cost of experts, measured by pairs of passes over as many rows: one whose rows are all the
-same token, and one whose rows differ and go through more experts."""
+"""The cost of experts, measured by pairs of passes over equally many rows: one where all rows are
+the same token, and one where they differ and use more experts."""
 
 import time
 
@@ -13,8 +13,8 @@ LEAST_PAIRS, MOST_PAIRS = 8, 64
 
 
 def measure_experts(subject: Subject, passes: Passes, seconds: float) -> ExpertCosts | None:
-    """Return how many experts the passes of the last curve went through, and the cost of each
-    further one, measured in about `seconds` seconds; None for a model that counts none."""
+    """Return how many experts the passes of the last curve used, and the cost of each further one,
+    measured in about `seconds` seconds; None if the model counts no experts."""
     if (routing := subject.model.routing) is None:
         return None
     layers = subject.whole.layers / subject.measured.layers
@@ -27,7 +27,7 @@ def measure_experts(subject: Subject, passes: Passes, seconds: float) -> ExpertC
 
 def expert_seconds(passes: Passes, seconds: float) -> float:
     """Return the seconds of each further expert: the weighted median of the slopes of all pairs; 0
-    if rows of the same token go through as many experts as others."""
+    if equal rows use as many experts as different ones."""
     pairs: list[tuple[float, int]] = []
     ends = time.perf_counter() + seconds
     while len(pairs) < MOST_PAIRS and (time.perf_counter() < ends or len(pairs) < LEAST_PAIRS):

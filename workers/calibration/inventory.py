@@ -1,10 +1,7 @@
-"""An inventory of torch and the C++ kernels on this machine, and a test whether the kernels compute
-what they should.
+"""An inventory of torch and the C++ kernels on this machine, and a self-test of the kernels.
 
-`python -m dovetail.workers.calibration.inventory` prints it as one JSON object, so that the
-caller neither imports torch nor ends with it if it is broken. Knows what there is, not what it is
-good for.
-"""
+`python -m dovetail.workers.calibration.inventory` prints it as one JSON object, so that the caller
+neither imports torch nor crashes with it if it is broken."""
 
 import json
 import os
@@ -31,7 +28,7 @@ SHAPE = (83, 70)
 ROWS = (1, 2, 7, 16, 33)
 TOLERANCE = {Kind.FP32: 1e-5, Kind.FP16: 1e-5, Kind.BF16: 1e-5, Kind.INT8: 3e-2}
 """Largest accepted difference to the product in double precision, relative to the largest output:
-of sums in fp32, and for int8 of weights and rows too."""
+that of fp32 sums, for int8 also of rounded weights and rows."""
 STORED = {
     Kind.FP32: torch.float32,
     Kind.FP16: torch.float16,
@@ -41,7 +38,7 @@ STORED = {
 
 
 def take_inventory() -> dict[str, Any]:
-    """torch's version, build and GPUs, and the kernels' instruction sets and failures."""
+    """Return torch's version, build and GPUs, and the kernels' instruction sets and failures."""
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
@@ -60,8 +57,8 @@ def take_inventory() -> dict[str, Any]:
 
 
 def found() -> Iterator[dict[str, str]]:
-    """Yield the GPUs that torch finds, by name and chip, with a clause where dovetail has never
-    been run on one of the kind."""
+    """Yield the GPUs that torch finds, by name and chip, with a note if dovetail has never been run
+    on that kind."""
     for kind in DEVICE_KINDS:
         for name in kind.found():
             yield {"name": name, "chip": kind.chip(torch.device(name)), "unproved": kind.unproved}
@@ -69,7 +66,7 @@ def found() -> Iterator[dict[str, str]]:
 
 def products_of(device: torch.device) -> dict[str, Any]:
     """Return which products of a GPU are ours and which are torch's, a sentence for each type of
-    weights; or why there are none of ours, as `missing`."""
+    weights; or why none are ours, as `missing`."""
     if missing := kernels.why_not():
         return {"missing": missing, "said": []}
     products = Products(device, partial(kind_of(device).program, device), here)
@@ -98,7 +95,7 @@ def _failures_of(kind: Kind) -> Iterator[str]:
     weight = torch.randn(SHAPE, generator=generator).to(STORED[kind])
     x = torch.randn(max(ROWS), SHAPE[1], generator=generator)
     x[1] = 0.0
-    x[2] = x[2].abs()  # one-sided: sums of int8 products that saturate show here
+    x[2] = x[2].abs()  # one-sided: saturating sums of int8 products show here
     expected = x.double() @ weight.double().T
     matrix = PackedMatrix(kind, *SHAPE)
     matrix.pack(weight)
@@ -112,8 +109,7 @@ def _failures_of(kind: Kind) -> Iterator[str]:
             not _same_bytes(matrix.linear(x[:rows].contiguous()), whole[:rows]) for rows in ROWS
         ):
             yield (
-                f"{kind.name.lower()} on {isa.name.lower()}: a row's bytes depend on the "
-                "rows beside it"
+                f"{kind.name.lower()} on {isa.name.lower()}: a row's bytes depend on the other rows"
             )
 
 
@@ -142,7 +138,7 @@ def _failures_of_codes(bits: int) -> Iterator[str]:
         ):
             yield (
                 f"{matrix.kind.name.lower()} on {isa.name.lower()}: a row's bytes depend on "
-                "the rows beside it"
+                "the other rows"
             )
 
 
@@ -165,8 +161,6 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 if __name__ == "__main__":
     said = os.dup(1)
-    os.dup2(
-        2, 1
-    )  # what the libraries print (ONEDNN_VERBOSE and its like) is not for who reads this
+    os.dup2(2, 1)  # keeps the libraries' own output (ONEDNN_VERBOSE and the like) out of the JSON
     with os.fdopen(said, "w", encoding="utf-8") as stdout:
         json.dump(take_inventory(), stdout)

@@ -1,4 +1,4 @@
-"""The cost of a level of a draft's tree, t_D, as the profile file has it, and where that holds."""
+"""The cost of a level of a draft's tree, t_D, in the profile file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def known_levels(
     profile: Path | None, model: "LanguageModel | Head", library: str
 ) -> Sequence[ContextCurve]:
-    """t_D of a draft as the file has it; nothing where it was not measured. `library`: of the
-    device that it is on. `ProfileError` if the file is damaged."""
+    """Return t_D of a draft from the file; empty if it was not measured. `library`: of its device.
+    Raises `ProfileError` if the file is damaged."""
     levels = (
         load_profile(profile).find(levels_key(model, library)).levels
         if profile is not None
@@ -39,8 +39,8 @@ def expected_levels(
     vocabulary_size: int,
     library: str,
 ) -> ContextCurve | None:
-    """Return t_D of a draft that is not loaded: by the digest of its files, or, of a substitute, of
-    its target's; None where it was not measured."""
+    """Return t_D of a draft that is not loaded, by the digest of its files or, for a substitute, of
+    its target's; None if it was not measured."""
     known = [entry for entry in load_profile(profile).entries if entry.levels is not None]
     if not known:
         return None
@@ -71,8 +71,8 @@ def expected_levels(
 
 
 def levels_key(model: "LanguageModel | Head", library: str) -> ProfileKey:
-    """Return the key under which t_D of a draft holds. A digest of its files determines its shapes,
-    and the stored types of its matrices."""
+    """Return the key of t_D of a draft. The digest of its files determines its shapes and the types
+    of its matrices."""
     how = model.kernels if isinstance(model, LanguageModel) else model.arithmetic
     shapes = shapes_key((), model.checkpoint_digest, model.vocabulary_size)
     return ProfileKey(

@@ -1,5 +1,5 @@
-"""The limits of this machine: the bandwidth of its memory and its arithmetic, and the cost of a
-pass by them alone."""
+"""The limits of this machine: memory bandwidth and arithmetic, and the cost of a pass by them
+alone."""
 
 import torch
 
@@ -18,8 +18,8 @@ PROBE_S = 0.6
 
 
 def measure_limits(budget_s: float) -> MachineLimits:
-    """Bandwidth and peaks on the threads in use: by the kernels' own loops; without kernels by
-    torch, whose best is somewhat below the peak."""
+    """Measure bandwidth and peaks on the threads in use by the kernels' own loops; without kernels
+    by torch, whose best is somewhat below the peak."""
     if not kernels.available():
         return MachineLimits(
             bandwidth_gb_s=_torch_bandwidth(),
@@ -42,7 +42,7 @@ def measure_limits(budget_s: float) -> MachineLimits:
 
 
 def best_of(one: MachineLimits, other: MachineLimits) -> MachineLimits:
-    """The larger of each: whatever else ran on the machine made the smaller one small."""
+    """Return the larger of each: smaller figures are due to other programs."""
     peaks = {name: max(peak, other.peak_gflop_s[name]) for name, peak in one.peak_gflop_s.items()}
     return MachineLimits(
         bandwidth_gb_s=max(one.bandwidth_gb_s, other.bandwidth_gb_s),

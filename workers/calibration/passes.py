@@ -15,8 +15,8 @@ from dovetail.workers.models.timing import timed
 MOST_ROWS = 64
 EVERY_ROW = tuple(range(1, MOST_ROWS + 1))
 LADDER = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
-"""Measured where all 64 would take too long; T_V is nearly a polyline with its bends at the
-kernels' tile heights."""
+"""Measured if all 64 would take too long; T_V is nearly a polyline with its bends at the kernels'
+tile heights."""
 SHORT_LADDER = (1, 2, 4, 8, 16, 32, 64)
 CHILDREN = 4
 CONTEXT = 512
@@ -25,13 +25,13 @@ CHUNK = 128
 
 
 class Computes(Protocol):
-    """The model of the passes: `LanguageModel`, or what passes for one."""
+    """The model of the passes: a `LanguageModel` or the like."""
 
     @property
     def vocabulary_size(self) -> int: ...
 
     def new_cache(self, capacity: int) -> Cache:
-        """For one session."""
+        """Return a cache for one session."""
 
     def forward(
         self,
@@ -41,7 +41,7 @@ class Computes(Protocol):
         *,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [R, V] of `rows`, None: of all."""
+        """Return logits [R, V] of `rows`; None: of all."""
 
 
 class Passes:
@@ -54,8 +54,8 @@ class Passes:
         self._generator = torch.Generator().manual_seed(1)
         self._prefill_s = 0.0
         self.experts: dict[int, int] = {}
-        """By rows: the median number of experts that passes of the last curve went through; 0 where
-        they are not counted."""
+        """By rows: the median number of experts that passes of the last curve used; 0 if not
+        counted."""
         self.done: Callable[[float], None] = lambda _: None
 
     def fill(self, length: int) -> None:
@@ -69,13 +69,13 @@ class Passes:
             self._prefill_s = took / count
 
     def seconds_to(self, length: int) -> float:
-        """About how long it takes to fill the cache up to this length."""
+        """Estimate how long it takes to fill the cache up to this length."""
         return self._prefill_s * max(0, length - self._cache.length)
 
     def curve(self, rows: Sequence[int], budget_s: float, *, scale: float = 1.0) -> RowsSeconds:
-        """The median seconds of passes over this many rows, times `scale`; fewer row counts
-        (LADDER) where not all can be measured within `budget_s`."""
-        self.once(max(rows))  # memory is taken, threads are awake
+        """Return the median seconds of passes over this many rows, times `scale`; fewer row counts
+        (LADDER) if not all can be measured within `budget_s`."""
+        self.once(max(rows))  # warm-up: allocates memory, wakes threads
         slowest, fastest = self.once(max(rows)), self.once(min(rows))
         if LEAST_PASSES * len(rows) * (slowest + fastest) / 2 > budget_s:
             rows = [count for count in rows if count in LADDER]
@@ -98,14 +98,13 @@ class Passes:
         )
 
     def counted(self, rows: int, tokens: int | None = None) -> tuple[float, int]:
-        """Return the seconds of a pass over a tree of `rows` rows, and how many experts it goes
-        through. `tokens`: draw the rows' tokens among the first `tokens` ids; None: among
-        all."""
+        """Return the seconds of a pass over a tree of `rows` rows, and how many experts it uses.
+        `tokens`: draw the rows' tokens among the first `tokens` ids; None: among all."""
         with timed() as parts:
             return self.once(rows, tokens), parts.experts
 
     def once(self, rows: int, tokens: int | None = None) -> float:
-        """Seconds of one pass over a tree of this many rows; nothing is committed."""
+        """Return the seconds of one pass over a tree of this many rows; nothing is committed."""
         root = self._cache.length
         paths = tree_paths(rows)
         segment = Segment(
@@ -129,11 +128,11 @@ class Passes:
         )
         return self._model.forward(tokens, positions, [segment], rows=rows)[
             0, 0
-        ].item()  # asked for, so that a GPU has done it
+        ].item()  # waits for the GPU
 
 
 def tree_paths(rows: int) -> list[list[int]]:
-    """Return for each row of a tree of CHILDREN children a node, filled level by level, its
+    """Return for each row of a tree with CHILDREN children a node, filled level by level, its
     ancestors, root first, and itself."""
     paths: list[list[int]] = [[0]]
     for node in range(1, rows):

@@ -1,6 +1,6 @@
-"""The time of products with matrices of a type of weights, by the number of rows that are
-multiplied: for estimates of a target that was not calibrated. Matrices fit into a cache, so that
-the bandwidth of memory plays no part. They hold zeros, which take as long as any other weights."""
+"""The time of products with matrices of a type of weights, by their rows, for estimates of a target
+that was not calibrated. Matrices fit into a cache, so that memory bandwidth does not count. They
+hold zeros, which take as long as any other weights."""
 
 import time
 from collections import Counter
@@ -27,9 +27,9 @@ TRIES = 5
 
 
 def product_seconds(weights: str, folder: Path, activations: str = "int8") -> RowsSeconds | None:
-    """Return the seconds that a product takes for each of its weights, by its rows, on the threads
-    in use; None where the kernels have no such weights. Weights `file` are the mean of all types in
-    the GGUF file that `folder` is the view of, and int4 is Q4_K."""
+    """Return the seconds of a product per weight, by its rows, on the threads in use; None if the
+    kernels have no such weights. Weights `file` are the mean of all types in the GGUF file behind
+    the folder, and int4 is Q4_K."""
     if not kernels.available():
         return None
     if weights == INT4:
@@ -49,7 +49,7 @@ def _plain(kind: Kind) -> PackedMatrix:
 
 
 def _matrix(kind: Kind, type: int) -> PackedMatrix:
-    """A matrix of one of ggml's types."""
+    """Return a matrix of one of ggml's types."""
     if type in PLAIN:
         return _plain(PLAIN[type])
     outputs, inputs = SHAPE
@@ -60,8 +60,8 @@ def _matrix(kind: Kind, type: int) -> PackedMatrix:
 
 
 def _seconds(matrices: Mapping[PackedMatrix, int]) -> RowsSeconds | None:
-    """Return the mean seconds for a weight; `matrices`: one of each type, and how many weights of
-    the model are of that type."""
+    """Return the mean seconds per weight; `matrices`: one of each type, with how many of the
+    model's weights have that type."""
     whole = Counter(matrices).total()
     if not whole:
         return None
@@ -73,7 +73,7 @@ def _seconds(matrices: Mapping[PackedMatrix, int]) -> RowsSeconds | None:
 
 
 def _taken(matrix: PackedMatrix) -> Sequence[float]:
-    """Return the shortest of TRIES times for each of ROWS, which are measured by turns."""
+    """Return the shortest of TRIES times for each of ROWS, measured in turn."""
     given = [torch.ones(rows, matrix.k) for rows in ROWS]
     least = [float("inf")] * len(ROWS)
     for _ in range(TRIES):

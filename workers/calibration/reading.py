@@ -1,5 +1,5 @@
-"""The cost of reading a prompt: on the CPU, and with the weights of a model on the CPU streaming
-through a device. For the profile file, whose numbers alone decide later who reads a prompt."""
+"""The cost of prefill: on the CPU, and with the weights of a model on the CPU streamed through a
+device. Measured for the profile file, which later decides who prefills a prompt."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,16 +19,16 @@ from dovetail.workers.models.loading import load_language_model
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 
 LADDER = (16, 64, 256, 1024, 4096)
-"""Rows of the prompts that are measured, as far as the model has positions and there is time."""
+"""Rows of the measured prompts, as far as the model has positions and time permits."""
 TIMES = 3
 SHARE_OF_TIME = 0.2
-"""The share of all seconds that one prompt may take: it is expected to take less than so much, or
-it and longer ones are not measured."""
+"""The largest share of all seconds for one prompt: if it is expected to take longer, it and longer
+ones are not measured."""
 
 
 def measure_reading(settings: TargetSettings, *, threads: int, seconds: float) -> Reading:
-    """A target's `Reading` with the device of `target.prefill`; about `seconds` of passes. The
-    median of three, after one that is not counted."""
+    """Measure a target's `Reading` with the device of `target.prefill` in about `seconds` of
+    passes. The median of three, after a warm-up."""
     device = open_device(settings.prefill, threads)
 
     def stage(config: Mapping[str, Any], weights: str, _: Matrices) -> Staging:
@@ -78,7 +78,7 @@ def _read_apart(model: LanguageModel, tokens: torch.Tensor) -> None:
 
 
 def _read_locally(model: LanguageModel, tokens: torch.Tensor) -> None:
-    """Read a prompt as a target without a separate reader does."""
+    """Prefill a prompt as a target without a separate prefill device does."""
     cache = model.new_cache(len(tokens))
     for start in range(0, len(tokens), PROMPT_ROWS):
         part = tokens[start : start + PROMPT_ROWS]

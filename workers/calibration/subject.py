@@ -30,42 +30,41 @@ class Design:
 
     folder: Path
     shapes: Shapes
-    """[out, in] of all linears, head included, and of every expert's."""
+    """[out, in] of all linears, including the head and every expert's."""
     layers: int
     context: int
     mixture: Mixture = DENSE
     experts: Shapes = ()
-    """Those of experts alone, which stand last in `shapes`."""
+    """Those of experts alone, which are the last of `shapes`."""
     mix: str = ""
     """The types of numbers of a GGUF file, in words."""
     blocks_bytes: int = 0
-    """The bytes of its matrices as blocks; 0: they are none."""
+    """The bytes of its matrices as blocks; 0 if they are not in blocks."""
     uncoded: str = ""
-    """The parts of its layers that levels of fixed shapes on a GPU do not cover; empty: they cover
-    all."""
+    """The parts of its layers that levels of fixed shapes on a GPU do not cover; empty: none."""
     states: StateTraffic = STATELESS
     """The traffic of its states in a pass."""
 
     @property
     def matrices(self) -> Matrices:
-        """Return the matrices of the model, those of experts apart."""
+        """The matrices of the model, experts separately."""
         return Matrices(self.shapes[: len(self.shapes) - len(self.experts)], self.experts)
 
     @property
     def weights(self) -> int:
-        """Return how many weights the linears have."""
+        """The number of weights of the linears."""
         return sum(n * k for n, k in self.shapes)
 
     @property
     def active(self) -> int:
-        """Return how many of them one row goes through."""
+        """The number of weights that one row uses."""
         return round(self.weights * self.mixture.active)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be measured, its own design, and that of the whole model that it stands for: of
-    fewer layers where memory does not hold all of them."""
+    """A model to be measured, its own design, and that of the whole model that it represents: the
+    measured one has fewer layers if memory does not hold all of them."""
 
     model: LanguageModel
     measured: Design
@@ -74,19 +73,19 @@ class Subject:
 
     @property
     def scale(self) -> float:
-        """Seconds of the whole model for one second of the one that is measured."""
+        """Seconds of the whole model for one second of the measured one."""
         return self.whole.weights / self.measured.weights
 
 
 def design_key(design: Design, weights: str) -> str:
-    """Return the part of a profile's key for the matrices: those of a file differ in their types,
-    too."""
+    """Return the part of a profile's key for the matrices: those of a file also differ in their
+    types."""
     return shapes_key(list(design.shapes), *((design.mix,) if weights in FILE_KINDS else ()))
 
 
 def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
-    """The design of the settings' model, from its config.json alone; `layers`: with this many in
-    place of the configured number."""
+    """Return the design of the settings' model from its config.json alone; `layers`: this many
+    instead of the configured number."""
     folder = find_folder(settings.model)
     model = random_skeleton(
         folder, layers=layers, stored=torch.float16, context=settings.longest

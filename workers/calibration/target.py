@@ -1,15 +1,13 @@
-"""The cost of a target's pass over M rows on this machine, and what it could be: the target is
-measured with passes as it makes them when it verifies.
+"""Measures the cost of a target's pass over M rows on this machine, with the same passes as it
+makes when it verifies, and compares it with the hardware's limit.
 
 T_V(M) is one forward pass over the root and M - 1 nodes of a tree of four children a node, with the
 logits of all rows, over a cache of a given length; the median of several passes, taken in turn over
-all M so that whatever else happens on the machine happens to all of them. The limit is the larger
-of two times: that of reading the packed weights once at the machine's bandwidth, and that of 2 M
-operations a weight at the peak of the instructions that are used. Works on a checkpoint, or on a
-config.json alone with random weights, and on fewer layers where memory does not hold all of them:
-times are then scaled by weights. Knows settings and seconds; nothing of files but what the loader
-reads.
-"""
+all M so that other load on the machine affects all of them alike. The limit is the larger of two
+times: reading the packed weights once at the machine's bandwidth, and 2 M operations a weight at
+the peak of the instructions in use. Works on a checkpoint, or on a config.json alone with random
+weights, and on fewer layers if memory does not hold all of them: times are then scaled by
+weights."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -57,13 +55,13 @@ from dovetail.workers.progress import LoadingTold, hearing_loads
 from dovetail.workers.serving.sharded import settle_target
 
 SHARE_OF_MEMORY = 0.8
-"""The share of the free memory that is for a model that is measured without being needed."""
+"""The share of the free memory that a measured model may take."""
 
 EXPERTS_SHARE = 0.1
-"""The share of the seconds in which the cost of experts is measured, if there are any."""
+"""The share of the seconds for the cost of experts, if there are any."""
 
 Say = Callable[[str, float], None]
-"""Is called with the present step, and the share of all that is done."""
+"""Called with the present step, and the share of all work that is done."""
 LOADED = 0.15
 """The share that is done when the model is loaded."""
 
@@ -78,12 +76,11 @@ def calibrate(
     contexts: Sequence[int],
     say: Say,
 ) -> dict[str, Any]:
-    """Measure a target with about `seconds` of passes: the fields of `dovetail calibrate --json`
-    but for t_d, and `key` and `calibration` for the profile.
+    """Measure a target with about `seconds` of passes. Return the fields of `dovetail calibrate
+    --json` except t_d, and `key` and `calibration` for the profile.
 
     `memory_bytes`: how much a model may take here; `contexts`: lengths of the cache, none: some
-    that the model allows. `say` is called with the present step.
-    """
+    that the model allows. `say` is called with the present step."""
     open_device("cpu", threads)
     if kernels.available():
         kernels.set_threads(threads)
@@ -126,7 +123,7 @@ def calibrate(
 
 
 def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
-    """The result as `--json` has it."""
+    """Return the result as in `--json`."""
     limits, t_v = calibration.limits, calibration.t_v
     every = [m for m in EVERY_ROW if m <= t_v.rows[-1]]
     return {
@@ -161,8 +158,8 @@ def told(subject: Subject, calibration: Calibration) -> dict[str, Any]:
 
 
 def experts_told(calibration: Calibration) -> dict[str, Any] | None:
-    """Return how many experts the passes went through, and the seconds of each further one; None
-    if they were not counted."""
+    """Return how many experts the passes used, and the seconds of each further one; None if they
+    were not counted."""
     if (experts := calibration.experts) is None:
         return None
     return {
@@ -181,13 +178,13 @@ def experts_told(calibration: Calibration) -> dict[str, Any] | None:
 def _measure_reading(
     settings: TargetSettings, subject: Subject, threads: int, seconds: float, say: Say
 ) -> Reading | None:
-    """Return what prompts take where their reader is named (target.prefill)."""
+    """Return the cost of prefill, if its device is set (target.prefill)."""
     if settings.prefill in ("auto", "local"):
         return None
     if subject.random or subject.scale != 1.0:
         raise UserError(
-            f"target.prefill = {settings.prefill!r} is measured with a model that is here and "
-            "fits into memory: leave it out"
+            f"target.prefill = {settings.prefill!r} can only be measured with a model whose weights "
+            "are here and fit into memory: leave it out"
         )
     say(f"reading prompts by {settings.prefill}", 0.95)
     return measure_reading(settings, threads=threads, seconds=seconds)
@@ -196,14 +193,14 @@ def _measure_reading(
 def open_subject(
     settings: TargetSettings, design: Design, *, memory_bytes: int, profile: Path | None
 ) -> Subject:
-    """The model of the settings: the checkpoint where there are weights and memory for them, else
-    random weights, of as many layers as memory holds."""
+    """Open the settings' model: the checkpoint if there are weights and memory for them, else
+    random weights, of as many layers as fit."""
     room = SHARE_OF_MEMORY * memory_bytes / WEIGHT_BYTES.get(settings.weights, 2)
     blocks, fits = settings.weights == FILE, design.weights <= room
     if blocks and design.blocks_bytes > SHARE_OF_MEMORY * memory_bytes:
         raise UserError(
             f"the {design.blocks_bytes / 2**30:.1f} GiB of blocks of {settings.model} do not fit "
-            f"into the {memory_bytes / 2**30:.1f} GiB of memory that are free here"
+            f"into the {memory_bytes / 2**30:.1f} GiB of free memory"
         )
     if blocks or (fits and weight_paths(design.folder)):
         model = load_language_model(
@@ -238,8 +235,8 @@ def open_subject(
 
 
 def calibration_key(subject: Subject) -> ProfileKey:
-    """Return where a calibration holds: that of the library's measurements, or, with the kernels,
-    their version and instruction set in place of torch's."""
+    """Return the key of a calibration: that of the library's measurements or, with the kernels,
+    with their version and instruction set in place of torch's."""
     model = subject.model
     if model.backend == "library":
         return profile_key(subject.whole.shapes, weights=model.weights)
@@ -257,7 +254,7 @@ def calibration_key(subject: Subject) -> ProfileKey:
 
 
 def back_ends(subject: Subject, profile: Path | None) -> dict[str, Any]:
-    """Return what computes the model, why, and for the library what each candidate took for each
+    """Return what computes the model, why, and for the library the time of each candidate for each
     shape."""
     model = subject.model
     found: dict[str, Any] = {
@@ -279,8 +276,8 @@ def back_ends(subject: Subject, profile: Path | None) -> dict[str, Any]:
 
 
 def _lengths(context: int, wanted: Sequence[int]) -> tuple[int, list[int]]:
-    """The length for which T_V is reported, and all lengths, ascending: by default 512 or what the
-    model allows, a quarter of that, and four times it."""
+    """Return the length for which T_V is reported, and all lengths, ascending: by default 512 or
+    what the model allows, a quarter of that, and four times it."""
     room = context - MOST_ROWS
     if room < 1:
         raise UserError(
@@ -301,8 +298,8 @@ def _lengths(context: int, wanted: Sequence[int]) -> tuple[int, list[int]]:
 def _measure(
     subject: Subject, base: int, lengths: Sequence[int], seconds: float, say: Say
 ) -> tuple[dict[int, RowsSeconds], list[int], ExpertCosts | None]:
-    """The curve at each length of the cache, the lengths that a prefill would take too long to
-    reach, and the cost of experts at the length `base`."""
+    """Return the curve at each length of the cache, the lengths that would take too long to
+    prefill, and the cost of experts at the length `base`."""
     passes = Passes(subject.model, lengths[-1] + MOST_ROWS)
     curves: dict[int, RowsSeconds] = {}
     experts: ExpertCosts | None = None
@@ -328,8 +325,8 @@ def _measure(
 
 def _told_by(say: Say) -> LoadingTold:
     """Return a function that reports the progress of loading to `say`: a third of the share is for
-    checking the model, one for the rest; for one that is loaded again, only the progress beyond
-    that."""
+    checking the model, the rest for loading; a second loading only reports progress beyond the
+    first."""
     most = LOADED / 3
 
     def hear(doing: str, done: int, total: int) -> None:

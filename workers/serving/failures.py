@@ -1,8 +1,5 @@
-"""The answers to failures inside a worker.
-
-A worker outlives the failure of a command: memory that one session asks for too much, a line of
-ours that stumbles. Knows exceptions, not commands.
-"""
+"""Turns failures inside a worker into answers. A worker survives the failure of a command: a
+session that needs too much memory, or a bug of ours. Knows exceptions, not commands."""
 
 import sys
 import traceback
@@ -28,14 +25,14 @@ from dovetail.protocol.messages import (
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """The code and the line of text for an exception; an unexpected one is printed with its
-    traceback to stderr. Keeps no reference to the exception's frames."""
+    """Return an exception as a code and a line of text; an unexpected one is also printed to stderr
+    with its traceback. Keeps no reference to the exception's frames."""
     if isinstance(error, RequestError):
         return RequestError(error.code, str(error))
     if _is_out_of_memory(error):
         return RequestError(
             "memory",
-            f"the worker's memory is exhausted: {_line(error)}: "
+            f"the worker is out of memory: {_line(error)}: "
             "ask for fewer tokens, or wait until others have ended",
         )
     traceback.print_exception(error, file=sys.stderr)
@@ -43,8 +40,8 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch has its own errors for it, which can only occur if torch has been imported; a draft
-    without a model does not import it."""
+    """Return whether memory ran out. torch's own errors for it only occur if torch has been
+    imported, which a draft without a model does not do."""
     if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
     from dovetail.workers.devices.memory import is_out_of_memory
@@ -57,14 +54,16 @@ def _line(error: Exception) -> str:
 
 
 def subject(message: Command | Event) -> dict[str, int | None]:
-    """The session and the round that a message is about, if it is about one."""
+    """Return the session and the round that a message is about; None for each that does not
+    apply."""
     items: Sequence[Any] = getattr(message, "items", ()) or (getattr(message, "item", message),)
     about = items[0] if len(items) == 1 else message
     return {"session": getattr(about, "session", None), "round": getattr(about, "round", None)}
 
 
 def failed_events(command: Command, epoch: int, error: RequestError) -> list[Event]:
-    """A Failed for every session that a command is about, or a single one if it is about none."""
+    """Return a Failed for every session that a command is about, or a single one if it is about
+    none."""
     subjects: list[tuple[int | None, int | None]] = [(None, None)]
     match command:
         case Verify():

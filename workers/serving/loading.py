@@ -1,5 +1,5 @@
-"""The reports of a worker to its coordinator while it loads its model, before it introduces itself.
-Knows links and messages, nothing of models."""
+"""Reports a worker's loading progress to its coordinator before it registers. Knows links and
+messages, no models."""
 
 import os
 import socket
@@ -16,8 +16,8 @@ TELL_EVERY_S = 0.25
 
 
 class Telling:
-    """Sends how many bytes have been checked or loaded, a few times a second; a coordinator that
-    has gone is noticed when the worker introduces itself."""
+    """Sends how many bytes have been checked or loaded, a few times a second. A coordinator that
+    has gone is noticed only when the worker registers."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""A target worker opened from settings: its model loaded on its device, or spread over several."""
+"""Opens a target worker from settings: its model is loaded on its device, or spread over
+several."""
 
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from dovetail.workers.sessions.prefix_cache import affordable_tokens, room_token
 from dovetail.workers.target import Identity, TargetWorker
 
 MOST_WORDS = 200
-"""Letters that summaries have for why torch computes a model; the log has all of them."""
+"""The most characters of summaries about why torch computes a model; the log has the full text."""
 UNLIMITED = MemorySettings()
 
 
@@ -44,11 +45,10 @@ def open_target_worker(
     beside: int = 0,
     shards: Sequence[Shard] = (),
 ) -> TargetWorker:
-    """Return a target worker with its model loaded on its device, or spread over several;
+    """Open a target worker with its model loaded on its device, or spread over several; raise
     `UserError` for wrong settings. `profile`: the file of measurements on this machine. `beside`:
-    bits of the codes of a substitute that shares its GPU, 0 for none. `shards`: the memory nodes
-    over which it is spread on the CPU; empty if it is not spread.
-    """
+    bits of the codes of a substitute on the same GPU, 0 for none. `shards`: the memory nodes over
+    which it is spread on the CPU; empty if it is not spread."""
     device = open_device(settings.device, threads)
     spread = spread_of(
         settings,
@@ -64,7 +64,7 @@ def open_target_worker(
     if shards:
         if spread is not None or not device.is_cpu:
             raise SettingsError(
-                "target.numa = 'shard' spreads a target that the CPU computes alone, and a device "
+                "target.numa = 'shard' is for a target that the CPU computes alone, but a device "
                 "computes a part of this one: leave it out, or target.device, target.split and "
                 "target.prefill"
             )
@@ -105,8 +105,8 @@ def _identity(
     model: LanguageModel,
     profile: Path | None,
 ) -> Identity:
-    """Return the description of a loaded model for the coordinator."""
-    # a row has the same bytes whether it was kept or computed, and in chunks of any size
+    """Return the registration of a loaded model."""
+    # a row has the same bytes whether reused or computed, and in chunks of any size
     same_bytes = model.backend == "kernels" and (spread is None or spread.same_bytes)
     whole = spread is None or spread.demand is None
     known = None
@@ -133,7 +133,7 @@ def _identity(
 
 
 def _room_tokens(spread: Spread | None, device: Device, model: LanguageModel) -> int | None:
-    """Return how many tokens of all sessions there is room for; None: it is not known."""
+    """Return how many tokens of all sessions fit into memory; None: not known."""
     cache = model.new_cache(0)
     if spread is None or not spread.gpus:
         return room_tokens(device.free_bytes(), cache.row_bytes)
@@ -156,7 +156,7 @@ def _told_library(settings: TargetSettings, name: str, device: Device, model: La
 
 
 def _warn(settings: TargetSettings, name: str) -> None:
-    """Warn on stderr about losses by these settings."""
+    """Warn on stderr if these settings are not lossless."""
     if settings.weights == "int8-per-tensor":
         print(
             f"{name}: int8-per-tensor is not lossless: one scale for all rows of a pass makes "
@@ -184,8 +184,8 @@ def _fingerprint(
 
 
 def _experts(model: LanguageModel, known: Calibration | None) -> ExpertCosts | None:
-    """Return how many experts a model has, and their cost if it is known; None for a model that has
-    none, or does not count them."""
+    """Return how many experts a model has, and their cost if known; None if it has none or does not
+    count them."""
     if (routing := model.routing) is None:
         return None
     return known.experts if known is not None and known.experts else ExpertCosts(routing=routing)
@@ -194,8 +194,8 @@ def _experts(model: LanguageModel, known: Calibration | None) -> ExpertCosts | N
 def _calibration(
     settings: TargetSettings, model: LanguageModel, profile: Path
 ) -> Calibration | None:
-    """Return what `dovetail calibrate` measured for this model as it is computed here; None if
-    nothing."""
+    """Return what `dovetail calibrate` measured for this model as it is computed here, if
+    anything."""
     known = load_profile(profile)
     if not any(entry.calibrations for entry in known.entries):
         return None

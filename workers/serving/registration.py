@@ -28,8 +28,8 @@ from dovetail.workers.sessions.prefix_cache import KeptSessions
 
 EPOCH_BITS = 62
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-"""Between two attempts to reach a coordinator that has gone: at first, and at most. Sessions wait
-half a minute or longer (coordinator.recovery_s)."""
+"""The pause between two attempts to reach a coordinator that has gone: at first, and at most.
+Sessions wait half a minute or longer (coordinator.recovery_s)."""
 
 
 LATER = ("capacity",)
@@ -37,10 +37,10 @@ LATER = ("capacity",)
 
 
 class Worker(Protocol):
-    """The worker that the loop drives: sessions of one or both roles."""
+    """What the loop needs of a worker with sessions of one or both roles."""
 
     stale: int
-    """Late, duplicate and stale commands that this worker has dropped."""
+    """The number of late, duplicate and stale commands that this worker has dropped."""
 
     @property
     def spans(self) -> Spans:
@@ -48,21 +48,22 @@ class Worker(Protocol):
 
     @property
     def sessions(self) -> int:
-        """Return how many are open."""
+        """The number of open sessions."""
 
     def hello(self, epoch: int) -> Hello:
-        """The introduction; `epoch` is this worker's own and goes into every event."""
+        """Return the registration; `epoch` is this worker's own and goes into every event."""
 
     def handle(self, command: Command) -> Iterable[Event]:
-        """Do a command and answer it: with several events if it has parts, each sent as it comes;
-        with none if it was stale."""
+        """Carry out a command and yield its answers: several if it has parts, each as soon as it is
+        done; none if it was stale."""
 
     def idle(self) -> bool:
-        """Do one bit of background work, about a millisecond; False: nothing is left to do."""
+        """Do one bit of background work, about a millisecond; return False if nothing is left to
+        do."""
 
     def suspend(self) -> KeptSessions[Any]:
-        """Close every session, since their coordinator is lost, and return the rows of these and of
-        kept ones: the next coordinator chooses which of them stay."""
+        """Close every session because their coordinator is lost. Return their rows and the kept
+        ones: the next coordinator chooses which of them stay."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ class Reconnecting:
     """The search for a coordinator that has gone."""
 
     connect: Callable[[], Link]
-    """A new link, or `LinkClosed` without an answer."""
+    """Return a new link; raise `LinkClosed` if there is no answer."""
     most_s: float
     say: Callable[[str], None]
-    """Receives losses and returns of the coordinator."""
+    """Receives reports of the coordinator's loss and return."""
 
 
 class Listener(Protocol):
-    """Receives from a worker's loop that it serves, and its progress."""
+    """Receives reports from a worker's loop."""
 
     def ready(self) -> None:
         """Called when the worker is registered for the first time."""
@@ -98,10 +99,10 @@ class Standing:
     load_s: float
     listener: Listener | None = None
     served: int | None = None
-    """The epoch of the coordinator that has gone, of whose sessions something is `kept`."""
+    """The epoch of the coordinator that has gone, whose sessions' rows are in `kept`."""
     kept: KeptSessions[Any] | None = None
     answer_s: float = ANSWER_S
-    """How long the coordinator's answer to Hello may take."""
+    """How long to wait for the coordinator's answer to Hello."""
 
     def gets_on(self) -> None:
         """Report that the worker makes progress."""
@@ -116,7 +117,7 @@ class Standing:
         return worker.hello(epoch).model_copy(update=own)
 
     def suspend(self, worker: Worker, served: int) -> None:
-        """Have the worker hold what it can of the sessions of a coordinator that has gone."""
+        """Have the worker keep what it can of the sessions of a coordinator that has gone."""
         self.served, self.kept = served, worker.suspend()
 
     def welcomed(self, welcomed: Welcome) -> None:
@@ -138,7 +139,7 @@ class Standing:
 
 
 def welcome(link: Link, answer_s: float) -> Welcome:
-    """The coordinator's answer to Hello; whatever else arrives before it is not for this worker."""
+    """Return the coordinator's answer to Hello; messages before it are for other workers."""
     deadline = time.monotonic() + answer_s
     while (left := deadline - time.monotonic()) > 0:
         frames = link.receive(left)

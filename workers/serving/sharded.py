@@ -1,5 +1,4 @@
-"""A target that is spread over the memory nodes of its machine: its setup, and the worker's report
-of it."""
+"""Sets up a target that is spread over the memory nodes of its machine, and reports the result."""
 
 import sys
 from collections.abc import Sequence
@@ -14,17 +13,17 @@ SHARDED = "a target over memory nodes"
 
 
 def begin_shards(wanted: Sequence[Shard]) -> None:
-    """Spread models that are loaded from now on over these shards; `UserError` where there are no
-    kernels."""
+    """Spread models that are loaded from now on over these shards. Raises `UserError` if there are
+    no kernels."""
     if why := kernels.why_not():
         raise UserError(f"{SHARDED} (target.numa = 'shard') is computed by the kernels: {why}")
     shards.set_shards(wanted)
 
 
 def settle_target(model: LanguageModel) -> str:
-    """Keep this thread, which is to compute a loaded target, on the first of its shards, and return
-    in words how the target is spread; empty: it is not. `UserError` for one that torch computes,
-    which cannot be spread."""
+    """Pin this thread, which will compute a loaded target, to the first of its shards, and return
+    in words how the target is spread; empty if it is not. Raises `UserError` if torch computes the
+    target, which cannot be spread."""
     if shards.count() == 1:
         return ""
     if model.backend != "kernels":
@@ -39,13 +38,13 @@ def settle_target(model: LanguageModel) -> str:
 def words_of(count: int, placed: Placed) -> str:
     """Return, in words, where the weights of these shards are."""
     where = (
-        f"{placed.home} of {placed.looked} pages of weights that were looked at lie on the node "
+        f"{placed.home} of {placed.looked} sampled pages of weights are on the node "
         "whose cores read them"
         if placed.looked
         else "the kernel does not report where its weights are"
     )
     refused = (
-        f" (set_mempolicy: {placed.refused}; memory lies with the cores that wrote to it first)"
+        f" (set_mempolicy: {placed.refused}; memory is on the node that wrote to it first)"
         if placed.refused
         else ""
     )

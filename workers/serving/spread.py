@@ -1,7 +1,6 @@
-"""The spread of a target by its settings: only its device, or layers that are split, resident or
-streamed, and the device that reads its prompts. Opens the additional devices;
-`models/backends/placement.py` decides from sizes which layers go where.
-"""
+"""How a target is spread by its settings: on its device alone, or with layers that are split,
+resident or streamed, and a device for prefill. Opens the additional devices;
+`models/backends/placement.py` decides from sizes which layers go where."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,8 +51,7 @@ from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
 
 NO_MATRICES = Matrices(())
 FREE_SHARE = 0.9
-"""The share of a GPU's free memory that is used; the rest is left to libraries, and to what is
-between two matrices."""
+"""The share of a GPU's free memory that is used; the rest is left to libraries and activations."""
 
 
 @dataclass
@@ -66,28 +64,28 @@ class Spread:
     """The device of the layers that are not on the CPU."""
     reader: Device | None
     reads_from: int
-    """Rows of a prompt from which on the reader reads it."""
+    """The fewest rows of a prompt that the reader prefills."""
     room: int | None
-    """Bytes of a device that the target may take in all; None: whatever there is."""
+    """Bytes of a device that the target may take in all; None: all free memory."""
     host_room: int | None = None
-    """Bytes of the host's memory that there are; None: no limit was set."""
+    """Bytes of the host's memory that it may take; None: no limit was set."""
     placement: Placement | None = None
     cache: str = "fp32"
     """The type of keys and values."""
     beside: int = 0
-    """Bits of the codes of a substitute that the device has to hold too, of the layers that it does
-    not keep; 0: there is none."""
+    """Bits of the codes of a substitute on the same device, for the layers that the device does not
+    keep; 0: there is none."""
 
     def stage(
         self, config: Mapping[str, Any], weights: str, matrices: Matrices = NO_MATRICES
     ) -> Staging:
-        """Place the layers of a model by its configuration and matrices, and return its staging;
-        `SettingsError` where they do not fit. A `Stager`."""
+        """Place the layers of a model by its configuration and matrices, and return its staging.
+        Raises `SettingsError` if they do not fit. A `Stager`."""
         if not has_sizes(config):
             kind = config.get("model_type")
             raise SettingsError(
-                f"the config.json of a {kind} model has no sizes that layers could be placed "
-                "by: leave target.split and target.resident out"
+                f"the config.json of a {kind} model lacks the sizes for placing layers: "
+                "leave target.split and target.resident out"
             )
         sizes = _sizes(config, weights, matrices, self.cache)
         self.placement = placement = self._place(sizes, config)
@@ -102,7 +100,7 @@ class Spread:
         )
 
     def _place(self, sizes: Sizes, config: Mapping[str, Any]) -> Placement:
-        """Return where each layer goes, with room for the codes of a substitute."""
+        """Return where each layer goes, leaving room for the codes of a substitute."""
         demand = self.demand
         if demand is None:
             return all_on_cpu(sizes, self.host_room)
@@ -117,24 +115,24 @@ class Spread:
         return place_layers(sizes, demand)
 
     def _check_host(self, placement: Placement) -> None:
-        """`SettingsError` where a placement takes more than there is of the host's memory."""
+        """Raise `SettingsError` if a placement takes more than the host's memory."""
         room = read_room() if self.host_room is None else None
         if room is not None and placement.host_bytes > room.size + room.swap:
             raise SettingsError(
                 f"{placement} takes {placement.host_bytes / 1e9:.3g} GB of the "
-                f"host's memory, and there are {room.size / 1e9:.3g} GB {room.bound}: "
+                f"host's memory, but there are {room.size / 1e9:.3g} GB {room.bound}: "
                 "keep more layers on a device (target.resident), take smaller weights "
                 "(target.weights), or set memory.ram if you know better"
             )
 
     def _check_reader(self, sizes: Sizes, placement: Placement) -> None:
-        """`SettingsError` where a reader of prompts has nothing to read for, or no room."""
+        """Raise `SettingsError` if the prefill device has nothing to read for, or no room."""
         if self.reader is None:
             return
         if not placement.first:
             raise SettingsError(
                 f"target.prefill = {self.reader.name!r} reads prompts for layers on the CPU, "
-                "and there are none: leave it out"
+                "but there are none: leave it out"
             )
         left = None if self.room is None else self.room - placement.device_bytes
         if left is not None and (needed := reader_bytes(sizes, self.reader.name)) > left:
@@ -146,20 +144,20 @@ class Spread:
 
     @property
     def gpus(self) -> Sequence[Device]:
-        """Return the devices that compute layers or read prompts, but for the CPU."""
+        """The devices that compute layers or prefill, except the CPU."""
         named = (self.device, self.reader)
         return [device for device in named if device is not None and not device.is_cpu]
 
     @property
     def same_bytes(self) -> bool:
-        """Return whether every row is the same bytes as one that the CPU computes: where nothing
-        but the CPU computes, whatever it stands for."""
+        """Whether every row has the same bytes as on the CPU: if only the CPU computes, even
+        standing in for a device."""
         return not self.gpus
 
     @property
     def split(self) -> str:
-        """The part of the fingerprint for the device of the last layers, if their bytes differ.
-        Resident or streamed makes no difference."""
+        """The fingerprint's part for the device of the last layers, if their bytes differ. Resident
+        or streamed makes no difference."""
         if self.placement is None or self.device is None or not _is_gpu(self.device):
             return ""
         split = f"{len(self.placement.places) - self.placement.first}@{_arithmetic(self.device)}"
@@ -167,7 +165,7 @@ class Spread:
 
     @property
     def prefill(self) -> str:
-        """The part of the fingerprint for the device that reads prompts."""
+        """The fingerprint's part for the prefill device."""
         return (
             "local"
             if self.reader is None or not _is_gpu(self.reader)
@@ -184,7 +182,7 @@ class Spread:
 
 
 def _sizes(config: Mapping[str, Any], weights: str, matrices: Matrices, cache: str) -> Sizes:
-    """Return the sizes of a model; `weights`: a name as `weight_types.type_of` gives it."""
+    """Return the sizes of a model; `weights`: a name as returned by `weight_types.type_of`."""
     if weights in FILE_KINDS:
         return sizes_by_tensors(sizes_of(config, "int8", cache), matrices.tensors, FILE)
     weights = INT4 if weights in BLOCK_WEIGHTS else weights
@@ -202,9 +200,8 @@ def spread_of(
 ) -> Spread | None:
     """Return how a target on this device is spread; None if it is computed as a whole. `readings`:
     measured prompts in the profile file. `beside`: bits of the codes of a substitute that shares
-    the device's layers, which are then kept one by one; 0 for none. `SettingsError` for
-    contradictory settings, or a missing device.
-    """
+    the device's layers, which are then kept one by one; 0 for none. Raises `SettingsError` for
+    contradictory settings or a missing device."""
     split = settings.split
     if split.layers != "auto" and not split.device:
         raise SettingsError(
@@ -246,8 +243,7 @@ def spread_of(
 
 
 def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]:
-    """Return what `dovetail calibrate` has found of reading prompts with this model on the CPU;
-    nothing if it was not asked."""
+    """Return what `dovetail calibrate` has measured of prefill with this model on the CPU."""
     known = load_profile(profile)
     if not any(entry.readings for entry in known.entries) or not kernels.available():
         return ()
@@ -270,8 +266,8 @@ def known_readings(settings: TargetSettings, profile: Path) -> Sequence[Reading]
 
 
 def _has_layers(settings: TargetSettings, memory: MemorySettings, device: Device) -> bool:
-    """True if the target's device streams its layers, may not keep all of them, or computes what
-    the library does not. The CPU does so only if set, for tests."""
+    """Return whether the target's device streams its layers, may not keep all of them, or computes
+    what the library does not. For the CPU only if set, for tests."""
     if settings.resident != "auto" or (_is_gpu(device) and memory.vram != "auto"):
         return True
     if not _is_gpu(device):
@@ -310,8 +306,8 @@ def _room(memory: MemorySettings, device: Device) -> int:
 def _reader(
     settings: TargetSettings, threads: int, device: Device, readings: Sequence[Reading]
 ) -> tuple[Device | None, int]:
-    """Return the device that reads prompts for layers on the CPU, and from how many rows on; None
-    where the CPU reads them."""
+    """Return the device that prefills for layers on the CPU, and the fewest rows of a prompt for
+    which it does; None if the CPU prefills."""
     if settings.prefill == "local" or (settings.prefill == "auto" and not device.is_cpu):
         return None, 0
     if settings.prefill != "auto":
@@ -328,9 +324,9 @@ def _reader(
 def _refuse_unused(memory: MemorySettings) -> None:
     if memory.vram != "auto":
         raise SettingsError(
-            f"memory.vram = {memory.vram!r} is for a target of which a GPU computes layers, or "
-            "reads prompts (target.device, target.split, target.prefill), "
-            "and of this one none does: leave it out"
+            f"memory.vram = {memory.vram!r} needs a GPU that computes layers of the target or "
+            "reads prompts (target.device, target.split, target.prefill), but none does: "
+            "leave it out"
         )
 
 

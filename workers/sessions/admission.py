@@ -1,4 +1,4 @@
-"""The checks of a request for a new session: what a target can hold and compute."""
+"""Checks whether a target can hold and compute a new session."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from dovetail.workers.sessions.session import TargetSession
 MAX_SESSIONS = 1024
 """The most sessions of a target; memory is the real bound. A pass has trees of at most 64."""
 FEW_SESSIONS = 64
-"""The most sessions of a target over several devices, where it is not known how many fit."""
+"""The most sessions of a target over several devices, if it is not known how many fit."""
 
 
 class Admission:
@@ -29,8 +29,8 @@ class Admission:
         if order.scored and order.base is not None:
             raise RequestError(
                 "protocol",
-                f"the prompt is to be scored, and session {order.base} to be its base: rows that "
-                "are taken over have no logits",
+                f"cannot score a prompt that reuses rows of session {order.base}: reused rows have "
+                "no logits",
             )
 
     def check_memory(self, rows: int, sessions: Iterable[TargetSession]) -> None:

@@ -1,4 +1,5 @@
-"""The tokens that the target chooses after the rows of trees, and how far they accept these."""
+"""The tokens that the target chooses after the rows of trees, and which nodes it thereby
+accepts."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class Asked(NamedTuple):
-    """What the outcome of a session's tree follows from."""
+    """The inputs of a tree's outcome."""
 
     session: TargetSession
     logits: Tensor
@@ -32,7 +33,7 @@ class Asked(NamedTuple):
 
 
 def outcomes_of(asked: Sequence[Asked]) -> list[Outcome | Exception]:
-    """Return the outcome of each tree of a pass, or why there is none."""
+    """Return the outcome of each tree of a pass, or why it failed."""
     begun = [_attempt(partial(_Choices, one)) for one in asked]
     waiting = [choices for choices in begun if isinstance(choices, _Choices) and choices.root]
     if waiting:
@@ -46,7 +47,7 @@ def outcomes_of(asked: Sequence[Asked]) -> list[Outcome | Exception]:
 
 
 def outcome_of(asked: Asked) -> Outcome:
-    """Return the outcome of one tree, or raise what it fails with."""
+    """Return the outcome of one tree, or raise its exception."""
     (outcome,) = outcomes_of([asked])
     if isinstance(outcome, Exception):
         raise outcome
@@ -56,20 +57,20 @@ def outcome_of(asked: Asked) -> Outcome:
 def _attempt(step: Callable[[], T]) -> T | Exception:
     try:
         return step()
-    except Exception as error:  # the other sessions of the pass have their outcomes
+    except Exception as error:  # must not affect the pass's other sessions
         return error
 
 
 class _Choices:
-    """The choices after the rows that are asked for, one by one: processing a row costs far more
-    than looking at it, and few lie on the path."""
+    """The choices after rows, made on demand: processing a row costs far more than looking at it,
+    and few are on the path."""
 
     def __init__(self, asked: Asked) -> None:
         self._session, self._logits, self._tree, self._drawn = asked
         self._chosen: dict[int, tuple[int, float]] = {}
         self._native = ranking.ranks(asked.logits.device)
         self.root = self._row(0) if self._native and not asked.session.sampling.rejects else None
-        """What the first row is chosen by, if the kernels choose; None: it is not theirs."""
+        """The kernels' inputs for the first row; None if they do not choose here."""
 
     def outcome(self) -> Outcome:
         if self._session.sampling.rejects:
@@ -89,7 +90,7 @@ class _Choices:
         return self._choose(row)[0]
 
     def take(self, row: int, token: int, margin: float) -> None:
-        """Note what the kernels chose after a row, if they could."""
+        """Note the kernels' choice after a row, if they made one."""
         if token >= 0:
             self._chosen[row] = token, margin
 
@@ -123,7 +124,7 @@ class _Choices:
         return None if noise is None else noise.at(length + len(self._tree.path(row - 1)))
 
     def _looked_back(self, row: int) -> Tensor:
-        """Return a row [1, V] as the processors that look back leave it."""
+        """Return a row [1, V] after the processors that look back."""
         logits = self._logits[row : row + 1]
         if self._session.looking_back is None:
             return logits
@@ -135,6 +136,5 @@ def _check_number(margin: float) -> None:
     if margin != margin:
         raise RequestError(
             "internal",
-            "the target computed logits that are not numbers; its weights or its device are "
-            "damaged",
+            "the target computed logits that are NaN; its weights or its device are damaged",
         )

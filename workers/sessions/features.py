@@ -1,4 +1,4 @@
-"""The features of a target's rows that a draft reads, as they travel."""
+"""The features of a target's rows that a draft reads, as they are sent."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +15,13 @@ from dovetail.workers.sessions.results import Part, Verdict
 from dovetail.workers.sessions.wire import narrowed
 
 PREFILL_ROWS = PROMPT_ROWS
-"""Rows of a prefill pass, unless weights stream; and of features that travel together."""
+"""Rows of a prefill pass, unless weights stream; also the most features in one message."""
 MOST_WAITING_ROWS = 512
-"""Rows of passes that wait, before those that sessions hold are picked from them."""
+"""The most rows of held passes before each session's own are copied out of them."""
 
 
 def slices(part: Part | None) -> Iterator[Part]:
-    """Yield the features of a pass, no more rows at a time than travel together."""
+    """Yield the features of a pass in parts that fit into a message."""
     if part is not None:
         for first in range(0, len(part.features), PREFILL_ROWS):
             yield Part(part.start + first, part.features[first : first + PREFILL_ROWS])
@@ -40,54 +40,54 @@ def features_of(reads: Reads, states: Mapping[int, Tensor], rows: Tensor | slice
 
 
 class HeldFeatures:
-    """Features of a session's rows, [row] each, that wait until they are asked for."""
+    """Features of a session's rows, [row] each, held until they are asked for."""
 
     def __init__(self) -> None:
         self._picked: list[Tensor] = []
         """[n, row] each."""
         self._waiting: list[int] = []
-        """Rows of `_passes` that follow them."""
+        """Further rows, which are still in `_passes`."""
         self._passes: HeldPasses | None = None
         self._rows = 0
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """The number of rows."""
         return self._rows
 
     def wait(self, passes: "HeldPasses", rows: Sequence[int]) -> bool:
-        """Hold rows of passes behind the others, and return whether none of these waited before;
-        the session's passes are always the same."""
+        """Hold rows of passes behind the others; return whether they are the first of this
+        session's in the passes. A session always uses the same passes."""
         first, self._passes = not self._waiting, passes
         self._waiting += rows
         self._rows += len(rows)
         return first
 
     def pick(self, features: Tensor) -> None:
-        """Copy the rows that wait from the features [n, row] of all that wait."""
+        """Copy this session's rows from the features [n, row] of all passes."""
         if self._waiting:
             self._picked.append(features[self._waiting])
             self._waiting = []
 
     def rows(self) -> Tensor:
-        """Return all rows [n, row], of which there are some; they are held on."""
+        """Return all rows [n, row], at least one, and keep holding them."""
         if self._passes is not None:
             self._passes.settle()
         return torch.cat(self._picked)
 
     def clear(self) -> None:
-        """Forget all rows, which have been handed over."""
+        """Drop all rows, which have been sent."""
         self._picked, self._waiting, self._rows = [], [], 0
 
 
 class HeldPasses:
-    """Passes whose features were not requested, unsorted: selecting each session's rows from each
-    pass takes time in which the next pass could run."""
+    """Passes whose features were not requested yet: copying each session's rows out of each pass
+    would delay the next pass."""
 
     def __init__(self, reads: Reads) -> None:
-        """`reads`: what all of their sessions' drafts read, in all but the names of models."""
+        """`reads`: what all of their sessions' drafts read, apart from the models' names."""
         self._reads = reads
         self._passes: list[Sequence[Tensor]] = []
-        """The states [rows, hidden] of every layer that is read, of each pass."""
+        """For each pass, the states [rows, hidden] of every layer that is read."""
         self._rows = 0
         self._sessions: WeakSet[HeldFeatures] = WeakSet()
 
@@ -115,7 +115,7 @@ class HeldPasses:
         self._rows += count
 
     def settle(self) -> None:
-        """Have every session copy its rows, and forget the passes."""
+        """Have every session copy its rows, and drop the passes."""
         if not self._passes:
             return
         places = places_of(self._reads)
@@ -135,8 +135,8 @@ def with_features(
     paths: Sequence[tuple[HeldFeatures, Sequence[int]]],
     features: Tensor,
 ) -> list[Verdict]:
-    """Return verdicts with what was held for each and its own rows of features [rows, row], which
-    stand below each other."""
+    """Return verdicts with the held features and each one's own rows from the stacked features
+    [rows, row]."""
     parts = features.split_with_sizes([len(path) for _, path in paths])
     whole = []
     for verdict, (held, _), own in zip(verdicts, paths, parts, strict=True):

@@ -1,9 +1,8 @@
-"""Log-probabilities of tokens by a target's own distribution: log softmax of its logits as the
-model gives them, before any processor and without noise.
+"""Log-probabilities of tokens under a target's own distribution: log softmax of the model's logits,
+before any processor and without noise.
 
-Every row is computed by itself, in float32, to 1e-5: the numbers of a token depend neither on the
-rows of its pass nor on the threads. V vocabulary.
-"""
+Every row is computed separately, in float32, to 1e-5: the numbers of a token depend neither on the
+other rows of its pass nor on the threads. V vocabulary."""
 
 from collections.abc import Sequence
 
@@ -31,15 +30,14 @@ def _of_row(row: Tensor, token: int, top: int) -> TokenLogprobs:
     if logprob != logprob:
         raise RequestError(
             "internal",
-            "the target computed logits that are not numbers; its weights or its device are "
-            "damaged",
+            "the target computed logits that are NaN; its weights or its device are damaged",
         )
     best = zip(ids[:top].tolist(), values[:top].tolist(), strict=True)
     return TokenLogprobs(logprob=logprob, top=tuple(best))
 
 
 def _likeliest(row: Tensor, count: int) -> tuple[Ids, Values]:
-    """The ids of the largest logits, best first, and their log-probabilities [count]."""
+    """Return the ids of the largest logits, best first, and their log-probabilities [count]."""
     if ranks(row.device):
         ids, values = likeliest(row.unsqueeze(0), count, sampling=Sampling(temperature=1.0))
         return ids[0], values[0]

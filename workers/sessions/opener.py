@@ -1,8 +1,6 @@
-"""The opening of a target's sessions. Prompts, and logs of sessions that were begun elsewhere, are
-prefilled, in chunks or whole; features of logs are recomputed for drafts that join later.
-
-Knows sessions as token logs and caches, and nothing of trees.
-"""
+"""Opens a target's sessions: prompts, and logs of sessions that began elsewhere, are prefilled, in
+chunks or whole; features of logs are recomputed for drafts that join later. Knows sessions as token
+logs and caches, and nothing of trees."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ ReadingStep = Part | ScoredPart | Unread | First
 
 @dataclass(frozen=True)
 class Begun:
-    """A log that is being read."""
+    """A log that is being prefilled."""
 
     session: TargetSession
     reading: Reading
@@ -50,17 +48,17 @@ class Opener:
         self, model: LanguageModel, spans: Spans, *, kept_tokens: int = 0, reads_from: int = 1
     ) -> None:
         """`kept_tokens`: the most tokens of ended sessions that are kept. `reads_from`: the fewest
-        rows of a prompt that the model's prefill device, if it has one, is used for."""
+        rows of a prompt for the model's prefill device, if it has one."""
         self._model = model
         self._spans = spans
         self._admission = Admission(model)
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
         self._begun: dict[int, Begun] = {}
-        """By session: logs that are not read to their end yet."""
+        """By session: logs that are not completely prefilled yet."""
         self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens, base_rows(model))
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
-        """Returns the further slots of a session's cache, for a draft that shares it."""
+        """Returns the additional slots of a session's cache, for a draft that shares it."""
         HELD.add(self)
 
     def __len__(self) -> int:
@@ -72,7 +70,7 @@ class Opener:
         return session in self._sessions or session in self._kept or session in self._begun
 
     def let_go(self) -> None:
-        """Free the rows of ended sessions; sessions that would have continued from them start from
+        """Free the rows of ended sessions; sessions that would have reused them start from
         scratch."""
         self._kept.clear()
 
@@ -82,7 +80,7 @@ class Opener:
 
     @property
     def prompt_rows(self) -> int:
-        """Return the rows of a chunk of a prompt while no other session waits."""
+        """The rows of a chunk of a prompt while no other session waits."""
         return self._prefill.rows
 
     @property
@@ -90,9 +88,9 @@ class Opener:
         return [begun.session for begun in self._begun.values() if begun.refeed is None]
 
     def open(self, order: Open) -> Iterator[ReadingStep]:
-        """Prefill the prompt of a new session, or its first `order.read` rows. Yield the features
-        or scores that are asked for, as they come, and then the first token of the reply, or Unread
-        if rows are left."""
+        """Prefill the prompt of a new session, or its first `order.read` rows. Yield the requested
+        features or scores as they are computed, then the first token of the reply, or Unread if
+        rows are left."""
         self._admission.check(order, len(self))
         own = order.capacity + order.tree.most_nodes
         rows = own + self.rows_beside(order.sampling, order.tree)
@@ -103,13 +101,13 @@ class Opener:
         yield from self._read(order.session, Begun(session, reading, order.round), order.read)
 
     def read(self, item: ReadItem) -> Iterator[ReadingStep]:
-        """Read the next chunk of a log, given by a checked item. Yields the same as the `open` or
-        `refeed` that started the log."""
+        """Prefill the next chunk of a log, given by a checked item. Yields the same as the `open`
+        or `refeed` that started the log."""
         yield from self._read(item.session, self._begun[item.session], item.rows)
 
     def _read(self, number: int, begun: Begun, rows: int | None) -> Iterator[ReadingStep]:
-        """Read the next `rows` rows of a log, or all. If this fails, or is not run to its end, the
-        log has to be begun again."""
+        """Prefill the next `rows` rows of a log, or all. If this fails, or is not run to its end,
+        the log has to be started again."""
         self._begun.pop(number, None)
         with self._spans.measure("prefill"):
             yield from self._prefill.read(begun.reading, rows)
@@ -119,7 +117,7 @@ class Opener:
 
     def _end(self, number: int, begun: Begun) -> Unread | First | None:
         """Return Unread if rows of a log are left; else open the session and return its first
-        token, or None if the log was read to recompute features."""
+        token, or None if the log was prefilled to recompute features."""
         session, reading = begun.session, begun.reading
         if reading.left:
             self._begun[number] = begun
@@ -136,7 +134,7 @@ class Opener:
         return First(bonus, margin, logprobs[0] if logprobs else None, reading.apart > 0)
 
     def _begin(self, order: Open, cache: Cache, own: int) -> TargetSession:
-        """Return a session whose prompt is not read yet."""
+        """Return a session whose prompt is not prefilled yet."""
         sampling, size, device = order.sampling, self._model.vocabulary_size, self._model.device
         coupled = sampling.temperature > 0.0 and not sampling.rejects
         back = (
@@ -190,7 +188,7 @@ class Opener:
         return begun is not None and begun.refeed is not None and begun.round == round
 
     def check_read(self, item: ReadItem) -> None:
-        """Raise `StaleError` or `RequestError` for a chunk of a log that cannot be read."""
+        """Raise `StaleError` or `RequestError` for a chunk of a log that cannot be prefilled."""
         begun = self._begun.get(item.session)
         if begun is None or begun.round != item.round:
             if item.session in self._sessions:
@@ -215,9 +213,8 @@ class Opener:
         return None if session is None else KeptSession(session.log, session.cache)
 
     def _open_cache(self, rows: int, base: KeptSession | None, kept: int) -> Cache:
-        """A cache for `rows` rows: empty, or with `kept` of what is base of another session, or as
-        many as can be gone back to. Where there is no memory for it, what is kept of others goes
-        first."""
+        """Return a cache for `rows` rows: empty, or with the first `kept` rows of `base`, or as
+        many as can be restored. If there is no memory for it, kept sessions are dropped first."""
         if base is None:
             return without_spare(lambda: self._model.new_cache(rows))
         base.cache.truncate(base.cache.restorable(kept))

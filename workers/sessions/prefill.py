@@ -1,5 +1,4 @@
-"""The reading of a prompt: its rows, part by part, with the features and scores of them that are
-asked for."""
+"""Prefill of a log, chunk by chunk, with the features and scores that are asked for."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -17,19 +16,19 @@ from dovetail.workers.sessions.results import Part, ScoredPart
 from dovetail.workers.sessions.timing import timed_pass
 
 TURN_TAIL = 16
-"""Rows at the end of a prompt behind a checkpoint of the cache: the next turn of a conversation
-differs from this one from the template's prompt for the reply on, some tokens before the end."""
+"""Rows between a checkpoint of the cache and the end of the prompt: the next turn of a conversation
+differs from the template's prompt for the reply on, which starts some tokens before the end."""
 
 
 def next_stop(cache: Cache, stop: int, step: int) -> int:
-    """Return up to which row a prompt is read into a cache in the next pass: at most `step` rows,
-    not beyond the checkpoint before its end, if the cache has a state to make one of."""
+    """Return up to which row the next pass prefills: at most `step` rows, and not beyond the
+    checkpoint before the end, if the cache has states to checkpoint."""
     start, mark = cache.length, stop - TURN_TAIL
     return min(start + step, mark if cache.base_bytes and start < mark else stop)
 
 
 class Reading:
-    """A log that is read into a cache in chunks, and what is sent of it: features, scores."""
+    """A log that is prefilled in chunks, with the features and scores to send."""
 
     def __init__(
         self,
@@ -41,32 +40,32 @@ class Reading:
         scored: int | None = None,
         apart: int = 0,
     ) -> None:
-        """`cache` has the first rows of `log`, or none. `reads`: the features that are sent of the
-        positions from `features_from` on; `scored`: how many alternatives each token's score has,
-        None for no scores; `apart`: how many first rows the model's prefill device reads."""
+        """`cache` has the first rows of `log`, or none. `reads`: the features to send, of positions
+        from `features_from` on; `scored`: how many alternatives each token's score has, None for no
+        scores; `apart`: how many first rows the model's prefill device reads."""
         self.log, self.cache, self.apart = log, cache, apart
         self.logits = torch.empty(0)
-        """[1, V] after the last token, once all rows have been read."""
+        """[1, V] after the last token, once all rows have been computed."""
         self._reads, self._features_from, self._scored = reads, features_from, scored
         self._mark()
 
     @property
     def done(self) -> int:
-        """Return how many rows the cache has."""
+        """The number of rows in the cache."""
         return self.cache.length
 
     @property
     def left(self) -> int:
-        """Return how many rows are missing."""
+        """The number of missing rows."""
         return len(self.log) - self.cache.length
 
     @property
     def scored(self) -> bool:
-        """Return whether the logits of all rows are needed."""
+        """Whether the logits of all rows are needed."""
         return self._scored is not None
 
     def next_rows(self, most: int) -> int:
-        """Return how many rows the next pass may read, at most `most`."""
+        """Return how many rows the next pass may compute, at most `most`."""
         return next_stop(self.cache, len(self.log), most) - self.cache.length
 
     def places(self, rows: int) -> Collection[int]:
@@ -101,17 +100,17 @@ class Reading:
             yield ScoredPart(start + 1, scores)
 
     def _mark(self) -> None:
-        """Make a checkpoint of the cache before the end of its prompt."""
+        """Checkpoint the cache shortly before the end of its prompt."""
         if self.cache.length == len(self.log) - TURN_TAIL:
             self.cache.checkpoint()
 
 
 class Prefill:
-    """Reads logs into caches, in separate passes."""
+    """Prefills logs in separate passes."""
 
     def __init__(self, model: LanguageModel, spans: Spans, *, reads_from: int) -> None:
-        """`reads_from`: the fewest rows of a prompt for which the model's reader is used, where it
-        has one."""
+        """`reads_from`: the fewest rows of a prompt for the model's prefill device, if it has
+        one."""
         self._model, self._spans, self._reads_from = model, spans, reads_from
 
     def begin(self, order: Open, cache: Cache) -> Reading:
@@ -127,15 +126,15 @@ class Prefill:
 
     def begin_anew(self, log: Sequence[int], reads: Reads, start: int, prefix: int) -> Reading:
         """Return a Reading of the first `prefix` - 1 tokens of a log in a new cache, for the
-        features of the positions from `start` on."""
+        features of positions from `start` on."""
         rows = max(0, prefix - 1)
         return Reading(log[:rows], self._model.new_cache(rows), reads=reads, features_from=start)
 
     def _rows_apart(self, order: Open, cache: Cache) -> int:
-        """Return how many rows of a prompt the model's reader reads, of all that there are of the
-        request's own prompt: a session that is begun anew elsewhere, or on the same worker, has the
-        same rows read by it, and those of its reply computed as they were. A state is left in time
-        for the checkpoint before the end."""
+        """Return how many rows of a prompt the prefill device reads. It counts only the request's
+        own prompt, so that a session reopened elsewhere, or on the same worker, has the same rows
+        read by the device, and those of its reply computed as before. It stops at the checkpoint
+        before the end."""
         told = len(order.prompt) - order.replied
         apart = (
             self._model.reads_apart > 0
@@ -146,7 +145,7 @@ class Prefill:
         return next_stop(cache, told, self._model.reads_apart) if apart else 0
 
     def read(self, reading: Reading, rows: int | None = None) -> Iterator[Part | ScoredPart]:
-        """Compute and commit the next `rows` rows of a log, or all, in as many passes as it takes.
+        """Compute and commit the next `rows` rows of a log, or all, in as many passes as needed.
         Those for the model's prefill device come first, all at once."""
         if reading.apart and not reading.done:
             yield from self._read_apart(reading, reading.apart)
@@ -157,7 +156,7 @@ class Prefill:
 
     @property
     def rows(self) -> int:
-        """Rows of a prefill pass that computes the logits of the last one alone."""
+        """Rows of a prefill pass that computes only the last row's logits."""
         return max(PREFILL_ROWS, self._model.prompt_rows)
 
     def _read(self, reading: Reading, rows: int) -> Iterator[Part | ScoredPart]:

@@ -1,5 +1,5 @@
-"""The results of a target's engine: features and scores of a prompt, how much of it is unread, the
-first token, verdicts."""
+"""The results of a target's engine: features and scores of a prompt, prefill progress, the first
+token, verdicts."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from dovetail.protocol.messages import Reads, TokenLogprobs, VerifiedItem
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a prompt has been read."""
+    """Features of a prefilled part of a prompt."""
 
     start: int
     features: Tensor
-    """[n, row], of the positions start, start + 1, ... in the type that was asked for."""
+    """[n, row], of the positions start, start + 1, ... in the requested type."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class ScoredPart:
 
 @dataclass(frozen=True)
 class Unread:
-    """A chunk of a log has been read, and rows are left."""
+    """A chunk of a log has been prefilled, and rows are left."""
 
     done: int
-    """Rows of the log that have been read so far."""
+    """Rows of the log prefilled so far."""
 
 
 @dataclass(frozen=True)
 class First:
-    """A prompt has been read, and its session is open: the first token of the reply."""
+    """A prompt has been prefilled, and its session is open: the first token of the reply."""
 
     token: int
     margin: float
     logprobs: TokenLogprobs | None
     """Log-probabilities of the token; None: not requested."""
     apart: bool = False
-    """True if the model's reader read the prompt."""
+    """True if the prefill device read the prompt."""
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,5 @@ class Verdict:
     item: VerifiedItem
     reads: Reads | None
     features: Tensor | None = None
-    """[held + 1 + accepted, row], of what had been held, the root and the accepted nodes; None: the
+    """[held + 1 + accepted, row], of the held rows, the root and the accepted nodes; None: the
     session's draft reads none, or these are held."""

@@ -28,19 +28,18 @@ class TargetSession:
     tree: TreeSettings
     key: bytes
     noise: NoiseCache | None
-    """The noise of the session; None: greedy, or not coupled."""
+    """None: greedy, or not coupled."""
     looking_back: LookingBack | None
-    """Processors that look back at earlier tokens; None: there are none."""
+    """Processors that look back at earlier tokens, if any."""
     reads: Reads | None
     """The features of this target that the session's draft reads."""
     logprobs: int | None
-    """The number of alternatives that the log-probabilities of each token come with; None: without
-    any."""
+    """How many alternatives each token's log-probabilities include; None: no log-probabilities."""
     round: int = 0
     own: int = 0
     """Slots of the cache that verification writes to; later ones belong to the draft."""
     held: HeldFeatures = field(default_factory=HeldFeatures)
-    """Features of verdicts that were to be held."""
+    """Features of verdicts that are held back."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -51,13 +50,13 @@ class TargetSession:
         self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
     ) -> tuple[TokenLogprobs, ...]:
         """Return the log-probabilities of the `tokens` that follow some rows of logits [M, V], if
-        they were asked for."""
+        requested."""
         if self.logprobs is None:
             return ()
         return token_logprobs([logits[row] for row in rows], tokens, self.logprobs)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append what has been committed."""
+        """Append committed tokens."""
         self.log += tokens
         if self.looking_back is not None:
             self.looking_back.extend(tokens)
@@ -65,16 +64,15 @@ class TargetSession:
 
 @dataclass(frozen=True)
 class KeptSession:
-    """The log and the rows of a session that has ended, or with which another begins."""
+    """The log and the rows of a session that has ended, or that another one starts from."""
 
     log: list[int]
     cache: Cache
-    """The rows of the log, as far as it has been read; in a session that has ended, those of all
-    tokens but the last."""
+    """The rows computed so far; in a session that has ended, those of all tokens but the last."""
 
     @property
     def there(self) -> int:
-        """Return how many tokens of the log another session can go on from."""
+        """The number of tokens of the log that another session can reuse."""
         return self.cache.length
 
     def check(self, prompt: Sequence[int], kept: int) -> None:

@@ -1,7 +1,4 @@
-"""Tensors as they travel: to an `Array` of a message and back.
-
-Knows torch and the arrays of the protocol, not what they are for.
-"""
+"""Converts tensors to the `Array` of a message and back."""
 
 import torch
 from torch import Tensor
@@ -20,7 +17,7 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def to_array(tensor: Tensor) -> Array:
-    """A copy of a tensor's numbers for a message."""
+    """Return a copy of a tensor's numbers for a message."""
     content = tensor.detach().cpu().contiguous()
     data = content.reshape(-1).view(torch.uint8).numpy().tobytes()
     return Array.model_validate(
@@ -29,7 +26,7 @@ def to_array(tensor: Tensor) -> Array:
 
 
 def to_tensor(array: Array) -> Tensor:
-    """The numbers of an array of a message, on the CPU; they may be written to."""
+    """Return the numbers of a message's array, on the CPU and writable."""
     dtype = TYPES[array.dtype]
     if not array.data:
         return torch.empty(array.shape, dtype=dtype)
@@ -37,7 +34,7 @@ def to_tensor(array: Array) -> Tensor:
 
 
 def narrowed(states: Tensor, dtype: str) -> Tensor:
-    """Finite numbers in a 16-bit type; those beyond its range become its largest, since an infinity
-    would spoil every row that attends to it."""
+    """Return finite numbers in a 16-bit type; those beyond its range become its largest, since an
+    infinity would spoil every row that attends to it."""
     limit = torch.finfo(TYPES[dtype]).max
     return states.float().clamp(-limit, limit).to(TYPES[dtype])
