@@ -183,8 +183,8 @@ def _measure_reading(
         return None
     if subject.random or subject.scale != 1.0:
         raise UserError(
-            f"target.prefill = {settings.prefill!r} can only be measured with a model whose weights "
-            "are here and fit into memory: leave it out"
+            f"target.prefill = {settings.prefill!r} needs a model whose weights are here and fit "
+            "into memory: leave it out"
         )
     say(f"reading prompts by {settings.prefill}", 0.95)
     return measure_reading(settings, threads=threads, seconds=seconds)

@@ -201,8 +201,8 @@ class HeadDrafter(Grower[HeadSession]):
         if start != session.fed:
             raise RequestError(
                 "prefix",
-                f"features from position {start} on leave a gap after those of {session.fed} "
-                "positions; open the session again",
+                f"features from position {start} on came after {session.fed} positions; open the "
+                "session again",
             )
         if session.fed + features.shape[0] > len(session.log):
             raise RequestError(
