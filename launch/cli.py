@@ -17,6 +17,7 @@ import click
 
 from dovetail.launch.console import migration
 from dovetail.launch.console.help import NAMES_OF_HELP, hinted
+from dovetail.launch.extras import installed
 from dovetail.launch.processes.child import ending_at_once, let_threads_start
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.files import refusal
@@ -62,7 +63,13 @@ GROUPS = {
 }
 """Heading -> name -> its line in `dovetail --help`. The click command is `command` in
 `dovetail.launch.commands.NAME`."""
-COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+COMMANDS = {
+    name: entry
+    for group in GROUPS.values()
+    for name, entry in group.items()
+    if installed(f"launch.commands.{name}")
+}
+"""Those that are installed: an extra's may be missing."""
 
 STARTERS = ("generate", "chat", "serve")
 """Commands that fork their processes, unless they use a service that runs already."""
@@ -112,8 +119,9 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, commands in GROUPS.items():
-            with formatter.section(heading):
-                formatter.write_dl(list(commands.items()))
+            if present := [(name, line) for name, line in commands.items() if name in COMMANDS]:
+                with formatter.section(heading):
+                    formatter.write_dl(present)
 
 
 def _near(name: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""The arrows between the folders, the doors to outside libraries, the list of packages, how many
-entries a folder may have, and how many lines the folders may have together."""
+"""The arrows between the folders, core and extras, the doors to outside libraries, the list of
+packages, how many entries a folder may have, and how many lines the folders may have together."""
 
 import ast
 import tomllib
@@ -148,20 +148,7 @@ def test_the_rooms_of_workers_do_not_import_each_other(room: str) -> None:
                 )
 
 
-TRAINS = (
-    "workers/training/",
-    "launch/training/",
-    *(f"launch/commands/{command}.py" for command in ("features", "stratify", "train")),
-)
-"""The training and its own commands."""
 LONGEST_HEAD = 200
-
-
-def test_what_serves_imports_no_training() -> None:
-    for path in sources():
-        if not name(path).startswith(TRAINS):
-            trained = [one for one in read(path).imported if ".workers.training" in one]
-            assert not trained, f"{name(path)} imports {trained[0]}"
 
 
 def test_a_kind_of_head_is_one_short_file() -> None:
@@ -258,13 +245,46 @@ def test_a_folder_has_at_most_twenty_entries(folder: str) -> None:
     assert len(there) <= MOST_ENTRIES, f"{folder} has {len(there)}: {', '.join(sorted(there))}"
 
 
+BUDGET = tomllib.loads((ROOT / "tests" / "budget.toml").read_text(encoding="utf-8"))
+EXTRAS = tuple(room for rooms in BUDGET["extras"].values() for room in rooms)
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
 def test_a_folder_keeps_to_its_budget_of_lines() -> None:
-    budget = tomllib.loads((ROOT / "tests" / "budget.toml").read_text(encoding="utf-8"))
     lines = dict.fromkeys((*FOLDERS, "tests"), 0)
     for path in (*sources(), *(ROOT / "tests").rglob("*.py")):
-        lines[name(path).split("/")[0]] += len(path.read_text(encoding="utf-8").splitlines())
-    over = {folder: count for folder, count in lines.items() if count > budget[folder]}
+        lines[name(path).split("/")[0]] += lines_of(path)
+    over = {folder: count for folder, count in lines.items() if count > BUDGET[folder]}
     assert not over, f"lines above tests/budget.toml: {over}; look for what can go"
+
+
+def test_the_core_keeps_to_its_budget_of_lines() -> None:
+    lines = {
+        room: sum(map(lines_of, ROOT.glob(room if "*" in room else f"{room}/**/*.py")))
+        for room in BUDGET["core"]["rooms"]
+    }
+    print(*(f"{count:>6} {room}" for room, count in lines.items()), sep="\n")
+    print(f"{sum(lines.values()):>6} lines of core")
+    assert all(lines.values()), lines
+    assert sum(lines.values()) <= BUDGET["core"]["lines"], lines
+
+
+def extra_of(path: str) -> str | None:
+    """The entry of the extras that a path belongs to."""
+    return next((room for room in EXTRAS if f"{path}/".startswith(f"{room}/")), None)
+
+
+def test_only_an_extra_imports_an_extra() -> None:
+    """For types, too; `dovetail.launch.extras` imports them by name."""
+    assert all((ROOT / room).exists() for room in EXTRAS)
+    for path in (path for path in sources() if extra_of(name(path)) is None):
+        for imported in read(path).imported:
+            module = imported.removeprefix("dovetail.").replace(".", "/")
+            for place in (f"{module}.py", f"{module.rpartition('/')[0]}.py", module):
+                assert extra_of(place) is None, f"{name(path)} imports {imported}"
 
 
 def test_nobody_but_the_devices_asks_whether_a_device_is_one_of_nvidias() -> None:

@@ -21,7 +21,7 @@ from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.processes.connection import Connection
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Finished
-from dovetail.runtime.record.comparison import Difference, first_difference
+from dovetail.runtime.session.comparison import Difference, first_difference
 
 T = TypeVar("T")
 LOOP_TOKENS = 20

@@ -9,6 +9,7 @@ import click
 
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
+from dovetail.launch.extras import extra
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.settings.catalog import ALL_SECTIONS, SETTINGS
 from dovetail.launch.settings.configure import Configuration
@@ -80,9 +81,7 @@ def grafana() -> None:
 def systemd(configuration: Configuration, out: Path | None) -> None:
     """Print hardened units for this machine: the coordinator, its workers and the HTTP API, each on
     its cores and within its memory, watched by their progress."""
-    from dovetail.launch.files.deployment.systemd import systemd_units
-
-    units = systemd_units(configuration)
+    units = extra("launch.files.deployment.systemd").systemd_units(configuration)
     if out is not None:
         _write(out, units)
         return
@@ -95,9 +94,8 @@ def systemd(configuration: Configuration, out: Path | None) -> None:
 def compose(configuration: Configuration) -> None:
     """Print a compose file for this machine: a container for each process, of which only the HTTP
     API has a network to the outside."""
-    from dovetail.launch.files.deployment.compose import compose_file
-
-    click.echo(compose_file(configuration), nl=False)
+    text = extra("launch.files.deployment.compose").compose_file(configuration)
+    click.echo(text, nl=False)
 
 
 @export.command("kubernetes", cls=HelpCommand, short_help="Print a LeaderWorkerSet of two pods.")
@@ -105,9 +103,8 @@ def compose(configuration: Configuration) -> None:
 def kubernetes(configuration: Configuration) -> None:
     """Print a LeaderWorkerSet: a pod with coordinator, HTTP API and target, and one with the draft.
     The keys are Secrets; a comment lists the commands that make them."""
-    from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
-
-    click.echo(kubernetes_manifest(configuration), nl=False)
+    text = extra("launch.files.deployment.kubernetes").kubernetes_manifest(configuration)
+    click.echo(text, nl=False)
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

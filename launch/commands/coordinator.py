@@ -11,7 +11,7 @@ import click
 
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.files.deployment.notification import Notifier
+from dovetail.launch.extras import extra, installed
 from dovetail.launch.files.directory import announced, journal_path, remove_old_journals
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
@@ -21,14 +21,13 @@ from dovetail.launch.processes.child import (
     name_process,
     show_stacks_when_asked,
 )
+from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.links import open_hub
 from dovetail.protocol.settings import CoordinatorSettings, byte_count
 from dovetail.runtime.engine.loop import coordinate
-from dovetail.runtime.journal.database import Database
-from dovetail.runtime.journal.journal import KEEP_S, Journal
-from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.engine.stored import MessageRecorder, ReplyStore
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -85,8 +84,10 @@ def command(
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     settings, notifier = configuration.settings.coordinator, Notifier()
     with ExitStack() as opened:
-        recorder = Recorder(Path(settings.record).expanduser()) if settings.record else None
-        if recorder is not None:
+        recorder: MessageRecorder | None = None
+        if settings.record:
+            recording = extra("runtime.record.recorder")
+            recorder = recording.Recorder(Path(settings.record).expanduser())
             opened.callback(recorder.close)
         hub = open_hub(
             settings.listen,
@@ -138,20 +139,23 @@ def _introduce(address: str) -> None:
         )
 
 
-def _journal(settings: CoordinatorSettings, address: str) -> Journal | None:
+def _journal(settings: CoordinatorSettings, address: str) -> ReplyStore | None:
     """Return the journal of a coordinator at this address; None if it has none."""
     if settings.journal == "off":
         return None
     named = settings.journal != "auto"
+    if not named and not installed("runtime.journal"):
+        log.warning("runtime/journal is not installed: requests end with the coordinator")
+        return None
     folder = Path(settings.journal).expanduser() if named else journal_path(address)
     if folder is None:
         text = "this user has no home folder for a journal, so requests end with the coordinator"
         log.warning("%s: name a folder with coordinator.journal", text)
         return None
     if not named:
-        remove_old_journals(folder.parent, max(settings.journal_s, KEEP_S))
+        remove_old_journals(folder.parent, max(settings.journal_s, CoordinatorSettings().journal_s))
     most = byte_count(settings.memory)
-    journal = Journal(Database(folder), keep_s=settings.journal_s, most=most)
-    if journal.found:
-        log.info("the journal in %s has %d requests to continue", folder, journal.found)
+    journal: ReplyStore = extra("runtime.journal.journal").open_journal(
+        folder, keep_s=settings.journal_s, most=most
+    )
     return journal

@@ -19,7 +19,6 @@ import uvloop
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.processes.child import (
     claim_stdout,
     end_when_told,
@@ -28,6 +27,7 @@ from dovetail.launch.processes.child import (
     show_stacks_when_asked,
 )
 from dovetail.launch.processes.connection import ahead_of, call_model, only_coordinator
+from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.processes.preflight import MORE_FILES, check_files
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.embedded import TARGET_FOLDER

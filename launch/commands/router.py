@@ -15,7 +15,6 @@ from dovetail.launch.commands.http import connections_of, url_of
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import EXISTING_FILE
-from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.processes.child import (
     claim_stdout,
     end_when_told,
@@ -23,6 +22,7 @@ from dovetail.launch.processes.child import (
     name_process,
     show_stacks_when_asked,
 )
+from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.launch.settings.http_keys import KeyFile

@@ -28,7 +28,7 @@ from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.protocol.errors import DovetailError, UserError, printable
 from dovetail.protocol.messages import DraftFailure, Finished, WorkerState
 from dovetail.protocol.settings import Sampling, TreeSettings
-from dovetail.runtime.record.comparison import Difference, first_difference
+from dovetail.runtime.session.comparison import Difference, first_difference
 
 SEED = 20260101
 DEMO_PROMPTS = DEMO_FOLDER / "prompts.jsonl"

@@ -15,7 +15,7 @@ import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
@@ -23,6 +23,7 @@ from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import note, spinner
+from dovetail.launch.extras import extra
 from dovetail.launch.processes import preflight
 from dovetail.launch.processes.addresses import check_coordinator, check_port
 from dovetail.launch.processes.child import name_process
@@ -44,9 +45,6 @@ from dovetail.launch.settings.generation import with_generation_config
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.protocol.errors import UserError
 from dovetail.runtime.http.listening import listen
-
-if TYPE_CHECKING:
-    from dovetail.launch.processes.ray.replicas import Replicas
 
 log = logging.getLogger("dovetail.serve")
 
@@ -112,14 +110,12 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
             service.drain()
 
 
-def _open(engine: str, configuration: Configuration, opened: ExitStack) -> "Service | Replicas":
-    """Return the service, on this machine or on a cluster, with its replicas."""
+def _open(engine: str, configuration: Configuration, opened: ExitStack) -> Any:
+    """Return the `Service` on this machine, or the services on a cluster."""
     if engine == "local":
         site = Local(opened.enter_context(Supervisor()), configuration)
         return opened.enter_context(Service(site, configuration))
-    from dovetail.launch.processes.ray.placed import open_services  # an extra, seconds to import
-
-    return open_services(configuration, opened)
+    return extra("launch.processes.ray.placed").open_services(configuration, opened)
 
 
 def _check_engine(engine: str, configuration: Configuration) -> None:
@@ -144,9 +140,7 @@ def _check_addresses(configuration: Configuration) -> None:
     )
 
 
-def _introduce(
-    service: "Service | Replicas", configuration: Configuration, *, as_json: bool
-) -> None:
+def _introduce(service: Any, configuration: Configuration, *, as_json: bool) -> None:
     """Print the URL, and commands to try it."""
     if no_chats := preflight.no_chats(configuration.settings.target):
         note(f"  {no_chats}")

@@ -13,7 +13,6 @@ from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.logs import keep_stderr_short, remove_stderr
 from dovetail.launch.console.numbers import Number
 from dovetail.launch.console.terminal import note
-from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.machine.binding import Binding, Place, bind
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
@@ -26,6 +25,7 @@ from dovetail.launch.processes.child import (
     show_stacks_when_asked,
 )
 from dovetail.launch.processes.connection import call_model, only_coordinator
+from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import check_draft, check_target, check_unified
 from dovetail.launch.processes.worker import (

@@ -42,7 +42,7 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.recurrent.sizes import traffic_of
 
 if TYPE_CHECKING:
-    from dovetail.workers.calibration import subject
+    from dovetail.workers.serving import design
 
 LOOKUP = "ngram"
 """The kind of draft that proposes what followed the last tokens earlier."""
@@ -71,9 +71,9 @@ def design_of(config: Mapping[str, Any], folder: Path) -> "Design":
     tensors = read_tensors(folder)
     if config.get("model_type") in SAID:
         return Design(config, tensors=tensors)
-    from dovetail.workers.calibration import subject  # torch comes in here
+    from dovetail.workers.serving import design  # torch comes in here
 
-    return Design(config, subject.read_design(TargetSettings(model=str(folder))), tensors)
+    return Design(config, design.read_design(TargetSettings(model=str(folder))), tensors)
 
 
 def read_config(folder: Path, what: str) -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ class Design:
     """A decoder, by its config.json."""
 
     config: Mapping[str, Any]
-    weighed: "subject.Design | None" = None
+    weighed: "design.Design | None" = None
     """Its parts, as transformers builds it; None if its config.json determines everything that is
     counted."""
     tensors: Sequence[Tensor] = ()

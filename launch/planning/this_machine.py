@@ -87,8 +87,8 @@ class Here:
         settings = candidate.settings
         if candidate.lacks and candidate.kind != "substitute":
             return None
-        from dovetail.workers.calibration.levels import expected_levels
         from dovetail.workers.devices.opening import open_device
+        from dovetail.workers.drafters.levels import expected_levels
 
         target = with_target(self.configuration.settings.target)
         if candidate.kind == "substitute" and not any(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dovetail.launch.console.terminal import note, spinner
+from dovetail.launch.extras import extra, installed
 from dovetail.launch.files.directory import announcements, only_announcement
 from dovetail.launch.processes.child_output import Ear
 from dovetail.launch.processes.preflight import check_target
@@ -164,9 +165,11 @@ def with_choices(configuration: Configuration) -> Configuration:
     with spinner() as say:
         say(f"reading {configuration.settings.target.model}")
         check_target(configuration.settings)
-        from dovetail.launch.planning import choice  # not needed by most commands
-
-        configuration, said = choice.with_choices(configuration, say)
+        planner = "launch.planning.choice"
+        if not installed(planner):
+            note("launch/planning is not installed: weights and draft are the defaults")
+            return configuration
+        configuration, said = extra(planner).with_choices(configuration, say)
     for line in said:
         note(line)
     return configuration

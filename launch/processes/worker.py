@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from dovetail.launch.console.network_notice import leaves_the_machine, of_worker
 from dovetail.launch.console.terminal import QUANTISED, counted, counting_bar, note
-from dovetail.launch.files.deployment.notification import Notifier
 from dovetail.launch.files.directory import (
     forget_worker,
     note_worker,
@@ -26,6 +25,7 @@ from dovetail.launch.machine.cores import lay_out_here, parse_place
 from dovetail.launch.machine.sharding import layout_for
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.child import end_undisturbed
+from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.processes.nursery import import_at_once
 from dovetail.launch.processes.preflight import check_text, text_here
 from dovetail.launch.settings.configure import Configuration

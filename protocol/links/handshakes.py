@@ -10,12 +10,7 @@ import zmq
 from zmq.utils import z85
 
 from dovetail.protocol.errors import KeysError
-from dovetail.protocol.keys import (
-    COORDINATOR,
-    PeerKey,
-    check_folder,
-    read_public,
-)
+from dovetail.protocol.keys import COORDINATOR, PeerKey, check_folder, read_public
 
 DOMAIN = b"dovetail"
 """The ZAP domain, which must be equal for the hub's socket and its handler, else libzmq accepts all

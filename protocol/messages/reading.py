@@ -5,13 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dovetail.protocol.messages.parts import (
-    MAX_TOKENS,
-    AboutSession,
-    Count,
-    Message,
-    SpanFields,
-)
+from dovetail.protocol.messages.parts import MAX_TOKENS, AboutSession, Count, Message, SpanFields
 from dovetail.protocol.settings import Frozen
 
 

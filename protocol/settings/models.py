@@ -64,8 +64,7 @@ class TargetSettings(Frozen):
     """The model whose output is decoded."""
 
     model: str = Field(
-        "",
-        description="id, id@revision, folder or GGUF file; empty: the embedded demo target",
+        "", description="id, id@revision, folder or GGUF file; empty: the embedded demo target"
     )
     weights: str = Field(
         "fp32",

@@ -92,8 +92,7 @@ class CoordinatorSettings(Frozen):
         64, description="how many requests of one API key may wait; further ones are refused (429)"
     )
     key_sessions: Annotated[int, Field(ge=0, le=1 << 16)] = Field(
-        0,
-        description="how many requests of one API key may run at once; others wait; 0: no limit",
+        0, description="how many requests of one API key may run at once; others wait; 0: no limit"
     )
     memory: Size = Field(
         "256MiB",
@@ -140,8 +139,7 @@ class HttpSettings(Frozen):
         600.0, description="a request that takes longer is ended"
     )
     receive_s: Annotated[float, Field(gt=0.0, le=3600.0)] = Field(
-        20.0,
-        description="time limit for receiving a request, and for a client that stops reading",
+        20.0, description="time limit for receiving a request, and for a client that stops reading"
     )
     body: Size = Field("2MiB", description="largest body of a request")
     connections: Annotated[int, Field(ge=1, le=1 << 20)] = Field(

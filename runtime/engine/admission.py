@@ -5,20 +5,13 @@ import logging
 
 from dovetail.protocol.codec import encode
 from dovetail.protocol.errors import DecodeError, RequestError, StaleError
-from dovetail.protocol.messages import (
-    MAX_STRIKES,
-    Engage,
-    Event,
-    Failed,
-    Hello,
-    Welcome,
-)
+from dovetail.protocol.messages import MAX_STRIKES, Engage, Event, Failed, Hello, Welcome
 from dovetail.protocol.messages import Request as ClientRequest
+from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.faults import refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.journal.claims import Claims
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -80,9 +73,7 @@ class Admission:
             return
         if not isinstance(message, Hello):
             self._fail(
-                peer,
-                "session",
-                "this peer is not registered here: send Hello first, or reconnect",
+                peer, "session", "this peer is not registered here: send Hello first, or reconnect"
             )
             raise StaleError("an unregistered peer sent a session command")
         try:

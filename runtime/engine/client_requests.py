@@ -30,16 +30,16 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.messages import Request as ClientRequest
 from dovetail.protocol.settings import byte_count
+from dovetail.runtime.engine.claims import Claim, Claims
 from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.requests import attempt
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.starting import LATER, TAKEN, Starting, given_up
+from dovetail.runtime.engine.stored import StoredReply
 from dovetail.runtime.engine.waits import waits
 from dovetail.runtime.fleet.outbox import size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.journal.claims import Claim, Claims
-from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.telemetry.event_log import EventLog
 
@@ -54,11 +54,7 @@ class ClientRequests:
     """Takes the requests of clients."""
 
     def __init__(
-        self,
-        shared: Shared,
-        claims: Claims,
-        starting: Starting,
-        report: Callable[[], Reported],
+        self, shared: Shared, claims: Claims, starting: Starting, report: Callable[[], Reported]
     ) -> None:
         """`report`: the answer to Status."""
         self._shared, self._most_bytes = shared, byte_count(shared.settings.memory)
@@ -205,14 +201,14 @@ class ClientRequests:
         computes what its client has to the same bytes, or for any if its client comes back."""
         return bool(submit.told.tokens) or (submit.again and self._placement.reader() is None)
 
-    def _wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> None:
+    def _wait(self, client: ClientPeer, submit: Submit, entry: StoredReply | None) -> None:
         """Have a reply wait for a target; earlier claims to it end."""
         for claim in self._claims.wait(client, submit, entry):
             self._acts.reply(
                 claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request)
             )
 
-    def _claimed(self, client: ClientPeer, submit: Submit, entry: Entry) -> None:
+    def _claimed(self, client: ClientPeer, submit: Submit, entry: StoredReply) -> None:
         """Give a client what it does not have of a reply, and the rest as it comes."""
         if entry.finished is not None and self._claims.begun(submit.told, entry):
             for message in self._claims.ended(submit, entry):
@@ -251,7 +247,7 @@ class ClientRequests:
         submit: Submit,
         target: Worker | RequestError,
         now_ns: int,
-        entry: Entry | None = None,
+        entry: StoredReply | None = None,
     ) -> None:
         """Read the prompt, elsewhere: a long one takes its time."""
         if isinstance(target, RequestError):

@@ -36,6 +36,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.acts import Acts, Outcome
 from dovetail.runtime.engine.admission import Admission
+from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.client_requests import ClientRequests, observe
 from dovetail.runtime.engine.faults import aside, reraise_exits, told
 from dovetail.runtime.engine.outgoing import Later, Outgoing
@@ -47,6 +48,7 @@ from dovetail.runtime.engine.sessions import Sessions
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.starting import Starting
 from dovetail.runtime.engine.status import Status
+from dovetail.runtime.engine.stored import MessageRecorder, ReplyStore
 from dovetail.runtime.engine.worker_events import WorkerEvents
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
@@ -54,13 +56,10 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.service import Service
-from dovetail.runtime.journal.claims import Claims
-from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.moves.moving import MOST_LOOKED_AT, Moving
 from dovetail.runtime.moves.reading_ahead import ReadingAhead
 from dovetail.runtime.moves.rebalancing import Rebalancing
 from dovetail.runtime.moves.replacement import Changes
-from dovetail.runtime.record.recorder import Recorder
 from dovetail.runtime.telemetry.event_log import EventLog
 from dovetail.runtime.telemetry.metrics import Dropped, Tally
 
@@ -93,8 +92,8 @@ class Coordinator:
         defer: Elsewhere = _at_once,
         later: Later = _now,
         settings: CoordinatorSettings = DEFAULTS,
-        recorder: Recorder | None = None,
-        journal: Journal | None = None,
+        recorder: MessageRecorder | None = None,
+        journal: ReplyStore | None = None,
     ) -> None:
         self._hub, self.now_ns, self._defer = hub, clock_ns, defer
         self._settings, self._recorder, self._journal = settings, recorder, journal
@@ -155,21 +154,11 @@ class Coordinator:
             self._journal,
         )
         claims = self._claims = Claims(shared)
-        post = self._post = Outgoing(
-            self._hub,
-            self._observing,
-            self._acts,
-            later,
-            sent=self._sent,
-        )
+        post = self._post = Outgoing(self._hub, self._observing, self._acts, later, sent=self._sent)
         self._admission = Admission(shared, post, claims)
         self._dispatch = CommandSender(shared, post)
         self._sessions = Sessions(
-            shared,
-            self._dispatch,
-            post,
-            Replies(shared, post),
-            begun=self._begun,
+            shared, self._dispatch, post, Replies(shared, post), begun=self._begun
         )
         self._answers = WorkerEvents(shared)
         self._starting = Starting(shared, claims)
@@ -287,7 +276,7 @@ class Coordinator:
             log.exception("the move of a session is abandoned")
             aside(self._rebalancing.break_off)
 
-    def _record(self, note: Callable[[Recorder], None]) -> None:
+    def _record(self, note: Callable[[MessageRecorder], None]) -> None:
         """Have something recorded. A recorder that fails is not asked again: no session is to
         suffer from it."""
         if self._recorder is None:

@@ -20,8 +20,7 @@ from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Supervised
 from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
-from dovetail.runtime.journal.journal import Journal
-from dovetail.runtime.record.recorder import Recorder
+from dovetail.runtime.engine.stored import MessageRecorder, ReplyStore
 from dovetail.runtime.session.request import Request
 
 log = logging.getLogger("dovetail.coordinator")
@@ -38,8 +37,8 @@ async def coordinate(
     hub: Hub,
     *,
     settings: CoordinatorSettings = DEFAULTS,
-    recorder: Recorder | None = None,
-    journal: Journal | None = None,
+    recorder: MessageRecorder | None = None,
+    journal: ReplyStore | None = None,
     ready: Callable[[], None] | None = None,
     progress: Callable[[], None] | None = None,
     supervised: int | None = None,
@@ -66,8 +65,8 @@ class _Life:
         self,
         hub: Hub,
         settings: CoordinatorSettings,
-        recorder: Recorder | None,
-        journal: Journal | None,
+        recorder: MessageRecorder | None,
+        journal: ReplyStore | None,
     ) -> None:
         self._hub, self._loop = hub, asyncio.get_running_loop()
         self._ended, self._hurried = asyncio.Event(), asyncio.Event()

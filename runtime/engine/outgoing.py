@@ -35,13 +35,7 @@ class Outgoing:
     """Encodes and sends."""
 
     def __init__(
-        self,
-        hub: Hub,
-        observing: EventLog,
-        acts: Acts,
-        later: Later,
-        *,
-        sent: Sent,
+        self, hub: Hub, observing: EventLog, acts: Acts, later: Later, *, sent: Sent
     ) -> None:
         """`later` calls a function after some seconds; `sent` is called with what was sent."""
         self._hub, self._observing, self._acts = hub, observing, acts

@@ -9,6 +9,7 @@ from typing import ParamSpec
 
 from dovetail.protocol.messages import Drain, Failed, Probe, Welcome
 from dovetail.runtime.engine.admission import LOST_KEY, Admission
+from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.faults import aside, fault, refusal
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.sending import CommandSender
@@ -18,7 +19,6 @@ from dovetail.runtime.engine.status import Status
 from dovetail.runtime.fleet.draft_failures import note_failure
 from dovetail.runtime.fleet.liveness import DEAF, LEAST_S
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.journal.claims import Claims
 
 log = logging.getLogger("dovetail.coordinator")
 P = ParamSpec("P")

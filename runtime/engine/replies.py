@@ -11,11 +11,7 @@ from dovetail.runtime.session.actions import Action, Emit, Finish, Note, Score
 class Replies:
     """Sends clients the actions of sessions."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        post: Outgoing,
-    ) -> None:
+    def __init__(self, shared: Shared, post: Outgoing) -> None:
         self._epoch, self._post, self._failing = shared.epoch, post, shared.failing
         self._changes, self._observing = shared.changes, shared.observing
         self._tally, self._now_ns = shared.tally, shared.now_ns

@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from dovetail.protocol.messages import (
+    NOTHING_TOLD,
     Draft,
     DraftFailure,
     Drafts,
     Message,
     Open,
     Read,
+    Told,
     VerifiedItem,
     Verify,
 )
@@ -25,8 +27,7 @@ from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.loads import Load, load_of
 from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.journal.delivery import Delivery
-from dovetail.runtime.session.actions import Action
+from dovetail.runtime.session.actions import Action, Emit
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
@@ -69,6 +70,42 @@ AWAITED: dict[State, tuple[type[Message], ...]] = {
     State.DRAFTING: (Draft, Drafts),
     State.VERIFYING: (Verify,),
 }
+
+
+@dataclass
+class Delivery:
+    """The delivery of a session's reply to its client and to the journal."""
+
+    ticket: str = ""
+    """The name of the reply in the journal; empty: it is not there."""
+    ahead: Told = NOTHING_TOLD
+    """Tokens that are yet to be committed, and that the client has already."""
+    noted: int = 0
+    """The undelivered actions that are in the journal."""
+    fingerprint: str = ""
+    """The fingerprint sent to the client with the last tokens."""
+    finished: bool = False
+    """True if its end was sent to the client."""
+
+    def left_of(self, emit: Emit) -> Emit | None:
+        """Return the part of newly committed tokens that the client does not have; None: it has
+        all."""
+        if self.ahead is NOTHING_TOLD:
+            return emit
+        tokens = min(self.ahead.tokens, len(emit.tokens))
+        characters = min(self.ahead.characters, len(emit.text))
+        left = Told(
+            tokens=self.ahead.tokens - tokens, characters=self.ahead.characters - characters
+        )
+        self.ahead = left if left.tokens or left.characters else NOTHING_TOLD
+        if tokens == len(emit.tokens) and characters == len(emit.text):
+            return None
+        return Emit(
+            emit.tokens[tokens:],
+            max(0, emit.drafted - tokens),
+            emit.text[characters:].__str__,
+            emit.logprobs[tokens:],
+        )
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from dovetail.runtime.engine.replies import Replies
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.engine.stored import ReplyStore
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.session.actions import Action, Ask, Emit, NextRound
 from dovetail.runtime.session.state import State
 
@@ -113,7 +113,7 @@ class Sessions:
             running = self._unsettled.popleft()
             self.attempt(running, partial(self._settle, running))
 
-    def _note(self, journal: Journal, requests: Iterable[RunningRequest]) -> None:
+    def _note(self, journal: ReplyStore, requests: Iterable[RunningRequest]) -> None:
         """Write the committed tokens of these sessions to the journal, before they are sent to
         clients."""
         for running in requests:
@@ -272,9 +272,7 @@ class Sessions:
         """End a session with an internal error, without effect on others."""
         reraise_exits(error)
         log.error(
-            "session %d ends because the coordinator failed",
-            running.session.number,
-            exc_info=error,
+            "session %d ends because the coordinator failed", running.session.number, exc_info=error
         )
         if self._running.get(running.session.number) is running:
             aside(self.fail, running, fault(error))

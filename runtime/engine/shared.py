@@ -11,6 +11,7 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.faults import aside
 from dovetail.runtime.engine.running import Census, RunningRequest
+from dovetail.runtime.engine.stored import ReplyStore, StoredReply
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
@@ -18,8 +19,6 @@ from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.fleet.service import Service
-from dovetail.runtime.journal.entries import Entry
-from dovetail.runtime.journal.journal import Journal
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.session.kept import TOKEN_BYTES as PACKED_BYTES
@@ -39,9 +38,9 @@ class WaitingRequest:
     request: Request
     since_ns: int
     """When the request came, on the coordinator's clock."""
-    entry: Entry | None = None
+    entry: StoredReply | None = None
     """Its entry in the journal from earlier."""
-    begun: Entry | None = None
+    begun: StoredReply | None = None
     """That entry, if its session begins with the tokens that have been committed for it."""
 
     def is_of(self, client: ClientPeer, request: int) -> bool:
@@ -73,7 +72,7 @@ class Shared:
     """Requests that wait for room."""
     notes: deque[Callable[[], object]]
     """Deferred bookkeeping, done once workers have their commands."""
-    journal: Journal | None = None
+    journal: ReplyStore | None = None
     """None: requests end with this coordinator."""
 
     def size(self, claims: Iterable[Submit]) -> int:

@@ -9,14 +9,14 @@ import logging
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
 from dovetail.protocol.messages.status import Lack
+from dovetail.runtime.engine.claims import Claims
 from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared, WaitingRequest
+from dovetail.runtime.engine.stored import StoredReply
 from dovetail.runtime.fleet.beginnings import comes_later
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.room import has_room, tokens_of
-from dovetail.runtime.journal.claims import Claims
-from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.session.request import Request
 
 log = logging.getLogger("dovetail.coordinator")
@@ -50,7 +50,7 @@ class Starting:
         target: Worker,
         request: Request | RequestError,
         now_ns: int,
-        entry: Entry | None,
+        entry: StoredReply | None,
     ) -> None:
         """Start the session of a request that has been read, unless the client has gone or the
         request has failed meanwhile."""
@@ -75,7 +75,7 @@ class Starting:
         target: Worker,
         request: Request | RequestError,
         now_ns: int,
-        entry: Entry | None,
+        entry: StoredReply | None,
     ) -> None:
         number = submit.request
         wanted = client.reading.pop(number)
@@ -157,7 +157,7 @@ class Starting:
             for missed in self._claims.missed(submit, waiting.begun, session):
                 self._acts.reply(waiting.client, missed)
 
-    def take_over(self, client: ClientPeer, submit: Submit, entry: Entry) -> bool:
+    def take_over(self, client: ClientPeer, submit: Submit, entry: StoredReply) -> bool:
         """Take a reply from the client that has it; return whether it runs, and goes on with this
         one from where it is."""
         for one in self._queue.remove(lambda one: one.submit.ticket == submit.ticket):

@@ -48,10 +48,7 @@ E = TypeVar("E", Prefilled, Refed, Drafted)
 class WorkerEvents:
     """Takes the events of workers."""
 
-    def __init__(
-        self,
-        shared: Shared,
-    ) -> None:
+    def __init__(self, shared: Shared) -> None:
         self._running, self._census, self._moving = shared.running, shared.census, shared.moving
         self._observing, self._dropped = shared.observing, shared.dropped
         self._shared, self._notes, self._acts = shared, shared.notes, shared.acts

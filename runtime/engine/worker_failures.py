@@ -17,9 +17,7 @@ class WorkerFailures:
     """Handles the failures that workers report."""
 
     def __init__(
-        self,
-        shared: Shared,
-        go_on_alone: Callable[[RunningRequest, Worker, object], None],
+        self, shared: Shared, go_on_alone: Callable[[RunningRequest, Worker, object], None]
     ) -> None:
         """`go_on_alone`: done where a draft sent what cannot be."""
         self._epoch, self._running, self._registry = shared.epoch, shared.running, shared.registry

@@ -15,13 +15,13 @@ from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.control.pairs import Pair, share_cores, share_device
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
+from dovetail.runtime.engine.stored import StoredReply
 from dovetail.runtime.fleet.alike import are_alike, next_of
 from dovetail.runtime.fleet.beginnings import prompts_on_draft, prompts_on_target
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, bases
 from dovetail.runtime.fleet.rates import Peers, best, candidates, draft_rate, target_rate
 from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.kept import TOKEN_BYTES, Base
 from dovetail.runtime.session.request import Request
@@ -176,7 +176,7 @@ class Placement:
         request: Request,
         tally: Tally,
         now_ns: int,
-        begun: Entry | None = None,
+        begun: StoredReply | None = None,
     ) -> RunningRequest:
         """A session for a request, on its target and on the draft worker that promises most.
         `begun`: what an earlier coordinator has committed for it."""
@@ -278,7 +278,7 @@ class Placement:
         draft_sync: DraftSync | None,
         accounts: Accounts,
         now_ns: int,
-        begun: Entry | None = None,
+        begun: StoredReply | None = None,
     ) -> RunningRequest:
         self._sessions += 1
         done = {} if begun is None else begun.done()

@@ -206,11 +206,7 @@ class Registry:
             hello,
             hello.limits,
             language,
-            Turns(
-                self._epoch,
-                together=hello.limits.together,
-                parts=hello.limits.prompt_rows > 0,
-            ),
+            Turns(self._epoch, together=hello.limits.together, parts=hello.limits.prompt_rows > 0),
             now_ns,
             standby=hello.standby and (hello.host, hello.pid) not in self.engaged,
             shelf=PrefixCache(hello.limits.kept, hello.limits.shares),

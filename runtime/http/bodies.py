@@ -217,8 +217,7 @@ class TextPart(Body):
 TemplateValues = Annotated[
     dict[Annotated[str, Field(max_length=64)], Any],
     Field(
-        max_length=64,
-        description="values for the target's chat template, such as enable_thinking",
+        max_length=64, description="values for the target's chat template, such as enable_thinking"
     ),
     AfterValidator(plain),
 ]

@@ -160,9 +160,7 @@ class Exposition:
             FIRST_TOKEN_S,
         )
         self._between = Times(
-            "vllm:inter_token_latency_seconds",
-            "Time between tokens, per token.",
-            BETWEEN_TOKENS_S,
+            "vllm:inter_token_latency_seconds", "Time between tokens, per token.", BETWEEN_TOKENS_S
         )
         self._whole = Times(
             "vllm:e2e_request_latency_seconds",

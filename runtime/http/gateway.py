@@ -18,13 +18,7 @@ from contextlib import suppress
 from pydantic import ValidationError
 
 from dovetail.protocol.codec import REPLY, encode
-from dovetail.protocol.errors import (
-    DecodeError,
-    LinkError,
-    PeerBusy,
-    ProtocolError,
-    UserError,
-)
+from dovetail.protocol.errors import DecodeError, LinkError, PeerBusy, ProtocolError, UserError
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import (
     VERSION,

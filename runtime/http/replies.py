@@ -79,10 +79,7 @@ class Writer(ABC):
             return ""
         said, begin = "", None
         if self._streamed[reply.index] is None:
-            begin = {
-                "seed": self._order.submits[reply.index].seed,
-                **self._lowered(reply.index),
-            }
+            begin = {"seed": self._order.submits[reply.index].seed, **self._lowered(reply.index)}
             said = self._first(reply.index, begin)
         self._count(reply.index, part)
         if part.ended is None or part.text:

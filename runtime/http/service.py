@@ -222,9 +222,7 @@ class Service:
         """Return the token ids of a text, or of a conversation."""
         target = await self.target(body.model)
         tokens = await self._read(
-            lambda: tokens_of(body, target, self.terms.defaults),
-            body,
-            request.scope.get(OWNER, ""),
+            lambda: tokens_of(body, target, self.terms.defaults), body, request.scope.get(OWNER, "")
         )
         words = [target.text.token(token) for token in tokens] if body.return_token_strs else None
         return {

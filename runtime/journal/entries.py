@@ -80,11 +80,7 @@ class Entry:
 
     def done(self) -> dict[str, Any]:
         """Return what is committed, as the fields of a session."""
-        return {
-            "tokens": [*self.tokens],
-            "margins": [*self.margins],
-            "logprobs": [*self.logprobs],
-        }
+        return {"tokens": [*self.tokens], "margins": [*self.margins], "logprobs": [*self.logprobs]}
 
     # -- the records that change it ----------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from dovetail.protocol.errors import DecodeError, ProtocolError
 from dovetail.protocol.files import refusal
@@ -51,6 +52,14 @@ Aside = Callable[[Callable[[], None]], None]
 
 def _at_once(work: Callable[[], None]) -> None:
     work()
+
+
+def open_journal(folder: Path, *, keep_s: float, most: int) -> "Journal":
+    """Return the journal in a folder, as `Journal` and `Database` describe it."""
+    journal = Journal(Database(folder), keep_s=keep_s, most=most)
+    if journal.found:
+        log.info("the journal in %s has %d requests to continue", folder, journal.found)
+    return journal
 
 
 class Journal:

@@ -247,8 +247,7 @@ class Moving:
             f"{len(running.session.tokens)} on"
         )
         self._acts.perform(
-            running,
-            running.give(running.session.recovered, str(target.hello.fingerprint), base),
+            running, running.give(running.session.recovered, str(target.hello.fingerprint), base)
         )
 
     # -- both --------------------------------------------------------------------------------------

@@ -218,10 +218,7 @@ class Rebalancing:
             Place(
                 target.peer,
                 partial(
-                    _round_s,
-                    _passes_of(target, targets, context),
-                    rows,
-                    beside_s + target.hop_s,
+                    _round_s, _passes_of(target, targets, context), rows, beside_s + target.hop_s
                 ),
                 [self._seat(one, now_ns) for one in held[target.peer]],
             )

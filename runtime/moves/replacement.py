@@ -87,10 +87,7 @@ class Changes:
         """Begin; `RequestError` with the reason of a refusal."""
         newcomer = self._registry.of_epoch(asked.newcomer)
         if newcomer is None or not newcomer.standby:
-            raise RequestError(
-                "swap",
-                "the new worker is no longer on standby: start it again",
-            )
+            raise RequestError("swap", "the new worker is no longer on standby: start it again")
         self._check_free()
         role: Role = "target" if newcomer.plays("target") else "draft"
         old = None if asked.old is None else self._leaver(asked.old)

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Literal
 
 from dovetail.protocol.messages import Failed, Finished, Role
-from dovetail.runtime.record.comparison import first_difference
+from dovetail.runtime.session.comparison import first_difference
 
 SILENT_NS = 30_000_000_000
 """Without a token of any trial for so long the newcomer has failed: far longer than a pass takes

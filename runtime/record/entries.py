@@ -78,10 +78,7 @@ def plain(value: Any, *, timed: bool) -> Any:
         case Base() | Plan():
             return vars(value)
         case Joining():
-            return {
-                "reads": value.reads and value.reads.model_dump(),
-                "base": _base(value.base),
-            }
+            return {"reads": value.reads and value.reads.model_dump(), "base": _base(value.base)}
         case _:
             return value
 

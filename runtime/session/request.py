@@ -83,10 +83,7 @@ class Request:
     ) -> Open:
         """Return the command for the target. `features_from`: the first position whose features it
         returns, None if no draft reads them; `begun`: the reply has tokens already."""
-        own: dict[str, object] = {
-            "logprobs": self.logprobs,
-            "scored": self.scored and not begun,
-        }
+        own: dict[str, object] = {"logprobs": self.logprobs, "scored": self.scored and not begun}
         kept = base.tokens if base is not None else 0
         if base is not None:
             own |= _going_on_from(base)

@@ -96,10 +96,7 @@ class SessionState:
         self.restored = len(self.tokens)
         self.length = len(self.request.prompt) + self.restored
         self.reply = ReplyText(
-            detokenizer,
-            self.request.end,
-            self.request.stop,
-            self.request.sampling.min_tokens,
+            detokenizer, self.request.end, self.request.stop, self.request.sampling.min_tokens
         )
         if self.tokens:
             _, _, self.over = self.reply.read(self.tokens, self.request.max_tokens)

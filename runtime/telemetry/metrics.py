@@ -9,14 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dovetail.protocol.messages import (
-    Drafted,
-    FinishReason,
-    KeyWaits,
-    Result,
-    RoundRecord,
-    Totals,
-)
+from dovetail.protocol.messages import Drafted, FinishReason, KeyWaits, Result, RoundRecord, Totals
 from dovetail.protocol.spans import Span
 
 OFFERED = ("tokens", "parents", "scores", "entropy", "hit", "grown", "ahead", "wasted", "passes")

@@ -249,10 +249,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self,
-        spelling: Spelling,
-        special: Mapping[str, int],
-        prompt: Sequence[int] = (),
+        self, spelling: Spelling, special: Mapping[str, int], prompt: Sequence[int] = ()
     ) -> None:
         """`special`: spellings and ids of tokens that are left out. `prompt`: the tokens before the
         reply; the last `PROMPT_TAIL` with a text are used."""
@@ -276,8 +273,7 @@ class Detokenizer:
         spelt = self._spelt
         return self._new(
             through(
-                self._stages,
-                [(one, True) for token in tokens if (one := spelt(token)) is not None],
+                self._stages, [(one, True) for token in tokens if (one := spelt(token)) is not None]
             )
         )
 
@@ -345,11 +341,7 @@ class ReplyText:
     length ends it."""
 
     def __init__(
-        self,
-        detokenizer: Detokenizer,
-        end: Sequence[int],
-        stop: Sequence[str],
-        min_tokens: int = 0,
+        self, detokenizer: Detokenizer, end: Sequence[int], stop: Sequence[str], min_tokens: int = 0
     ) -> None:
         """`end`: tokens that end the reply. `stop`: strings that end it, unless completed within
         the first `min_tokens` tokens; special tokens in them match those of the reply."""

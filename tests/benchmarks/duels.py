@@ -19,7 +19,7 @@ from dovetail.launch.bench.turns import prepare, rotated
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import UserError
-from dovetail.runtime.record.comparison import first_difference
+from dovetail.runtime.session.comparison import first_difference
 
 STACK = "the pair"
 

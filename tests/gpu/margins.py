@@ -8,7 +8,7 @@ from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
-from dovetail.runtime.record.comparison import NEAR_TIE, first_difference
+from dovetail.runtime.session.comparison import NEAR_TIE, first_difference
 from gpu.report import Report
 from support.stacks import PROMPTS, complete_all, running, submit
 

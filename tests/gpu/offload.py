@@ -24,7 +24,7 @@ from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.messages import VerifyItem
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import Spans
-from dovetail.runtime.record.comparison import NEAR_TIE
+from dovetail.runtime.session.comparison import NEAR_TIE
 from dovetail.workers.calibration.passes import Passes
 from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.cpu import HostTransfer

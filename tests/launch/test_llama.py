@@ -20,7 +20,7 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.settings import Sampling
-from dovetail.runtime.record.comparison import NEAR_TIE, Difference
+from dovetail.runtime.session.comparison import NEAR_TIE, Difference
 from peers.llama.kinds import type_of, uncut, unfit
 from peers.llama.peer import LlamaOptions, LlamaPeer, Preparation, read_option
 from peers.llama.start import find_python

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.launch.files.deployment.notification import FEEDS, Notifier
+from dovetail.launch.processes.notification import FEEDS, Notifier
 from dovetail.protocol.codec import EVENT, encode
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_hub

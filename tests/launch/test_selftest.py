@@ -12,7 +12,7 @@ from dovetail.launch.processes.stack import Stack
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Finished, Result
-from dovetail.runtime.record.comparison import Difference, first_difference
+from dovetail.runtime.session.comparison import Difference, first_difference
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -229,7 +229,7 @@ def test_a_long_reply_is_told_again_in_pieces_that_can_be_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = undisturbed(tmp_path, logprobs=1)
-    monkeypatch.setattr("dovetail.runtime.journal.claims.MAX_JOINED", 7)
+    monkeypatch.setattr("dovetail.runtime.engine.claims.MAX_JOINED", 7)
     entry = whole.journal.find(TICKET, "/")
     assert entry is not None
     again = Submit.model_validate({**dict(entry.submit), "epoch": 1, "request": 2})

@@ -30,13 +30,7 @@ from dovetail.runtime.journal.journal import Journal
 from support.cases import everyday
 from support.houses import DYNAMIC, PROMPT, House
 from support.lives import LONG_PROMPT, MOST, TICKET, Lives, every, undisturbed
-from support.scripted import (
-    READS,
-    ROOMY,
-    ScriptedDraft,
-    ScriptedTarget,
-    continuation,
-)
+from support.scripted import READS, ROOMY, ScriptedDraft, ScriptedTarget, continuation
 
 FULL = "database or disk is full"
 CASES = {
@@ -152,9 +146,7 @@ def test_a_target_of_another_fingerprint_is_no_place_for_a_reply_that_has_begun(
     assert "no target of" in lives.end.text
 
 
-def test_a_reply_that_was_left_goes_on_and_one_that_has_ended_is_told_again(
-    tmp_path: Path,
-) -> None:
+def test_a_reply_that_was_left_goes_on_and_one_that_has_ended_is_told_again(tmp_path: Path) -> None:
     whole = undisturbed(tmp_path / "whole")
     lives = Lives(tmp_path / "left")
     lives.ask()
@@ -176,9 +168,7 @@ def test_a_reply_that_was_left_goes_on_and_one_that_has_ended_is_told_again(
         assert (lives.tokens, lives.text) == (whole.tokens, whole.text)
 
 
-def test_a_running_reply_is_handed_over_to_the_client_that_asks_for_it_last(
-    tmp_path: Path,
-) -> None:
+def test_a_running_reply_is_handed_over_to_the_client_that_asks_for_it_last(tmp_path: Path) -> None:
     lives = Lives(tmp_path)
     second = lives.house.connect()
     lives.ask()
@@ -442,9 +432,7 @@ def test_the_write_ahead_log_is_moved_into_the_database_as_it_grows(tmp_path: Pa
     assert len(again.find(1)) == 40
 
 
-def test_entries_are_what_their_records_say_without_spans(
-    tmp_path: Path,
-) -> None:
+def test_entries_are_what_their_records_say_without_spans(tmp_path: Path) -> None:
     lives = undisturbed(tmp_path, logprobs=2, trace=True)
     entry = lives.journal.find(TICKET, "/")
     assert entry is not None

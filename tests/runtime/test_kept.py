@@ -7,13 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.runtime.fleet.prefix_cache import (
-    MAX_KEPT,
-    WORTH,
-    PrefixCache,
-    bases,
-    common_tokens,
-)
+from dovetail.runtime.fleet.prefix_cache import MAX_KEPT, WORTH, PrefixCache, bases, common_tokens
 from dovetail.runtime.session.kept import Base, Kept, pack
 
 LOG = tuple(range(100, 140))

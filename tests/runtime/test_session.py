@@ -712,10 +712,7 @@ def test_held_features_come_with_the_next_verdict_that_is_not_held() -> None:
     (ask,) = session.next_round(Plan())
     assert isinstance(ask, Ask)
     assert isinstance(ask.command, Draft)
-    assert (ask.command.more, ask.command.features) == (
-        (4, 5, 6, 7),
-        features(LOG, 2, 6, READS),
-    )
+    assert (ask.command.more, ask.command.features) == ((4, 5, 6, 7), features(LOG, 2, 6, READS))
 
 
 def test_features_that_lack_held_rows_are_not_what_the_draft_reads() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dovetail.protocol.messages import Finished
-from dovetail.runtime.record.comparison import NEAR_TIE
+from dovetail.runtime.session.comparison import NEAR_TIE
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -14,9 +14,9 @@ from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.limits import best_of, limit_curve
 from dovetail.workers.calibration.passes import LADDER, Passes, tree_paths
-from dovetail.workers.calibration.subject import read_design
 from dovetail.workers.calibration.target import calibrate, open_subject
 from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.serving.design import read_design
 from support.architectures import write_tiny
 from support.models import tiny_llama
 

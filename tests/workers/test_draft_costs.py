@@ -11,9 +11,9 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.profile import ProfileKey, update_profile
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers.calibration.draft import LEVELS, _Guesses, calibrate_draft
-from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.passes import Passes
 from dovetail.workers.devices.opening import open_device
+from dovetail.workers.drafters.levels import levels_key
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Predicted, open_head
 from dovetail.workers.models.loading import load_language_model

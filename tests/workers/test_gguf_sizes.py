@@ -11,8 +11,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers.calibration.devices import keys_of
 from dovetail.workers.calibration.products import product_seconds
-from dovetail.workers.calibration.subject import read_design
-from dovetail.workers.calibration.target import calibration_key, open_subject
+from dovetail.workers.calibration.target import open_subject
 from dovetail.workers.models.checkpoints.footprint import (
     linears_bytes,
     numbers_by_type,
@@ -20,6 +19,7 @@ from dovetail.workers.models.checkpoints.footprint import (
 )
 from dovetail.workers.models.checkpoints.gguf.view import view_of
 from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.serving.design import calibration_key, read_design
 from support.architectures import write_tiny
 from support.gguf_files import BLOCKED, write_gguf
 from support.kernels import needs_kernels
@@ -61,13 +61,13 @@ def test_a_measurement_of_a_file_holds_for_its_types_of_blocks_alone(tmp_path: P
     settings = TargetSettings(model=str(view_of(file)), weights="file")
     design = read_design(settings)
     subject = open_subject(settings, design, memory_bytes=1 << 30, profile=None)
-    assert calibration_key(subject) in [*keys_of(settings)]
+    assert calibration_key(subject.model, subject.whole) in [*keys_of(settings)]
     exact = settings.model_copy(update={"activations": "fp32"})
-    assert calibration_key(subject) not in [*keys_of(exact)]
+    assert calibration_key(subject.model, subject.whole) not in [*keys_of(exact)]
     other = tmp_path / "other.gguf"
     write_gguf(tmp_path / "llama", other, lambda *_: Type.F16)
     moved = settings.model_copy(update={"model": str(view_of(other))})
-    assert calibration_key(subject) not in [*keys_of(moved)]
+    assert calibration_key(subject.model, subject.whole) not in [*keys_of(moved)]
     with pytest.raises(UserError, match=r"GiB of blocks of .* do not fit"):
         open_subject(settings, design, memory_bytes=1 << 10, profile=None)
 

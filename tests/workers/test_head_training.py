@@ -2,6 +2,8 @@
 resuming; the folder that is written."""
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dovetail.protocol.settings import HEAD_KINDS
+from dovetail.workers.heads.registry import KINDS, setting_of
 from dovetail.workers.training import losses, run, trainer
 from dovetail.workers.training.data.features import Batch
 from dovetail.workers.training.heads.eagle3 import Eagle3Head
@@ -23,6 +27,7 @@ from dovetail.workers.training.heads.trainable import (
 )
 from dovetail.workers.training.losses import head_loss, simulate
 from dovetail.workers.training.plan import Recipe
+from dovetail.workers.training.recipes import TRAINED, recipe_of
 from dovetail.workers.training.target_parts import Frozen
 from dovetail.workers.training.trainer import new_head
 from support.cases import everyday
@@ -451,3 +456,26 @@ def test_products_in_bf16_train_the_same_head_nearly() -> None:
     assert rounded.checks[-1].loss == pytest.approx(exact.checks[-1].loss, rel=0.1)
     assert {p.dtype for p in rounded.head.parameters()} == {torch.float32}
     assert trainer.faster_number("cpu") in ("fp32", "bf16")
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_a_kind_of_head_that_can_be_named_can_be_trained_and_planned_with(kind: str) -> None:
+    own = KINDS[kind]
+    assert own.title
+    assert TRAINED[kind].what.startswith(("a ", "an "))
+    assert own.figures is not None, "dovetail plan needs figures"
+    assert own.figures.tokens == tuple(sorted(own.figures.tokens))
+    assert recipe_of(kind).architecture.lower().endswith(kind)
+
+
+def test_every_kind_of_head_has_a_name_in_the_settings() -> None:
+    assert {setting_of(name) for name in KINDS} == set(HEAD_KINDS) == set(TRAINED)
+
+
+def test_the_tables_of_heads_import_no_torch() -> None:
+    asked = (
+        "import sys, dovetail.workers.heads.registry, dovetail.workers.training.recipes; "
+        "print('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

@@ -1,8 +1,6 @@
 """The tables of head kinds, drafters, policies and devices: one entry each, and nothing beside."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.policies import POLICIES
-from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings
+from dovetail.protocol.settings import DRAFT_KINDS, DraftSettings
 from dovetail.workers.devices import opening, registry
 from dovetail.workers.devices.base import Device, DeviceKind, Transfer
 from dovetail.workers.devices.cpu import CPU
@@ -23,10 +21,9 @@ from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.config import HeadConfig
 from dovetail.workers.heads.kind import HeadKind
 from dovetail.workers.heads.parts import Body, HeadParts
-from dovetail.workers.heads.registry import KINDS, setting_of
+from dovetail.workers.heads.registry import KINDS
 from dovetail.workers.heads.spec import Group, HeadSpec, Shapes, common_fields
 from dovetail.workers.speculation import policies
-from dovetail.workers.training.recipes import TRAINED, recipe_of
 from support.heads import VARIANTS, head_config, head_tensors, write_files
 from support.levels import levels_of
 
@@ -95,20 +92,6 @@ def test_an_import_path_that_leads_to_no_device_is_refused(
         configure(flags={"draft.device": "cpu"}, environment={})
 
 
-@pytest.mark.parametrize("kind", HEAD_KINDS)
-def test_a_kind_of_head_that_can_be_named_can_be_trained_and_planned_with(kind: str) -> None:
-    own = KINDS[kind]
-    assert own.title
-    assert TRAINED[kind].what.startswith(("a ", "an "))
-    assert own.figures is not None, "dovetail plan needs figures"
-    assert own.figures.tokens == tuple(sorted(own.figures.tokens))
-    assert recipe_of(kind).architecture.lower().endswith(kind)
-
-
-def test_every_kind_of_head_has_a_name_in_the_settings() -> None:
-    assert {setting_of(name) for name in KINDS} == set(HEAD_KINDS) == set(TRAINED)
-
-
 class Sum(HeadKind):
     name = "sum"
 
@@ -142,15 +125,6 @@ def test_a_kind_of_head_is_added_by_the_table_alone(
         assert worker.engine.head.spec.kind == kind
         found.append(levels_of(worker.engine.head, None))
     torch.testing.assert_close(found[0], found[1])
-
-
-def test_the_tables_of_heads_import_no_torch() -> None:
-    asked = (
-        "import sys, dovetail.workers.heads.registry, dovetail.workers.training.recipes; "
-        "print('torch' in sys.modules)"
-    )
-    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"
 
 
 def test_every_draft_and_every_policy_can_be_opened() -> None:

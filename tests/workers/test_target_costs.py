@@ -12,9 +12,8 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Hello
 from dovetail.protocol.profile import ProfileKey, update_profile
 from dovetail.protocol.settings import TargetSettings
-from dovetail.workers.calibration.subject import Subject, read_design
-from dovetail.workers.calibration.target import calibration_key
 from dovetail.workers.models.loading import load_language_model
+from dovetail.workers.serving.design import calibration_key, read_design
 from dovetail.workers.serving.open_target import open_target_worker
 
 CURVES = tuple(
@@ -37,7 +36,7 @@ def introduced(llama_folder: Path, tmp_path: Path) -> Callable[..., Hello]:
             settings.model, weights="fp32", device="cpu", backend="library", profile=path
         )
         design = read_design(settings)
-        key = calibration_key(Subject(model, design, design, random=False))
+        key = calibration_key(model, design)
         calibration = Calibration(
             measured="2026-01-01T00:00:00+00:00",
             backend="library",

@@ -22,7 +22,6 @@ from dovetail.protocol.profile import ProfileKey, load_profile, machine_key
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.passes import CONTEXT, Passes
-from dovetail.workers.calibration.subject import design_key, read_design
 from dovetail.workers.devices.base import Device, Transfer
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.fused import VERSION
@@ -36,6 +35,7 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import random_language_model
+from dovetail.workers.serving.design import design_key, read_design
 
 FEW, MORE = 2, 6
 """Layers of the two models; more than there are buffers, so that streamed layers do stream."""

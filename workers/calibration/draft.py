@@ -18,7 +18,6 @@ from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.profile import ProfileKey
 from dovetail.protocol.settings import DraftSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration.levels import levels_key
 from dovetail.workers.calibration.passes import CONTEXT, Computes, Passes
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.drafters.head import HeadDrafter
@@ -29,6 +28,7 @@ from dovetail.workers.drafters.head_levels import (
     compute_level,
     open_levels,
 )
+from dovetail.workers.drafters.levels import levels_key
 from dovetail.workers.drafters.model import Drafter
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head

@@ -5,8 +5,8 @@ import time
 
 from dovetail.protocol.calibration import ExpertCosts, weighted_median
 from dovetail.protocol.experts import Routing
+from dovetail.workers.calibration.limits import Subject
 from dovetail.workers.calibration.passes import Passes
-from dovetail.workers.calibration.subject import Subject
 
 ROWS = (4, 8, 16)
 LEAST_PAIRS, MOST_PAIRS = 8, 64

@@ -1,6 +1,8 @@
 """The limits of this machine: memory bandwidth and arithmetic, and the cost of a pass by them
 alone."""
 
+from dataclasses import dataclass
+
 import torch
 
 from dovetail.protocol.calibration import MachineLimits, RowsSeconds
@@ -9,12 +11,29 @@ from dovetail.workers.calibration.passes import (
     EVERY_ROW,
     least_seconds,
 )
-from dovetail.workers.calibration.subject import Subject
 from dovetail.workers.kernels.probe import Arithmetic, bandwidth_gb_s, peak_gflop_s
+from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.weight_types import FILE_KINDS
+from dovetail.workers.serving.design import Design
 
 PROBE_S = 0.6
 """Duration of the probe of bandwidth; half as long for each kind of arithmetic."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be measured, its own design, and that of the whole model that it stands for: of
+    fewer layers where memory does not hold all of them."""
+
+    model: LanguageModel
+    measured: Design
+    whole: Design
+    random: bool
+
+    @property
+    def scale(self) -> float:
+        """Seconds of the whole model for one second of the one that is measured."""
+        return self.whole.weights / self.measured.weights
 
 
 def measure_limits(budget_s: float) -> MachineLimits:

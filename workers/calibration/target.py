@@ -26,12 +26,13 @@ from dovetail.protocol.calibration import (
     RowsSeconds,
 )
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.profile import ProfileKey, load_profile, machine_key
+from dovetail.protocol.profile import load_profile
 from dovetail.protocol.settings import TargetSettings
 from dovetail.workers import kernels
 from dovetail.workers.calibration.experts import measure_experts
 from dovetail.workers.calibration.limits import (
     PROBE_S,
+    Subject,
     best_of,
     limit_curve,
     measure_limits,
@@ -45,13 +46,12 @@ from dovetail.workers.calibration.passes import (
     Passes,
 )
 from dovetail.workers.calibration.reading import measure_reading
-from dovetail.workers.calibration.subject import Design, Subject, design_key, read_design
 from dovetail.workers.devices.opening import open_device
-from dovetail.workers.kernels import shards
 from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.checkpoints.gguf.view import FILE, weight_paths
 from dovetail.workers.models.loading import load_language_model, random_language_model
 from dovetail.workers.progress import LoadingTold, hearing_loads
+from dovetail.workers.serving.design import Design, calibration_key, read_design
 from dovetail.workers.serving.sharded import settle_target
 
 SHARE_OF_MEMORY = 0.8
@@ -116,7 +116,7 @@ def calibrate(
         **told(subject, calibration),
         "backends": back_ends(subject, profile),
         "skipped_contexts": skipped,
-        "key": calibration_key(subject).model_dump(),
+        "key": calibration_key(subject.model, subject.whole).model_dump(),
         "calibration": calibration.model_dump(),
         "reading": None if reading is None else reading.model_dump(),
     }
@@ -232,25 +232,6 @@ def open_subject(
         context=settings.longest,
     )
     return Subject(model, part, design, random=True)
-
-
-def calibration_key(subject: Subject) -> ProfileKey:
-    """Return the key of a calibration: that of the library's measurements or, with the kernels,
-    with their version and instruction set in place of torch's."""
-    model = subject.model
-    if model.backend == "library":
-        return profile_key(subject.whole.shapes, weights=model.weights)
-    software = f"{model.kernels}-{kernels.isa().name.lower()}"
-    shapes = design_key(subject.whole, model.weights)
-    return ProfileKey(
-        machine=machine_key(),
-        software=software,
-        weights=model.weights,
-        threads=torch.get_num_threads(),
-        shapes=shapes,
-        cache=model.cache,
-        shards=shards.count(),
-    )
 
 
 def back_ends(subject: Subject, profile: Path | None) -> dict[str, Any]:

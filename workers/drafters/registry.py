@@ -57,8 +57,8 @@ class Wanted:
     def identity(
         self, model: "LanguageModel | Head", device: "Device", called: str, **more: Any
     ) -> Identity:
-        """Return the registration of a worker with a model on a device."""
-        from dovetail.workers.calibration.levels import known_levels
+        """Return the description of a worker with a model on a device."""
+        from dovetail.workers.drafters.levels import known_levels
         from dovetail.workers.sessions.room import base_rows
 
         kept = affordable_tokens(device.free_bytes(), model.new_cache(0).row_bytes)

@@ -199,10 +199,8 @@ def _calibration(
     known = load_profile(profile)
     if not any(entry.calibrations for entry in known.entries):
         return None
-    from dovetail.workers.calibration.subject import Subject, read_design
-    from dovetail.workers.calibration.target import calibration_key
+    from dovetail.workers.serving.design import calibration_key, read_design
 
-    design = read_design(settings)
-    entry = known.find(calibration_key(Subject(model, design, design, random=False)))
+    entry = known.find(calibration_key(model, read_design(settings)))
     found = (one for one in entry.calibrations if one.backend == model.backend)
     return next(found, None)

@@ -16,7 +16,6 @@ from dovetail.protocol.memory import read_room
 from dovetail.protocol.profile import ProfileKey, load_profile, machine_key, shapes_key
 from dovetail.protocol.settings import MemorySettings, TargetSettings
 from dovetail.workers import kernels
-from dovetail.workers.calibration.subject import read_design
 from dovetail.workers.devices.base import Device
 from dovetail.workers.devices.opening import open_device
 from dovetail.workers.models.backends.device.choice import products_on
@@ -48,6 +47,7 @@ from dovetail.workers.models.checkpoints.footprint import IN_BLOCKS, sizes_by_te
 from dovetail.workers.models.checkpoints.gguf.view import FILE
 from dovetail.workers.models.checkpoints.hub import find_folder
 from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
+from dovetail.workers.serving.design import read_design
 
 NO_MATRICES = Matrices(())
 FREE_SHARE = 0.9

@@ -397,9 +397,7 @@ def test_a_reply_that_cannot_fit_behind_its_prompt_is_refused_with_the_largest_t
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
-def test_a_reply_may_fill_the_context_and_reports_a_lowered_max_tokens(
-    server: Api,
-) -> None:
+def test_a_reply_may_fill_the_context_and_reports_a_lowered_max_tokens(server: Api) -> None:
     room = 512 - len(CHAT)
     replies = [
         server.chat(ignore_eos=True, **fields)

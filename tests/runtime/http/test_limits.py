@@ -270,12 +270,7 @@ def test_addresses_and_names_are_told_apart() -> None:
     assert [
         host_name(header)
         for header in (b"localhost:8000", b"[::1]:80", b"127.0.0.1", b"Evil.Example:1")
-    ] == [
-        "localhost",
-        "::1",
-        "127.0.0.1",
-        "evil.example",
-    ]
+    ] == ["localhost", "::1", "127.0.0.1", "evil.example"]
     assert is_local({"client": ("127.0.0.1", 5)}, {})
     assert not is_local({"client": ("127.0.0.1", 5)}, {b"forwarded": b"for=1.2.3.4"})
     assert not is_local({"client": None}, {})

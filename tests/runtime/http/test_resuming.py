@@ -185,9 +185,7 @@ def test_an_event_id_of_another_request_is_refused(server: Api, other: dict[str,
     assert server.client.post(CHATS, json=CHAT, headers=headers).json()["id"] == name
 
 
-def test_a_request_that_is_too_long_to_be_kept_is_answered_and_not_told_again(
-    server: Api,
-) -> None:
+def test_a_request_that_is_too_long_to_be_kept_is_answered_and_not_told_again(server: Api) -> None:
     said = server.client.post(CHATS, json={**CHAT, "chat_template_kwargs": {"a": "é" * 800_000}})
     assert said.json()["choices"][0]["finish_reason"] == "length"
     again = server.client.get(f"{CHATS}/{said.json()['id']}")

@@ -90,9 +90,7 @@ def asked(server: Api, prompt: list[int], stream: bool, **fields: Any) -> tuple[
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_special_tokens_and_strings_stop_a_reply_after_min_tokens(
-    stream: bool,
-) -> None:
+def test_special_tokens_and_strings_stop_a_reply_after_min_tokens(stream: bool) -> None:
     made = spaced(DECODERS["Llama 2"])
     with backend(target=False, draft=False) as house, api(house.address) as server:
         house.add(ScriptedTarget, "target", tokenizer=made.to_str().encode())

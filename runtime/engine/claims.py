@@ -21,10 +21,10 @@ from dovetail.protocol.messages import (
 )
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared
+from dovetail.runtime.engine.stored import StoredReply
 from dovetail.runtime.fleet.outbox import MAX_JOINED
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.service import Service
-from dovetail.runtime.journal.entries import Entry
 from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
 from dovetail.runtime.session.session import Session
 
@@ -39,7 +39,7 @@ class Claim:
 
     client: ClientPeer
     submit: Submit
-    entry: Entry | None
+    entry: StoredReply | None
     since_ns: int
 
     def is_of(self, client: ClientPeer, request: int) -> bool:
@@ -61,7 +61,7 @@ class Claims:
     def __iter__(self) -> Iterator[Claim]:
         return iter(self._waiting)
 
-    def known(self, submit: Submit, key: str) -> Entry | None:
+    def known(self, submit: Submit, key: str) -> StoredReply | None:
         """Return what is known of the reply of a Submit from a client with this key; `RequestError`
         if the ticket is another's, or what its client has cannot be decoded again."""
         if self._journal is None or not submit.ticket:
@@ -113,7 +113,9 @@ class Claims:
         running.delivery.fingerprint = ""
         running.told_ns = None
 
-    def missed(self, submit: Submit, entry: Entry, session: Session | None) -> Iterator[Emitted]:
+    def missed(
+        self, submit: Submit, entry: StoredReply, session: Session | None
+    ) -> Iterator[Emitted]:
         """Yield what is committed of a reply and its client does not have; `session`: the one that
         decodes it, None: it has ended."""
         told = submit.told
@@ -133,7 +135,7 @@ class Claims:
             )
             begin, text = begin + MAX_JOINED, ""
 
-    def ended(self, submit: Submit, entry: Entry) -> Iterator[Message]:
+    def ended(self, submit: Submit, entry: StoredReply) -> Iterator[Message]:
         """Yield the messages for an ended reply."""
         assert entry.finished is not None
         yield from self.missed(submit, entry, None)
@@ -142,7 +144,7 @@ class Claims:
 
     # -- replies that do not run -------------------------------------------------------------------
 
-    def wait(self, client: ClientPeer, submit: Submit, entry: Entry | None) -> list[Claim]:
+    def wait(self, client: ClientPeer, submit: Submit, entry: StoredReply | None) -> list[Claim]:
         """Have a reply wait for a target instead of earlier claims to it, and return those."""
         before = self.withdraw(lambda claim: claim.submit.ticket == submit.ticket != "")
         self._waiting.append(Claim(client, submit, entry, self._shared.now_ns()))
@@ -186,7 +188,7 @@ class Claims:
             text = f"within {most_s:.3g} s of the coordinator's start no target{wanted} was there"
             yield claim, RequestError("worker_lost", f"{text}: start one and ask again")
 
-    def suits(self, entry: Entry | None, told: Told, target: Worker) -> bool:
+    def suits(self, entry: StoredReply | None, told: Told, target: Worker) -> bool:
         """Return whether a reply may be gone on with on this target: one that has begun, where the
         same bytes are computed, or its tokens are tokens if `coordinator.move` is any; one of
         which the client has more than the journal, where that is decoded again to the same."""
@@ -204,13 +206,13 @@ class Claims:
             or (self._settings.move == "any" and not entry.depends_on_draft)
         )
 
-    def begun(self, told: Told, entry: Entry | None) -> Entry | None:
+    def begun(self, told: Told, entry: StoredReply | None) -> StoredReply | None:
         """Return the entry that a session is to begin with; None: with nothing."""
         if entry is None or not entry.tokens or self.unscored(told, entry):
             return None
         return entry
 
-    def unscored(self, told: Told, entry: Entry) -> bool:
+    def unscored(self, told: Told, entry: StoredReply) -> bool:
         """Return whether a client wants scores of the prompt that it does not have: only who reads
         the prompt has them."""
         return entry.submit.scored and told.scores + 1 < len(entry.submit.tokens or ())

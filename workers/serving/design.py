@@ -1,4 +1,5 @@
-"""The model that is measured, and the one for which its cost is reported."""
+"""The design of a model, read from its config.json, and the keys under which its measured costs
+are stored."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +8,12 @@ import torch
 
 from dovetail.protocol.calibration import STATELESS, StateTraffic
 from dovetail.protocol.experts import DENSE, Mixture, count_experts
-from dovetail.protocol.profile import shapes_key
+from dovetail.protocol.profile import ProfileKey, machine_key, shapes_key
 from dovetail.protocol.settings import TargetSettings
+from dovetail.workers import kernels
+from dovetail.workers.kernels import shards
 from dovetail.workers.models.backends.layer_parts import why_not_coded_apart
+from dovetail.workers.models.backends.selection import profile_key
 from dovetail.workers.models.backends.sizes import Matrices, Shapes
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
@@ -61,22 +65,6 @@ class Design:
         return round(self.weights * self.mixture.active)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model to be measured, its own design, and that of the whole model that it represents: the
-    measured one has fewer layers if memory does not hold all of them."""
-
-    model: LanguageModel
-    measured: Design
-    whole: Design
-    random: bool
-
-    @property
-    def scale(self) -> float:
-        """Seconds of the whole model for one second of the measured one."""
-        return self.whole.weights / self.measured.weights
-
-
 def design_key(design: Design, weights: str) -> str:
     """Return the part of a profile's key for the matrices: those of a file also differ in their
     types."""
@@ -105,4 +93,22 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
     return Design(
         *(folder, shapes, layers, context, mixture, experts, mix, blocks_bytes),
         *(uncoded, states),
+    )
+
+
+def calibration_key(model: LanguageModel, design: Design) -> ProfileKey:
+    """Return where a calibration holds: that of the library's measurements, or, with the kernels,
+    their version and instruction set in place of torch's."""
+    if model.backend == "library":
+        return profile_key(design.shapes, weights=model.weights)
+    software = f"{model.kernels}-{kernels.isa().name.lower()}"
+    shapes = design_key(design, model.weights)
+    return ProfileKey(
+        machine=machine_key(),
+        software=software,
+        weights=model.weights,
+        threads=torch.get_num_threads(),
+        shapes=shapes,
+        cache=model.cache,
+        shards=shards.count(),
     )
