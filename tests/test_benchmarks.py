@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.accuracy import judge
 from benchmarks.checkpoints import tree_mask, write_model
 from benchmarks.child import Side, SideError
+from benchmarks.logits import judge
 from benchmarks.measure import Estimate, estimate, ratio, take_turns
 from benchmarks.models import Shape, draw_tree
 from dovetail.workers.models.loading import load_language_model

@@ -16,52 +16,35 @@ from benchmarks import commands
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 PEERS = {
-    "accuracy": "llama-cpp-python and gguf",
     "build-llama": "the sources of llama.cpp",
     "context": "llama-cpp-python and gguf",
     "gguf-pair": "llama.cpp's llama-quantize",
     "logits": "llama-cpp-python and gguf",
-    "parallel": "llama.cpp's llama-server",
     "passes": "llama.cpp's llama-bench",
     "ray": "the extra ray",
 }
 """Command -> what it needs beside the project."""
 SHAPE = "--shape small --pairs 2"
 COMMANDS = {
-    "ahead": "--ratios 1 --pairs 2 --largest 64MiB --max-tokens 16",
     "beginnings": "--prompt 200 --requests 2 --pairs 1 --inflate 32MiB",
     "coupling": "--limit 1 --max-tokens 8 --keys 1 --children 1,2",
     "experts": "--rows 1,2 --shape small --pairs 2",
     "fleet": "--inflate 32MiB --replicas 1 --loads 0.3 --seconds 5 --turns 2",
     "gains": "--inflate 32MiB --limit 2 --max-tokens 16",
     "gaps": "--prompt 200 --prompts 1 --inflate 32MiB",
-    "goodput": "--inflate= --limit 2 --gammas 4 --depths 2 --widths 4 --max-tokens 16",
-    "heterospec": "--inflate= --limit 2 --max-tokens 16",
-    "http": "--tokens 20 --streams 1 --connections 4 --requests 8 --pairs 2",
     "inflate": "--out {here}/pair --size 32MiB",
     "journal": "--pairs 1 --starts 1 --streams 1 --max-tokens 16 --inflate 32MiB",
     "legacy": "",
-    "levels": "--limit 2 --max-tokens 16",
     "links": "--inflate 32MiB --delays 1 --rates 1000 --pairs 2 --max-tokens 16",
     "loading": "--shape small --layers 1 --weights int8",
     "loads": "--weights int8 --drafts small --streams 1 --inflate 32MiB --max-tokens 16 --repeat 1",
-    "losses": "--inflate 32MiB --times 1",
-    "memory": "--vram 600MB --shape small --layers 2",
-    "observed": "--inflate 32MiB --limit 1 --max-tokens 16",
-    "papers": "--heads {here} --only small --limit 1 --max-tokens 16",
     "pictures": "bench --out {here} --inflate 32MiB --limit 1 --max-tokens 8 --values 1,2",
-    "plan": "--placement 'split target, head' --inflate 32MiB --limit 1 --max-tokens 8 --seconds 1",
     "recurrence": "--shape 0.8b --prompt 16 --pairs 2 --weights int8",
-    "reliability": "--limit 2 --max-tokens 16 --keys 1 --temperature 0",
     "replicas": "--inflate 32MiB --streams 1 --requests 2 --max-tokens 8 --repeat 1",
-    "rounds": "--inflate= --limit 1 --max-tokens 16",
     "router": "--replicas 2 --decisions 100 --requests 20 --chunks 4 --together 2",
     "routing": "--passes 48 --stretch 4",
     "shards": f"{SHAPE} --rows 1 --layers 2",
-    "substitute": "--inflate 0B --link 20MB --limit 1 --max-tokens 16 --temperature 0",
     "targets": "--streams 2 --repeat 1 --max-tokens 8 --inflate 32MiB",
-    "transport": "--rounds 40",
-    "turns": "--history 64 --pairs 2",
     "users": "--users 2 --keys 1 --seconds 10 --max-tokens 8 --inflate 32MiB",
 }
 """Command -> its smallest sizes."""

@@ -1,22 +1,113 @@
 """The account that real processes give of their time: a round's spans add up to it, and to what the
 workers say that they were busy."""
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks.figures import ADDS_UP
-from benchmarks.observed import WORK, everything, overlap, sums, watched
-from dovetail.protocol.messages import Seen
+from dovetail.protocol.messages import Seen, SeenRound, SeenSpan
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.spans import NAMES
 from dovetail.runtime.client import Client
+from dovetail.runtime.telemetry.event_log import OURS
 from support.inflated import inflated
 from support.stacks import PROMPTS, running
 
 TREE = TreeSettings(policy="dynamic", insist=True, gamma=8, depth=5, width=6)
 PASS = {"linears", "attention", "other", "head"}
+
+ADDS_UP = 0.02
+"""By how much the parts of a round may miss it."""
+BETWEEN = ("handle", "queue", "link", "lost")
+"""The parts of a round beside the work that it waits for."""
+WORK = {"draft": ("draft",), "target": ("verify", "commit")}
+"""The spans of a worker that a round waits for, by the role in which it does them; others lie
+within them or beside them."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A round: nanoseconds from the verdict before it to its own, and of each kind of span
+    within."""
+
+    wall_ns: int
+    parts: Mapping[str, int]
+    covered_ns: int
+    """Nanoseconds of the round that these spans cover, as far as the clocks of all processes are
+    one."""
+    spans: int
+    """The number of spans of any kind that were recorded of the round."""
+
+    @property
+    def explained(self) -> float:
+        """The sum of the parts over the round."""
+        return sum(self.parts.values()) / self.wall_ns
+
+
+def sums(rounds: Sequence[SeenRound], spans: Sequence[SeenSpan]) -> list[Sum]:
+    """Every round that follows another one of its session; spans of passes that several sessions
+    share belong to none, and so does such a round."""
+    about: dict[tuple[int | None, int | None], list[SeenSpan]] = {}
+    for seen in spans:
+        about.setdefault((seen.session, seen.round), []).append(seen)
+    found = []
+    for number in dict.fromkeys(seen.session for seen in rounds):
+        for before, this in pairwise(seen for seen in rounds if seen.session == number):
+            its = about.get((number, this.record.round), [])
+            told = [
+                seen
+                for seen in its
+                if seen.span[0]
+                in (BETWEEN if seen.process == OURS else (*WORK["draft"], *WORK["target"]))
+            ]
+            parts = Counter[str]()
+            for seen in told:
+                parts[seen.span[0]] += seen.span[2]
+            if parts["verify"] and this.record.round == before.record.round + 1:
+                found.append(
+                    Sum(
+                        this.at_ns - before.at_ns,
+                        parts,
+                        overlap(told, before.at_ns, this.at_ns),
+                        len(its),
+                    )
+                )
+    return found
+
+
+def overlap(spans: Iterable[SeenSpan], start_ns: int, end_ns: int) -> int:
+    """Nanoseconds of an interval that spans cover, overlapping ones once."""
+    covered, until = 0, start_ns
+    for begin, end in sorted(
+        (max(s.span[1], start_ns), min(s.span[1] + s.span[2], end_ns)) for s in spans
+    ):
+        covered += max(0, end - max(begin, until))
+        until = max(until, end)
+    return covered
+
+
+def everything(client: Client, after: int = 0) -> tuple[list[SeenRound], list[SeenSpan], int]:
+    """All that there is to be seen behind a number, and what to ask with next."""
+    rounds, spans, more = list[SeenRound](), list[SeenSpan](), True
+    while more:
+        seen = client.look(after, spans=True)
+        rounds += seen.rounds
+        spans += seen.spans
+        after, more = seen.next, seen.more
+    return rounds, spans, after
+
+
+def watched(client: Client, submit: Callable[[], int]) -> tuple[list[SeenRound], list[SeenSpan]]:
+    """The rounds and the spans of one request, while all of them are recorded."""
+    *_, after = everything(client)
+    client.complete(submit())
+    rounds, spans, _ = everything(client, after)
+    return rounds, spans
 
 
 def busy(seen: Seen) -> dict[str, tuple[int, int]]:

@@ -32,8 +32,8 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE
 HERE = Messages(300e-6, 500e-6, 400e-6)
 """Seconds of a message over ipc, of the coordinator for a message (both right after a pass over
 half a gigabyte, which evicts the caches), and of HTTP for a token. Without its pass a round of the
-target alone took 0.95 ms, one with a draft 2.4 ms (`python tests/benchmarks plan`); HTTP used 0.4
-ms of CPU time. `dovetail calibrate` measures their sum."""
+target alone took 0.95 ms, one with a draft 2.4 ms; HTTP used 0.4 ms of CPU
+time. `dovetail calibrate` measures their sum."""
 CONTEXT = 128.0
 """Context length at which passes are priced: about the middle of a question and its reply."""
 LEVEL_S, PROPOSAL_S = 150e-6, 700e-6

@@ -28,7 +28,7 @@ LOSSES = {
     FILE: "the file's blocks; activations in int8 move logits by about 1 %",
 }
 """Types of weights, and in words what is lost with them: measured on the embedded target
-(`python tests/benchmarks accuracy`, `dovetail selftest --card`)."""
+(`dovetail selftest --card`)."""
 EXACT = "the file's function; keys and values in fp16 move logits by 1e-4 to 2e-3"
 """Weights `file` with activations in fp32, in words."""
 

@@ -13,14 +13,6 @@ import click
 from benchmarks import NEEDED
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "accuracy": (
-        "accuracy.accuracy",
-        "Logits of our and of llama.cpp's types of weights against fp32.",
-    ),
-    "ahead": (
-        "ahead.ahead",
-        "Tokens/s, tau and exposed drafting with draft.ahead true over those with false.",
-    ),
     "beginnings": (
         "beginnings.beginnings",
         "Time to first token of requests at once that begin alike.",
@@ -57,18 +49,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "same_file.gguf_pair",
         "Write the GGUF files of a target and a draft, and print where they are.",
     ),
-    "goodput": (
-        "goodput.goodput",
-        "Tokens/s of goodput over those of the best fixed tree, the preset and heterospec.",
-    ),
-    "heterospec": (
-        "heterospec.heterospec",
-        "tau, calls, verified tokens and tokens/s of heterospec as its parts join.",
-    ),
-    "http": (
-        "http.http",
-        "What the HTTP process costs a token, and others cost a healthy client.",
-    ),
     "inflate": (
         "inflated.inflate",
         "Write the embedded pair as folders, the target at the cost of a larger model.",
@@ -80,10 +60,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "legacy": (
         "legacy.legacy",
         "What `dovetail plan --machine` predicted of legacy.toml over what was measured.",
-    ),
-    "levels": (
-        "levels.levels",
-        "Milliseconds of a draft level, and the share of it that is no matrix product.",
     ),
     "links": (
         "links.links",
@@ -101,26 +77,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "logits.logits",
         "Our logits beside llama.cpp's on the same GGUF files of the embedded target.",
     ),
-    "losses": (
-        "losses.losses",
-        "Time to the next token when a draft or a target is killed.",
-    ),
-    "memory": (
-        "memory.memory",
-        "Peak memory of a target under limits.",
-    ),
-    "observed": (
-        "observed.observed",
-        "The sum of a round's spans over the round, and what recording them takes.",
-    ),
-    "papers": (
-        "papers.papers",
-        "tau, tokens/s and the cost of drafting of every kind of head, side by side.",
-    ),
-    "parallel": (
-        "parallel.parallel",
-        "Requests at once: tokens a second of `dovetail serve` over those of llama-server.",
-    ),
     "passes": (
         "passes.passes",
         "Our passes over M rows of a tree, and over prompts, beside llama-bench's.",
@@ -128,10 +84,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "pictures": (
         "pictures.pictures",
         "Make pictures of speed-ups and sweeps.",
-    ),
-    "plan": (
-        "plan.plan",
-        "What `dovetail plan` predicts of placements beside what they come to.",
     ),
     "ray": (
         "replicas.ray",
@@ -141,17 +93,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "recurrence.recurrence",
         "A layer with a state against one without, and its trees against chains.",
     ),
-    "reliability": (
-        "reliability.reliability",
-        "How often nodes are accepted beside what their scores say.",
-    ),
     "replicas": (
         "replicas.replicas",
         "Two replicas on separate cores behind the router over one of them.",
-    ),
-    "rounds": (
-        "rounds.rounds",
-        "Milliseconds of each part of a round, and their sum over the round.",
     ),
     "router": (
         "router.router",
@@ -165,21 +109,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "shards.shards",
         "Passes of a target that is spread over shards, which stand for memory nodes.",
     ),
-    "substitute": (
-        "substitute.substitute",
-        "Ablation over a streamed target, and tau of substitutes beside other drafts'.",
-    ),
     "targets": (
         "targets.targets",
         "Tokens a second of streams on two targets behind one draft, over one target.",
-    ),
-    "transport": (
-        "transport.transport",
-        "Microseconds of a round beside the work: coordinator and links.",
-    ),
-    "turns": (
-        "turns.turns",
-        "Time to the first token of a conversation's second turn, over that of its first.",
     ),
     "users": (
         "users.users",

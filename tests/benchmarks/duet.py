@@ -7,7 +7,7 @@ travels, so that times are those of the workers alone.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -27,13 +27,10 @@ from dovetail.protocol.messages import (
     VerifyItem,
 )
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
-from dovetail.protocol.tree import ROOT
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.serving.open_target import open_target_worker
 from dovetail.workers.target import TargetWorker
-
-SpanField = tuple[str, int, int]
 
 
 @dataclass
@@ -42,26 +39,10 @@ class Reply:
 
     tokens: list[int]
     rounds: int = 0
-    reached: list[int] = field(default_factory=list)
-    """The number of rounds that accepted at least 1, 2, ... nodes."""
-    spans: list[SpanField] = field(default_factory=list)
-    """Spans of the draft worker, of every round."""
-    guesses: list[tuple[float, bool]] = field(default_factory=list)
-    """For every node that was offered below one that the target reached: its log-probability given
-    that one, and whether it was the target's choice."""
 
     @property
     def decoded(self) -> int:
         return len(self.tokens) - 1
-
-    def note(self, drafted: Drafted, path: Sequence[int], bonus: int) -> None:
-        """One more round, in which `path` was accepted of what was drafted."""
-        accepted = len(path)
-        self.guesses += guesses(drafted, path, bonus)
-        self.rounds += 1
-        self.reached += [0] * (accepted - len(self.reached))
-        for depth in range(accepted):
-            self.reached[depth] += 1
 
 
 class Duet:
@@ -89,13 +70,10 @@ class Duet:
         tree: TreeSettings,
         max_tokens: int,
         drafting: Sampling | None = None,
-        learn: bool = False,
     ) -> Reply:
         """Decode one reply. It ends with an end token or with `max_tokens`.
 
-        `drafting`: what the draft is told of the sampling, if that is another. `learn`: it has all
-        the time between its rounds that it can use, in which it learns from what the target chose;
-        else it has none.
+        `drafting`: what the draft is told of the sampling, if that is another.
         """
         session, reads = next(self._sessions), self.draft.hello(0).reads
         capacity = min(self.context, len(prompt) + max_tokens)
@@ -123,7 +101,7 @@ class Duet:
         )
         try:
             reply = Reply([self._open(opening)])
-            self._play(reply, opening, max_tokens, learn)
+            self._play(reply, opening, max_tokens)
         finally:
             for worker in (self.target, self.draft):
                 done(worker.handle(Close(epoch=0, session=session)))
@@ -148,7 +126,7 @@ class Duet:
                 return event.bonus
         raise AssertionError("the target opened nothing")
 
-    def _play(self, reply: Reply, opening: Open, max_tokens: int, learn: bool) -> None:
+    def _play(self, reply: Reply, opening: Open, max_tokens: int) -> None:
         session, tree, verified = opening.session, opening.tree, None
         for number in count(1):
             if (
@@ -158,11 +136,9 @@ class Duet:
                 break
             length = len(opening.prompt) + len(reply.tokens)
             drafted = self._drafted(session, number, length, verified, reply, tree)
-            while learn and self.draft.idle():
-                pass
             verified = self._verified(session, number, length, drafted)
             verdict = verified.items[0]
-            reply.note(drafted, verdict.accepted, verdict.bonus)
+            reply.rounds += 1
             reply.tokens += [*(drafted.tokens[node] for node in verdict.accepted), verdict.bonus]
         ends = [position for position, token in enumerate(reply.tokens) if token in opening.end]
         del reply.tokens[min([max_tokens, *(position + 1 for position in ends)]) :]
@@ -190,7 +166,6 @@ class Duet:
         )
         (drafted,) = done(self.draft.handle(order))
         assert isinstance(drafted, Drafted)
-        reply.spans += drafted.spans
         return drafted
 
     def _verified(self, session: int, number: int, length: int, drafted: Drafted) -> Verified:
@@ -212,28 +187,15 @@ class Duet:
         return verified
 
 
-def guesses(drafted: Drafted, path: Sequence[int], bonus: int) -> Iterable[tuple[float, bool]]:
-    """`Reply.guesses` of a round."""
-    choices = dict(
-        zip((ROOT, *path), (*(drafted.tokens[node] for node in path), bonus), strict=True)
-    )
-    for token, parent, score in zip(drafted.tokens, drafted.parents, drafted.scores, strict=True):
-        if parent in choices:
-            yield (
-                score - (0.0 if parent == ROOT else drafted.scores[parent]),
-                token == choices[parent],
-            )
-
-
 def open_target(folder: str) -> TargetWorker:
     """A target worker with one thread."""
     return open_target_worker(TargetSettings(model=folder), name="target", threads=1)
 
 
-def open_draft(folder: str, target: str, *, weights: str = "auto") -> DraftWorker[Any]:
+def open_draft(folder: str, target: str) -> DraftWorker[Any]:
     """A draft worker for a target, on the CPU with one thread."""
     return open_draft_worker(
-        DraftSettings(model=folder, device="cpu", weights=weights),
+        DraftSettings(model=folder, device="cpu"),
         name="draft",
         threads=1,
         target=target,

@@ -15,9 +15,8 @@ from typing import Any
 
 import click
 
-from benchmarks.duels import STACK, Share, settings_of
 from benchmarks.measure import ratio_of_sums
-from benchmarks.options import Command, option, options, report
+from benchmarks.options import Command, option, options, report, settings_of
 from dovetail.launch.bench.contenders import Contender, Ours, contenders
 from dovetail.launch.bench.methods import NONE, Method, read_prompt_set
 from dovetail.launch.bench.turns import prepare, rotated
@@ -28,7 +27,7 @@ from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from support.inflated import models_at
 
-AS_IT_WAS = "as it was"
+AS_IT_WAS, STACK = "as it was", "the pair"
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {
     "too many nodes": {
         "tree.policy": "dynamic",
@@ -59,6 +58,8 @@ SITUATIONS: Mapping[str, Mapping[str, Any]] = {
 """Name -> settings that leave something to be gained, with the embedded pair."""
 MOST = 3
 """Changes that are carried out in each."""
+Share = tuple[float, float]
+"""Tokens and seconds of a reply."""
 
 
 @click.command(cls=Command)
@@ -112,10 +113,7 @@ def situation(name: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]
     shares = taken(base, [one["flags"] for one in advice], settings)
     for one in advice:
         changed = shares[" ".join(one["flags"])]
-        found = ratio_of_sums(
-            [(s.tokens, s.seconds) for s in changed],
-            [(s.tokens, s.seconds) for s in shares[AS_IT_WAS]],
-        )
+        found = ratio_of_sums(changed, shares[AS_IT_WAS])
         off = one["gain"] / found.median - 1.0
         yield {
             "situation": name,
@@ -219,8 +217,8 @@ def _bout(
     """One reply of each; nothing where it has a single token."""
     task = prepare(lone.connection, lone.method, prompt, heat, 0)
     runs = {name: found[name].decode(task, heat, 0) for name in rotated(list(names), turn)}
-    shares = [(name, Share.of(run)) for name, run in runs.items()]
-    return shares if all(share.tokens > 0 for _, share in shares) else []
+    shares = [(name, (run.decoded_tokens, run.decode_s)) for name, run in runs.items()]
+    return shares if all(tokens > 0 for _, (tokens, _) in shares) else []
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -19,9 +19,8 @@ import click
 
 from benchmarks.child import Side
 from benchmarks.coupling import PROMPTS
-from benchmarks.duels import settings_of
 from benchmarks.measure import Estimate, ratio
-from benchmarks.options import Command, Numbers, option, options, report
+from benchmarks.options import Command, Numbers, option, options, report, settings_of
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.processes.stack import start_stack, wait_until_ready

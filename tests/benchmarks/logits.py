@@ -2,6 +2,7 @@
 often both choose the same token first, over prompts and replies that both are given."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,8 +11,9 @@ import click
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
-from benchmarks.accuracy import Exact, Logits, judge, prompt_texts, spread
 from benchmarks.child import Side
 from benchmarks.options import Command, find_llama, option, options, pin, report
 from dovetail.launch.console.terminal import print_table, progress_bar
@@ -28,6 +30,20 @@ TYPES = (PLAIN, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0")
 ACTIVATIONS = ("int8", "fp32")
 LEAST = 0.99
 """Share of rows with the same first choice; at least."""
+
+Logits = Any
+"""numpy float32 [T, V]."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Over all rows of all texts: the relative error of the logits, and how many rows have the
+    argmax of fp32."""
+
+    engine: str
+    error: float
+    agreeing: int
+    rows: int
 
 
 @click.command(cls=Command)
@@ -109,6 +125,56 @@ def _widest_lead(found: Logits, theirs: Logits) -> float:
     where both are the same everywhere."""
     rows = np.arange(len(theirs))
     return float((theirs.max(axis=1) - theirs[rows, found.argmax(axis=1)]).max())
+
+
+def spread(prompts: Sequence[str], count: int) -> list[str]:
+    """Return so many of the prompts, evenly from all of them."""
+    return list(prompts[:: max(1, len(prompts) // count)][:count])
+
+
+def judge(engine: str, found: Sequence[Logits], exact: Sequence[Logits]) -> Accuracy:
+    """`error` is |found - exact| / |exact|, both without the mean of their row, which no softmax
+    sees."""
+    a, b = (
+        np.concatenate([logits - logits.mean(axis=1, keepdims=True) for logits in texts])
+        for texts in (found, exact)
+    )
+    agreeing = int((a.argmax(axis=1) == b.argmax(axis=1)).sum())
+    return Accuracy(engine, float(np.linalg.norm(a - b) / np.linalg.norm(b)), agreeing, len(b))
+
+
+class Exact:
+    """transformers in fp32: the logits that all are compared with, and replies to prompts."""
+
+    def __init__(self, folder: Path) -> None:
+        logging.disable_progress_bar()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        ).eval()
+        self.vocabulary: int = self._model.config.vocab_size
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Logits:
+        return self._model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+
+    @torch.inference_mode()
+    def continued(self, tokens: Sequence[int], count: int) -> list[int]:
+        """A prompt and the reply to it that fp32 chooses."""
+        found: list[int] = self._model.generate(
+            torch.tensor([list(tokens)]),
+            max_new_tokens=count,
+            do_sample=False,
+            attention_mask=torch.ones(1, len(tokens)),
+        )[0].tolist()
+        return found
+
+
+def prompt_texts(
+    folder: Path, prompts: Sequence[str], exact: Exact, reply_tokens: int
+) -> list[list[int]]:
+    """Prompts as the model is asked them, each with the reply of fp32."""
+    codec = TextCodec(*read_tokenizer(folder))
+    return [exact.continued(codec.encode_turns([prompt]), reply_tokens) for prompt in prompts]
 
 
 @torch.inference_mode()

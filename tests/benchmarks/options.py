@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from benchmarks.child import Side, SideError
+from benchmarks.child import SideError
 from benchmarks.measure import Estimate, estimate
 from benchmarks.models import SHAPES, model_folder
+from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import Isa
 from peers.llama.kinds import LLAMA_TYPES
@@ -192,19 +193,11 @@ def find_llama(python: Path | None) -> Path:
     return python
 
 
-def our_side(folder: Path, weights: str, backend: str, threads: int, context: int = BEHIND) -> Side:
-    """Our engine on a checkpoint."""
-    arguments = (
-        "--weights",
-        weights,
-        "--backend",
-        backend,
-        "--context",
-        str(context),
-        "--threads",
-        str(threads),
+def settings_of(values: Mapping[str, Any]) -> Configuration:
+    """The settings of a pair: one core for the target, one for the draft."""
+    return configure(environment={}).over(
+        "benchmark", {"target.threads": 1, "draft.device": "cpu", **values}
     )
-    return Side("ours", (str(folder), *arguments), threads=threads)
 
 
 def checkpoint_type(*, weights: str, checkpoint: str | None, **_: Any) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from benchmarks.child import Side
-from benchmarks.figures import OVER_ONE_NODE, OVER_UNDIVIDED
 from benchmarks.measure import estimate, ratio
 from benchmarks.options import (
     BEHIND,
@@ -23,6 +22,9 @@ from benchmarks.verification import Turn
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.launch.machine.cores import parse_place
 
+OVER_ONE_NODE, OVER_UNDIVIDED = 1.8, 0.95
+"""How many times as fast as over the first shard alone, and as over the same cores undivided, a
+pass over two shards should at least be."""
 PLACES = ("shards", "one", "undivided")
 REPETITIONS = 3
 """Passes of a side in each turn; the fastest counts, since other work may disturb one."""

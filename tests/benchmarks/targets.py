@@ -15,10 +15,9 @@ from typing import Any
 import click
 
 from benchmarks.coupling import PROMPTS
-from benchmarks.duels import settings_of
 from benchmarks.loads import PLAIN, TREES, Burst, Streams
 from benchmarks.measure import Estimate, ratio
-from benchmarks.options import Command, Numbers, option, options, pin, report
+from benchmarks.options import Command, Numbers, option, options, pin, report, settings_of
 from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.machine.binding import Place

@@ -1,16 +1,21 @@
 """The memory of a target that is placed under limits: no more than its placement counted, and not
 far less."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.memory import measured
+from benchmarks.child import Side
 from support.inflated import kept_pair
 from support.kernels import needs_kernels
 from support.models import tiny_llama
 
+LIBRARIES = 32 << 20
+"""Bytes that libraries may take of the host's memory beside a target that a GPU computes, for a
+moment: functions that are loaded when they are needed, and buffers that copies pass through."""
 SIZE = "192MiB"
 LIMITS = {
     "all on the device": {"layers": 16, "resident": None, "vram": "auto"},
@@ -20,6 +25,32 @@ LIMITS = {
     "as much as 150 MB hold": {"layers": 16, "resident": None, "vram": "150MB"},
     "a split as large as 100 MB hold": {"layers": None, "resident": None, "vram": "100MB"},
 }
+
+
+def measured(
+    folder: Path,
+    small: Path,
+    weights: str,
+    device: str,
+    limit: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what one target takes, beside what its placement counted."""
+    with Side(
+        "placed",
+        (
+            str(folder),
+            "--warm-up",
+            str(small),
+            "--weights",
+            weights,
+            "--device",
+            device,
+        ),
+    ) as side:
+        told = side.ask("place", **limit)
+    counted = told["host_bytes"] + (told["device_bytes"] if device == "cpu" else LIBRARIES)
+    kept = told["peak_bytes"] <= counted and (told["reserved_bytes"] or 0) <= told["device_bytes"]
+    return {**told, "counted_bytes": counted, "share": told["peak_bytes"] / counted, "holds": kept}
 
 
 @needs_kernels
