@@ -217,7 +217,9 @@ def _bout(
     """One reply of each; nothing where it has a single token."""
     task = prepare(lone.connection, lone.method, prompt, heat, 0)
     runs = {name: found[name].decode(task, heat, 0) for name in rotated(list(names), turn)}
-    shares = [(name, (run.decoded_tokens, run.decode_s)) for name, run in runs.items()]
+    shares: list[tuple[str, Share]] = [
+        (name, (run.decoded_tokens, run.decode_s)) for name, run in runs.items()
+    ]
     return shares if all(tokens > 0 for _, (tokens, _) in shares) else []
 
 
