@@ -13,6 +13,7 @@ import click
 import pytest
 from measures import words
 
+from benchmarks.commands import COMMANDS as COMMANDS_OF_BENCHMARKS
 from dovetail.launch.cli import COMMANDS
 from dovetail.launch.console.help import common
 from dovetail.launch.settings.configure import SETTINGS
@@ -38,6 +39,7 @@ MOST_LINES, MOST_COLUMNS, LONGEST_HEADING = 200, 100, 80
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
+PROGRAM = re.compile(r"`(python tests/[^`]+)`")
 OPTION = re.compile(r"--[a-z][\w.-]*")
 OTHERS = (
     "pip",
@@ -226,13 +228,26 @@ def test_settings_and_variables_are_there(page: Path) -> None:
         assert variable in variables
 
 
-def test_programs_of_the_tests_are_there(page: Path) -> None:
+def test_programs_of_the_tests_and_their_options_are_there(page: Path) -> None:
+    """By their sources: importing all of them takes long."""
     text = page.read_text(encoding="utf-8")
-    for folder in re.findall(r"python tests/(\w+)(?!\S*\.py)\b", text):
-        assert (ROOT / "tests" / folder / "__main__.py").exists(), folder
-    known = (ROOT / "tests" / "benchmarks" / "commands.py").read_text(encoding="utf-8")
-    for name in re.findall(r"python tests/benchmarks ([a-z]\w*)", text):
-        assert name in known, name
+    for line in [*shell_lines(text), *(" ".join(code.split()) for code in PROGRAM.findall(text))]:
+        program = re.search(r"python tests/(\w+)(?!\S)(.*)", line)
+        if program is None:
+            continue
+        folder, words = ROOT / "tests" / program[1], shlex.split(program[2].partition(";")[0])
+        assert (folder / "__main__.py").exists(), f"{page.name}: {line}"
+        words = words[: words.index("--")] if "--" in words else words
+        files = [*folder.rglob("*.py")]
+        if folder.name == "benchmarks":
+            assert words[0].startswith("-") or words[0] in COMMANDS_OF_BENCHMARKS, line
+            module = COMMANDS_OF_BENCHMARKS.get(words[0], ("commands", ""))[0].partition(".")[0]
+            files = [folder / f"{module}.py", folder / "options.py"]
+        sources = "".join(file.read_text(encoding="utf-8") for file in files)
+        named = {word.partition("=")[0] for word in words if OPTION.match(word)} - {"--help"}
+        settings = options_of(commands()["bench"]) if folder.name == "simulation" else set()
+        own = {*re.findall(r'"(--[a-z][\w-]*)', sources)}
+        assert named <= own | settings, f"{page.name}: {line}"
 
 
 def test_every_command_stands_in_the_manual() -> None:
