@@ -154,7 +154,7 @@ def test_mistake_is_one_line(
 
 def test_broken_line_is_named(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"turns": ["a", "b"]}\n{"turn": "a"}\n')
-    assert "bad.jsonl, line 2: it has none of" in refused(
+    assert "bad.jsonl, line 2: has none of" in refused(
         "--data", str(tmp_path / "bad.jsonl"), "--out", str(tmp_path / "out")
     )
 

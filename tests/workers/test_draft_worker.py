@@ -544,7 +544,7 @@ def test_features_that_cannot_be_are_refused_and_change_nothing(
     wrong: list[tuple[Any, str, str]] = [
         (draft(1, prefix=4), "prefix", "features of 0 positions have arrived"),
         (feed(1, 2), "prefix", "features from position 1 on"),
-        (feed(0, 4), "prefix", "of a log of 3 tokens"),
+        (feed(0, 4), "prefix", "for a log of 3 tokens"),
         (feed(0, 3, width=63), "protocol", "reads float16 in rows of 64"),
         (feed(0, 3, session=6), "session", "session 6 is not open"),
     ]

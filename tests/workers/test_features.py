@@ -233,7 +233,7 @@ def test_size_is_known_before_anything_is_written(
     assert index.bytes == sum(
         file.stat().st_size for file in folder.iterdir() if file.suffix == ".bin"
     )
-    with pytest.raises(UserError, match="GB more are needed"):
+    with pytest.raises(UserError, match="GB free, but needs"):
         store.begin(
             tmp_path / "large",
             dataclasses.replace(store.plan(examples, target.origin), tokens=10**15),

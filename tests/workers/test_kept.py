@@ -609,7 +609,7 @@ def test_a_head_goes_on_from_a_window_unless_most_of_it_is_gone(
     assert (dropped > 0, window) == (True, 16)
     base = engine.keep(first.session)
     least = dropped + window // 2
-    with pytest.raises(RequestError, match=f"first {dropped} rows are gone"):
+    with pytest.raises(RequestError, match=f"first {dropped} rows were dropped"):
         Read(engine, (*log[:least], 5), 200, base, least - 1)
     again = Read(engine, (*log, 5, 6), 200, base, rows)
     assert again.session.dropped >= dropped

@@ -95,7 +95,7 @@ def test_chat_is_answered_turn_by_turn_behind_the_targets_own_answers(
         4,
         {
             "without a question": 1,
-            "whose question has no room in the context, or is refused by the chat template": 2,
+            "whose question does not fit into the context, or is refused by the chat template": 2,
         },
     )
 

@@ -243,7 +243,7 @@ def test_a_session_that_was_opened_anew_is_opened_anew_by_the_draft(llama: Langu
     pair.verify(TokenTree())
     pair.verifier.close(1)
     pair.open_target(pair.log[:-1])
-    with pytest.raises(RequestError, match="opened again"):
+    with pytest.raises(RequestError, match="was reopened by its target"):
         pair.engine.draft(pair.session, (), pair.log[-1], SHAPE)
     again = pair.open_draft(pair.log[:-1])
     proposal = pair.engine.draft(again, (), pair.log[-1], SHAPE)

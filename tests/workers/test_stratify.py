@@ -118,7 +118,7 @@ def test_ranks_that_fall_with_entropy_are_one_bin_and_that_is_told() -> None:
 
 
 def test_too_few_rounds_are_refused() -> None:
-    with pytest.raises(UserError, match="99 rounds were played, and thresholds need 100"):
+    with pytest.raises(UserError, match="99 rounds were played, but thresholds need 100"):
         stratify([Round(float(entropy), entropy, True) for entropy in range(99)], 100)
 
 

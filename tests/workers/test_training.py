@@ -146,7 +146,7 @@ def test_mistakes_are_the_users(tmp_path: Path) -> None:
             shape=TINY,
         )
     (tmp_path / "few.jsonl").write_text(json.dumps({"turns": ["Hello", "Hi."]}))
-    with pytest.raises(UserError, match="to learn from, too few"):
+    with pytest.raises(UserError, match="are too few to learn from"):
         small.train_folder(
             [tmp_path / "few.jsonl"],
             small.workplace(tmp_path / "out"),

@@ -54,7 +54,7 @@ def test_what_no_training_wrote_is_refused_and_stays(
             (tmp_path / folder / name).write_text(text)
     with pytest.raises(
         UserError,
-        match=r"out is there, and is more or other than a trained eagle head \(it holds .*give "
+        match=r"out exists, and is not just a trained eagle head \(it holds .*give "
         r"another --out",
     ):
         finish(place(tmp_path / "out"), "one")
@@ -66,7 +66,7 @@ def test_what_no_training_wrote_is_refused_and_stays(
 
 def test_a_head_of_another_kind_stays(tmp_path: Path) -> None:
     finish(place(tmp_path / "out", "jakiro"), "one")
-    with pytest.raises(UserError, match="other than a trained eagle head"):
+    with pytest.raises(UserError, match="not just a trained eagle head"):
         finish(place(tmp_path / "out"), "two")
 
 

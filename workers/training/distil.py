@@ -1,4 +1,4 @@
-"""Distil a smaller causal language model from a larger one."""
+"""Distils a smaller causal language model from a larger one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ class Agreement:
 
 
 def distillation_loss(target: nn.Module, cross_entropy: float) -> StepLoss:
-    """The divergence of the draft from the target's whole distribution, and a little of the plain
-    cross entropy."""
+    """Return the loss: the divergence of the draft from the target's whole distribution, plus a
+    little of the plain cross entropy."""
 
     def loss_of(draft: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
         with torch.no_grad():
@@ -119,7 +119,7 @@ def measure(
     context: int = 256,
     seed: int = 1,
 ) -> Agreement:
-    """Return how well the draft follows the target, over the learned ids only."""
+    """Measure how well the draft follows the target, over the learned ids only."""
     text, rng = Text(rows, context), np.random.default_rng(seed)
     equal = overlap = 0.0
     tokens = 0

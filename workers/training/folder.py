@@ -1,9 +1,8 @@
-"""A finished head as a folder in the public format of its kind, and what a new one takes over from
-its target.
+"""A finished head as a folder in the public format of its kind, and the initialisation of a new one
+from its target.
 
-Embedding and output head of the target are left out: who loads a head takes them from the target
-(EAGLE-3's own output head is the head's). Knows checkpoints; trains nothing.
-"""
+The target's embedding and output head are left out: they are read from the target when a head is
+loaded (EAGLE-3 has an output head of its own)."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -24,8 +23,8 @@ FILES = frozenset(("config.json", "model.safetensors"))
 
 
 def workplace(out: Path, kind: str, texts: Iterable[str]) -> Workplace:
-    """Return where a head of that kind is trained; `texts` are the names of the further files that
-    it will have."""
+    """Return where a head of that kind is trained; `texts` are the names of its additional
+    files."""
     return Workplace(
         out.resolve(),
         f"{kind} head",
@@ -42,8 +41,8 @@ def shape_for(
     intermediate: int | None = None,
     **choices: Any,
 ) -> HeadShape:
-    """The shape of a new head: attention as in the target, the MLP too unless `intermediate` is
-    given (a Jakiro expert: as wide as the hidden state)."""
+    """Return the shape of a new head: attention as in the target, the MLP too unless `intermediate`
+    is given (a Jakiro expert: as wide as the hidden state)."""
     config = target.config
     vocabulary, hidden = target.frozen.embedding.shape
     heads = int(config["num_attention_heads"])
@@ -68,7 +67,8 @@ def shape_for(
 
 
 def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> dict[str, Any]:
-    """The config.json of a head: the public fields of its kind, and ours under "dovetail"."""
+    """Return the config.json of a head: the public fields of its kind, and ours under
+    "dovetail"."""
     kind = recipe_of(shape.kind)
     config: dict[str, Any] = {
         "architectures": [kind.architecture],
@@ -95,7 +95,7 @@ def config_of(shape: HeadShape, *, trained_for: str, taps: tuple[int, ...]) -> d
 def write_head(
     folder: Path, head: TrainableHead, config: Mapping[str, Any], texts: Mapping[str, str]
 ) -> None:
-    """Fill in a folder: weights in fp16, the config, and further text files by name."""
+    """Write a folder: weights in fp16, the config, and further text files by name."""
     tensors = {name: _stored_as(value) for name, value in head.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

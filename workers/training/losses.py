@@ -1,11 +1,9 @@
-"""The losses of draft heads, which learn from a target: the losses of EAGLE, Jakiro and EAGLE-3
-over packed rows, and simulated acceptance.
+"""The losses of draft heads, which learn from a target: those of EAGLE, Jakiro and EAGLE-3 over
+packed rows, and simulated acceptance.
 
-Row j of step i predicts token t = j + 2 + i and the feature of position t - 1. It counts where
-token t is to be learned (it is the target's own output) and lies in the same sequence; the mask is
-that of the predicted token, not that of row j, and every mean is over what counts. Knows tensors
-and heads, neither files nor optimizers.
-"""
+Row j of step i predicts token t = j + 2 + i and the feature of position t - 1. It counts if token t
+is to be learned (the target's own output) and in the same sequence; so the mask is that of the
+predicted token, not of row j, and every mean is over the rows that count."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from torch.nn import functional
 
 from dovetail.protocol.errors import UserError
 from dovetail.workers.training.data.features import Batch
-from dovetail.workers.training.heads.trainable import Said, Seen, TrainableHead, mask_of
+from dovetail.workers.training.heads.trainable import HeadOutput, Seen, TrainableHead, mask_of
 from dovetail.workers.training.plan import Recipe
 from dovetail.workers.training.recipes import TRAINED
 from dovetail.workers.training.target_parts import Frozen
@@ -25,7 +23,7 @@ from dovetail.workers.training.target_parts import Frozen
 NOISE_COLUMNS = 512
 """Columns of the rows that `Recipe.noise` refers to."""
 CACHED_LOGITS = 1 << 20
-"""Logits that are computed at a time on a CPU: few enough to stay in its caches, enough for fast
+"""Logits computed at a time on a CPU: few enough to stay in its caches, enough for fast
 products."""
 GPU_LOGITS = 1 << 26
 
@@ -37,14 +35,14 @@ def read_features(head: TrainableHead, batch: Batch) -> Tensor:
     if batch.taps is None:
         raise UserError(
             f"{TRAINED[head.shape.kind].what.split(':')[0]} reads residual streams of the target, "
-            "and these features hold none: write them with --taps auto"
+            "but these features hold none: write them with --taps auto"
         )
     return batch.taps.float()
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """The cross entropies of rows and their gradients at once, the logits of a few rows at a time:
-    those of all rows would not stay in a cache."""
+    """The cross entropies of rows and their gradients at once, computing the logits of a few rows
+    at a time: those of all rows would not fit into a cache."""
 
     @staticmethod
     def forward(
@@ -87,7 +85,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def _parts(rows: int, weight: Tensor) -> list[slice]:
-    """The rows that are multiplied by the output matrix [V, H] at a time."""
+    """Return the slices of rows to multiply by the output matrix [V, H] at a time."""
     size = max(16, (CACHED_LOGITS if weight.device.type == "cpu" else GPU_LOGITS) // len(weight))
     return [slice(first, first + size) for first in range(0, rows, size)]
 
@@ -95,13 +93,13 @@ def _parts(rows: int, weight: Tensor) -> list[slice]:
 def soft_cross_entropy(
     state: Tensor, weight: Tensor, wanted: Tensor, index: Tensor, counts: Tensor
 ) -> Tensor:
-    """The sum of counts [N] times the cross entropies in nats of softmax(state [N, H] @ weight [V,
-    H] transposed) against rows `index` of wanted [M, V]."""
+    """Return the sum of counts [N] times the cross entropies in nats of softmax(state [N, H] @
+    weight [V, H] transposed) against rows `index` of wanted [M, V]."""
     return cast(Tensor, _SoftCrossEntropy.apply(state, weight, wanted, index, counts))  # type: ignore[no-untyped-call]
 
 
 def feature_loss(state: Tensor, wanted: Tensor) -> Tensor:
-    """SmoothL1 [N], the mean over the width, of states against features [N, H]."""
+    """Return SmoothL1 [N], the mean over the width, of states against features [N, H]."""
     return functional.smooth_l1_loss(state, wanted, reduction="none").mean(-1)
 
 
@@ -125,8 +123,8 @@ def wanted_distributions(head: TrainableHead, frozen: Frozen, g: Tensor) -> tupl
 
 
 def predicted(batch: Batch, ahead: int) -> Tensor:
-    """bool [B, n]: which rows j predict, `ahead` tokens on, a token that is to be learned and lies
-    in their sequence."""
+    """Return bool [B, n]: which rows j predict, `ahead` tokens on, a token of their sequence that
+    is to be learned."""
     count = batch.tokens.shape[1]
     found = torch.zeros_like(batch.learn)
     if ahead < count:
@@ -138,8 +136,8 @@ def predicted(batch: Batch, ahead: int) -> Tensor:
 
 
 class Lesson:
-    """One batch as the losses see it: every learned token's distribution is computed once and
-    looked up by all steps."""
+    """One batch for the losses: every learned token's distribution is computed once and looked up
+    by all steps."""
 
     def __init__(self, head: TrainableHead, frozen: Frozen, batch: Batch) -> None:
         self.head, self.frozen, self.batch = head, frozen, batch
@@ -151,21 +149,21 @@ class Lesson:
         self.at = torch.full((first.numel(),), -1, device=first.device)
         self.at[sources] = torch.arange(len(sources), device=first.device)
 
-    def step(self, state: Tensor, step: int) -> Said:
-        """Step `step` on the text's own tokens: row j takes x_{j+1+step} (beyond the end any: such
-        a row predicts nothing)."""
+    def step(self, state: Tensor, step: int) -> HeadOutput:
+        """Compute step `step` on the text's own tokens: row j takes x_{j+1+step} (past the end any
+        token: such a row predicts nothing)."""
         ahead = torch.roll(self.batch.tokens, -(1 + step), dims=1)
-        said: Said = self.head(
+        found: HeadOutput = self.head(
             functional.embedding(ahead, self.frozen.embedding),
             state,
             self.batch.position + step,
             self.seen,
         )
-        return said
+        return found
 
     def loss(self, state: Tensor, ahead: int, feature: float, cross_entropy: float) -> Tensor:
-        """The weighed loss of states [B, n, H] of which row j predicts token j + ahead: means over
-        the rows that count."""
+        """Return the weighted loss of states [B, n, H] whose row j predicts token j + ahead: means
+        over the rows that count."""
         rows = predicted(self.batch, ahead).flatten().nonzero()[:, 0]
         if not len(rows):
             return state.sum() * 0
@@ -189,33 +187,32 @@ def head_loss(
     recipe: Recipe,
     random: torch.Generator | None = None,
 ) -> Tensor:
-    """The loss of a batch over all steps of the training-time test; `random` gives the noise on
-    what the head reads, without it there is none."""
+    """Return the loss of a batch over all steps of the training-time test; `random` generates the
+    noise on what the head reads, None: no noise."""
     lesson, read = Lesson(head, frozen, batch), read_features(head, batch)
     if recipe.noise and random is not None:
         width = recipe.noise * NOISE_COLUMNS / read.shape[1]
         read = read + (torch.rand(read.shape, generator=random, device=read.device) - 0.5) * width
     state, total = head.begin(read), torch.zeros((), device=read.device)
     for step in range(recipe.steps):
-        said = lesson.step(state, step)
-        loss = lesson.loss(said.state, step + 2, recipe.feature, recipe.cross_entropy)
-        if said.contrast is not None:
+        found = lesson.step(state, step)
+        loss = lesson.loss(found.state, step + 2, recipe.feature, recipe.cross_entropy)
+        if found.contrast is not None:
             weights = (
                 recipe.feature * recipe.contrast_feature,
                 recipe.cross_entropy * recipe.contrast_cross_entropy,
             )
-            loss = loss + lesson.loss(said.contrast, step + 3, *weights)
-        total, state = total + recipe.decay**step * loss, said.state
+            loss = loss + lesson.loss(found.contrast, step + 3, *weights)
+        total, state = total + recipe.decay**step * loss, found.state
     return total
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The length that chains of the head's most likely tokens would have had on text of the
-    target."""
+    """The accepted length of chains of the head's most likely tokens on text of the target."""
 
     length: float
-    """Mean tokens a round with the target's own one, tau."""
+    """Mean tokens a round including the target's own one, tau."""
     at: tuple[float, ...]
     """Share of drafted tokens accepted at depth 1, 2, ... among those whose parents were."""
     contrast: float | None = None
@@ -223,7 +220,7 @@ class Acceptance:
 
 
 class _Chains:
-    """Counts over batches. A chain goes on while the text agrees with it; where a sampled text is
+    """Counts over batches. A chain continues while the text agrees with it; where a sampled text is
     not the target's most likely token, it ends uncounted."""
 
     def __init__(self, depth: int) -> None:
@@ -247,7 +244,7 @@ def simulate(
     head: TrainableHead, frozen: Frozen, batches: Sequence[Batch], depth: int
 ) -> Acceptance:
     """Draft a chain of `depth` tokens from every row at once, on the head's own states and tokens,
-    and count what the target would have taken."""
+    and count what the target would have accepted."""
     chains = _Chains(depth)
     for batch in batches:
         _follow(head, frozen, batch, chains)
@@ -264,11 +261,11 @@ def _follow(head: TrainableHead, frozen: Frozen, batch: Batch, chains: _Chains) 
     )
     alive = torch.ones_like(batch.learn)
     for step in range(len(chains.tried)):
-        said: Said = head(
+        found: HeadOutput = head(
             functional.embedding(tokens, frozen.embedding), state, batch.position + step, seen
         )
         alive &= predicted(batch, step + 2)
-        drafted = _most_likely(head, frozen, said.state, alive, known)
+        drafted = _most_likely(head, frozen, found.state, alive, known)
         choice, written = (
             torch.roll(best, -(step + 1), dims=1),
             torch.roll(batch.tokens, -(step + 2), dims=1),
@@ -277,18 +274,18 @@ def _follow(head: TrainableHead, frozen: Frozen, batch: Batch, chains: _Chains) 
         if contrast is not None and step == 1:
             chains.contrast[0] += int((alive & (contrast == choice)).sum())
             chains.contrast[1] += int(alive.sum())
-        if said.contrast is not None and step == 0:
-            contrast = _most_likely(head, frozen, said.contrast, alive, known)
+        if found.contrast is not None and step == 0:
+            contrast = _most_likely(head, frozen, found.contrast, alive, known)
         alive &= drafted == choice
         chains.taken[step] += int(alive.sum())
         alive &= drafted == written
-        state, tokens = said.state, drafted
+        state, tokens = found.state, drafted
 
 
 def _most_likely(
     head: TrainableHead, frozen: Frozen, state: Tensor, rows: Tensor, known: Tensor | None
 ) -> Tensor:
-    """The most likely token of the rows [B, n] that are asked for, 0 for the others."""
+    """Return the most likely token of the selected rows [B, n], 0 for the others."""
     chosen = head.logits(state[rows], frozen.head).argmax(-1)
     tokens = torch.zeros_like(rows, dtype=torch.int64)
     tokens[rows] = chosen if known is None else known[chosen]

@@ -1,4 +1,4 @@
-"""The plan of a head's training: the weights of its losses, and what a step looks at. Numbers
+"""The plan of a head's training: the weights of its losses, and the size of a step. Numbers
 only."""
 
 from dataclasses import dataclass
@@ -9,29 +9,29 @@ from dovetail.workers.training.run import Pace
 
 @dataclass(frozen=True)
 class Recipe:
-    """The weights of the losses; `paper` of a kind of head has its paper's own."""
+    """The weights of the losses; `HeadRecipe.paper` has the papers' own."""
 
     feature: float = 1.0
     """SmoothL1 between state and feature (EAGLE 1.0, EAGLE-3 none)."""
     cross_entropy: float = 0.1
     """Soft cross entropy against the target's distribution (EAGLE 0.1, EAGLE-3 1.0)."""
     contrast_feature: float = 0.5
-    """Jakiro: what the contrast's feature loss counts against the mixture's. Its code has 0.5, its
-    equation 14 has 1.0."""
+    """Jakiro: the weight of the contrast's feature loss relative to the mixture's: 0.5 in its code,
+    1.0 in its equation 14."""
     contrast_cross_entropy: float = 0.5
     """Jakiro: the same for the cross entropy."""
     steps: int = 1
     """Steps of the training-time test."""
     decay: float = 0.8
-    """The weight of a step against the one before it (EAGLE-3)."""
+    """The weight of a step relative to the previous one (EAGLE-3)."""
     noise: float = 0.2
-    """Uniform noise on the features, this wide for rows of 512 tokens and narrower for longer ones
+    """Width of the uniform noise on the features for rows of 512 tokens, narrower for longer ones
     (EAGLE)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a training: the pace of the run, the losses, and what a step looks at."""
+    """The plan of a training: pace, losses, and the size of a step."""
 
     pace: Pace
     recipe: Recipe
@@ -40,10 +40,10 @@ class Plan:
     length: int = 256
     """Columns a row."""
     alone: float = 0.0
-    """Share of the run in which the first step is trained alone: a head that is new learns more
-    from twice the text than from its own mistakes."""
+    """Share of the run in which the first step is trained alone: a new head learns more from twice
+    the text than from its own mistakes."""
     number: Literal["fp32", "bf16"] = "fp32"
-    """The type in which the matrix products of a step are computed."""
+    """The type of the matrix products of a step."""
     held: float = 0.03
     """Share of the sequences that is held out."""
     checks: int = 20

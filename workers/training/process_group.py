@@ -1,8 +1,5 @@
-"""The processes of one training run: alone, or several of the `accelerate` library that average
-their gradients.
-
-Knows neither model nor data. `accelerate` is imported only where a run has several processes.
-"""
+"""The processes of one training run: a single one, or several of the `accelerate` library that
+average their gradients. `accelerate` is imported only if there are several."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,18 +12,19 @@ from dovetail.workers.devices.opening import first_device
 
 
 class ProcessGroup:
-    """One process that is alone."""
+    """A single process."""
 
     rank = 0
     count = 1
     device: str | None = None
-    """The device on which this process is to compute; None: any."""
+    """The device of this process; None: any."""
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the processes."""
 
     def agree(self, spent_s: float) -> float:
-        """Return one number in every process, that of the first: they all stop at the same step."""
+        """Return the first process's number in every process, so that they all stop at the same
+        step."""
         return spent_s
 
 
@@ -50,9 +48,7 @@ class Accelerated(ProcessGroup):
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            if (
-                parameter.grad is None
-            ):  # no row of this process's batch reached it, but one of another's may have
+            if parameter.grad is None:  # unused by this process's batch, but maybe not by another's
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = self._accelerator.reduce(parameter.grad, reduction="mean")
 

@@ -1,8 +1,8 @@
-"""The kinds of heads that can be trained: the help of `dovetail train` for each, its options, its
+"""The kinds of heads that can be trained: for each, the help of `dovetail train`, its options, its
 recipe, and its presets: as in its paper, or in minutes for a very small target.
 
-A command line reads this file, so that it imports no torch, which takes seconds; `recipe_of` does.
-"""
+The command line imports this file, so it does not import torch, which takes seconds; `recipe_of`
+does."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,22 +28,22 @@ class Option:
     most: int | None = None
     default: int | bool | None = None
     rare: bool = False
-    """True if `--help` leaves it to `--help-all`."""
+    """True if only `--help-all` shows it."""
     recipe: str = ""
-    """The field of the losses' `Recipe` that it sets; empty: it goes into the head's shape."""
+    """The field of the losses' `Recipe` that it sets; empty: a field of the head's shape."""
 
     @property
     def field(self) -> str:
-        """The name of the option as a Python name."""
+        """The option as a Python name."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
 @dataclass(frozen=True)
 class TrainedKind:
-    """A kind of head for a command line."""
+    """A kind of head for the command line."""
 
     what: str
-    """The words of `dovetail train` for it."""
+    """Its description in `dovetail train`."""
     options: tuple[Option, ...] = ()
 
 
@@ -106,7 +106,7 @@ TRAINED: Mapping[str, TrainedKind] = {
 
 
 def recipe_of(kind: str) -> "HeadRecipe":
-    """Return the recipe of a kind of head; torch is imported for it."""
+    """Return the recipe of a kind of head; imports torch."""
     from dovetail.workers.training.heads.dovetail import DovetailRecipe
     from dovetail.workers.training.heads.eagle import EagleRecipe
     from dovetail.workers.training.heads.eagle3 import Eagle3Recipe
@@ -121,7 +121,8 @@ def recipe_of(kind: str) -> "HeadRecipe":
 
 
 def plan_for(kind: str, hidden: int, preset: Preset | None = None) -> "Plan":
-    """The plan of a kind of head for a target so wide; `preset` None chooses by the width."""
+    """Return the plan of a kind of head for a target of this width; `preset` None chooses by the
+    width."""
     paper = recipe_of(kind).paper
     if (preset or ("tiny" if hidden <= TINY_UP_TO else "paper")) == "paper":
         return paper
@@ -129,13 +130,11 @@ def plan_for(kind: str, hidden: int, preset: Preset | None = None) -> "Plan":
 
 
 def _tiny(paper: "Plan") -> "Plan":
-    """A plan for minutes on one core, as found on the embedded target (tau of simulated chains
-    after 25 to 60 s, one decoder layer).
-
-    A rate of 4e-3 (twice and half as much are worse), features weighed 5 (tau 2.07 for 1.93 with 1:
-    a chain lives on its own states), and one step for the first part of the run, then two (2.53 for
-    2.40 with one step all along, and a run with two from the beginning sees half the text).
-    """
+    """Return a plan for minutes on one core, as tuned on the embedded target (tau of simulated
+    chains after 25 to 60 s, one decoder layer): a rate of 4e-3 (twice and half as much are worse),
+    a weight of 5 for features (tau 2.07 for 1.93 with 1: a chain reads its own states), and one
+    step for the first part of the run, then two (2.53 for 2.40 with one step throughout; with two
+    from the beginning a run sees half the text)."""
     pace = replace(paper.pace, rate=4e-3, warm_up=60, weight_decay=0.01, clip=1.0, decay="cosine")
     recipe = replace(
         paper.recipe,

@@ -1,12 +1,10 @@
-"""The target answers chats itself, many at a time, and the answers are kept as chats.
+"""Has the target answer chats itself, many at a time, and stores the answers as chats.
 
 A draft learns from its target's texts, not from others. The users' turns are sent one after the
-other, each after the target's own answers to the earlier ones. The file is of OpenAI's form, a line
+other, each after the target's own answers to the earlier ones. The file has OpenAI's form, a line
 for each chat and temperature in the order in which they end, with "id", "finish_reason",
-"temperature" and "target"; a run that was interrupted goes on with what is not there. Noise depends
-on seed, chat and temperature alone, so that an answer is the same however many are written next to
-it. Knows sessions of a language model and lines of a file; nothing of what is learned from them.
-"""
+"temperature" and "target"; an interrupted run resumes with the missing ones. Noise depends on seed,
+chat and temperature alone, so an answer does not depend on how many are written at once."""
 
 import json
 import time
@@ -32,13 +30,13 @@ from dovetail.workers.training.data.chats import Chat, Message, RefusedError, Re
 from dovetail.workers.training.run import Callback, Progress, silent
 
 PASS_ROWS = 512
-"""Tokens of a pass, those of prompts included."""
-NO_ROOM = "whose question has no room in the context, or is refused by the chat template"
+"""Tokens of a pass, including those of prompts."""
+NO_ROOM = "whose question does not fit into the context, or is refused by the chat template"
 
 
 @dataclass(frozen=True)
 class Writing:
-    """The way in which a target writes: every chat once at each temperature."""
+    """How a target writes: every chat once at each temperature."""
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
     new_tokens: int = 1024
@@ -65,14 +63,14 @@ class _Session:
     temperature: float
     key: bytes
     most: int
-    """Tokens of the prompt and the longest answer."""
+    """The most tokens of prompt and answer."""
     log: list[int]
     prompt: int
     """Tokens of the prompt."""
 
     @property
     def due(self) -> Sequence[int]:
-        """Return what has no row in the cache yet."""
+        """The tokens that have no row in the cache yet."""
         return self.log[self.cache.length :]
 
 
@@ -81,7 +79,7 @@ class AnswerWriter:
 
     def __init__(self, model: LanguageModel) -> None:
         self.written = 0
-        """Tokens of answers since it was made."""
+        """The number of answer tokens so far."""
         self._model = model
         self._sessions: list[_Session] = []
 
@@ -90,7 +88,7 @@ class AnswerWriter:
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and answer together."""
+        """The most tokens of prompt and answer together."""
         return self._model.context
 
     def ended(self, answer: Sequence[int]) -> bool:
@@ -100,7 +98,7 @@ class AnswerWriter:
     def ask(
         self, prompt: Sequence[int], *, temperature: float, key: bytes, new_tokens: int
     ) -> _Session:
-        """A prompt, shorter than the context, to be answered with at most this many tokens."""
+        """Start answering a prompt, shorter than the context, with at most this many tokens."""
         most = min(self._model.context, len(prompt) + new_tokens)
         session = _Session(
             self._model.new_cache(most), temperature, key, most, list(prompt), len(prompt)
@@ -109,8 +107,8 @@ class AnswerWriter:
         return session
 
     def step(self) -> list[tuple[_Session, list[int]]]:
-        """One pass; the answers that it has finished, each with the id that ends it unless it grew
-        too long."""
+        """Make one pass; return the answers that it has finished, each with the id that ends it
+        unless it grew too long."""
         taken = self._take()
         positions = torch.cat(
             [torch.arange(s.cache.length, s.cache.length + len(due)) for s, due in taken]
@@ -141,7 +139,7 @@ class AnswerWriter:
         return [(session, session.log[session.prompt :]) for session in finished]
 
     def _take(self) -> list[tuple[_Session, Sequence[int]]]:
-        """The sessions of a pass, with the tokens that it computes of each: at least one of every
+        """Return the sessions of a pass, with the tokens to compute for each: at least one of every
         session, and as much of the prompts as fits."""
         room, taken = (
             max(PASS_ROWS - len(self._sessions), 0),
@@ -154,7 +152,7 @@ class AnswerWriter:
         return taken
 
     def _choose(self, sessions: Sequence[_Session], logits: Tensor) -> list[int]:
-        """A token for each row of logits [N, V], at its session's temperature."""
+        """Choose a token for each row of logits [N, V], at its session's temperature."""
         chosen = [0] * len(sessions)
         for temperature in {session.temperature for session in sessions}:
             rows = [
@@ -184,8 +182,8 @@ class _Job:
     number: int
     temperature: float
     asks: deque[Sequence[Message]]
-    """The tokens before each answer and behind the last one."""
-    said: list[Message] = field(default_factory=list)
+    """The messages before each answer and after the last one."""
+    turns: list[Message] = field(default_factory=list)
     cut: bool = False
     """The last answer grew too long."""
 
@@ -201,7 +199,7 @@ def regenerate_files(
     device: str = "cpu",
     progress: Callback = silent,
 ) -> Outcome:
-    """The target's answers to the chats of files, see `regenerate`."""
+    """Write the target's answers to the chats of files, see `regenerate`."""
     chats = [chat for file in files for chat in read_chats(file)]
     return regenerate(
         chats,
@@ -222,8 +220,8 @@ def regenerate(
     *,
     progress: Callback = silent,
 ) -> Outcome:
-    """Write the target's answers to chats into the file `out`; what it holds already is not written
-    again. `UserError` if it holds something else."""
+    """Write the target's answers to chats into the file `out`, except those that it holds already.
+    Raises `UserError` if it holds something else."""
     left_out = Counter[str]()
     jobs = [
         job
@@ -238,7 +236,7 @@ def regenerate(
         for job in _write(
             writer, deque(job for job in jobs if job.id not in done), renderer, writing
         ):
-            if job.said:
+            if job.turns:
                 answered += 1
                 _append(file, out, job, model.checkpoint_digest)
             else:
@@ -279,7 +277,7 @@ def _jobs(chat: Chat, number: int, writing: Writing, left_out: "Counter[str]") -
 def _write(
     writer: AnswerWriter, jobs: deque[_Job], renderer: Renderer, writing: Writing
 ) -> Iterator[_Job]:
-    """Every job as it ends, answered as far as there is room."""
+    """Yield every job as it ends, answered as far as there is room."""
     asked = dict[_Session, _Job]()
     while jobs or asked:
         while jobs and len(writer) < writing.sessions:
@@ -289,7 +287,7 @@ def _write(
         for session, answer in writer.step() if asked else ():
             job = asked.pop(session)
             job.cut = not writer.ended(answer)
-            job.said.append(Message("assistant", renderer.decode(answer)))
+            job.turns.append(Message("assistant", renderer.decode(answer)))
             if job.cut or not job.asks or not _ask(writer, asked, job, renderer, writing):
                 yield job
 
@@ -301,9 +299,9 @@ def _ask(
     renderer: Renderer,
     writing: Writing,
 ) -> bool:
-    """Put the next question of a chat; False where it has no room in the context or the template
-    refuses it: then the chat ends with its last answer."""
-    messages = [*job.said, *job.asks[0]]
+    """Ask the next question of a chat. Return False, ending the chat with its last answer, if it
+    has no room in the context or the template refuses it."""
+    messages = [*job.turns, *job.asks[0]]
     try:
         prompt = renderer.prompt(messages)
     except RefusedError:
@@ -311,7 +309,7 @@ def _ask(
     if len(prompt) >= writer.context:
         return False
     job.asks.popleft()
-    job.said = messages
+    job.turns = messages
     key = session_key(writing.seed, job.number, prompt)
     asked[
         writer.ask(prompt, temperature=job.temperature, key=key, new_tokens=writing.new_tokens)
@@ -322,7 +320,7 @@ def _ask(
 def _append(file: IO[bytes], out: Path, job: _Job, digest: str) -> None:
     line = {
         "id": job.id,
-        "messages": [{"role": message.role, "content": message.content} for message in job.said],
+        "messages": [{"role": message.role, "content": message.content} for message in job.turns],
         "finish_reason": "length" if job.cut else "stop",
         "temperature": job.temperature,
         "target": digest,
@@ -331,8 +329,8 @@ def _append(file: IO[bytes], out: Path, job: _Job, digest: str) -> None:
 
 
 def _read_done(out: Path, jobs: Mapping[str, _Job], digest: str) -> set[str]:
-    """The ids that a file holds; a line that was broken off is removed from its end. `UserError`
-    where the file is not of these chats and this target."""
+    """Return the ids that a file holds; an incomplete last line is removed. Raises `UserError` if
+    the file does not belong to these chats and this target."""
     if not out.is_file():
         with disk.writing(out, "the answers"):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,9 @@
-"""One training run: the optimizer, the rate over time, what has been spent, and a checkpoint that a
-run of the same command goes on from.
+"""One training run: the optimizer, the learning-rate schedule, the budget, and a checkpoint from
+which the same command resumes.
 
 A checkpoint is a safetensors file with the counters as JSON in its metadata; nothing is ever
-pickled. Every step is given its number, from which the batch is drawn, so a resumed run goes on
-with fresh data; only the same run is resumed, with the same settings and data. Knows no model, no
-data and no loss; it shows no progress itself: it calls back.
-"""
+pickled. The batch is drawn by the number of the step, so a resumed run continues with fresh data;
+only a run with the same settings and data is resumed. Progress is reported by callbacks."""
 
 import json
 import math
@@ -25,7 +23,7 @@ from dovetail.workers.training.process_group import ALONE, ProcessGroup
 from dovetail.workers.training.workplace import replace_tensors
 
 SETTINGS = ("seed", "rate", "warm_up", "decay", "weight_decay", "clip")
-"""The fields of the pace that a resumed run may not change. How long it goes it may."""
+"""The fields of the pace that a resumed run may not change. Its length may change."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Pace:
     decay: Literal["linear", "cosine"] = "linear"
     weight_decay: float = 0.1
     clip: float = 1.0
-    """The longest that the gradient of a step may be."""
+    """The maximum norm of a step's gradient."""
     seed: int = 0
     keep_every_s: float = 180.0
     device: str = field(default_factory=first_device)
@@ -64,8 +62,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The resources that a finished run used, its running loss at the end, and how many parameters
-    it trained."""
+    """The resources that a finished run used, its final running loss, and how many parameters it
+    trained."""
 
     steps: int
     tokens: int
@@ -76,12 +74,11 @@ class Outcome:
 
 Callback = Callable[[Progress], None]
 Step = Callable[[int, float], tuple[Tensor, int]]
-"""Given the number of a step and the share of the run that is over: its loss, and how many tokens
-it looked at."""
+"""(number of a step, share of the run that is over) -> its loss, and how many tokens it used."""
 
 
 def silent(_: Progress) -> None:
-    """The callback of who does not want to know."""
+    """Ignore progress."""
 
 
 class Run:
@@ -108,7 +105,7 @@ class Run:
         self.optimizer = optimizer_of(model, pace)
         self.steps, self.tokens, self.spent_s, self.loss = 0, 0, 0.0, math.nan
         self.notes: list[dict[str, Any]] = []
-        """The notes that are kept with the checkpoint besides, as JSON."""
+        """Further notes stored with the checkpoint, as JSON."""
         if checkpoint is not None and checkpoint.is_file():
             self._resume(checkpoint)
         self._kept = time.monotonic()
@@ -132,7 +129,7 @@ class Run:
         return self.pace.rate * min(1.0, (self.steps + 1) / self.pace.warm_up) * max(left, 0.003)
 
     def step(self, step: Step) -> None:
-        """One batch of every process, and one step of the optimizer."""
+        """Process one batch of every process, and make one step of the optimizer."""
         begin = time.monotonic()
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
@@ -149,7 +146,7 @@ class Run:
         self.spent_s = self.peers.agree(self.spent_s + time.monotonic() - begin)
 
     def progress(self, stage: str, note: str = "") -> Progress:
-        """Return where the run stands now."""
+        """Return the progress so far."""
         return Progress(
             stage, self.done, self.steps, self.tokens, self.loss, self.rate, self.spent_s, note
         )
@@ -178,7 +175,7 @@ class Run:
         )
 
     def outcome(self) -> Outcome:
-        """Return what the run has used up."""
+        """Return the resources used so far."""
         return Outcome(
             self.steps, self.tokens, self.spent_s / 60, self.loss, count_parameters(self.model)
         )
@@ -222,11 +219,11 @@ class Run:
 
 
 def read_checkpoint(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """Return the identity of its run, its counters, and its tensors; `UserError` if the file is
-    damaged."""
+    """Return a checkpoint's identity of the run, counters, and tensors. Raises `UserError` if the
+    file is damaged."""
     try:
         with safe_open(file, framework="pt") as content:
-            names = content.keys()  # it is no mapping
+            names = content.keys()  # it is not a mapping
             metadata, tensors = content.metadata(), {n: content.get_tensor(n) for n in names}
         return json.loads(metadata["about"]), json.loads(metadata["counters"]), tensors
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -234,7 +231,7 @@ def read_checkpoint(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[st
 
 
 def optimizer_of(model: nn.Module, pace: Pace) -> torch.optim.AdamW:
-    """AdamW; weight decay for matrices, none for norms."""
+    """Return AdamW with weight decay for matrices, none for norms."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -253,7 +250,7 @@ def carry_out(
     between: Callable[[], str] = str,
 ) -> Outcome:
     """Step until the run is over, keeping a checkpoint every few minutes; `between` is called after
-    every step and gives the note of its progress."""
+    every step and returns the note of its progress."""
     run.model.train()
     while run.done < 1:
         run.step(step)
@@ -265,5 +262,5 @@ def carry_out(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Every parameter once, tied ones too."""
+    """Count every parameter once, including tied ones."""
     return sum(p.numel() for p in model.parameters())

@@ -1,9 +1,6 @@
-"""Train a small causal language model on sequences of tokens, and distil a smaller one from it.
-
-The sequences are those of files of chats or of token files (`data/corpus.py`). A run is resumed
-from the checkpoint in its folder, and nothing is ever pickled. This module does not know where a
-text came from, and it shows no progress itself: it calls back.
-"""
+"""Trains a small causal language model on sequences of tokens: those of files of chats or of token
+files (`data/corpus.py`). A run is resumed from the checkpoint in its folder, and nothing is ever
+pickled. Progress is reported by callbacks."""
 
 import hashlib
 import shutil
@@ -46,8 +43,7 @@ class Shape:
     mlp: int = 352
 
     def parameters(self, vocabulary: int) -> int:
-        """Return how many parameters a model of this shape has, input and output embedding being
-        one."""
+        """Return how many parameters a model of this shape has, with tied embeddings."""
         head = self.hidden // self.heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * head * self.kv_heads
         return (
@@ -67,8 +63,7 @@ class Settings(Pace):
     batch: int = 8
     context: int = 512
     cross_entropy: float = 0.1
-    """The weight of the plain cross entropy relative to the divergence, when a model is
-    distilled."""
+    """The weight of the plain cross entropy relative to the divergence in distillation."""
 
 
 StepLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -89,19 +84,19 @@ class Text:
         self.starts = starts[starts + context < len(self.ids)]
         if not len(self.starts):
             raise UserError(
-                f"there are {len(self.ids)} tokens to learn from, too few: no sequence begins "
-                f"{context} tokens before the end of them"
+                f"{len(self.ids)} tokens are too few to learn from: no sequence begins "
+                f"{context} tokens before their end"
             )
 
     def batch(self, size: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Rows of context + 1 ids, each beginning with a sequence, and which of the targets are
-        learned."""
+        """Draw rows of context + 1 ids, each beginning with a sequence, and which of their targets
+        are learned."""
         rows = rng.choice(self.starts, size)[:, None] + np.arange(self.context + 1)
         return torch.from_numpy(self.ids[rows]), torch.from_numpy(self.learn[rows[:, 1:]])
 
 
 def read_text(files: Sequence[Path], tokenizer_folder: Path) -> list[Example]:
-    """The sequences of token files and of files of chats, as the tokenizer of a folder has them."""
+    """Return the sequences of token files and of files of chats, by the tokenizer of a folder."""
     return read_rows(files, renderer_of(load_tokenizer(tokenizer_folder), str(tokenizer_folder)))
 
 
@@ -121,7 +116,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def new_model(shape: Shape, tokenizer_folder: Path, context: int, seed: int) -> nn.Module:
-    """A Llama of that shape with random weights, for the vocabulary of the tokenizer."""
+    """Return a Llama of that shape with random weights, for the tokenizer's vocabulary."""
     tokenizer = load_tokenizer(tokenizer_folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -142,26 +137,26 @@ def new_model(shape: Shape, tokenizer_folder: Path, context: int, seed: int) -> 
 
 
 def load_model(folder: Path) -> nn.Module:
-    """The causal language model of a folder, in 32-bit floats."""
+    """Load the causal language model of a folder, in 32-bit floats."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a model folder: it has no config.json")
     return cast(nn.Module, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder."""
+    """Load the tokenizer of a model folder."""
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json")
     return AutoTokenizer.from_pretrained(folder)
 
 
 def workplace(out: Path) -> Workplace:
-    """Return where a model is trained whose folder `out` will be."""
+    """Return the workplace of a model whose folder will be `out`."""
     return Workplace(out.resolve(), "small model", FILES)
 
 
 def save_model(model: nn.Module, tokenizer_folder: Path, folder: Path) -> None:
-    """Fill in a folder: weights in fp16 with their tokenizer."""
+    """Write a folder: weights in fp16 with their tokenizer."""
     half = cast(Any, _copy_in(model, torch.float16))
     half.save_pretrained(folder)
     for name in TOKENIZER_FILES:
@@ -216,7 +211,7 @@ def carry_on(
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Logits for every position, computed in bf16 and returned in 32 bits."""
+    """Return logits for every position, computed in bf16 and returned in 32 bits."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
@@ -226,7 +221,7 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def next_token_loss(model: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
-    """Cross entropy of the next token, where it is learned."""
+    """Return the cross entropy of the next token, where it is learned."""
     logits = logits_of(model, rows[:, :-1])
     return mean_of(
         nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"),
@@ -235,8 +230,8 @@ def next_token_loss(model: nn.Module, rows: Tensor, learn: Tensor) -> Tensor:
 
 
 def mean_of(losses: Tensor, learn: Tensor) -> Tensor:
-    """The mean over what is learned. Nothing is picked by index, so that the step can be compiled
-    as a whole."""
+    """Return the mean over what is learned. Nothing is picked by index, so that the step can be
+    compiled as a whole."""
     return (losses * learn.flatten()).sum() / learn.sum().clamp(min=1)
 
 
@@ -271,7 +266,7 @@ def train_folder(
     progress: Callback = silent,
 ) -> Outcome:
     """Train a model on files and write its folder: from the weights in `init`, or from a shape and
-    a tokenizer. `place` is held by who calls."""
+    a tokenizer. The caller holds `place`."""
     source = init or tokenizer
     if source is None:
         raise UserError("training needs a model to begin with, or a tokenizer for a new one")
@@ -297,13 +292,13 @@ def train_folder(
 
 
 def begun_from(init: Path | None, model: nn.Module, shape: Shape) -> dict[str, Any]:
-    """Return what a run is known by: the weights that it begins with, or the shape of a new
+    """Return the identity of a run: the weights that it begins with, or the shape of a new
     model."""
     return {"init": digest_of_weights(model)} if init is not None else asdict(shape)
 
 
 def digest_of_weights(model: nn.Module) -> str:
-    """SHA-256 of all weights."""
+    """Return the SHA-256 of all weights."""
     content = hashlib.sha256()
     for name, value in model.state_dict().items():
         content.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())

@@ -3,19 +3,18 @@ thresholds (HeteroSpec, Liu et al. 2025, section 4.2).
 
 A regression tree of three levels splits the rounds by their cumulative meta-path entropy so that
 the *terminal confidence rank* varies as little as possible within a bin. On one feature such a tree
-is an ordered partition of at most eight intervals. The paper takes it for granted that the mean
-rank rises from bin to bin; where it does not, neighbours are one bin here (isotonic regression by
-pooling adjacent violators), so that a lower bin is always a surer one.
+is an ordered partition of at most eight intervals. The paper assumes that the mean rank rises from
+bin to bin; where it does not, neighbours are merged (isotonic regression by pooling adjacent
+violators), so that a lower bin is always more certain.
 
-What is fitted is the rank of *fully accepted* paths, as in the paper, of which it says nothing
-else. A round in which the target left the tree above its depth has the worst rank. Without that
-distinction the mean says nothing: a node eight levels down has rank 8 at best, so of the embedded
-pair (368 rounds, 15/8/4, temperature 0) the surest tenth, all of it accepted to the bottom, has
-mean rank 8.5, and the least sure one, with two accepted tokens a round, 6.3.
+As in the paper, the rank of *fully accepted* paths is fitted; for other rounds the paper does not
+define one. Here a round in which the target left the tree above its depth has the worst rank.
+Without that distinction the mean is useless: a node eight levels down has rank 8 at best, so with
+the embedded pair (368 rounds, 15/8/4, temperature 0) the most certain tenth, accepted to full
+depth, has mean rank 8.5, and the least certain one, with two accepted tokens a round, 6.3.
 
-Knows numbers only; rounds are played and files written elsewhere. scikit-learn is an extra and
-imported where the tree is fitted.
-"""
+Rounds are played and files written elsewhere. scikit-learn is an extra and imported where the tree
+is fitted."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -51,11 +50,11 @@ class Bin:
 
     rounds: int
     fitted_rank: float
-    """Mean, with the worst rank for every round that was not fully accepted: what rises from bin to
+    """Mean, with the worst rank for every round that was not fully accepted; rises from bin to
     bin."""
     mean_rank: float
     full_share: float
-    """The share of the rounds that were fully accepted."""
+    """The share of fully accepted rounds."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +66,19 @@ class Strata:
 
 
 def terminal_confidence_rank(accepted: Sequence[int], nodes: int) -> int:
-    """The rank, 1 for the best, of the last accepted node among the `nodes` that a round may offer,
-    best first; the worst one where none was accepted.
-
-    `accepted` are places in what was offered, a path from below the root. (HeteroSpec, section
-    3.2.)
-    """
+    """Return the rank, 1 for the best, of the last accepted node among the `nodes` that a round may
+    offer, best first; the worst rank if none was accepted. `accepted`: places in the proposal, a
+    path from below the root. (HeteroSpec, section 3.2.)"""
     return accepted[-1] + 1 if accepted else nodes
 
 
 def stratify(rounds: Sequence[Round], nodes: int) -> Strata:
-    """The bins of `rounds`, at least two; `nodes` is the worst rank. `UserError` where there are
-    too few rounds, or where rank does not rise with entropy."""
+    """Return the bins of `rounds`, at least two; `nodes` is the worst rank. Raises `UserError` if
+    there are too few rounds, or if rank does not rise with entropy."""
     if len(rounds) < LEAST_ROUNDS:
-        remedy = "give more prompts (--rounds keeps what was played), or let replies be longer"
+        remedy = "give more prompts (--rounds keeps what was played), or allow longer replies"
         raise UserError(
-            f"{len(rounds)} rounds were played, and thresholds need {LEAST_ROUNDS}: {remedy}"
+            f"{len(rounds)} rounds were played, but thresholds need {LEAST_ROUNDS}: {remedy}"
         )
     strata = _merged(
         rounds, nodes, sorted({round(split, DECIMALS) for split in _splits(rounds, nodes)})
@@ -97,12 +93,12 @@ def stratify(rounds: Sequence[Round], nodes: int) -> Strata:
 
 
 def fitted_rank(seen: Round, nodes: int) -> int:
-    """Return what the regression tree is fitted to."""
+    """Return the rank that the regression tree is fitted to."""
     return seen.rank if seen.full else nodes
 
 
 def _splits(rounds: Sequence[Round], nodes: int) -> list[float]:
-    """The thresholds of the regression tree."""
+    """Return the thresholds of the regression tree."""
     try:
         from sklearn.tree import DecisionTreeRegressor
     except ImportError:
@@ -128,7 +124,7 @@ def _splits(rounds: Sequence[Round], nodes: int) -> list[float]:
 
 
 def _merged(rounds: Sequence[Round], nodes: int, splits: Sequence[float]) -> Strata:
-    """The bins between `splits`, neighbours as one where the mean rank does not rise."""
+    """Return the bins between `splits`, merging neighbours whose mean rank does not rise."""
     groups: list[list[Round]] = [[] for _ in range(len(splits) + 1)]
     for seen in rounds:
         groups[bisect_left(splits, seen.entropy)].append(seen)

@@ -1,5 +1,4 @@
-"""The parts of a target that a draft head takes over: embedding, output head and last layers. Knows
-checkpoints."""
+"""Reads the parts of a target that a draft head uses: embedding, output head and last layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from dovetail.workers.models.checkpoints.stored import Stored
 
 @dataclass(frozen=True)
 class Frozen:
-    """The tensors that a head takes from its target as they are."""
+    """The tensors that a head shares with its target."""
 
     embedding: Tensor
     """[V, H]"""
@@ -27,7 +26,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """The parts of a target that a head takes over."""
+    """The parts of a target that a head uses."""
 
     source: str
     digest: str
@@ -36,12 +35,12 @@ class TargetParts:
     tensors: Mapping[str, Stored]
 
     def read(self, ending: str) -> Tensor:
-        """The tensor whose name is `ending` behind a prefix such as `model.`; `UserError` unless
-        there is exactly one."""
+        """Return the tensor whose name is `ending` behind a prefix such as `model.`. Raises
+        `UserError` unless there is exactly one."""
         return _one(self.tensors, ending, self.source)
 
     def parts(self, beginning: str) -> list[str]:
-        """Return how the names go on that have `beginning` behind a prefix such as `model.`."""
+        """Return the rests of the names that have `beginning` behind a prefix such as `model.`."""
         return [
             name.split(beginning, 1)[1]
             for name in self.tensors
@@ -50,7 +49,7 @@ class TargetParts:
 
 
 def read_target(source: str) -> TargetParts:
-    """Embedding, output head and shapes of a target (a folder or a hub id)."""
+    """Read embedding, output head and shapes of a target (a folder or a hub id)."""
     folder = find_folder(source)
     weights, config = open_weights(folder), text_part(read_json(folder / "config.json"))
     embedding = _one(weights.tensors, "embed_tokens.weight", source)
@@ -70,7 +69,7 @@ def _one(tensors: Mapping[str, Stored], ending: str, source: str) -> Tensor:
     names = _named(tensors, ending)
     if len(names) != 1:
         raise UserError(
-            f"{source} has {len(names)} tensors called {ending}, and a head is trained for a "
-            "target that has one"
+            f"{source} has {len(names)} tensors called {ending}, but a head needs a target with "
+            "exactly one"
         )
     return tensors[names[0]].read(names[0])

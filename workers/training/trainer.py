@@ -1,10 +1,9 @@
-"""Trains a draft head on stored or streamed features of a frozen target, and measures it as it goes
-by simulated acceptance.
+"""Trains a draft head on stored or streamed features of a frozen target, and measures it by
+simulated acceptance during the run.
 
-Weights and moments are kept in 32 bits; a step runs in bf16 where that is asked for. The held-out
-part of the features is fixed before the run begins and never trained on. Knows neither files of
-text nor options; a finished head is written by `workers.training.folder`.
-"""
+Weights and moments are kept in 32 bits; steps run in bf16 if asked for. The held-out part of the
+features is fixed before the run begins and never trained on. `workers.training.folder` writes the
+finished head."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +26,7 @@ from dovetail.workers.training.run import Callback, Outcome, Run, Step, carry_ou
 from dovetail.workers.training.target_parts import Frozen
 
 WORTH_BF16 = 1.5
-"""The factor by which products in bf16 must be on a CPU: what stands between them is slower for the
-conversions."""
+"""How much faster bf16 products must be on a CPU to be used: conversions slow down the rest."""
 HELD_SEED = 1
 """The held-out rows are the same in every run."""
 
@@ -48,7 +46,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished head and what became of it."""
+    """A finished head, and the record of its run."""
 
     head: TrainableHead
     outcome: Outcome
@@ -56,7 +54,7 @@ class Trained:
     plan: Plan
     tokens_held: int
     draft_coverage: float | None = None
-    """EAGLE-3: the share of the learned tokens that its draft vocabulary holds."""
+    """EAGLE-3: the share of the learned tokens in its draft vocabulary."""
 
 
 def train_head(
@@ -71,8 +69,8 @@ def train_head(
     peers: ProcessGroup = ALONE,
     progress: Callback = silent,
 ) -> Trained:
-    """Train a new head; `prepare` may change the random weights that it begins with. `about` is
-    what else its checkpoint is to be known by."""
+    """Train a new head; `prepare` may change its initial random weights. `about` adds to the
+    identity of its checkpoint."""
     learning, held = features.split(plan.held)
     device = plan.pace.device
     frozen = Frozen(frozen.embedding.float().to(device), frozen.head.float().to(device))
@@ -104,7 +102,7 @@ def new_head(shape: HeadShape, *, seed: int) -> TrainableHead:
 
 
 def _about(shape: HeadShape, plan: Plan) -> dict[str, Any]:
-    """Return what a run must share with those that resume it, besides its pace. Not `number`:
+    """Return what a resumed run must have in common with the first, besides its pace. Not `number`:
     another one may be faster tomorrow."""
     recipe = {f"recipe.{name}": value for name, value in asdict(plan.recipe).items()}
     return {
@@ -138,18 +136,18 @@ def _step(
 
 
 def use_threads(count: int) -> None:
-    """Compute on this many threads of the CPU in this process."""
+    """Use this many threads of the CPU in this process."""
     torch.set_num_threads(count)
 
 
 def steps_at(done: float, plan: Plan) -> int:
-    """Steps of the training-time test when a share `done` of the run is over."""
+    """Return the steps of the training-time test when a share `done` of the run is over."""
     return plan.recipe.steps if done >= plan.alone else 1
 
 
 def faster_number(device: str) -> Literal["fp32", "bf16"]:
-    """Return what a step of this device is faster in, found by multiplying matrices such as a small
-    head has: not every CPU has instructions for bf16."""
+    """Return the type in which a step is faster on this device, by multiplying matrices of a small
+    head's size: not every CPU has bf16 instructions."""
     if torch.device(device).type != "cpu":
         return "bf16"
     spent = {dtype: _time_of_product(dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -168,13 +166,13 @@ def _time_of_product(dtype: torch.dtype) -> float:
 
 @contextmanager
 def in_numbers(number: str, device: str) -> Iterator[None]:
-    """Matrix products in bf16 within the block, or in 32 bits."""
+    """Compute matrix products in bf16, or in 32 bits, within the block."""
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=number == "bf16"):
         yield
 
 
 class _Watch:
-    """Measures the head at even distances of a run; what it found is kept with the checkpoint."""
+    """Measures the head at even intervals of a run; the results are kept with the checkpoint."""
 
     def __init__(
         self, run: Run, head: TrainableHead, frozen: Frozen, held: list[Batch], plan: Plan

@@ -1,10 +1,9 @@
-"""The working folder of a training: the folder OUT.unfinished next to the folder OUT that it will
-write. Other files in either are never deleted.
+"""The working folder of a training: OUT.unfinished next to the folder OUT that it will write. Other
+files in either are never deleted.
 
-It is held by one process at a time, and set free when that one dies. The checkpoint is one file and
-is replaced by renaming; a finished OUT is filled in here and moved there whole, and what it
-replaces is kept here until then. Knows files and their names, not what is in them.
-"""
+One process at a time holds it, and releases it when it exits. The checkpoint is one file, replaced
+by renaming. A finished OUT is written here and moved there as a whole; the folder that it replaces
+is kept here until then."""
 
 import errno
 import fcntl
@@ -38,26 +37,26 @@ class Workplace:
 
     out: Path
     what: str = "model"
-    """The thing that it writes, such as `eagle head`."""
+    """What it writes, such as `eagle head`."""
     files: frozenset[str] = frozenset()
-    """Every name that there may be in a finished `out`; one of them is config.json."""
+    """All file names allowed in a finished `out`; one of them is config.json."""
     marks: Mapping[str, Any] = field(default_factory=dict)
-    """The keys of its config.json by which it is known."""
+    """The keys of its config.json by which it is recognised."""
 
     @property
     def folder(self) -> Path:
-        """The folder of everything that is not finished."""
+        """The folder for unfinished work."""
         return self.out.with_name(self.out.name + ".unfinished")
 
     @property
     def checkpoint(self) -> Path:
-        """The file that an interrupted run goes on from."""
+        """The file from which an interrupted run resumes."""
         return self.folder / "checkpoint.safetensors"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Work here alone. `UserError` if another process does, or if in the way of `out` or of
-        this folder is what no such training wrote."""
+        """Work here alone. Raises `UserError` if another process does, or if `out` or this folder
+        contains anything that no such training wrote."""
         self.refuse_foreign()
         with held(self.folder):
             if strange := [
@@ -75,11 +74,11 @@ class Workplace:
 
     @contextmanager
     def result(self) -> Iterator[Path]:
-        """A new folder to be filled in; then it takes the place of `out`, and nothing is unfinished
-        any more."""
+        """Yield a new folder to be filled; afterwards it replaces `out`, and the unfinished work is
+        removed."""
         new = self.folder / "result"
         shutil.rmtree(new, ignore_errors=True)
-        with writing(new, f"the trained {self.what}"), telling_the_system(new):
+        with writing(new, f"the trained {self.what}"), as_os_errors(new):
             new.mkdir()
             yield new
         for file in new.iterdir():
@@ -92,13 +91,13 @@ class Workplace:
         shutil.rmtree(self.folder)
 
     def refuse_foreign(self) -> None:
-        """`UserError` if `out` has any content but that of an earlier training of this kind: it
+        """Raise `UserError` if `out` contains anything but an earlier training of this kind: it
         would be replaced."""
         names = _names(self.out) if self.out.exists() else []
         strange = [name for name in names if name not in self.files]
         if names and (strange or not self._is_marked()):
             raise UserError(
-                f"{self.out} is there, and is more or other than a trained {self.what} (it "
+                f"{self.out} exists, and is not just a trained {self.what} (it "
                 f"holds {(strange or names)[0]}): give another --out"
             )
 
@@ -120,8 +119,8 @@ def _names(folder: Path) -> list[str]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold a folder against other processes that write it, making it if need be; it is left only if
-    there is something in it."""
+    """Lock a folder against other writing processes, creating it if necessary; it is removed
+    afterwards if empty."""
     with writing(folder, "a folder"):
         folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -129,7 +128,7 @@ def held(folder: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not folder.exists() or not os.path.samestat(
             os.fstat(descriptor), folder.stat()
-        ):  # its holder finished just now, and removed it
+        ):  # its holder has just finished and removed it
             raise BlockingIOError
     except BlockingIOError:
         os.close(descriptor)
@@ -145,18 +144,16 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def replace_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file in place of an older one, which is there until the new one is
-    whole."""
+    """Write a safetensors file and replace the older one only once it is complete."""
     beside = file.with_name(file.name + ".new")
-    with writing(beside, "the state of the training"), telling_the_system(beside):
+    with writing(beside, "the state of the training"), as_os_errors(beside):
         save_file(dict(tensors), beside, metadata=dict(metadata))
     beside.replace(file)
 
 
 @contextmanager
-def telling_the_system(path: Path) -> Iterator[None]:
-    """A full disk is an `OSError` even where safetensors writes, which has its own exception for
-    it."""
+def as_os_errors(path: Path) -> Iterator[None]:
+    """Turn safetensors' own exceptions, as for a full disk, into `OSError`."""
     try:
         yield
     except SafetensorError as error:

@@ -1,2 +1,1 @@
-"""The data that drafts are trained on: chats, sequences of tokens, and the target's hidden
-states."""
+"""Training data for drafts: chats, sequences of tokens, and the target's hidden states."""

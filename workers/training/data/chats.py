@@ -1,11 +1,9 @@
 """Chats as JSON lines: their turns, and which tokens of the rendering an assistant wrote.
 
-Four forms of a line, as public data sets have them: ShareGPT's {"conversations": [{"from",
-"value"}]}, OpenAI's {"messages": [{"role", "content"}]}, {"turns": [user, assistant, user, ...]}
-and {"prompt", "response"}; and {"text"} for a text that is no chat. A broken line is named by file
-and number. A chat is rendered with the target's own template. Knows templates and tokenizers, no
-weights.
-"""
+A line has one of four forms of public data sets: ShareGPT's {"conversations": [{"from", "value"}]},
+OpenAI's {"messages": [{"role", "content"}]}, {"turns": [user, assistant, user, ...]} and {"prompt",
+"response"}; or {"text"} for a text that is not a chat. Errors name file and line. Chats are
+rendered with the target's own template. Knows templates and tokenizers, no weights."""
 
 import json
 import re
@@ -28,7 +26,7 @@ ROLES: Mapping[str, Role] = {
 }
 FORMS = '"conversations", "messages", "turns", "prompt" and "response", or "text"'
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""A template that marks the assistant's text."""
+"""Matches a template that marks the assistant's text."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,9 @@ class Chat:
     """File and line."""
     messages: tuple[Message, ...] = ()
     text: str = ""
-    """The content of the line in place of messages."""
+    """The content of the line instead of messages."""
     whole: bool = True
-    """True if the last answer ended by itself; else it was cut off."""
+    """True if the last answer ended by itself rather than being cut off."""
 
 
 class RefusedError(Exception):
@@ -57,7 +55,7 @@ class RefusedError(Exception):
 
 
 def read_chats(file: Path) -> Iterator[Chat]:
-    """The chats of a file; `UserError` names the first line that is none."""
+    """Yield the chats of a file. Raises `UserError` naming the first invalid line."""
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -106,7 +104,7 @@ def _messages(where: str, row: Mapping[str, Any]) -> Iterator[Message]:
         if "response" in row:
             yield Message("assistant", _text(where, row["response"], "response"))
     else:
-        _refuse(where, f"it has none of {FORMS}")
+        _refuse(where, f"has none of {FORMS}")
 
 
 def _list(where: str, value: object, name: str) -> list[Any]:
@@ -124,7 +122,7 @@ def _role(where: str, value: object) -> Role:
 
 
 def _text(where: str, value: object, name: str) -> str:
-    """A text, or OpenAI's list of parts of which each is a text."""
+    """Return a text, given as such or as OpenAI's list of text parts."""
     if (
         isinstance(value, list)
         and value
@@ -141,20 +139,20 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 
 class Renderer:
-    """Renders chats for one target: its tokenizer with its template, the id that begins a sequence,
-    and those that end its answers."""
+    """Renders chats for one target, with its tokenizer and template, its begin id and the ids that
+    end its answers."""
 
     def __init__(self, tokenizer: Any, begin: int | None, end: Sequence[int], target: str) -> None:
         self.begin = begin
         self._tokenizer, self._end, self._target = tokenizer, frozenset(end), target
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids before the answer to these messages; `RefusedError` if the template has none for
-        them."""
+        """Return the ids before the answer to these messages. Raises `RefusedError` if the template
+        refuses them."""
         return self._ids(self._render(messages, ask=True))
 
     def decode(self, answer: Sequence[int]) -> str:
-        """The text of an answer, without what ends it."""
+        """Return the text of an answer, without the id that ends it."""
         return cast(
             str,
             self._tokenizer.decode(
@@ -164,12 +162,10 @@ class Renderer:
         )
 
     def examples(self, chat: Chat) -> list[Example]:
-        """The chat as a sequence with its answers to be learned, each with the id that ends it;
-        `RefusedError` if the template refuses it.
-
-        A template that rewrites earlier turns (such as one that drops earlier thoughts) gives
-        several: an answer is learned after the context in which the target wrote it.
-        """
+        """Return the chat as a sequence whose answers are learned, each with the id that ends it.
+        Raises `RefusedError` if the template refuses it. A template that rewrites earlier turns
+        (for example, dropping earlier thoughts) gives several: each answer is learned after the
+        context in which the target wrote it."""
         if chat.text:
             return [self._text_example(chat.text)]
         answers = [
@@ -194,8 +190,8 @@ class Renderer:
         return cast(str, template)
 
     def _marked(self, messages: Sequence[Message], whole: bool) -> Example:
-        """Find the answers by the marks of the template, and the ids that end the answers even
-        where those lie outside of the marks."""
+        """Find the answers by the template's marks, including the ids that end them, which may be
+        outside the marks."""
         rendered = self._apply(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -213,7 +209,7 @@ class Renderer:
     def _compared(
         self, messages: Sequence[Message], answers: Sequence[int], whole: bool
     ) -> Iterator[Example]:
-        """Find the answers by comparing the texts before and behind each of them."""
+        """Find each answer by comparing the rendered texts before and after it."""
         text, spans = "", list[tuple[int, int]]()
         for number in answers:
             before, behind = (
@@ -222,7 +218,7 @@ class Renderer:
             )
             if not behind.startswith(
                 before
-            ):  # it asks with words that it leaves out behind: then what is asked and answered
+            ):  # the prompt has words that are dropped after the answer
                 behind = before + messages[number].content + (self._tokenizer.eos_token or "")
             if spans and not before.startswith(text):
                 yield self._example(*self._placed(text, spans), whole=True)
@@ -234,8 +230,8 @@ class Renderer:
     def _placed(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, and the spans of its characters as spans of ids, each without an id
-        that lies across its edge."""
+        """Return the ids of a text, and spans of its characters as spans of ids, each without ids
+        that cross its edge."""
         ids = self._ids(text)
         return ids, [
             (self._place(ids, text, start, after=True), self._place(ids, text, stop, after=False))
@@ -243,8 +239,8 @@ class Renderer:
         ]
 
     def _place(self, ids: Sequence[int], text: str, edge: int, *, after: bool) -> int:
-        """Return how many of the ids of a text are those of its first `edge` characters; where an
-        id lies across the edge, with that one if `after`."""
+        """Return how many ids of a text make up its first `edge` characters, including one that
+        crosses the edge if `after`."""
         alone = self._ids(text[:edge])
         same = next(
             (i for i, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b),
@@ -262,8 +258,8 @@ class Renderer:
     def _example(
         self, ids: Sequence[int], spans: Sequence[tuple[int, int]], whole: bool
     ) -> Example:
-        """Ids up to the last that is learned; an answer ends with the first id that ends it, or
-        before that if it was cut off."""
+        """Return the example up to the last id that is learned. An answer ends with the first id
+        that ends it, or before that if it was cut off."""
         learn = np.zeros(len(ids), dtype=np.bool_)
         for number, (start, stop) in enumerate(spans):
             ended = next((i for i in range(start, stop) if ids[i] in self._end), None)
@@ -274,7 +270,8 @@ class Renderer:
         return Example(np.array(ids[:stop], dtype=np.int64), learn[:stop])
 
     def _text_example(self, text: str) -> Example:
-        """Behind the begin id, if there is one, all is learned, and the end too."""
+        """Return the example of a plain text: everything after the begin id (if any) is learned,
+        including the end."""
         begin = [] if self.begin is None else [self.begin]
         ids = [*begin, *self._ids(text), *sorted(self._end)[:1]]
         learn = np.ones(len(ids), dtype=np.bool_)
@@ -290,11 +287,11 @@ class Renderer:
         return cast(str, self._apply(messages, tokenize=False, add_generation_prompt=ask))
 
     def _apply(self, messages: Sequence[Message], **how: Any) -> Any:
-        template, said = (
+        template, turns = (
             self._template,
             [{"role": message.role, "content": message.content} for message in messages],
         )
         try:
-            return self._tokenizer.apply_chat_template(said, chat_template=template, **how)
-        except Exception as error:  # a template is a program that may stumble over anything
+            return self._tokenizer.apply_chat_template(turns, chat_template=template, **how)
+        except Exception as error:  # a template is a program: any exception is possible
             raise RefusedError(str(error)) from None

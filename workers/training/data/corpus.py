@@ -1,8 +1,5 @@
-"""The files that a draft learns from, as one target sees them: chats rendered with its template,
-token files as they are.
-
-Knows which kind a file is and how long a sequence may be, not what is learned from it.
-"""
+"""Reads training files for one target: chats rendered with its template, token files as they
+are."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,17 +19,17 @@ from dovetail.workers.training.data.examples import Example, Examples, arrange, 
 
 @dataclass(frozen=True)
 class Reader:
-    """The facts about a target that are needed to read for it."""
+    """What reading needs to know of a target."""
 
     renderer: Renderer
     context: int
-    """Tokens that it has positions for."""
+    """The number of its positions."""
     vocabulary_size: int
 
 
 def open_reader(target: str) -> Reader:
-    """The tokenizer and the sizes of a target (a folder or a hub id); its weights are left
-    alone."""
+    """Return the tokenizer and the sizes of a target (a folder or a hub id); its weights are not
+    read."""
     folder = find_folder(target)
     _, facts = read_tokenizer(folder)
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
@@ -47,7 +44,8 @@ def open_reader(target: str) -> Reader:
 
 
 def renderer_of(tokenizer: Any, name: str) -> Renderer:
-    """Return what renders for a tokenizer without a model: answers end with its own end id."""
+    """Return the renderer of a tokenizer without a model: answers end with the tokenizer's own end
+    id."""
     end = tokenizer.eos_token_id
     return Renderer(tokenizer, tokenizer.bos_token_id, () if end is None else (end,), name)
 
@@ -55,8 +53,8 @@ def renderer_of(tokenizer: Any, name: str) -> Renderer:
 def read_examples(
     files: Sequence[Path], reader: Reader, *, context: int | None = None, drop_long: bool = False
 ) -> Examples:
-    """The sequences of all files (.bin: token files, else chats as JSON lines), at most `context`
-    tokens each."""
+    """Return the sequences of all files (.bin: token files, else chats as JSON lines), at most
+    `context` tokens each."""
     left_out = Counter[str]()
     rows = read_rows(files, reader.renderer, left_out)
     return arrange(
@@ -71,7 +69,7 @@ def read_examples(
 def read_rows(
     files: Sequence[Path], renderer: Renderer, left_out: "Counter[str] | None" = None
 ) -> list[Example]:
-    """The sequences of all files as they are; `left_out` is called with chats that have none."""
+    """Return the sequences of all files as they are; `left_out` counts chats without any."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise UserError(f"there is no file {missing[0]}")
     told = Counter[str]() if left_out is None else left_out

@@ -1,11 +1,9 @@
 """The examples that a draft learns from: sequences of tokens, and which of them the target would
-have written itself.
+have written.
 
-They come from files of chats (`chats.py` renders those) or from token files: a row of little-endian
-uint16 ids in which every sequence begins with the begin id, and next to it, where not everything is
-to be learned, a file of the same name with the ending `.mask`, one byte an id. Knows no hidden
-states.
-"""
+They come from files of chats (rendered by `chats.py`) or from token files: a row of little-endian
+uint16 ids in which every sequence begins with the begin id, and, if not everything is learned, a
+file of the same name ending in `.mask`, one byte an id."""
 
 import hashlib
 from collections import Counter
@@ -27,44 +25,43 @@ class Example:
     tokens: NDArray[np.int64]
     """[n]"""
     learn: NDArray[np.bool_]
-    """[n]: the token is an output of the target, learned where it is predicted."""
+    """[n]: the token is the target's own output, and is learned where it is predicted."""
 
 
 def prompt_of(tokens: NDArray[Any], learn: NDArray[Any]) -> bytes:
-    """The ids before the first that is learned; all of them where that is the first or the second,
-    as in a text that answers nothing."""
+    """Return the ids before the first one that is learned; all of them if that is the first or
+    second id, as in a plain text."""
     learned = np.flatnonzero(learn)
     return tokens[: learned[0] if len(learned) and learned[0] > 1 else None].astype("<i8").tobytes()
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The sequences of some files in the order in which they are stored, and what became of the
-    rest."""
+    """The sequences of some files in their order, and what happened to the rest."""
 
     rows: tuple[Example, ...]
     cut: int = 0
-    """Sequences that were too long, of which the beginning is here."""
+    """The number of sequences that were too long and cut."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Why sequences or chats are not here, and how many."""
+    """Why sequences or chats were left out, and how many."""
 
     @property
     def tokens(self) -> int:
-        """The tokens of all sequences."""
+        """The number of tokens of all sequences."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property
     def learned(self) -> int:
-        """Tokens that are learned."""
+        """The number of tokens that are learned."""
         return sum(int(row.learn.sum()) for row in self.rows)
 
     def digest(self) -> str:
-        """SHA-256 of all sequences."""
+        """Return the SHA-256 of all sequences."""
         return digest_of(self.rows)
 
 
 def digest_of(rows: Iterable[Example]) -> str:
-    """SHA-256 of sequences."""
+    """Return the SHA-256 of sequences."""
     content = hashlib.sha256()
     for row in rows:
         content.update(
@@ -83,13 +80,10 @@ def arrange(
     drop_long: bool = False,
     left_out: Mapping[str, int] | None = None,
 ) -> Examples:
-    """Cut what is longer than `context`, or leave it out (`drop_long`) with what has nothing to
-    learn, and order the rest by a hash of the prompt.
-
-    So the end of the row is as good a sample as any, and all answers to a prompt stand together,
-    where a split between them can be avoided. `left_out`: what the reader of the files has left out
-    already.
-    """
+    """Cut sequences longer than `context`, or leave them out (`drop_long`), along with those that
+    have nothing to learn, and order the rest by a hash of the prompt: then the end of the list is
+    as good a sample as any, and all answers to a prompt are adjacent, so that a split can keep them
+    together. `left_out`: what the reader of the files has left out already."""
     kept, cut, out = list[Example](), 0, Counter(left_out or {})
     for row in rows:
         if len(row.tokens) and int(row.tokens.max()) >= vocabulary_size:
@@ -113,14 +107,14 @@ def arrange(
 
 
 def read_token_file(file: Path, begin: int | None) -> list[Example]:
-    """The sequences of a token file; `UserError` where it is none, or does not begin with the begin
-    id."""
+    """Return the sequences of a token file. Raises `UserError` if it is not one, or does not begin
+    with the begin id."""
     ids = np.fromfile(file, dtype="<u2").astype(np.int64)
     learn = _mask_of(file, len(ids))
     if begin is None:
         raise UserError(
-            f"{file}: the target has no begin id, which separates the sequences of a token file "
-            "apart; give chats as JSON lines"
+            f"{file}: the target has no begin id, which separates the sequences of a token file; "
+            "give chats as JSON lines"
         )
     starts = np.flatnonzero(ids == begin)
     if not len(starts) or starts[0] != 0:

@@ -1,9 +1,6 @@
-"""The features that a draft head is trained on: sequences with the target's hidden states, stored
-in a folder or computed as they are asked for.
-
-Both are the same to a trainer: all sequences one behind the other, and a row of a batch a slice of
-that. Knows where states come from and how they are packed, not what is learned from them.
-"""
+"""Training data of draft heads: sequences with the target's hidden states, stored in a folder or
+computed on demand. To a trainer both are the same: all sequences concatenated, and a row of a batch
+a slice of that."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,22 +20,21 @@ from dovetail.workers.training.data.store import Store
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of n columns: whole sequences one behind the other, the last one cut where the row
-    ends."""
+    """B rows of n columns: concatenated sequences, the last one cut at the end of the row."""
 
     tokens: Tensor
     """[B, n] int64."""
     learn: Tensor
-    """[B, n] bool: the token is the target's own output, learned where it is predicted."""
+    """[B, n] bool: the token is the target's own output, and is learned where it is predicted."""
     sequence: Tensor
-    """[B, n] int32: which sequence of its row a column belongs to, 0, 1, ...; -1: none, padding
-    behind the last."""
+    """[B, n] int32: the sequence of its row that a column belongs to, 0, 1, ...; -1 for padding at
+    the end."""
     position: Tensor
     """[B, n] int64: place of the token in its sequence."""
     g: Tensor
     """[B, n, H] in the origin's type: the last hidden states, after the final norm."""
     taps: Tensor | None
-    """[B, n, K * H]: the residual streams entering the origin's layers, side by side; None if it
+    """[B, n, K * H]: the residual streams entering the origin's layers, concatenated; None if it
     has none."""
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -59,34 +55,33 @@ class Features(Protocol):
 
     @property
     def origin(self) -> Origin:
-        """Whose states, and which."""
+        """The target and layers of the states."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the sequences, and of those that are not in view."""
+        """SHA-256 of all sequences of the source."""
 
     @property
     def count(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
 
     @property
     def tokens(self) -> int:
-        """The tokens of all sequences."""
+        """The number of tokens of all sequences."""
 
     def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
-        """Drawn rows [size, length], the same for the same state of `rng`."""
+        """Draw rows [size, length], the same ones for the same state of `rng`."""
 
     def split(self, held: float) -> "tuple[Features, Features]":
         """Return all but a share `held` of the sequences, and that share; all answers to a prompt
         are on the same side."""
 
     def counts(self) -> Tensor:
-        """[V] int64: how often each token is learned."""
+        """Return [V] int64: how often each token is learned."""
 
 
 class Source(Protocol):
-    """Sequences one behind the other, T tokens in all, S sequences, and the states of any slice of
-    them."""
+    """S concatenated sequences of T tokens in all, and the states of any slice of them."""
 
     digest: str
     """SHA-256 of the sequences."""
@@ -98,23 +93,23 @@ class Source(Protocol):
     """[S + 1]: where each sequence begins, and where the last one ends."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The states [stop - start, row] of tokens start..stop-1."""
+        """Return the states [stop - start, row] of tokens start..stop-1."""
 
 
 def open_features(folder: Path) -> Features:
-    """Return what `dovetail features` wrote into a folder."""
+    """Open the features that `dovetail features` wrote into a folder."""
     store = Store(folder)
     return Packed(store.index.origin, store, 0, store.index.count)
 
 
 def online_features(examples: Examples, reader: StatesReader) -> Features:
-    """Return features with nothing stored: the target computes them whenever a row is drawn."""
+    """Return features that are not stored: the target computes them whenever a row is drawn."""
     return Packed(reader.origin, Online(examples, reader), 0, len(examples.rows))
 
 
 class Online:
-    """Computes the states of a slice: those of the sequences that it touches, each as far as it
-    reaches. A `Source`."""
+    """Computes the states of a slice: those of the sequences that it touches, each up to the
+    slice's end. A `Source`."""
 
     def __init__(self, examples: Examples, reader: StatesReader) -> None:
         self.digest = examples.digest()
@@ -126,7 +121,6 @@ class Online:
         self._reader = reader
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The states [stop - start, row] of tokens start..stop-1."""
         first = int(np.searchsorted(self.offsets, start, "right")) - 1
         begins = [int(begin) for begin in self.offsets[first:] if begin < stop]
         ends = [*begins[1:], stop]
@@ -144,7 +138,7 @@ class Online:
 
 @dataclass(frozen=True)
 class Packed:
-    """A source of which sequences first..last-1 are in view. `Features`."""
+    """The sequences first..last-1 of a source. `Features`."""
 
     origin: Origin
     source: Source
@@ -153,17 +147,14 @@ class Packed:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all sequences of the source."""
         return self.source.digest
 
     @property
     def count(self) -> int:
-        """Sequences in view."""
         return self.last - self.first
 
     @property
     def tokens(self) -> int:
-        """The tokens of the sequences in view."""
         return self._end - int(self.source.offsets[self.first])
 
     @property
@@ -171,7 +162,7 @@ class Packed:
         return int(self.source.offsets[self.last])
 
     def batch(self, rng: np.random.Generator, size: int, length: int) -> Batch:
-        """Rows that begin with a sequence, or inside one that is longer than a row."""
+        """Draw rows that begin with a sequence, or inside one that is longer than a row."""
         begins = rng.choice(_begins(self, length), size)
         columns = np.minimum(begins[:, None] + np.arange(length), self._end - 1)
         padding = begins[:, None] + np.arange(length) >= self._end
@@ -194,8 +185,8 @@ class Packed:
         )
 
     def split(self, held: float) -> tuple[Features, Features]:
-        """The first sequences, and a share `held` of them from the end; those with the same prompt
-        stand together."""
+        """Return the first sequences, and a share `held` of them from the end; those with the same
+        prompt stay together."""
         middle = self.first + round(self.count * (1 - held))
         while self.first < middle < self.last and self._prompt(middle) == self._prompt(middle - 1):
             middle += 1
@@ -207,7 +198,6 @@ class Packed:
         return replace(self, last=middle), replace(self, first=middle)
 
     def counts(self) -> Tensor:
-        """[V] int64: how often each token is learned."""
         view = slice(int(self.source.offsets[self.first]), self._end)
         learned = self.source.tokens[view][self.source.learn[view].astype(np.bool_)]
         return torch.from_numpy(
@@ -225,8 +215,8 @@ class Packed:
 
 @cache
 def _begins(view: Packed, length: int) -> NDArray[np.int64]:
-    """Return where a row may begin: at every sequence, and in one that is longer than a row at
-    every half row from which more than half a row is left."""
+    """Return where a row may begin: at every sequence, and in one longer than a row at every half
+    row that leaves more than half a row."""
     offsets = view.source.offsets[view.first : view.last + 1]
     half = max(1, length // 2)
     pieces = np.maximum(1, -(-(np.diff(offsets) - half) // half))

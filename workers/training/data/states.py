@@ -1,8 +1,5 @@
-"""The hidden states of a target that draft heads are trained on, computed for whole sequences,
-several in a pass.
-
-Knows tokens and layers; nothing of what is learned, nor where states are kept.
-"""
+"""Computes the target's hidden states that draft heads are trained on, for whole sequences, several
+in a pass."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +20,12 @@ from dovetail.workers.sessions.wire import narrowed
 HalfType = Literal["float16", "bfloat16"]
 DTYPES: dict[HalfType, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 PASS_ROWS = 512
-"""Tokens of a pass: enough to be bound by arithmetic, few enough that activations stay small."""
+"""Tokens of a pass: enough to be compute-bound, few enough that activations stay small."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of states: their target, and the layers that they are of."""
+    """The origin of states: their target and layers."""
 
     target: str
     """A folder or a hub id."""
@@ -40,7 +37,7 @@ class Origin:
     context: int
     """Tokens of the longest sequence."""
     taps: tuple[int, ...]
-    """Layers whose incoming residual stream is next to the last hidden state, in this order."""
+    """Layers whose input residual streams follow the last hidden state, in this order."""
     dtype: HalfType
 
     @property
@@ -61,15 +58,15 @@ class StatesReader(Protocol):
 
 
 def choose_taps(asked: str, layers: int) -> tuple[int, ...]:
-    """The layers that `auto` (EAGLE-3's low, middle and high), `none` or a list such as `2,4,5`
-    means for a target of this many layers."""
+    """Return the layers that `auto` (EAGLE-3's low, middle and high), `none` or a list such as
+    `2,4,5` means for a target of this many layers."""
     if asked == "none":
         return ()
     if asked == "auto":
         if not 2 < layers // 2 < layers - 3:
             raise UserError(
-                f"taps auto are layers 2, {layers // 2} and {layers - 3} of {layers}, which do "
-                "not rise; name them, such as --taps 0,1"
+                f"taps auto are layers 2, {layers // 2} and {layers - 3} of {layers}, which are "
+                "not ascending; name them, such as --taps 0,1"
             )
         return 2, layers // 2, layers - 3
     try:
@@ -84,8 +81,8 @@ def choose_taps(asked: str, layers: int) -> tuple[int, ...]:
 
 
 def ready_device(name: str) -> str:
-    """The name of a device that is there, set up for this process with the threads that torch has;
-    `UserError` if it is not there."""
+    """Return the name of a device, set up for this process with torch's number of threads. Raises
+    `UserError` if it does not exist."""
     return open_device(name, torch.get_num_threads()).name
 
 
@@ -98,11 +95,9 @@ def open_states(
     weights: str = "fp32",
     device: str = "cpu",
 ) -> "TargetStates":
-    """A target loaded to compute states: `taps` as in `choose_taps`, `context` the tokens of the
-    longest sequence (None: the target's own).
-
-    `dtype`: None is bfloat16 where the checkpoint's matrices are, else float16.
-    """
+    """Load a target to compute states: `taps` as in `choose_taps`, `context` the tokens of the
+    longest sequence (None: the target's own). `dtype` None: bfloat16 if the checkpoint's matrices
+    are, else float16."""
     model = load_language_model(target, weights=weights, device=device)
     if context is not None and not 2 <= context <= model.context:
         raise UserError(f"--context {context} must lie between 2 and the target's {model.context}")
@@ -127,7 +122,7 @@ class TargetStates:
         self.model, self.origin = model, origin
 
     def read(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Short sequences share a pass, a long one takes several."""
+        """Compute states; short sequences share a pass, a long one takes several."""
         for batch in _batches(rows):
             yield from (
                 self._read_long(batch[0])
@@ -138,7 +133,7 @@ class TargetStates:
             )
 
     def _read_long(self, row: Tensor) -> Iterator[Tensor]:
-        """One sequence, PASS_ROWS of it at a time."""
+        """Compute one sequence, PASS_ROWS of it at a time."""
         cache, parts = self.model.new_cache(len(row)), list[Tensor]()
         for part in torch.split(row, PASS_ROWS):
             start = cache.length
@@ -147,7 +142,7 @@ class TargetStates:
         yield torch.cat(parts)
 
     def _pass(self, parts: Sequence[Tensor], segments: Sequence[Segment]) -> Sequence[Tensor]:
-        """The states of these tokens, placed by the segments."""
+        """Compute the states of these tokens, placed by the segments."""
         positions = torch.cat(
             [torch.arange(segment.start, segment.start + segment.count) for segment in segments]
         )
@@ -159,8 +154,7 @@ class TargetStates:
         side_by_side = torch.cat([states[place] for place in places], -1)
         if not bool(side_by_side.isfinite().all()):
             raise CheckpointError(
-                f"{self.origin.target} computes hidden states that are not numbers; its "
-                "weights are damaged"
+                f"{self.origin.target} computes hidden states that are NaN; its weights are damaged"
             )
         return torch.split(
             narrowed(side_by_side, self.origin.dtype).cpu().clone(), [len(part) for part in parts]
@@ -168,8 +162,8 @@ class TargetStates:
 
 
 def _batches(rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The rows in order, grouped into passes of at most PASS_ROWS tokens; a longer row has a
-    separate pass."""
+    """Group the rows in order into passes of at most PASS_ROWS tokens; a longer row has a pass of
+    its own."""
     batch, size = list[Tensor](), 0
     for row in rows:
         if batch and size + len(row) > PASS_ROWS:

@@ -3,10 +3,8 @@
 
 index.json has the origin of the states and the beginnings of the shards; tokens.bin (uint32),
 learn.bin (one byte) and lengths.bin (uint32) hold the sequences, states-NNNNNN.bin a row of numbers
-a token; all little-endian and nothing else in them. Shards are written one after the other and
-named in the index when they are whole, so a run that was killed goes on where the last shard ended.
-Knows numbers and files, not how states are computed.
-"""
+a token; all little-endian, without headers. A shard is added to the index once it is complete, so a
+killed run continues after the last complete shard."""
 
 import dataclasses
 import json
@@ -49,7 +47,7 @@ class Index:
     shards: tuple[int, ...]
     """The sequence with which each shard begins."""
     written: int
-    """Shards that are whole."""
+    """The number of complete shards."""
 
     @property
     def bytes(self) -> int:
@@ -58,7 +56,7 @@ class Index:
 
 
 def plan(examples: Examples, origin: Origin, shard_bytes: int = SHARD_BYTES) -> Index:
-    """The index of a folder before anything is written."""
+    """Return the index of a folder before anything is written."""
     shards, size = list[int](), 0
     for number, row in enumerate(examples.rows):
         if not shards or size + len(row.tokens) > shard_bytes // (2 * origin.row):
@@ -77,8 +75,8 @@ def plan(examples: Examples, origin: Origin, shard_bytes: int = SHARD_BYTES) -> 
 
 
 def begin(folder: Path, planned: Index, examples: Examples) -> Index:
-    """Begin a folder, or go on with one: its index as far as it is written. `UserError` where it is
-    another target's, of other sequences, or does not fit."""
+    """Begin a folder, or resume one; return its index. Raises `UserError` if it is another
+    target's, has other sequences, or does not fit on the disk."""
     if (folder / "index.json").is_file():
         found = read_index(folder)
         _refuse_another(folder, found, planned)
@@ -88,7 +86,7 @@ def begin(folder: Path, planned: Index, examples: Examples) -> Index:
         folder.mkdir(parents=True, exist_ok=True)
     if strange := sorted(file.name for file in folder.iterdir()):
         raise UserError(
-            f"{folder} is not empty ({strange[0]}) and holds no features: give another folder, "
+            f"{folder} is not empty ({strange[0]}) but holds no features: give another folder, "
             "or empty it"
         )
     _check_disk(folder, planned)
@@ -111,7 +109,7 @@ def write(
     reader: StatesReader,
     progress: Callback = silent,
 ) -> Index:
-    """Write the shards that are missing; the index at the end."""
+    """Write the missing shards, and return the final index."""
     begin, written = time.monotonic(), 0
     done = sum(
         len(row.tokens) for row in examples.rows[: (*index.shards, index.count)[index.written]]
@@ -181,7 +179,6 @@ class Store:
         self._shards = [self._map_shard(shard) for shard in range(len(self.index.shards))]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The states [stop - start, row] of tokens start..stop-1, copied out of the files."""
         states = np.empty((stop - start, self.index.origin.row), dtype=np.int16)
         shard = int(np.searchsorted(self._bounds, start, "right")) - 1
         done = start
@@ -210,7 +207,7 @@ class Store:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder; `UserError` if it has none that is understood."""
+    """Return the index of a folder. Raises `UserError` if it has none or an invalid one."""
     file = folder / "index.json"
     if not file.is_file():
         raise UserError(f"{folder} holds no features: it has no index.json")
@@ -262,8 +259,8 @@ def _check_disk(folder: Path, index: Index) -> None:
     needed, free = index.bytes - done, shutil.disk_usage(folder).free
     if needed > max(0, free - SPARE_BYTES):
         raise UserError(
-            f"{folder} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB more are "
-            "needed: take less data, --taps none, or train online"
+            f"{folder} has {free / 1e9:.1f} GB free, but needs {needed / 1e9:.1f} GB more: "
+            "take less data, --taps none, or train online"
         )
 
 

@@ -1,1 +1,1 @@
-"""The kinds of heads as they are trained: a module of torch, and the recipe of the paper."""
+"""The kinds of heads in training: a torch module and the paper's recipe for each."""

@@ -1,4 +1,4 @@
-"""Dovetail, as it is trained."""
+"""Dovetail in training."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from dovetail.workers.training.heads.trainable import (
     Block,
     HeadShape,
     Norm,
-    Said,
+    HeadOutput,
     Seen,
     TrainableHead,
 )
@@ -20,7 +20,7 @@ from dovetail.workers.training.target_parts import TargetParts
 
 
 class DovetailHead(TrainableHead):
-    """The head as it is trained; the matrices of its fusion are stored [in, out]."""
+    """The trainable head; the matrices of its fusion are stored [in, out]."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -40,14 +40,14 @@ class DovetailHead(TrainableHead):
         gate = torch.sigmoid(torch.cat([first, second], -1) @ self.W_z)
         return gate * first + (1 - gate) * second
 
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        by, said = self.turn(positions), Said(self.fuse(embedded, state))
+    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> HeadOutput:
+        by, found = self.turn(positions), HeadOutput(self.fuse(embedded, state))
         for layer in self.layers:
-            said = layer(said.state, by, seen)
-        return said
+            found = layer(found.state, by, seen)
+        return found
 
     def weigh_fusion(self, target: TargetParts, typical: Tensor) -> None:
-        """The gate is open half, so that twice the feature is the feature."""
+        """Begin with the gate half open, so that twice the feature becomes the feature."""
         self.W_1.copy_(2 * torch.eye(self.shape.hidden))
         self.W_z.zero_()
 

@@ -1,4 +1,4 @@
-"""EAGLE-1/2, as it is trained."""
+"""EAGLE-1/2 in training."""
 
 from typing import Any, cast
 
@@ -7,12 +7,18 @@ from torch import Tensor, nn
 
 from dovetail.workers.heads.spec import Shape
 from dovetail.workers.training.heads.recipe import EAGLE_PLAN, HeadRecipe
-from dovetail.workers.training.heads.trainable import Block, HeadShape, Said, Seen, TrainableHead
+from dovetail.workers.training.heads.trainable import (
+    Block,
+    HeadShape,
+    HeadOutput,
+    Seen,
+    TrainableHead,
+)
 from dovetail.workers.training.target_parts import TargetParts
 
 
 class EagleHead(TrainableHead):
-    """The head as it is trained."""
+    """The trainable head."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -23,14 +29,15 @@ class EagleHead(TrainableHead):
         """Return the decoder layer."""
         return Block(shape, 0)
 
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
+    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> HeadOutput:
         return cast(
-            Said,
+            HeadOutput,
             self.layers[0](self.fc(torch.cat([embedded, state], -1)), self.turn(positions), seen),
         )
 
     def weigh_fusion(self, target: TargetParts, typical: Tensor) -> None:
-        """An embedding that is small compared with the feature would be learned last."""
+        """Scale the embedding's half: if it were small compared with the feature, it would be
+        learned last."""
         embedding = target.frozen.embedding.float().square().mean().sqrt()
         self.fc.weight[:, : self.shape.hidden] *= typical / embedding
 

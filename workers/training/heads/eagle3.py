@@ -1,4 +1,4 @@
-"""EAGLE-3, as it is trained."""
+"""EAGLE-3 in training."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -16,7 +16,7 @@ from dovetail.workers.training.heads.trainable import (
     HeadShape,
     Mlp,
     Norm,
-    Said,
+    HeadOutput,
     Seen,
     TrainableHead,
     Turn,
@@ -28,8 +28,8 @@ from dovetail.workers.training.target_parts import Frozen, TargetParts
 
 
 class MiddleLayer(nn.Module):
-    """The decoder layer as it is trained: attention over [normed embedding, normed state], the
-    state as the residual."""
+    """The trainable decoder layer: attention over [normed embedding, normed state], with the state
+    as the residual."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class MiddleLayer(nn.Module):
         self.mlp = Mlp(shape.hidden, shape.intermediate)
 
     def forward(self, embedded: Tensor, state: Tensor, by: Turn, seen: Seen) -> Tensor:
-        """Return the residual stream behind this layer for embedded, state [B, n, H]."""
+        """Return the residual stream after this layer for embedded, state [B, n, H]."""
         x = state + self.self_attn(
             torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], -1), by, seen, 0
         )
@@ -48,7 +48,7 @@ class MiddleLayer(nn.Module):
 
 
 class Eagle3Head(TrainableHead):
-    """The head as it is trained, with an output head over a draft vocabulary."""
+    """The trainable head, with an output head over a draft vocabulary."""
 
     reads_taps = True
     own_output = True
@@ -69,8 +69,8 @@ class Eagle3Head(TrainableHead):
     def begin(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.fc(features))
 
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        return Said(self.midlayer(embedded, state, self.turn(positions), seen))
+    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> HeadOutput:
+        return HeadOutput(self.midlayer(embedded, state, self.turn(positions), seen))
 
     def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm(state), self.lm_head.weight
@@ -90,7 +90,8 @@ class Eagle3Head(TrainableHead):
 
     @torch.no_grad()
     def begin_output(self, frozen: Frozen, counts: Tensor) -> float:
-        """Choose the draft vocabulary by frequency and begin with the target's rows of it."""
+        """Choose the draft vocabulary by frequency, and begin with the target's output rows for
+        it."""
         known = most_frequent(counts, self.shape.own_vocabulary)
         self.lm_head.weight.copy_(frozen.head[known])
         if self.known is not None:
@@ -100,8 +101,8 @@ class Eagle3Head(TrainableHead):
     @torch.no_grad()
     def begin_with(self, target: TargetParts, stream: float = STREAM) -> int:
         """Begin as the target's last layer behind the highest tap, with the final norm: the state
-        is a residual stream, so that the layer is taken over as it is. What it makes of the
-        embedding is still random."""
+        is a residual stream, so the layer is copied as it is. The weights for the embedding stay
+        random."""
         final = target.read("norm.weight").float()
         hidden, source = self.shape.hidden, f"layers.{int(target.config['num_hidden_layers']) - 1}."
         self.fc.weight.zero_()[:, -hidden:] = torch.eye(hidden)
@@ -114,7 +115,7 @@ class Eagle3Head(TrainableHead):
             goal = parameters.get(part)
             if (
                 goal is None or part == "input_layernorm.weight"
-            ):  # the head's of that name is the embedding's
+            ):  # that name is the embedding's norm in the head
                 continue
             value = target.read(source + part).float()
             if part in READS:
@@ -126,7 +127,7 @@ class Eagle3Head(TrainableHead):
 
 
 class Eagle3Recipe(HeadRecipe):
-    """EAGLE-3 ds_config.json. Gradients are clipped by norm, not number by number."""
+    """EAGLE-3 ds_config.json. Gradients are clipped by norm rather than by value."""
 
     architecture = "LlamaForCausalLMEagle3"
     """SGLang's name."""
@@ -143,7 +144,7 @@ class Eagle3Recipe(HeadRecipe):
     ) -> dict[str, Any]:
         if len(taps) != 3:
             raise UserError(
-                "an EAGLE-3 head reads three residual streams of the target, and the features "
+                "an EAGLE-3 head reads three residual streams of the target, but the features "
                 f"have {len(taps)}: write them with --taps auto"
             )
         wanted = options["draft_vocabulary"] or 0

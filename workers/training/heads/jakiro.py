@@ -1,4 +1,4 @@
-"""Jakiro, as it is trained."""
+"""Jakiro in training."""
 
 from typing import Any
 
@@ -8,19 +8,18 @@ from torch import Tensor, nn
 from dovetail.workers.heads.spec import Shape
 from dovetail.workers.training.heads.eagle import EagleHead
 from dovetail.workers.training.heads.recipe import HeadRecipe
-from dovetail.workers.training.heads.trainable import Block, HeadShape, Mlp, Said, Seen, Turn
+from dovetail.workers.training.heads.trainable import Block, HeadShape, Mlp, HeadOutput, Seen, Turn
 from dovetail.workers.training.plan import Plan, Recipe
 from dovetail.workers.training.run import Pace
 
 
 class Experts(nn.Module):
-    """The mixture as it is trained: the two best experts weighted by the router, and their
-    difference weighted by two more rows of the gate (the contrast).
+    """The trainable mixture: the two best experts weighted by the router, and their difference
+    weighted by two more rows of the gate (the contrast).
 
     With two experts both run, and the contrast rows belong to expert 0 and 1. With more, the
     router's two first choices run, its softmax is taken over these two, and the contrast rows
-    belong to its first and its second choice.
-    """
+    belong to its first and second choice."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -52,26 +51,26 @@ class Experts(nn.Module):
 
 
 class JakiroBlock(Block):
-    """The decoder layer as it is trained."""
+    """The trainable decoder layer."""
 
     def add_mlp(self, shape: HeadShape) -> None:
         self.mlp_moe = Experts(shape)
 
-    def forward(self, x: Tensor, by: Turn, seen: Seen) -> Said:
+    def forward(self, x: Tensor, by: Turn, seen: Seen) -> HeadOutput:
         x = self.attend(x, by, seen)
         mixed, contrast = self.mlp_moe(self.post_attention_layernorm(x))
-        return Said(x + mixed, None if contrast is None else x + contrast)
+        return HeadOutput(x + mixed, None if contrast is None else x + contrast)
 
 
 class JakiroHead(EagleHead):
-    """The head as it is trained."""
+    """The trainable head."""
 
     def block(self, shape: HeadShape) -> Block:
         return JakiroBlock(shape, 0)
 
 
 class JakiroRecipe(HeadRecipe):
-    """Jakiro main.py. Gradients are clipped by norm, not number by number."""
+    """Jakiro main.py. Gradients are clipped by norm rather than by value."""
 
     architecture = "LlamaForCausalLMJakiro"
     """A placeholder name."""

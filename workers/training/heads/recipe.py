@@ -1,5 +1,5 @@
-"""The recipe of a kind of draft head: its module, how its paper trains it, and what a trained head
-writes down of itself."""
+"""The recipe of a kind of draft head: its module, its paper's training, and what a trained head
+records about itself."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from dovetail.workers.training.run import Pace
 EAGLE_PLAN = Plan(
     Pace(rate=3e-5, warm_up=2000, weight_decay=0.01, clip=0.5), Recipe(), batch=4, length=2048
 )
-"""EAGLE's and Dovetail's main.py. Gradients are clipped by norm, not number by number."""
+"""EAGLE's and Dovetail's main.py. Gradients are clipped by norm rather than by value."""
 
 
 class HeadRecipe:
@@ -27,8 +27,8 @@ class HeadRecipe:
     def choices(
         self, options: Mapping[str, Any], *, taps: Sequence[int], vocabulary_size: int
     ) -> dict[str, Any]:
-        """Return the fields of `HeadShape` that the options of this kind choose, for features with
-        those `taps` of a target; `UserError` where they do not fit."""
+        """Return the fields of `HeadShape` that this kind's options set, for features with those
+        `taps` of a target. Raises `UserError` if they do not fit."""
         return dict(options)
 
     def intermediate(self, hidden: int, of_target: int) -> int:
@@ -40,9 +40,9 @@ class HeadRecipe:
         return {}
 
     def shape_words(self, shape: HeadShape) -> list[str]:
-        """Return further lines about a head's shape for its card."""
+        """Return further lines about a head's shape for its model card."""
         return []
 
     def loss_words(self, shape: HeadShape, recipe: Recipe) -> list[str]:
-        """Return further lines about a head's losses for its card."""
+        """Return further lines about a head's losses for its model card."""
         return []

@@ -1,13 +1,12 @@
-"""Draft heads as they are trained: plain torch over whole sequences, with the tensor names of the
-public checkpoints.
+"""Draft heads in training: plain torch over whole sequences, with the tensor names of the public
+checkpoints.
 
 Row j of a pass takes the target's feature at position j and token x_{j+1}, has position j, and
-predicts x_{j+2}. A pass can be made again on its own output (training-time test, the EAGLE-3
-paper): at step i row j takes its own state of step i - 1 and token x_{j+1+i}, stands at position j
-+ i, and sees the rows <= j of step 0 and itself at the steps 1..i; so does a chain that is drafted
-from row j. These modules are the slow oracle of `head.py`. They know neither losses nor data, and
-the target's embedding and output head are not theirs.
-"""
+predicts x_{j+2}. A pass can be repeated on its own output (training-time test, the EAGLE-3 paper):
+at step i row j takes its own state of step i - 1 and token x_{j+1+i}, stands at position j + i, and
+attends to the rows <= j of step 0 and to itself at the steps 1..i, exactly as a chain drafted from
+row j. These modules are the slow oracle of `head.py`. The target's embedding and output head are
+not part of them."""
 
 import math
 from abc import ABC, abstractmethod
@@ -24,8 +23,8 @@ from dovetail.workers.training.target_parts import Frozen, TargetParts
 READS = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 STREAM = 8.0
-"""Root mean square of a residual stream near its end where nothing better is known; training mends
-what is wrong with it."""
+"""Root mean square of a residual stream near its end, if nothing better is known; training corrects
+it."""
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines [B, 1, n, head_dim]."""
 
@@ -43,9 +42,9 @@ class HeadShape:
     vocabulary: int
     """Tokens of the target, V."""
     draft_vocabulary: int = 0
-    """EAGLE-3: how many tokens its own output head knows; 0 stands for all."""
+    """EAGLE-3: the size of its output head's vocabulary; 0: all tokens."""
     taps: int = 3
-    """EAGLE-3: how many residual streams of the target it reads, side by side."""
+    """EAGLE-3: how many residual streams of the target it reads, concatenated."""
     blocks: int = 1
     experts: int = 2
     contrast: bool = True
@@ -60,28 +59,28 @@ class HeadShape:
 
     @property
     def own_vocabulary(self) -> int:
-        """The rows of the logits that this head gives, Vd."""
+        """The number of logits of this head, Vd."""
         return self.draft_vocabulary or self.vocabulary
 
 
 @dataclass
 class Seen:
-    """The mask of one batch, and the keys and values of the steps made so far: `kept[layer][step]`,
-    each [B, heads, n, head_dim]."""
+    """The mask of one batch, and the keys and values of the steps so far: `kept[layer][step]`, each
+    [B, heads, n, head_dim]."""
 
     mask: Tensor
-    """bool [B, 1, n, n]: which rows of step 0 a row sees."""
+    """bool [B, 1, n, n]: which rows of step 0 a row attends to."""
     kept: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
     def of(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """The steps of one layer, oldest first."""
+        """Return the steps of one layer, oldest first."""
         while len(self.kept) <= layer:
             self.kept.append([])
         return self.kept[layer]
 
 
 @dataclass(frozen=True)
-class Said:
+class HeadOutput:
     """The result of a pass: the recurrent state [B, n, H], and with Jakiro's contrast the state
     that predicts one token further."""
 
@@ -90,8 +89,8 @@ class Said:
 
 
 def mask_of(document: Tensor) -> Tensor:
-    """bool [B, 1, n, n]: causal within the documents of a packed row (`document` [B, n], -1 for
-    padding; padding sees padding, so that no row is empty)."""
+    """Return bool [B, 1, n, n]: causal within the documents of a packed row (`document` [B, n], -1
+    for padding; padding attends to padding, so that no row is empty)."""
     causal = torch.ones(
         document.shape[1], document.shape[1], dtype=torch.bool, device=document.device
     ).tril()
@@ -99,7 +98,7 @@ def mask_of(document: Tensor) -> Tensor:
 
 
 def turn(positions: Tensor, head_dim: int, theta: float) -> Turn:
-    """The rotation of positions [B, n] in Llama's layout (the two halves of a head turn
+    """Return the rotation of positions [B, n] in Llama's layout (the two halves of a head rotate
     together)."""
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[:, None, :, None].float() / theta**steps
@@ -113,7 +112,7 @@ def _turned(x: Tensor, by: Turn) -> Tensor:
 
 
 class Norm(nn.Module):
-    """RMSNorm, in 32 bits whatever comes in."""
+    """RMSNorm in 32 bits."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -164,8 +163,8 @@ def first_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 
 def later_attention(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
-    """Attention of a later step: over the rows of step 0 that the mask shows, and over the row's
-    own keys of every later step up to this one."""
+    """Attention of a later step: over the rows of step 0 that the mask shows, and the row's own
+    keys of every later step up to this one."""
     scale = 1 / math.sqrt(query.shape[-1])
     rows = (query @ steps[0][0].transpose(-1, -2)).float() * scale
     rows = rows.masked_fill(~mask, -torch.inf)
@@ -209,23 +208,23 @@ class Block(nn.Module):
         self.add_mlp(shape)
 
     def add_mlp(self, shape: HeadShape) -> None:
-        """Make the MLP, or what stands in its place."""
+        """Add the MLP, or what replaces it."""
         self.mlp = Mlp(shape.hidden, shape.intermediate)
 
-    def forward(self, x: Tensor, by: Turn, seen: Seen) -> Said:
-        """Return the residual stream behind this layer for x [B, n, H]."""
+    def forward(self, x: Tensor, by: Turn, seen: Seen) -> HeadOutput:
+        """Return the residual stream after this layer for x [B, n, H]."""
         x = self.attend(x, by, seen)
-        return Said(x + self.mlp(self.post_attention_layernorm(x)))
+        return HeadOutput(x + self.mlp(self.post_attention_layernorm(x)))
 
     def attend(self, x: Tensor, by: Turn, seen: Seen) -> Tensor:
-        """Return the residual stream [B, n, H] behind the attention."""
+        """Return the residual stream [B, n, H] after the attention."""
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         return x + cast(Tensor, self.self_attn(normed, by, seen, self.index))
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """Return the `size` ids that occur most often (of equal ones the lower first), ascending, by
-    counts [V]."""
+    """Return the `size` most frequent ids by counts [V] (of equal ones the lower first),
+    ascending."""
     return torch.argsort(counts, descending=True, stable=True)[:size].sort().values
 
 
@@ -242,17 +241,17 @@ class TrainableHead(nn.Module, ABC):
         self.shape = shape
 
     def begin(self, features: Tensor) -> Tensor:
-        """The state that step 0 takes: features [B, n, W] -> [B, n, H]."""
+        """Return the input state of step 0: features [B, n, W] -> [B, n, H]."""
         return features
 
     @abstractmethod
-    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> Said:
-        """One step: embeddings of the tokens x_{j+1+i} and states [B, n, H], positions j + i [B,
-        n]."""
+    def forward(self, embedded: Tensor, state: Tensor, positions: Tensor, seen: Seen) -> HeadOutput:
+        """Compute one step: embeddings of the tokens x_{j+1+i} and states [B, n, H], positions j +
+        i [B, n]."""
 
     def output(self, state: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is multiplied for the logits of states [..., H]: rows [..., H] and a matrix
-        [Vd, H]; target_head is the target's own [V, H]."""
+        """Return the factors of the logits of states [..., H]: rows [..., H] and a matrix [Vd, H];
+        target_head is the target's own [V, H]."""
         return state, target_head
 
     def logits(self, state: Tensor, target_head: Tensor) -> Tensor:
@@ -260,18 +259,19 @@ class TrainableHead(nn.Module, ABC):
         return functional.linear(*self.output(state, target_head))
 
     def turn(self, positions: Tensor) -> Turn:
-        """The rotation of these positions in this head."""
+        """Return the rotation of these positions in this head."""
         return turn(positions, self.shape.head_dim, self.shape.rope_theta)
 
     @property
     def known(self) -> Tensor | None:
-        """The target's ids of the draft vocabulary, ascending [Vd], which the columns of its logits
-        stand for; None: all of them."""
+        """The target's ids of the draft vocabulary, ascending [Vd], one for each logit; None: all
+        of them."""
         return None
 
     def begin_output(self, frozen: Frozen, counts: Tensor) -> float | None:
-        """Give a new head an output head; return the share of the learned tokens (`counts` [V]:
-        their frequencies) that it holds. None if the target's head is used."""
+        """Initialise the output head of a new head. Return the share of the learned tokens
+        (`counts` [V]: their frequencies) that its vocabulary covers; None if the target's head is
+        used."""
         return None
 
     @torch.no_grad()
@@ -279,11 +279,9 @@ class TrainableHead(nn.Module, ABC):
         """Initialise a new head from the target where possible, and leave the rest random; return
         how many tensors of the target's layers were copied.
 
-        A head's state is a feature: what the final norm has made of the residual stream. So what
-        the target's layers write is scaled as that norm scales it, and what they read is scaled
-        back; the head's first pass is then about what the target's last layers would make of the
-        feature.
-        """
+        A head's state is a feature: the residual stream after the final norm. So the copied layers'
+        outputs are scaled as by that norm, and their inputs scaled back; the head's first pass is
+        then roughly the target's last layers applied to the feature."""
         final = target.read("norm.weight").float()
         typical = final.square().mean().sqrt()
         self.weigh_fusion(target, typical)
@@ -295,14 +293,14 @@ class TrainableHead(nn.Module, ABC):
         return taken
 
     def weigh_fusion(self, target: TargetParts, typical: Tensor) -> None:
-        """Set a new fusion so that feature and embedding weigh alike; `typical`: the size of a
-        feature's numbers."""
+        """Initialise the fusion so that feature and embedding have equal weight; `typical`: the
+        size of a feature's numbers."""
 
 
 def _last_layers(
     shape: HeadShape, target: TargetParts, final: Tensor, typical: float, stream: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the target's last layers by the names that they have in the head."""
+    """Yield the tensors of the target's last layers by their names in the head."""
     depth, blocks = int(target.config["num_hidden_layers"]), shape.blocks
     for block in range(blocks):
         source, goal = f"layers.{depth - blocks + block}.", f"layers.{block}."
@@ -310,7 +308,7 @@ def _last_layers(
             value = target.read(source + part).float()
             if part in WRITES:
                 value = value * (final / stream)[:, None]
-            elif part in READS and block == 0:  # whose input no norm prepares
+            elif part in READS and block == 0:  # its input is not normed
                 value = value * (target.read(source + "input_layernorm.weight").float() / final)
             elif part.endswith("layernorm.weight"):
                 value = value * typical / final
