@@ -10,9 +10,9 @@ from dovetail.workers.heads.spec import Shape
 from dovetail.workers.training.heads.recipe import EAGLE_PLAN, HeadRecipe
 from dovetail.workers.training.heads.trainable import (
     Block,
+    HeadOutput,
     HeadShape,
     Norm,
-    HeadOutput,
     Seen,
     TrainableHead,
 )

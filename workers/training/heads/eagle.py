@@ -9,8 +9,8 @@ from dovetail.workers.heads.spec import Shape
 from dovetail.workers.training.heads.recipe import EAGLE_PLAN, HeadRecipe
 from dovetail.workers.training.heads.trainable import (
     Block,
-    HeadShape,
     HeadOutput,
+    HeadShape,
     Seen,
     TrainableHead,
 )

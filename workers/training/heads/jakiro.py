@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dovetail.workers.heads.spec import Shape
 from dovetail.workers.training.heads.eagle import EagleHead
 from dovetail.workers.training.heads.recipe import HeadRecipe
-from dovetail.workers.training.heads.trainable import Block, HeadShape, Mlp, HeadOutput, Seen, Turn
+from dovetail.workers.training.heads.trainable import Block, HeadOutput, HeadShape, Mlp, Seen, Turn
 from dovetail.workers.training.plan import Plan, Recipe
 from dovetail.workers.training.run import Pace
 
