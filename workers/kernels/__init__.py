@@ -1,11 +1,9 @@
-"""The Python face of the C++ kernels: whether they are there, which instruction set and how many
-threads they use, and packed matrices.
+"""The Python interface of the C++ kernels: whether they are available, their instruction set and
+number of threads, and packed matrices.
 
-A row of x gives the same bytes of y whatever its neighbours, the thread count and the instruction
-set are. Knows shapes and addresses, not models, and needs no torch; arrays are torch tensors on the
-CPU or numpy arrays. Nothing happens at import: the library is loaded by the first question about
-it.
-"""
+A row of x gives the same bytes of y whatever the other rows, the thread count and the instruction
+set. Knows shapes and addresses, not models, and needs no torch; arrays are torch tensors on the CPU
+or numpy arrays. The library is loaded on first use, not at import."""
 
 import mmap
 import platform
@@ -37,7 +35,7 @@ Array = Any
 """A torch tensor on the CPU or a numpy array."""
 
 LIBRARY = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
-"""The file in which pip puts the extension for this interpreter, and `build` too."""
+"""Where pip and `build` put the extension for this interpreter."""
 BUILD = f"{sys.executable} -m dovetail.workers.kernels.build"
 """The command that builds them for this interpreter."""
 ALIGNMENT = 64
@@ -45,8 +43,8 @@ ALIGNMENT = 64
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page of x86, and of Arm with pages of 4 KB."""
 LEAST_RUN = 4 * HUGE_PAGE
-"""The fewest bytes in a row of each shard for which memory is in huge pages. At a border up to half
-a huge page lies on the neighbour's node, an eighth of that."""
+"""The fewest consecutive bytes of each shard for which memory is in huge pages. At a border up to
+half a huge page, an eighth of that, is on the neighbour's node."""
 
 
 class Kind(IntEnum):
@@ -57,13 +55,14 @@ class Kind(IntEnum):
     BF16 = 2
     INT8 = 3
     BLOCKS = 8
-    """Blocks of a GGUF file, and rows of x rounded to 8 bits; the numbers between are `Coded`'s."""
+    """Blocks of a GGUF file, with rows of x rounded to 8 bits; `Coded` has the numbers in
+    between."""
     EXACT_BLOCKS = 9
-    """Blocks whose weights become fp32 as they are used, and x as it is."""
+    """Blocks whose weights are converted to fp32 on use, with rows of x in fp32."""
 
 
 class Isa(IntEnum):
-    """The instruction sets that there are kernels for."""
+    """The instruction sets with kernels."""
 
     PLAIN = 0
     SSE41 = 1
@@ -81,7 +80,7 @@ WHY_PLAIN = {
     "x86_64": "this processor has no SSE4.1, and they are many times slower",
     **dict.fromkeys(("i686", "armv7l"), "this is a 32-bit system, and they are many times slower"),
 }
-"""Machine -> why it has only plain kernels, where others of its kind have faster ones."""
+"""Machine -> why it has only plain kernels, although others of its kind have faster ones."""
 STORED = {"float32": Kind.FP32, "float16": Kind.FP16, "bfloat16": Kind.BF16}
 """The kinds of numbers that matrices are packed from."""
 WIDENED = (Kind.FP32, Kind.INT8)
@@ -137,7 +136,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
 
 
 def declare(library: CDLL, functions: dict[str, tuple[Any, Sequence[Any]]]) -> None:
-    """Give the functions of a library their result and argument types; AttributeError names one
+    """Set the result and argument types of a library's functions. Raises AttributeError naming one
     that it lacks."""
     for name, (result, arguments) in functions.items():
         function = getattr(library, name)
@@ -146,7 +145,7 @@ def declare(library: CDLL, functions: dict[str, tuple[Any, Sequence[Any]]]) -> N
 
 @cache
 def load() -> CDLL | str:
-    """The library, or why there is none."""
+    """Return the library, or why it is unavailable."""
     if not LIBRARY.exists():
         return f"the C++ kernels are not built; with a C++ compiler: {BUILD}"
     try:
@@ -158,7 +157,8 @@ def load() -> CDLL | str:
 
 
 def why_not() -> str | None:
-    """Why there are no kernels here, in one line with the remedy; None where there are."""
+    """Return why the kernels are unavailable, in one line with the remedy; None if they are
+    available."""
     loaded = load()
     return loaded if isinstance(loaded, str) else None
 
@@ -169,7 +169,7 @@ def available() -> bool:
 
 
 def library() -> CDLL:
-    """The loaded library; UserError with the reason where there is none."""
+    """Return the loaded library; raise UserError with the reason if it is unavailable."""
     loaded = load()
     if isinstance(loaded, str):
         raise UserError(loaded)
@@ -177,19 +177,19 @@ def library() -> CDLL:
 
 
 def isas() -> tuple[Isa, ...]:
-    """The instruction sets that this build and this machine have, slowest first."""
+    """Return the instruction sets that this build and this machine have, slowest first."""
     bits = library().dt_isas()
     return tuple(isa for isa in Isa if bits >> isa & 1)
 
 
 def isa() -> Isa:
-    """The instruction set in use; the best there is unless `use_isa` chose another."""
+    """Return the instruction set in use: the best one unless `use_isa` chose another."""
     return Isa(library().dt_isa())
 
 
 def in_words() -> str:
-    """Return the name of the instruction set in use; a colon and the reason follow where the
-    kernels are missing, or plain on an architecture with faster ones."""
+    """Return the name of the instruction set in use, with the reason if the kernels are missing, or
+    are plain on an architecture with faster ones."""
     if missing := why_not():
         return f"none: {missing}"
     why = WHY_PLAIN.get(platform.machine()) if isas() == (Isa.PLAIN,) else None
@@ -197,12 +197,12 @@ def in_words() -> str:
 
 
 def isa_of(setting: str) -> Isa:
-    """Return the instruction set that a setting means, which the machine may lack."""
+    """Return the instruction set of a setting, which the machine may lack."""
     return isas()[-1] if setting == "auto" else Isa[setting.upper()]
 
 
 def check_isa(name: str, setting: str) -> None:
-    """UserError if a setting of this name means an instruction set that there are no kernels of."""
+    """Raise UserError if the setting of this name has an instruction set without kernels here."""
     if setting != "auto" and (wanted := isa_of(setting)) not in isas():
         raise UserError(
             f"{name} = {setting!r}: this CPU or this build has no {wanted.name} kernels; it has "
@@ -211,14 +211,14 @@ def check_isa(name: str, setting: str) -> None:
 
 
 def use_isa(wanted: Isa) -> None:
-    """Use this instruction set from now on; UserError where the machine lacks it."""
+    """Use this instruction set from now on. Raises UserError if the machine lacks it."""
     check_isa("instruction set", wanted.name)
     library().dt_use_isa(wanted)
 
 
 def computing(setting: str | None = None) -> str:
-    """Return what computes here, as measurements name it: the kernels of the instruction set in
-    use, or of that of a setting; torch where there are no kernels."""
+    """Return what computes here, as measurements name it: the kernels of the instruction set in use
+    or of a setting, or torch if there are no kernels."""
     if not available():
         return "torch"
     return f"kernels {TITLES[isa() if setting is None else isa_of(setting)]}"
@@ -235,7 +235,7 @@ def threads() -> int:
 
 
 class PackedMatrix:
-    """A matrix [n out, k in] in the layout of the kernels, packed once by rows, with its bias."""
+    """A matrix [n out, k in] in the kernels' layout, packed once by rows, with its bias."""
 
     def __init__(
         self,
@@ -247,9 +247,9 @@ class PackedMatrix:
         size: int | None = None,
         head: bytes = b"",
     ) -> None:
-        """`kind`: a `Kind`, or a `Coded` of coded.py, whose matrices are packed otherwise. `size`:
-        the bytes of the weights, if kind and shape do not determine them. `head`: bytes in front of
-        the packed rows that describe their layout."""
+        """`kind`: a `Kind`, or a `Coded` of coded.py, which is packed differently. `size`: the
+        bytes of the weights, if kind and shape do not determine them. `head`: bytes before the
+        packed rows that describe their layout."""
         self.kind, self.n, self.k, self.head = kind, n, k, head
         self._linear = library().dt_linear
         size = library().dt_packed_bytes(kind, n, k) if size is None else size
@@ -269,40 +269,40 @@ class PackedMatrix:
         self.spread()
 
     def spread(self, count: int = 1, stride: int = 0) -> None:
-        """Place the memory of the outputs that each shard computes on the node of that shard, if
-        there are shards; likewise for `count` matrices like this one, `stride` bytes apart. The
-        memory must not have been written to."""
+        """If there are shards, place the memory of the outputs that each shard computes on its
+        node; likewise for `count` matrices like this one, `stride` bytes apart. The memory must not
+        have been written to."""
         page = page_of(max(self.nbytes, count * stride), count)
         library().dt_spread_matrices(self._reference, count, stride, page)
 
     def pack(self, rows: Array, first: int = 0) -> None:
         """Pack rows [count, k] as the outputs first .. first + count: fp32, fp16 or bf16 for FP32
-        and INT8 (which scales each row), 16 bits as they are for the others."""
+        and INT8 (which scales each row), unchanged 16 bits for the others."""
         count = rows.shape[0]
         if not 0 <= first <= first + count <= self.n:
             raise ValueError(f"rows {first}..{first + count} of a matrix of {self.n}")
         library().dt_pack(*self._packing(rows, first, count))
 
     def pack_alone(self, rows: Array) -> None:
-        """Pack all rows [n, k], as `pack` does, by the calling thread alone, so that several
-        threads may pack a matrix each."""
+        """Pack all rows [n, k], as `pack` does, on the calling thread alone, so that several
+        threads can each pack a matrix."""
         library().dt_pack_alone(*self._packing(rows, 0, self.n))
 
     def _packing(self, rows: Array, first: int, count: int) -> tuple[Any, ...]:
-        """Return the kernels' code for a way of packing rows."""
+        """Return the kernels' arguments for packing rows."""
         stored, address = stored_rows(Kind(self.kind), rows, (count, self.k))
         shape = (first, count, self.n, self.k)
         return self.kind, stored, address, *shape, self.struct.packed, self.struct.scales
 
     def row(self, index: int) -> Array:
-        """Return a row [k] in float32 as it is multiplied with, a numpy array."""
+        """Return a row [k] in float32 as products use it, a numpy array."""
         found = _numpy_empty(1, self.k)
         self.unpack([index], found)
         return found[0]
 
     def unpack(self, indices: Sequence[int], out: Array) -> None:
-        """Unpack rows, as products use them, into float32 out [count, k]; IndexError for a row
-        outside the matrix."""
+        """Unpack rows, as products use them, into float32 out [count, k]. Raises IndexError for a
+        row outside the matrix."""
         start = address_of(out, (len(indices), self.k), ("float32",))
         if indices and not 0 <= min(indices) <= max(indices) < self.n:
             raise IndexError(f"rows {min(indices)} to {max(indices)} of a matrix of {self.n}")
@@ -311,8 +311,8 @@ class PackedMatrix:
             unpack(self._reference, index, start + 4 * self.k * place)
 
     def at(self, memory: Any, address: int) -> Self:
-        """Return the matrix with its `nbytes` at another address, which `memory` keeps; whoever
-        calls this has copied them there, or will before it is used."""
+        """Return the matrix with its `nbytes` at another address, which `memory` keeps alive; the
+        caller copies them there before use."""
         moved = copy(self)
         moved.memory, moved.struct = memory, MatrixStruct.from_buffer_copy(self.struct)
         for name in ("packed", "scales", "bias"):
@@ -341,7 +341,7 @@ def _start(array: Array) -> int:
 
 
 def address_of(array: Array, shape: tuple[int, ...], elements: Sequence[str]) -> int:
-    """Return where a contiguous array of this shape and one of these element types starts;
+    """Return where a contiguous array of this shape and one of these element types starts; raise
     ValueError for any other."""
     contiguous = (
         array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
@@ -356,8 +356,8 @@ def address_of(array: Array, shape: tuple[int, ...], elements: Sequence[str]) ->
 
 
 def stored_rows(kind: Kind, rows: Array, shape: tuple[int, int]) -> tuple[Kind, int]:
-    """Return the kind of the numbers of rows that a matrix of a kind is packed from, and where they
-    start; ValueError for an array of another shape or type."""
+    """Return the kind and the address of rows to pack into a matrix of a kind. Raises ValueError
+    for an array of another shape or type."""
     own = tuple(name for name, stored in STORED.items() if kind in (stored, *WIDENED))
     raw = () if kind in WIDENED else ("uint16",)
     address = address_of(rows, shape, (*own, *raw))
@@ -365,17 +365,17 @@ def stored_rows(kind: Kind, rows: Array, shape: tuple[int, int]) -> tuple[Kind, 
 
 
 def page_of(count: int, items: int = 1) -> int:
-    """Return the size of the pages for `count` bytes: huge, unless a shard's part of a piece is too
-    small for that. `items`: the number of pieces, each of which is divided among the shards."""
+    """Return the size of the pages for `count` bytes: huge, unless a shard's part of an item is too
+    small for that. `items`: the number of pieces, each divided among the shards."""
     shards = library().dt_shards() if available() else 1
     return HUGE_PAGE if shards == 1 or count // (items * shards) >= LEAST_RUN else mmap.PAGESIZE
 
 
 def fresh_memory(count: int, items: int = 1, *, huge: bool = True) -> tuple[Any, int]:
-    """Return fresh memory of zeros and its address. `huge`: in huge pages where the system gives
-    them, since a pass reads all weights, and every 4 KB page costs a look-up; what is larger than a
-    huge page begins with one. Otherwise, and where `page_of` says so of its `items`, in small
-    pages, which are backed as they are written."""
+    """Return fresh zeroed memory and its address. `huge`: in huge pages if possible, since a pass
+    reads all weights and every 4 KB page costs a TLB miss; anything larger than a huge page is
+    aligned to one. Otherwise, and if `page_of` says so for its `items`, in small pages, which are
+    backed when they are written."""
     huge = huge and page_of(count, items) == HUGE_PAGE
     room = HUGE_PAGE if huge and count >= HUGE_PAGE else 0
     try:
@@ -391,8 +391,6 @@ def fresh_memory(count: int, items: int = 1, *, huge: bool = True) -> tuple[Any,
 
 
 def check_matrix(name: str, matrix: PackedMatrix, n: int, k: int) -> None:
-    """ValueError for a matrix that is not [n, k]."""
+    """Raise ValueError for a matrix that is not [n, k]."""
     if (matrix.n, matrix.k) != (n, k):
-        raise ValueError(
-            f"{name} is a matrix {(matrix.n, matrix.k)}, where the layer needs {(n, k)}"
-        )
+        raise ValueError(f"{name} is a matrix {(matrix.n, matrix.k)}, but the layer needs {(n, k)}")

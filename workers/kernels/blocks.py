@@ -1,11 +1,10 @@
-"""Matrices whose weights are the blocks of a GGUF file, in the layout of the C++ kernels: nothing
-is rounded once more, and a weight takes next to what it takes in the file.
+"""Matrices whose weights are the blocks of a GGUF file, in the layout of the C++ kernels: without
+further rounding, and about as large as in the file.
 
-A matrix is a list of parts, ranges of outputs of one type of numbers each, all of which read the
-same rows of x. Rows are rounded to 8 bits, each 32 inputs with a scale of their own, or multiplied
-as they are; either way a row gives the same bytes of y whatever its neighbours are. Types have
-ggml's numbers. Knows shapes and addresses, not files.
-"""
+A matrix is a list of parts, ranges of outputs with one type of numbers each, all of which read the
+same rows of x. Rows are rounded to 8 bits, with a scale for each 32 inputs, or multiplied as they
+are; either way a row gives the same bytes of y whatever the other rows. Types have ggml's
+numbers."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +27,11 @@ from dovetail.workers.kernels import (
 WIDTH = 32
 """Inputs that share a scale when a row of x is rounded."""
 VECTOR = 16
-"""Outputs that stand side by side."""
+"""Outputs that are interleaved."""
 TURN = 64 * VECTOR
-"""Rows that a thread packs at most at a time."""
+"""The most rows that a thread packs at a time."""
 TURN_BYTES = 1 << 19
-"""Bytes of rows packed at a time, which fit into a cache between reading and packing."""
+"""Bytes of rows packed at a time, which stay in a cache between reading and packing."""
 PLAIN = {0: Kind.FP32, 1: Kind.FP16, 30: Kind.BF16}
 """ggml's types of plain numbers."""
 
@@ -54,10 +53,10 @@ class PartsStruct(Structure):
 
 @dataclass(frozen=True)
 class Part:
-    """Outputs of one type of numbers."""
+    """Outputs with one type of numbers."""
 
     type: int
-    """ggml's number of it."""
+    """ggml's number of the type."""
     count: int
 
 
@@ -68,12 +67,13 @@ def part_bytes(part: Part, inputs: int) -> int:
 
 
 def _own(type: int) -> int:
-    """Return a type as native/blocks.h has it."""
+    """Return a type's number in native/blocks.h."""
     return -1 - PLAIN[type] if type in PLAIN else type
 
 
 def placed_parts(parts: Sequence[Part], k: int) -> tuple[CArray[PartStruct], int]:
-    """Return the place of each part of a matrix of `k` inputs, and the offset of what follows."""
+    """Return the place of each part of a matrix of `k` inputs, and the offset after the last
+    one."""
     structs = (PartStruct * len(parts))()
     offset = -(-(sizeof(PartsStruct) + sizeof(structs)) // ALIGNMENT) * ALIGNMENT
     first = vectors = 0
@@ -87,7 +87,7 @@ def placed_parts(parts: Sequence[Part], k: int) -> tuple[CArray[PartStruct], int
 
 
 def _vectors(part: Part) -> int:
-    """Return the number of vectors of outputs of a part of blocks; 0 for plain numbers."""
+    """Return the number of vectors of outputs in a part of blocks; 0 for plain numbers."""
     return 0 if part.type in PLAIN else -(-part.count // VECTOR)
 
 
@@ -97,7 +97,7 @@ class BlockMatrix(PackedMatrix):
     def __init__(
         self, kind: Kind, parts: Sequence[Part], k: int, *, bias: Array | None = None
     ) -> None:
-        """`kind`: BLOCKS or EXACT_BLOCKS; k: whole blocks of every part."""
+        """`kind`: BLOCKS or EXACT_BLOCKS; k: a multiple of every part's block size."""
         self.parts = tuple(parts)
         structs, size = placed_parts(parts, k)
         vectors = sum(_vectors(part) for part in parts)
@@ -107,9 +107,9 @@ class BlockMatrix(PackedMatrix):
         self._structs = structs
 
     def pack_part(self, index: int, rows: Array | Callable[[int, int], Array]) -> None:
-        """Pack all rows of a part, by as many threads as share a call: uint8 [count, bytes] as a
-        file has them, or [count, k] of a plain type; or what gives blocks of `count` rows from the
-        `first` on, which these threads call."""
+        """Pack all rows of a part with the threads that share a call: uint8 [count, bytes] as in a
+        file, [count, k] of a plain type, or a function (first, count) -> blocks, called by these
+        threads."""
         struct, part = self._structs[index], self.parts[index]
         packed = self.struct.packed + struct.offset
         if part.type in PLAIN:
@@ -129,8 +129,8 @@ class BlockMatrix(PackedMatrix):
 
 
 def _in_turns(work: Callable[[int, int], Any], count: int, width: int) -> list[Any]:
-    """Return what is found of some rows of `width` bytes from each first one on, by as many threads
-    as share a call."""
+    """Return the results of `work` for chunks of rows of `width` bytes, computed with the threads
+    that share a call."""
     turn = min(TURN, max(TURN_BYTES // width // VECTOR, 1) * VECTOR)
     if count <= turn:
         return [work(0, count)]
@@ -140,8 +140,8 @@ def _in_turns(work: Callable[[int, int], Any], count: int, width: int) -> list[A
 
 
 def wrong_row(type: int, rows: Array, inputs: int) -> int | None:
-    """Return a row of uint8 [count, bytes] of a type of blocks that stands for numbers that are not
-    finite, or nearly so; None: there is none."""
+    """Return a row of uint8 [count, bytes] of a type of blocks whose numbers are not finite, or
+    nearly so; None: there is none."""
     count, width = rows.shape
     start = address_of(rows, (count, width), ("uint8",))
 
@@ -153,9 +153,9 @@ def wrong_row(type: int, rows: Array, inputs: int) -> int | None:
 
 
 def search(type: int, numbers: Array, out: Array) -> None:
-    """Turn rows float32 [count, k] into blocks of a type, uint8 out [count, bytes], as a file has
-    them: those of Q4_K, Q5_0, Q6_K or Q8_0 that are off by least, the same bytes for any
-    instruction set. The calling thread does it alone."""
+    """Quantise rows float32 [count, k] to blocks of a type, uint8 out [count, bytes], as in a file:
+    the Q4_K, Q5_0, Q6_K or Q8_0 blocks of least error, the same bytes for any instruction set, on
+    the calling thread alone."""
     count, inputs = numbers.shape
     source = address_of(numbers, (count, inputs), ("float32",))
     to = address_of(out, (count, out.shape[1]), ("uint8",))
@@ -164,8 +164,8 @@ def search(type: int, numbers: Array, out: Array) -> None:
 
 
 def unpack(type: int, rows: Array, out: Array) -> None:
-    """Unpack rows uint8 [count, bytes] of a type of blocks, as a file has them, as float32 out
-    [count, k]."""
+    """Unpack rows uint8 [count, bytes] of a type of blocks, as in a file, to float32 out [count,
+    k]."""
     count, inputs = out.shape
     source = address_of(rows, (count, rows.shape[1]), ("uint8",))
     to = address_of(out, (count, inputs), ("float32",))

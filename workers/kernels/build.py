@@ -1,9 +1,7 @@
 """Builds the C++ kernels by hand: `python -m dovetail.workers.kernels.build`.
 
 For a checkout that was not installed, and for an installation that had no compiler at the time; pip
-builds the same sources with the same flags as an optional extension (pyproject.toml). Knows the
-compiler, not what the kernels do.
-"""
+builds the same sources with the same flags as an optional extension (pyproject.toml)."""
 
 import os
 import shlex
@@ -30,21 +28,21 @@ the compiler."""
 
 
 def sources() -> list[Path]:
-    """The files to compile, next to their headers."""
+    """Return the files to compile; their headers are in the same folder."""
     return sorted((FOLDER / "native").glob("*.cpp"))
 
 
 def compiler() -> list[str]:
-    """Return the C++ compiler and its own arguments: $CXX, else $CC, which may be a C compiler,
-    else the first of g++, c++ and clang++; empty if there is none."""
+    """Return the C++ compiler and its arguments: $CXX, else $CC, which may be a C compiler, else
+    the first of g++, c++ and clang++; empty if there is none."""
     if named := os.environ.get("CXX") or os.environ.get("CC"):
         return shlex.split(named)
     return [*filter(None, map(shutil.which, ("g++", "c++", "clang++")))][:1]
 
 
 def build() -> Path:
-    """Compile the kernels and install the library atomically; raise the compiler's error
-    otherwise."""
+    """Compile the kernels and install the library atomically; raise the compiler's error if it
+    fails."""
     program = compiler()
     if not program:
         raise FileNotFoundError("no C++ compiler: install g++ or set CXX")

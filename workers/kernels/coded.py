@@ -1,11 +1,9 @@
 """Matrices of 8, 4, 3 or 2 bits a weight in the layout of the C++ kernels: codes in groups of 64
 inputs, each group with a scale and an offset.
 
-A weight is (code - 2^(bits - 1)) scale + offset. Codes are widened in registers as they are used,
-and rows of x are rounded to 8 bits, each group of inputs for itself; a row gives the same bytes of
-y whatever its neighbours are. Knows shapes and addresses; how codes are chosen is the quantiser's
-business.
-"""
+A weight is (code - 2^(bits - 1)) scale + offset. Codes are widened in registers on use, and rows of
+x are rounded to 8 bits for each group of inputs; a row gives the same bytes of y whatever the other
+rows. The quantiser chooses the codes."""
 
 from enum import IntEnum
 
@@ -16,7 +14,7 @@ GROUP = 64
 
 
 class Coded(IntEnum):
-    """The type of the codes of a matrix; the numbers go on from `Kind`'s."""
+    """The type of the codes of a matrix; the numbers continue `Kind`'s."""
 
     CODES8 = 4
     CODES4 = 5
@@ -25,7 +23,7 @@ class Coded(IntEnum):
 
     @property
     def bits(self) -> int:
-        """Return the bits of a code."""
+        """The bits of a code."""
         return {Coded.CODES8: 8, Coded.CODES4: 4, Coded.CODES3: 3, Coded.CODES2: 2}[self]
 
 
@@ -34,13 +32,12 @@ KINDS = {kind.bits: kind for kind in Coded}
 
 
 def groups_of(inputs: int) -> int:
-    """Return the layout of a matrix with this many inputs."""
+    """Return the number of groups of this many inputs."""
     return -(-inputs // GROUP)
 
 
 class CodedMatrix(PackedMatrix):
-    """A matrix [n out, k in] of codes of `bits` bits; the last group may be longer than the
-    inputs."""
+    """A matrix [n out, k in] of codes of `bits` bits; the last group is padded."""
 
     def __init__(self, bits: int, n: int, k: int, *, bias: Array | None = None) -> None:
         super().__init__(KINDS[bits], n, k, bias=bias)

@@ -1,8 +1,7 @@
-"""Powers, exponentials and logarithms of a model's constants, rounded once to float32.
+"""Powers, exponentials and logarithms of a model's constants, correctly rounded to float32.
 
-torch computes float32 by other code for each instruction set. Here float64 is computed, and where
-its error could change the rounding, decimals: the same bytes on every CPU.
-"""
+torch computes float32 differently on each instruction set. Here float64 is used, and decimals where
+its error could change the rounding: the same bytes on every CPU."""
 
 from collections.abc import Callable
 from decimal import Context, Decimal
@@ -24,13 +23,13 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """Return ln x, float32; not a number below 0."""
+    """Return ln x, float32; NaN below 0."""
     return _rounded(torch.log, DIGITS.ln, x)
 
 
 class ExactPowers(TorchFunctionMode):
-    """Computes powers of float32 on the CPU in place of torch, for tables that transformers makes,
-    such as rotary frequencies."""
+    """Replaces torch's powers of float32 on the CPU, for tables that transformers computes, such as
+    rotary frequencies."""
 
     def __torch_function__(
         self, function: Any, _types: Any, given: Any = (), named: Any = None
@@ -45,7 +44,7 @@ class ExactPowers(TorchFunctionMode):
 def _rounded(
     function: Callable[..., Tensor], exact: Callable[..., Decimal], *numbers: Tensor
 ) -> Tensor:
-    """Return a function of the numbers of tensors of one shape; `exact` has it of single ones."""
+    """Return a function of tensors of one shape; `exact` computes it for single numbers."""
     found = function(*(one.double() for one in numbers))
     rounded = (found * (1 + DOUBT)).float()
     doubtful = rounded != (found * (1 - DOUBT)).float()

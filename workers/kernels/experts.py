@@ -1,5 +1,5 @@
-"""The Python side of the kernels' experts: the structures of `native/layer.h` for their choice, and
-the choice alone, for proofs and tests."""
+"""The Python interface of the kernels' experts: the structures of `native/layer.h` for the router,
+and the router alone, for parity checks and tests."""
 
 from collections.abc import Sequence
 from ctypes import (
@@ -45,7 +45,7 @@ class NormStruct(Structure):
 
 
 def norm_struct(norm: Norm | None, width: int) -> NormStruct:
-    """Return a norm of this many numbers in the kernels' format; None if there is none."""
+    """Return a norm of this width in the kernels' format, which may be absent."""
     if norm is None:
         return NormStruct()
     weight, bias = (
@@ -92,8 +92,8 @@ class Choice:
     weights: Tensor
     """float32 [rows, chosen]."""
     margins: Tensor
-    """float32 [rows]: how much the last that was chosen is above the next, about as a difference of
-    logits, also where scores are probabilities or sigmoids."""
+    """float32 [rows]: by how much the last chosen expert is ahead of the next, roughly as a
+    difference of logits, even if scores are probabilities or sigmoids."""
 
 
 @cache
@@ -106,8 +106,8 @@ def _functions() -> Any:
 
 
 def mix(layer: Structure, x: Tensor) -> Tensor:
-    """Return what the experts of a layer give for each row of x [rows, hidden]: of what the MLP
-    reads, or of the states before its norm where experts have a norm of their own."""
+    """Return the output of a layer's experts for each row of x [rows, hidden]: the MLP's input, or
+    the states before its norm if experts have a norm of their own."""
     y, shape = torch.empty_like(x), (x.shape[0], layer.hidden)
     addresses = (address_of(part, shape, ("float32",)) for part in (x, y))
     _functions().dt_experts(byref(layer), *addresses, x.shape[0])
@@ -129,11 +129,11 @@ def route(router: RouterPlan, x: Tensor) -> Choice:
 
 
 def experts_struct(experts: ExpertsPlan, layer: LayerPlan) -> ExpertsStruct:
-    """Return the experts of a layer as the kernels read them; ValueError for matrices that do not
-    fit together."""
+    """Return the experts of a layer in the kernels' format; raise ValueError for matrices that do
+    not fit together."""
     count, hidden = experts.router.logits.n, layer.hidden
     if not len(experts.gate_up) == len(experts.down) == count:
-        raise ValueError(f"a router of {count} experts, of which {len(experts.down)} are there")
+        raise ValueError(f"a router of {count} experts, but matrices of {len(experts.down)}")
     width = hidden if experts.before is None else experts.before.n
     for gate_up, down in zip(experts.gate_up, experts.down, strict=True):
         check_mlp(gate_up, down, width, layer.activation)
@@ -151,7 +151,7 @@ def experts_struct(experts: ExpertsPlan, layer: LayerPlan) -> ExpertsStruct:
 
 
 def _check_width(experts: ExpertsPlan, hidden: int, width: int) -> None:
-    """ValueError for matrices around experts that do not lead to their width and back."""
+    """Raise ValueError for matrices around experts that do not lead to their width and back."""
     if experts.before is None and experts.behind is None:
         return
     if experts.before is None or experts.behind is None or experts.input_norm is not None:
@@ -161,13 +161,13 @@ def _check_width(experts: ExpertsPlan, hidden: int, width: int) -> None:
 
 
 def matrix_array(matrices: Sequence[PackedMatrix]) -> Any:
-    """Return the structures of matrices side by side."""
+    """Return the structures of matrices as an array."""
     array: Array[MatrixStruct] = (MatrixStruct * len(matrices))(*(m.struct for m in matrices))
     return cast(array, POINTER(MatrixStruct))
 
 
 def _router_struct(router: RouterPlan) -> RouterStruct:
-    """Return a router as the kernels read it; ValueError for one that cannot choose."""
+    """Return a router in the kernels' format; raise ValueError for an impossible choice."""
     count = router.logits.n
     grouped = router.groups if count % router.groups == 0 else 0
     within = count // router.groups * router.chosen_groups if grouped else 0
@@ -191,14 +191,14 @@ def _router_struct(router: RouterPlan) -> RouterStruct:
 def stacked_matrices(
     kind: IntEnum, count: int, n: int, k: int, biases: Tensor | None = None
 ) -> list[PackedMatrix]:
-    """Return `count` empty matrices [n, k] side by side in one memory, to be packed, with their
-    biases [count, n]."""
+    """Return `count` empty matrices [n, k] contiguous in memory, to be packed, with their biases
+    [count, n]."""
     bias = None if biases is None else biases[0]
     return stacked(PackedMatrix(kind, n, k, bias=bias), count, biases)
 
 
 def stacked(one: MatrixT, count: int, biases: Tensor | None = None) -> list[MatrixT]:
-    """Return `count` empty matrices like one side by side in one memory, to be packed, with their
+    """Return `count` empty matrices like `one` contiguous in memory, to be packed, with their
     biases [count, n]."""
     stride = -(-one.nbytes // ALIGNMENT) * ALIGNMENT
     memory, start = fresh_memory(count * stride, count)

@@ -1,6 +1,6 @@
-"""Has pip compile the files of the C++ kernels side by side, and none twice: an object is kept in
-`build/kernels` under a digest of all that it is made of, so that a wheel after an editable
-installation only links. pyproject.toml names it; nothing at run time imports it."""
+"""Makes pip compile the C++ kernels in parallel, and each object only once: objects are kept in
+`build/kernels` under a digest of everything that they depend on, so that a wheel after an editable
+installation only links. Used by pyproject.toml, never at run time."""
 
 import hashlib
 import os
@@ -15,10 +15,10 @@ from setuptools.command.build_ext import build_ext
 
 
 class BuildKernels(build_ext):  # type: ignore[misc]
-    """Builds the extension from objects that are kept."""
+    """Builds the extension from cached objects."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile what is not kept, and link."""
+        """Compile missing objects, and link."""
         kept = Path(self.get_finalized_command("build").build_base) / "kernels"
         kept.mkdir(parents=True, exist_ok=True)
         tools = {name: vars(self.compiler)[name] for name in self.compiler.executables}
@@ -30,7 +30,7 @@ class BuildKernels(build_ext):  # type: ignore[misc]
 
 
 def _compile_side_by_side(compile_one: Any, sources: list[str], **options: Any) -> list[str]:
-    """The objects of all sources; those with the most code are begun first."""
+    """Return the objects of all sources; those with the most code are started first."""
     ordered = sorted(sources, key=lambda source: not Path(source).stem.startswith("isa_"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(partial(compile_one, options), ordered))
@@ -39,7 +39,7 @@ def _compile_side_by_side(compile_one: Any, sources: list[str], **options: Any) 
 def _kept_object(
     kept: Path, compiler: Any, common: bytes, options: dict[str, Any], source: str
 ) -> str:
-    """The object of one source, compiled unless it is there."""
+    """Return the object of one source, compiled unless it exists."""
     given = {name: value for name, value in options.items() if name != "output_dir"}
     content = common + repr(sorted(given.items())).encode() + Path(source).read_bytes()
     made = kept / f"{Path(source).stem}-{hashlib.sha256(content).hexdigest()[:16]}.o"

@@ -1,4 +1,4 @@
-"""The plan of attention over latents (MLA) that callers give to the kernels."""
+"""The plan of attention over latents (MLA)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,36 +10,36 @@ from dovetail.workers.kernels import PackedMatrix, check_matrix
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """Attention over latents: of a row the cache holds a latent and a rotated key that all heads
-    share. Keys and values of a head would be matrices times the latent; its queries, and what it
-    attends to, go through them in their place."""
+    """Attention over latents: a row of the cache is a latent and a rotated key that all heads
+    share. Instead of expanding latents to keys and values of each head, queries and results go
+    through the heads' matrices."""
 
     rank: int
-    """Numbers of a latent."""
+    """Width of a latent."""
     plain: int
-    """Numbers of a head's query that are not rotated; those that are stand behind them."""
+    """Numbers of a head's query that are not rotated; the rotated ones follow them."""
     latent_norm: Tensor
-    """The weights of their RMS norm, float32 [rank]."""
+    """The weights of the latents' RMS norm, float32 [rank]."""
     key_up: Sequence[PackedMatrix]
-    """A matrix [rank, plain] for each head: what makes keys of latents, turned."""
+    """For each head the matrix that expands latents to keys, transposed: [rank, plain]."""
     value_up: Sequence[PackedMatrix]
-    """A matrix [value_dim, rank] for each head."""
+    """For each head the matrix [value_dim, rank]."""
     query_up: PackedMatrix | None = None
-    """[heads (plain + rotated), ...], what makes queries of the first numbers that `qkv` gives;
-    None: they are the queries."""
+    """[heads (plain + rotated), ...], which computes queries from the first numbers of `qkv`; None:
+    these are the queries."""
     query_norm: Tensor | None = None
-    """The weights of the RMS norm of those numbers, float32; None: there is none."""
+    """The weights of the RMS norm of those numbers, float32, if any."""
     epsilon: float = 1e-6
     """The epsilon of both norms."""
 
     @property
     def value_dim(self) -> int:
-        """Return the numbers of a head's value."""
+        """The width of a head's value."""
         return self.value_up[0].n
 
     def widths(self, heads: int, rotated: int) -> tuple[int, int]:
-        """Return what the matrix before it gives, and that behind it takes; ValueError for matrices
-        or heads that do not fit together."""
+        """Return the output width of the matrix before it and the input width of the one after it.
+        Raises ValueError for matrices or heads that do not fit together."""
         if not len(self.key_up) == len(self.value_up) == heads:
             raise ValueError(f"{heads} heads, of which {len(self.key_up)} have matrices")
         for key_up, value_up in zip(self.key_up, self.value_up, strict=True):

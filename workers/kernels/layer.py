@@ -1,20 +1,16 @@
-"""The Python face of the layer kernels: what a decoder layer is made of, and one call that computes
-it for the rows of a pass.
+"""The Python interface of the layer kernels: a decoder layer, computed in one call for the rows of
+a pass.
 
-A caller builds a `DecoderLayer` from a `LayerPlan` once a layer, a `LayerPass` once a forward pass,
-and runs every layer on it:
+Build a `DecoderLayer` from a `LayerPlan` once for each layer and a `LayerPass` once for each
+forward pass, and run every layer on it:
 
-    layers = [DecoderLayer(LayerPlan(index=i, ..., qkv=..., output=..., gate_up=..., down=...)) for
-    i in range(n)]
-    rows = LayerPass(positions, [CacheRows(keys, values, start=40, count=3, paths=lay_paths(40,
-    [[40], [40, 41], [40, 42]]))])
-    for layer in layers:
-        layer.run(rows, hidden) # float32 [rows, hidden], in place; keys and values of the rows go
-        into the caches
+    layers = [DecoderLayer(LayerPlan(index=i, ..., qkv=..., down=...)) for i in range(n)]
+    paths = lay_paths(40, [[40], [40, 41], [40, 42]])
+    rows = LayerPass(positions, [CacheRows(keys, values, start=40, count=3, paths=paths)])
+    for layer in layers:  # float32 [rows, hidden], in place; writes keys and values to the caches
+        layer.run(rows, hidden)
 
-Knows tensors, slots and paths, not models or trees. Tensors are contiguous and on the CPU; whatever
-a structure points to is kept alive beside it.
-"""
+Tensors are contiguous and on the CPU; whatever a structure points to is kept alive with it."""
 
 from collections.abc import Sequence
 from ctypes import POINTER, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
@@ -51,13 +47,13 @@ from dovetail.workers.kernels.structs import (
 )
 
 CACHE_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16}
-"""The kernels' kind of the numbers of a cache."""
+"""Type of a cache -> the kernels' kind."""
 
 
 @cache
 def _functions() -> Any:
-    """Return the library with the types of this module's functions; `UserError` if it was built
-    from sources whose layers have other fields."""
+    """Return the library with the types of this module's functions. Raises `UserError` if it was
+    built from other sources."""
     if library().dt_layer_bytes() != sizeof(LayerStruct):
         raise UserError(
             "the C++ kernels were built from other sources than this program; rebuild them: "
@@ -85,11 +81,11 @@ def _functions() -> Any:
 
 class LayerPass:
     """The rows of a pass, for all layers: their positions, and which slots of which caches they
-    write and see."""
+    write and attend to."""
 
     def __init__(self, positions: Tensor, segments: Sequence[CacheRows]) -> None:
-        """positions: int64 [rows], those of the segments one after the other; without segments the
-        rows are for layers that have no attention."""
+        """positions: int64 [rows], concatenated over the segments; without segments the rows are
+        for layers without attention."""
         self.rows = sum(segment.count for segment in segments) if segments else len(positions)
         self._held = (positions, segments)
         self._segments = (SegmentStruct * len(segments))()
@@ -107,15 +103,14 @@ class LayerPass:
         self.reference = byref(self.struct)
 
     def use_inputs(self, inputs: Tensor) -> None:
-        """Let layers with their own inputs read them from these, float32 [rows, width of all], from
-        now on."""
-        self._inputs = inputs  # the structure only has its address
+        """Let layers with their own inputs read them from float32 [rows, width of all]."""
+        self._inputs = inputs  # keeps it alive: the structure only has its address
         self.struct.inputs = _address(inputs, (self.rows, inputs.shape[1]))
         self.struct.input_stride = inputs.shape[1]
 
     def time_parts(self, address: int | None) -> None:
-        """Have the layers add to three int64 at this address from now on: the nanoseconds of their
-        matrices, those of attention, and the experts that rows go through; None: no more."""
+        """Have the layers add their times to three int64 at this address: nanoseconds of matrices
+        and of attention, and the number of experts used; None: stop."""
         self.struct.parts = address
 
 
@@ -169,8 +164,7 @@ def slots_of(values: Tensor) -> int:
 
 
 def _cache_shapes(keys: Tensor, values: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of keys and values that belong together; with latents there are no
-    keys."""
+    """Return the shapes of keys and values that belong together; latents have no keys."""
     if values.ndim == 2:
         return tuple(values.shape), tuple(values.shape)
     layers, kv_heads, capacity, head_dim = values.shape
@@ -179,7 +173,7 @@ def _cache_shapes(keys: Tensor, values: Tensor) -> tuple[tuple[int, ...], tuple[
 
 
 class DecoderLayer:
-    """A layer that is ready to run; its parts can be run one by one for tests and measurements."""
+    """A layer that is ready to run; its parts can be run separately for tests and measurements."""
 
     def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan
@@ -202,13 +196,13 @@ class DecoderLayer:
             self._rest = DecoderLayer(replace(plan, qkv=None, output=None, given=0))
 
     def use_rotary(self, rotary: Rotary) -> None:
-        """Other angles from now on: of more positions."""
-        self._rotary = rotary  # the structure only has its address
+        """Use a rotary table with more positions from now on."""
+        self._rotary = rotary  # keeps it alive: the structure only has its address
         _set_rotary(self.struct, rotary)
 
     def run(self, rows: LayerPass, hidden: Tensor, given: Tensor | None = None) -> None:
-        """The rows' hidden states, float32 [rows, hidden], through this layer in place. `given`
-        [rows, plan.given]: what attention reads in their place."""
+        """Run the rows' hidden states, float32 [rows, hidden], through this layer in place. `given`
+        [rows, plan.given]: what attention reads instead of the states."""
         if self.plan.given:
             assert given is not None
             self._add_attention(rows, hidden, given)
@@ -219,7 +213,7 @@ class DecoderLayer:
         self._functions.dt_layer(self._reference, rows.reference)
 
     def _add_attention(self, rows: LayerPass, hidden: Tensor, given: Tensor) -> None:
-        """Add what attention makes of `given` to the states, part by part."""
+        """Add attention over `given` to the states, part by part."""
         assert self.plan.qkv is not None
         assert self.plan.output is not None
         qkv = self.plan.qkv.linear(given)
@@ -227,16 +221,16 @@ class DecoderLayer:
         hidden += self.plan.output.linear(self.attend(rows, qkv))
 
     def run_next(self, rows: LayerPass) -> None:
-        """Run on the hidden states of the layer that ran before on these rows."""
+        """Run on the hidden states of the layer that last ran on these rows."""
         self._functions.dt_layer(self._reference, rows.reference)
 
     def place(self, rows: LayerPass, qkv: Tensor) -> None:
-        """Head norms and rotation of the queries and keys in qkv [rows, qkv.n], in place; keys and
-        values go into the caches."""
+        """Apply head norms and rotation to the queries and keys in qkv [rows, qkv.n], in place, and
+        write keys and values to the caches."""
         self._functions.dt_place(self._reference, rows.reference, self._queries(rows, qkv))
 
     def attend(self, rows: LayerPass, qkv: Tensor) -> Tensor:
-        """Attention [rows, heads head_dim] of the queries in qkv over the caches."""
+        """Return attention [rows, heads head_dim] of the queries in qkv over the caches."""
         mixed = torch.empty(rows.rows, self.plan.heads * self.plan.head_dim)
         self._functions.dt_attention(
             self._reference, rows.reference, self._queries(rows, qkv), mixed.data_ptr()
@@ -244,14 +238,16 @@ class DecoderLayer:
         return mixed
 
     def _queries(self, rows: LayerPass, qkv: Tensor) -> int:
-        """Return where queries, keys and values start; ValueError for a layer without them."""
+        """Return where queries, keys and values start; raise ValueError for a layer without
+        them."""
         if self.plan.qkv is None:
             raise ValueError("a layer without attention")
         return _address(qkv, (rows.rows, self.plan.qkv.n))
 
     def attend_latents(self, rows: LayerPass, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [rows, heads, head_dim] over latents, of what the first matrix gives, [rows,
-        qkv.n], and attention [rows, heads value_dim]; latents and keys go into the caches."""
+        """Return queries [rows, heads, head_dim] over latents from the first matrix's output
+        `given` [rows, qkv.n], and attention [rows, heads value_dim]; latents and keys go into the
+        caches."""
         queries = torch.empty(rows.rows, self.plan.heads, self.plan.head_dim)
         if self.plan.latent is None:
             raise ValueError("a layer without latents")
@@ -262,7 +258,7 @@ class DecoderLayer:
 
 
 def normalise(kind: NormKind, norm: Norm, x: Tensor, epsilon: float) -> Tensor:
-    """The rows of x [rows, width], normalised."""
+    """Normalise the rows of x [rows, width]."""
     rows, width = x.shape
     y = torch.empty_like(x)
     _functions().dt_norm(
@@ -278,8 +274,8 @@ def normalise(kind: NormKind, norm: Norm, x: Tensor, epsilon: float) -> Tensor:
 
 
 def activate(activation: Activation, x: Tensor, numbers: tuple[float, float] = (0, 0)) -> Tensor:
-    """[rows, width] from x [rows, 2 width], or [rows, width] where there is no gate; `numbers`: as
-    those of a `LayerPlan`."""
+    """Return [rows, width] from x [rows, 2 width], or from [rows, width] without a gate; `numbers`:
+    as in `LayerPlan.activation_numbers`."""
     rows, width = x.shape[0], x.shape[1] // (2 if activation.gated else 1)
     y = torch.empty(rows, width)
     how = ActivatorStruct(activation, *numbers)
@@ -357,8 +353,8 @@ def _set_rotary(struct: LayerStruct, rotary: Rotary) -> None:
 
 
 def _address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """Return where a contiguous tensor on the CPU of this shape and type starts; ValueError for any
-    other."""
+    """Return where a contiguous tensor of this shape and type on the CPU starts; raise ValueError
+    for any other."""
     if (
         tensor.shape != shape
         or tensor.dtype != dtype
@@ -373,7 +369,7 @@ def _address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.
 
 
 def rotary_table(frequencies: Tensor, context: int, *, scaling: float = 1.0) -> Rotary:
-    """Cosines and sines of position times frequency [rotary_dim / 2], times scaling, for all
+    """Return cosines and sines of position times frequency [rotary_dim / 2], times scaling, for all
     positions below `context`: the same bytes on every machine."""
     pairs = frequencies.numel()
     table = torch.empty(2, context, pairs)

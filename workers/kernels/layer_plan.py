@@ -1,5 +1,4 @@
-"""The plan of a decoder layer as a caller has it: norms, rotary positions, matrices, and the rows
-of a pass."""
+"""The plan of a decoder layer: norms, rotary positions, matrices, and the rows of a pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,19 +13,18 @@ from dovetail.workers.kernels.latent import LatentPlan
 from dovetail.workers.kernels.states import ScanPlan, StateRows
 
 LANES = 16
-"""Positions that stand side by side in a block of keys; capacities are multiples of it."""
+"""Positions interleaved in a block of keys; capacities are multiples of it."""
 
 
 class NormKind(IntEnum):
-    """Root mean square, or mean and variance."""
+    """RMS norm, or layer norm (mean and variance)."""
 
     RMS = 0
     LAYER_NORM = 1
 
 
 class Activation(IntEnum):
-    """The function between the two halves of the MLP; the gated ones multiply with the second half
-    of `gate_up`."""
+    """The MLP's activation; the gated ones multiply with the second half of `gate_up`."""
 
     SILU_GATED = 0
     GELU_TANH_GATED = 1
@@ -47,8 +45,8 @@ class Activation(IntEnum):
 
 
 class Score(IntEnum):
-    """The score of an expert: its share of the softmax of all logits, the sigmoid of its logit, or
-    the logit itself, where weights are the softmax, or the sigmoids, of those that were chosen."""
+    """How an expert is scored: by its share of the softmax of all logits, the sigmoid of its logit,
+    or the logit itself, with the softmax or the sigmoids of the chosen ones as weights."""
 
     SOFTMAX = 0
     SIGMOID = 1
@@ -57,8 +55,8 @@ class Score(IntEnum):
 
 
 class HeadNorm(IntEnum):
-    """The place of the norms of queries and keys: on each head, before or after it is rotated, or
-    on all heads together before that."""
+    """Where queries and keys are normed: each head, before or after rotation, or all heads together
+    before it."""
 
     HEAD_BEFORE_ROPE = 0
     HEAD_AFTER_ROPE = 1
@@ -67,7 +65,7 @@ class HeadNorm(IntEnum):
 
 @dataclass(frozen=True)
 class Norm:
-    """float32 [width]; Gemma's weights come as 1 + weight."""
+    """float32 [width]; Gemma's weights are passed as 1 + weight."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -75,71 +73,72 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The angles of all positions: float32 [context, rotary_dim / 2]; rotary_dim may be less than
-    head_dim, and the rest of a head is left alone."""
+    """The rotary table: float32 [context, rotary_dim / 2]; if rotary_dim is less than head_dim, the
+    rest of a head is not rotated."""
 
     cosines: Tensor
     sines: Tensor
     factors: Tensor | None = None
-    """float32 [context], by which rotated queries are multiplied; None: they are not."""
+    """float32 [context]: factors of rotated queries, if any."""
 
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """The choice of a row's experts: those of the largest scores, the lower index first of equals,
-    and their weights."""
+    """How a row's experts are chosen (the largest scores, of equals the lower index first) and
+    weighted."""
 
     logits: PackedMatrix
-    """[experts, hidden], fp32 whatever the other weights are."""
+    """[experts, hidden], always fp32."""
     chosen: int
     score: Score = Score.SOFTMAX
     correction: Tensor | None = None
     """float32 [experts], added to the scores for the choice alone."""
     groups: int = 1
-    """Neighbours in groups of the same size, among whose best `chosen_groups` is chosen: a group
-    is worth what its two best experts are together."""
+    """The number of equal groups of consecutive experts. Experts are chosen from the best
+    `chosen_groups`; a group's score is the sum of its two best experts'."""
     chosen_groups: int = 1
     normalised: bool = False
-    """The weights are divided by their sum, or by `least_sum` where that is more."""
+    """Divide the weights by their sum, or by `least_sum` if that is larger."""
     least_sum: float = 0.0
     added_sum: float = 0.0
-    """The number that is added to that sum."""
+    """Added to that sum."""
     scale: float = 1.0
     norm: Norm | None = None
-    """RMS, of what the router reads."""
+    """RMS norm of the router's input."""
     epsilon: float = 0.0
     """The epsilon of that norm."""
     scales: Tensor | None = None
-    """float32 [experts], by which the weights are multiplied."""
+    """float32 [experts]: factors of the weights."""
     scales_input: bool = False
-    """True if what an expert reads is multiplied by its weight, and not what it gives."""
+    """True if an expert's input is multiplied by its weight instead of its output."""
     best_alone: bool = False
-    """True if a group is worth what its best expert is."""
+    """True if a group's score is its best expert's."""
 
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """The MLPs of which a row goes through a few; what they give is added to the MLP that all rows
-    share, where the layer has one."""
+    """The experts of a layer. Their output is added to that of the shared MLP, if the layer has
+    one."""
 
     router: RouterPlan
     gate_up: Sequence[PackedMatrix]
-    """A matrix [2 units, hidden] for each expert, the gate first; else [units, hidden]."""
+    """For each expert a matrix [2 units, hidden], the gate first; without a gate [units,
+    hidden]."""
     down: Sequence[PackedMatrix]
-    """A matrix [hidden, units] for each expert."""
+    """For each expert a matrix [hidden, units]."""
     shared_gate: PackedMatrix | None = None
-    """[1, hidden]: what all rows share is multiplied by its sigmoid."""
+    """[1, hidden]: the sigmoid of its output scales the shared MLP's."""
     input_norm: Norm | None = None
-    """The norm of what experts read, which with it are the states before the half's norm; the
-    router reads them too."""
+    """The norm of the experts' input, which is then the states before the MLP's norm, for the
+    router too."""
     output_norm: Norm | None = None
-    """The norm of what the experts of a row add up to."""
+    """The norm of the sum of a row's experts."""
     shared_norm: Norm | None = None
-    """The norm of what all rows share."""
+    """The norm of the shared MLP's output."""
     before: PackedMatrix | None = None
-    """[width, hidden], of what experts of another width read; None: they read rows as they are."""
+    """[width, hidden]: projects rows to experts of another width; None: same width."""
     behind: PackedMatrix | None = None
-    """[hidden, width], of what the experts of a row add up to."""
+    """[hidden, width]: projects the sum of a row's experts back."""
 
 
 @dataclass(frozen=True)
@@ -149,19 +148,19 @@ class BesidePlan:
 
     norm: Norm
     given: PackedMatrix
-    """[what the mixer reads, hidden]."""
+    """[input width of the mixer, hidden]."""
     output: PackedMatrix
-    """[hidden, what the mixer gives]."""
+    """[hidden, output width of the mixer]."""
     factor: float = 1.0
-    """The factor of what the mixer adds."""
+    """The factor of the mixer's output."""
     attention_factor: float = 1.0
-    """The factor of what attention adds."""
+    """The factor of attention's output."""
 
 
 @dataclass(frozen=True)
 class InputPlan:
-    """The sum that a layer adds from its own input, after the MLP: norm(projection(
-    activation(gate(h), input))), with the layer's activation."""
+    """What a layer adds from its own input, after the MLP: norm(projection(activation(gate(h),
+    input))), with the layer's activation."""
 
     gate: PackedMatrix
     """[width, hidden]."""
@@ -169,14 +168,14 @@ class InputPlan:
     """[hidden, width]."""
     norm: Norm | None
     first: int = 0
-    """The place in a row of the inputs of all layers where it begins."""
+    """Where it begins in a row of all layers' inputs."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """A decoder layer: h += o(attention(norm(h))), then h += down(activation(gate_up(norm(h)))),
-    with a norm on what is added where there is a post norm. Experts may replace that MLP, or be
-    parallel to it. Either half may be missing."""
+    with post norms on what is added, if any. Experts may replace the MLP or run parallel to it.
+    Either half may be missing."""
 
     index: int
     """The index of the layer in the caches."""
@@ -184,21 +183,20 @@ class LayerPlan:
     kv_heads: int
     head_dim: int
     qkv: PackedMatrix | None
-    """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values; queries alone
-    where another layer's keys and values are read; what a mixer with a state reads; or with latents
-    queries, or what becomes them, a latent and a key. None: there
-    is no first half."""
+    """[(heads + 2 kv_heads) head_dim, hidden]: all queries, all keys, all values. Queries alone if
+    the layer reads another's keys and values; the input of a mixer with a state; or with latents
+    the queries (or their low-rank input), a latent and a key. None: no first half."""
     output: PackedMatrix | None
     gate_up: PackedMatrix | None
-    """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]. None: of the
-    MLP there are experts alone, or there is none."""
+    """[2 intermediate, hidden], the gate first; without a gate [intermediate, hidden]. None: only
+    experts, or no MLP."""
     down: PackedMatrix | None
     attention_norm: Norm | None
     """The norm before attention; None: attention reads the hidden states as they are, as in the
     first layer of an EAGLE head."""
     mlp_norm: Norm | None
-    """The norm before the MLP; None: the MLP reads the hidden states as they are, or what attention
-    reads; parallel to attention it is a norm of what that norms."""
+    """The norm before the MLP; None: the MLP reads the hidden states as they are, or attention's
+    input. Parallel to attention it is a norm of that norm's input."""
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
     query_norm: Norm | None = None
@@ -209,62 +207,61 @@ class LayerPlan:
     norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU_GATED
     activation_numbers: tuple[float, float] = (0.0, 0.0)
-    """SILU_GATED: the factor of the gate, 0 for none; XIELU: the factors of what is positive,
-    squared, and of what is negative; SWIGLU_CLAMPED: the factor within the sigmoid and the
-    limit."""
+    """SILU_GATED: the factor of the gate, 0 for none; XIELU: the factors of positive numbers,
+    squared, and of negative ones; SWIGLU_CLAMPED: the factor within the sigmoid and the limit."""
     epsilon: float = 1e-6
     scale: float | None = None
     """The factor of scores; None: 1 / sqrt(head_dim)."""
     softcap: float = 0.0
-    """Scores become softcap tanh(score / softcap); 0: they do not."""
+    """Scores become softcap tanh(score / softcap); 0: no softcap."""
     window: int = 0
-    """A position sees itself and window - 1 before it; 0: all."""
+    """A position attends to itself and window - 1 before it; 0: all."""
     chunk: int = 0
-    """A position sees those before it back to a multiple of chunk; 0: all."""
+    """A position attends to those before it back to a multiple of chunk; 0: all."""
     residual: float = 1.0
-    """The factor of what the first half adds."""
+    """The factor of the first half's output."""
     mlp_residual: float = 1.0
-    """The factor of what the MLP adds."""
+    """The factor of the MLP's output."""
     parallel: bool = False
-    """The MLP reads what attention reads, and both are added."""
+    """The MLP reads attention's input, and both are added."""
     experts: ExpertsPlan | None = None
     sinks: Tensor | None = None
-    """float32 [heads]: scores that no value belongs to, which take their share of the weights."""
+    """float32 [heads]: scores without a value, which take a share of the weights."""
     value_norm: Norm | None = None
     """RMS, [head_dim]."""
     scalar: float = 1.0
     """The factor of the layer's result."""
     scan: ScanPlan | None = None
-    """Instead of attention, if such a layer has no heads, or parallel to it."""
+    """A mixer with a state: instead of attention, if `heads` is 0, or parallel to it."""
     beside: BesidePlan | None = None
-    """The other parts of a mixer with a state that is parallel to attention."""
+    """The other parts of a mixer parallel to attention."""
     key_factor: float = 1.0
-    """The factor of keys, which are cached with it."""
+    """The factor of keys, applied before they are cached."""
     latent: LatentPlan | None = None
-    """With it kv_heads is 1, and head_dim that of a row of the cache: a latent and a key."""
+    """If set, kv_heads is 1, and head_dim is the width of a cached row: a latent and a key."""
     mixer_gate: PackedMatrix | None = None
-    """[heads head_dim, hidden]: what was attended to is multiplied by its sigmoid."""
+    """[heads head_dim, hidden]: the sigmoid of its output scales the result of attention."""
     reads: int | None = None
     """The layer whose keys and values it reads, located by `cached_before`; None if it has its
     own."""
     own_input: InputPlan | None = None
     given: int = 0
-    """The width of the rows that attention reads in the place of the states, as in a head that
-    reads embeddings beside them; 0: it reads the states."""
+    """The width of attention's own input, for heads that also read embeddings; 0: it reads the
+    states."""
     cached_before: int | None = None
-    """The numbers of a row's keys of the layers before this one in a cache; None: those of `index`
+    """Numbers of a row's keys in the layers before this one in a cache; None: those of `index`
     layers like this one."""
 
     @property
     def before(self) -> int:
-        """Return the numbers of a row's keys of the layers before this one in a cache."""
+        """Numbers of a row's keys in the layers before this one in a cache."""
         if self.cached_before is not None:
             return self.cached_before
         return self.index * self.kv_heads * self.head_dim
 
     @property
     def matrices(self) -> Sequence[PackedMatrix]:
-        """The matrices that all rows go through."""
+        """The matrices that all rows use."""
         parts = [self.qkv, self.output, self.gate_up, self.down, self.mixer_gate]
         if self.beside is not None:
             parts += [self.beside.given, self.beside.output]
@@ -276,7 +273,7 @@ class LayerPlan:
 
     @property
     def hidden(self) -> int:
-        """Return the width of a row's states."""
+        """The width of a row's states."""
         if self.output is not None:
             return self.output.n
         if self.gate_up is not None:
@@ -287,12 +284,12 @@ class LayerPlan:
 
     @property
     def attends(self) -> bool:
-        """True if the layer has keys and values, or latents."""
+        """Whether the layer has keys and values, or latents."""
         return self.qkv is not None and (self.scan is None or self.beside is not None)
 
     @property
     def caches(self) -> bool:
-        """True if the layer has keys and values, or latents, of its own."""
+        """Whether the layer has keys and values, or latents, of its own."""
         return self.attends and self.reads is None
 
 
@@ -302,26 +299,26 @@ class CacheRows:
     its cache."""
 
     keys: Tensor
-    """float32 or float16 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; of
-    layers whose heads differ [numbers of a row, capacity], each as it would be alone."""
+    """float32 or float16 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; if
+    layers' heads differ [numbers of a row, capacity], each laid out as if alone."""
     values: Tensor
-    """Their type, [layers, kv_heads, capacity, head_dim], or as keys; of latents the rows, and no
-    keys."""
+    """Same type, [layers, kv_heads, capacity, head_dim], or as keys; with latents these are the
+    rows, and there are no keys."""
     start: int
     count: int
     paths: "Paths | None" = None
-    """Slots that each row sees; None: row i sees slots 0 .. start + i."""
+    """Slots that each row attends to; None: row i attends to slots 0 .. start + i."""
     states: StateRows | None = None
-    """The state of a session, for layers that have one; None: there are none."""
+    """The state of the session, for layers that have one."""
     shared: "SharedRows | None" = None
-    """The rows that the session begins with and that others have too. Its own cache then begins
-    with the slot behind them, and no path goes through them."""
+    """The first rows of the session, shared with others. Its own cache then begins with the next
+    slot, and no path includes them."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The keys and values of the first `rows` slots of several sessions, which are read-only.
-    `keys` and `values` are as in `CacheRows`; `rows` is a multiple of 16."""
+    """The keys and values of the first `rows` slots of several sessions, read-only. `keys` and
+    `values` are as in `CacheRows`; `rows` is a multiple of 16."""
 
     keys: Tensor
     values: Tensor
@@ -330,8 +327,8 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class Paths:
-    """The slots that each row sees: slots 0 .. prefix - 1 and behind them its own path, root first
-    and itself last, by any slots from prefix on."""
+    """The slots that each row attends to: slots 0 .. prefix - 1, then its own path, root first and
+    itself last, in any slots from prefix on."""
 
     prefix: int
     offsets: Tensor
@@ -349,13 +346,10 @@ def new_cache(
     dtype: torch.dtype = torch.float32,
     latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values for `capacity` slots, rounded up to a whole block. `latent`: keys have
-    no numbers.
-
-    The pages are small. The first rows of a prompt lie scattered, a few for every head of every
-    layer; with huge pages nearly the whole cache would have to be backed, up to 6 ms each, before
-    the pass that writes them beside other streams could end.
-    """
+    """Return keys and values for `capacity` slots, rounded up to a whole block. `latent`: keys are
+    empty. Pages are small: the first rows of a prompt are scattered, a few for every head of every
+    layer, so with huge pages nearly the whole cache would have to be backed, up to 6 ms each,
+    within the first pass."""
     blocks, key_dim = -(-capacity // LANES), 0 if latent else head_dim
     keys, values = (
         torch.frombuffer(fresh_memory(dtype.itemsize * size, huge=False)[0], dtype=dtype)
@@ -369,6 +363,6 @@ def new_cache(
 
 
 def lay_paths(prefix: int, paths: Sequence[Sequence[int]]) -> Paths:
-    """The paths of the rows of a segment, one after the other."""
+    """Return the paths of the rows of a segment, one after the other."""
     offsets = torch.tensor([0, *accumulate(map(len, paths))], dtype=torch.int32)
     return Paths(prefix, offsets, torch.tensor(list(chain.from_iterable(paths)), dtype=torch.int32))

@@ -1,9 +1,5 @@
-"""The best that the machine can do, measured by loops of the kernels' own instructions on the
-threads in use.
-
-Bandwidth is that of reading memory in order; arithmetic that of independent sums in registers.
-Knows nothing of models: a limit is made of these elsewhere.
-"""
+"""Measures the machine's limits by loops of the kernels' own instructions on the threads in use:
+bandwidth of reading memory in order, and arithmetic of independent sums in registers."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +15,7 @@ PAGE = 4096
 
 
 class Arithmetic(IntEnum):
-    """The unit of a count: a multiply and an add are two operations."""
+    """The kind of arithmetic; a multiply and an add are two operations."""
 
     FP32 = 0
     INT8 = 1
@@ -39,8 +35,8 @@ def _declared(loaded: CDLL) -> CDLL:
 
 
 def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
-    """10^9 operations a second of all threads together, the best of several tries; None where the
-    instruction set in use has no such arithmetic."""
+    """Return 10^9 operations a second of all threads together, the best of several tries; None if
+    the instruction set in use has no such arithmetic."""
     probe = _declared(library()).dt_probe_arithmetic
     if not probe(arithmetic, 1):
         return None
@@ -54,7 +50,8 @@ def peak_gflop_s(arithmetic: Arithmetic, *, budget_s: float) -> float | None:
 
 
 def bandwidth_gb_s(*, budget_s: float, read_bytes: int = READ_BYTES) -> float:
-    """10^9 bytes a second that all threads together read from memory, the best of several tries."""
+    """Return the 10^9 bytes a second that all threads together read from memory, the best of
+    several tries."""
     memory, start = fresh_memory(read_bytes)
     shards.spread_evenly(start, read_bytes, threads())
     for page in range(0, read_bytes, PAGE):

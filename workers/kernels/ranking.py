@@ -1,5 +1,5 @@
-"""The Python face of the ranking kernel: the likeliest tokens after some rows, or the tokens chosen
-there, in one call. Knows rows of logits, not trees."""
+"""The Python interface of the ranking kernel: the likeliest tokens after some rows, or the tokens
+chosen there, in one call. Knows rows of logits, not trees."""
 
 import math
 from collections.abc import Sequence
@@ -56,13 +56,13 @@ def likeliest(
     share: float = 1.0,
     sharpening: float = 1.0,
 ) -> tuple[Ids, Values]:
-    """Return, of z = (t / share + noise) / sharpening, with t the logits [N, V] after temperature,
-    top-k, top-p and min-p, the `width` highest ids [N, K], and log_softmax(z) at them, best first.
+    """Return the `width` highest ids [N, K] of z = (t / share + noise) / sharpening, where t are
+    the logits [N, V] after temperature, top-k, top-p and min-p, and log_softmax(z) at them, best
+    first.
 
-    `words`: of the noise, one for each row; None: there is no noise. Of equals the lower id comes
-    first; a temperature of 0 leaves the logits as they are. A first id of -1: rounding decides what
-    top-p leaves of the row, and torch's operations have to be asked.
-    """
+    `words`: of the noise, one for each row; None: no noise. Of equals the lower id comes first; a
+    temperature of 0 leaves the logits unchanged. A first id of -1 means that rounding decides what
+    top-p keeps of the row, so that torch must rank it."""
     if words is not None and len(words) != len(logits):
         raise ValueError(f"expected the noise of {len(logits)} rows, got {len(words)}")
     cut = sampling.truncates
@@ -76,12 +76,9 @@ def likeliest(
 
 
 def choose(asked: Sequence[tuple[Tensor, Sampling, int | None]]) -> list[tuple[int, float]]:
-    """Return, for each row of logits [V] with its processors and the word of its noise (None: there
-    is none), the chosen id and its distance to the runner-up, not a number where a logit is none.
-
-    An id of -1: rounding decides what top-p leaves of the row, and torch's operations have to be
-    asked.
-    """
+    """Return, for each row of logits [V] with its processors and the word of its noise (None: no
+    noise), the chosen id and its distance to the runner-up, NaN if a logit is NaN. An id of -1
+    means that rounding decides what top-p keeps of the row, so that torch must choose."""
     rows = np.zeros(len(asked), ROW)
     for row, (logits, sampling, word) in zip(rows, asked, strict=True):
         _fill(row, sampling, sampling.temperature)
@@ -99,7 +96,7 @@ def choose(asked: Sequence[tuple[Tensor, Sampling, int | None]]) -> list[tuple[i
 
 
 def _fill(rows: Any, sampling: Sampling, temperature: float) -> None:
-    """Process rows by `sampling`."""
+    """Set the processors of rows."""
     rows["top_k"], rows["top_p"] = sampling.top_k, sampling.top_p
     rows["least"] = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
     rows["temperature"] = max(temperature, SMALLEST_TEMPERATURE) if temperature > 0.0 else 0.0
@@ -120,7 +117,7 @@ def _rank(rows: Any, size: int, width: int, *, shares: bool) -> tuple[Ids, Value
 
 
 def _start(logits: Tensor) -> int:
-    """Return where rows of logits start; ValueError for others than float32 on the CPU."""
+    """Return where rows of logits start; raise ValueError unless they are float32 on the CPU."""
     if logits.dtype != float32 or logits.stride(-1) != 1 or logits.device.type != "cpu":
         raise ValueError(
             "expected float32 rows of logits on the CPU, got "

@@ -1,10 +1,8 @@
-"""Spreads a model over the memory nodes of a machine: threads on the cores of each node, and in its
-memory the weights that they read.
+"""Spreads a model over the memory nodes of a machine: each node's cores run threads that read
+weights in that node's memory.
 
 A shard has some outputs of every matrix and some heads of every layer, while every sum is computed
-by one thread, so that no byte depends on the number of shards; see `native/shards.h`. Knows
-addresses and cores, not models.
-"""
+by one thread, so no byte depends on the number of shards; see `native/shards.h`."""
 
 import mmap
 import os
@@ -16,7 +14,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import available, library, page_of
 
 MOST = 16
-"""The most shards that there can be, MOST_SHARDS of native/shards.h."""
+"""The most shards, MOST_SHARDS of native/shards.h."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +23,17 @@ class Shard:
 
     cores: tuple[int, ...]
     node: int | None = None
-    """None: memory lies where the system puts what these cores write to first."""
+    """None: memory is where the system puts what these cores write to first."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The number of pages of weights that were looked at, and of those on their shard's node."""
+    """How many pages of weights were sampled, and how many of them are on their shard's node."""
 
     looked: int
     home: int
     refused: str
-    """Why the system refused a memory policy; empty: it did not."""
+    """Why the system refused a memory policy; empty if it did not."""
 
 
 class _CoresStruct(Structure):
@@ -61,9 +59,9 @@ class _PlacedStruct(Structure):
 
 
 def set_shards(shards: Sequence[Shard]) -> None:
-    """Divide the threads among these shards in proportion to their cores, and what is packed from
-    now on as well; without shards nothing is divided. `UserError` for cores that this process may
-    not use."""
+    """Divide the threads among these shards in proportion to their cores, as well as everything
+    packed from now on; without shards nothing is divided. Raises `UserError` for cores that this
+    process may not use."""
     if len(shards) > MOST or not all(shard.cores for shard in shards):
         raise UserError(f"{len(shards)} shards are not possible: up to {MOST}, each with cores")
     lists = [(c_int32 * len(shard.cores))(*shard.cores) for shard in shards]
@@ -84,35 +82,35 @@ def set_shards(shards: Sequence[Shard]) -> None:
 
 
 def count() -> int:
-    """Return how many shards there are; 1: nothing is divided."""
+    """Return the number of shards; 1: nothing is divided."""
     return int(library().dt_shards()) if available() else 1
 
 
 def settle() -> None:
-    """Keep the calling thread, which does a part of the first shard's work in every call, on the
-    cores of that shard. Threads that it starts afterwards run there too."""
+    """Pin the calling thread, which does a part of the first shard's work in every call, to the
+    cores of that shard. Threads that it starts later inherit this."""
     if error := library().dt_settle():
         raise UserError(f"the cores of the first shard cannot be used: {os.strerror(error)}")
 
 
 def spread_evenly(start: int, size: int, parts: int) -> None:
-    """Place `size` bytes of fresh memory, of which each of `parts` threads reads an equal part, on
-    the nodes of the shards of these threads."""
+    """Place `size` bytes of fresh memory, an equal part of which is read by each of `parts`
+    threads, on the nodes of these threads' shards."""
     share = size // parts
     struct = _SpreadStruct(start, 1, 0, parts, 0, parts, share, share, 0)
     library().dt_spread(byref(struct), page_of(size))
 
 
 def spread_heads(start: int, shape: tuple[int, int], size: int, used: int) -> None:
-    """Place fresh memory in small pages for [layers, heads] of `size` bytes each, as far as the
-    first `used` bytes of each, on the nodes of the heads' shards."""
+    """Place fresh memory in small pages for [layers, heads] of `size` bytes each, the first `used`
+    bytes of each, on the nodes of the heads' shards."""
     layers, heads = shape
     struct = _SpreadStruct(start, layers, heads * size, heads, 0, heads, size, used, 0)
     library().dt_spread(byref(struct), mmap.PAGESIZE)
 
 
 def placed() -> Placed:
-    """Return where the pages lie that were placed since the shards were set."""
+    """Return where pages placed since the shards were set are."""
     struct = _PlacedStruct()
     library().dt_placed(byref(struct))
     refused = os.strerror(struct.refused) if struct.refused else ""

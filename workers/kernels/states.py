@@ -1,5 +1,5 @@
-"""The Python face of mixers with a state: what one is made of, and the state of a session, as
-`native/scan.h` has them field by field."""
+"""The Python interface of mixers with a state: their plan, and the state of a session, matching
+`native/scan.h` field by field."""
 
 from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
@@ -12,14 +12,14 @@ from torch import Tensor
 from dovetail.workers.kernels import address_of
 
 COLUMNS = 16
-"""Columns of a state that stand side by side."""
+"""Columns of a state that are interleaved."""
 MOST_TAPS = 16
-"""Rows of a convolution, at most."""
+"""The most rows of a convolution."""
 
 
 class ScanRule(IntEnum):
-    """The rule by which a state is renewed and read: the gated delta rule, that of Mamba-2, or
-    none, where the mixer is a gated convolution alone."""
+    """How a state is updated and read: the gated delta rule, Mamba-2's, or none, if the mixer is
+    only a gated convolution."""
 
     GATED_DELTA = 0
     SELECTIVE = 1
@@ -35,14 +35,14 @@ class StateShape:
     row: int
     """Numbers of the factors of a row."""
     taps: int
-    """Rows that the convolution sees, the last one included."""
+    """Rows of the convolution, including the last one."""
 
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """A mixer with a state. Its matrix gives of each row [query | key | value | gate | b | a] for
-    the gated delta rule, [query | key | value | gate | step] for Mamba-2, and [before | behind | x]
-    for a convolution alone."""
+    """A mixer with a state. Its matrix computes for each row [query | key | value | gate | b | a]
+    for the gated delta rule, [query | key | value | gate | step] for Mamba-2, and [before | behind
+    | x] for a convolution alone."""
 
     rule: ScanRule
     taps: Tensor
@@ -51,7 +51,7 @@ class ScanPlan:
     """float32 [channels]."""
     key_heads: int = 1
     value_heads: int = 0
-    """Neighbours share a key head; 0: there is a convolution alone."""
+    """Consecutive ones share a key head; 0: only a convolution."""
     key_dim: int = 0
     value_dim: int = 0
     decay: Tensor | None = None
@@ -59,18 +59,18 @@ class ScanPlan:
     step_bias: Tensor | None = None
     """float32 [value_heads], added before the softplus of a step."""
     skip: Tensor | None = None
-    """float32 [value_heads]: values times it are added to what is read."""
+    """float32 [value_heads]: values times it are added to the output."""
     norm: Tensor | None = None
-    """float32, the weights of the RMS norm of what is read: those of one norm for all, or of all
-    one behind the other."""
+    """float32, the weights of the output's RMS norms: those of one norm for all, or
+    concatenated."""
     norm_width: int = 0
-    """Numbers that have a norm together."""
+    """Numbers that are normed together."""
     gate_first: bool = False
-    """The norm is of what has been multiplied by the gate."""
+    """Apply the gate before the norm."""
     epsilon: float = 1e-6
     query_scale: float = 1.0
     given_factors: Tensor | None = None
-    """float32, of all that the matrix gives of a row; None: they are 1."""
+    """float32, factors of the matrix's output; None: they are 1."""
     index: int = 0
     """The index of the layer among those with a state."""
     state_before: int = 0
@@ -80,13 +80,13 @@ class ScanPlan:
 
     @cached_property
     def struct(self) -> "ScanStruct":
-        """The mixer as the kernels read it, as long as this is kept; ValueError for parts that do
-        not fit together."""
+        """The mixer in the kernels' format, valid while this is kept; raises ValueError for parts
+        that do not fit together."""
         return scan_struct(self)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return what the matrix before it gives of a row, and that behind it takes."""
+        """The output width of the matrix before it, and the input width of the one after it."""
         channels, values = self.taps.shape[1], self.value_heads * self.value_dim
         if self.rule is ScanRule.SHORT_CONVOLUTION:
             return 3 * channels, channels
@@ -95,7 +95,7 @@ class ScanPlan:
 
     @property
     def shape(self) -> StateShape:
-        """Return the sizes of its state."""
+        """The sizes of its state."""
         taps, channels = self.taps.shape
         columns = _padded(self.value_dim)
         row = _padded(channels) + _padded(self.key_heads * self.key_dim)
@@ -112,20 +112,20 @@ class StateRows:
     factors: Tensor
     """float32 [ring times the numbers of a row]."""
     folded: Tensor
-    """int64 [layers]: how many rows the state of each holds."""
+    """int64 [layers]: how many rows each layer's state includes."""
     ring: int
-    """Rows of factors that there is room for."""
+    """The number of rows that the factors have room for."""
     fold: int
-    """The slot up to which the pass takes rows into the state."""
+    """The slot up to which the pass folds rows into the state."""
     lent: Tensor | None = None
     """float32 [lent_room times the numbers of a row]: the factors of the slots from `lent_first`
-    on, which are another model's; None: there are none."""
+    on, if they are another model's."""
     lent_first: int = 0
     lent_room: int = 0
 
     @cached_property
     def struct(self) -> "StatesStruct":
-        """The state as the kernels read it, as long as this is kept."""
+        """The state in the kernels' format, valid while this is kept."""
         tensors = (self.state, self.factors, self.folded)
         lent = None if self.lent is None else self.lent.data_ptr()
         return StatesStruct(
@@ -171,7 +171,8 @@ class StatesStruct(Structure):
 
 
 def scan_struct(plan: ScanPlan) -> ScanStruct:
-    """Return a mixer as the kernels read it; ValueError for parts that do not fit together."""
+    """Return a mixer in the kernels' format; raise ValueError for parts that do not fit
+    together."""
     taps, channels = plan.taps.shape
     keys, values = plan.key_heads * plan.key_dim, plan.value_heads * plan.value_dim
     scans = plan.rule is not ScanRule.SHORT_CONVOLUTION
@@ -205,12 +206,12 @@ def scan_struct(plan: ScanPlan) -> ScanStruct:
         if (numbers := getattr(plan, name)) is not None:
             setattr(struct, name, address_of(numbers, (width,), ("float32",)))
         elif scans and name in ("decay", "step_bias"):
-            raise ValueError(f"a state without its {name}")
+            raise ValueError(f"a state without {name}")
     return struct
 
 
 def placed(plan: ScanPlan, before: Sequence[StateShape]) -> ScanPlan:
-    """Return a mixer behind others with these states in the state of a session."""
+    """Return a mixer whose state follows those of the layers `before` in a session's state."""
     return replace(
         plan,
         index=len(before),

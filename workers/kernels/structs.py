@@ -116,7 +116,7 @@ class LatentStruct(Structure):
 
 
 def latent_struct(plan: LatentPlan) -> LatentStruct:
-    """Return a plan of attention over latents as the kernels read it."""
+    """Return a plan of attention over latents in the kernels' format."""
     struct = LatentStruct(
         rank=plan.rank,
         plain=plan.plain,
