@@ -1,8 +1,9 @@
 """The promise at random: whatever is sampled, whichever draft proposes and however its trees are
 shaped, the tokens are those of the target alone.
 
-`LOSSLESS_CASES` says how many cases each draft gets, `LOSSLESS_SEED` which. A difference is told
-with its case; its group by itself repeats it.
+`LOSSLESS_CASES` says how many cases each draft gets, `LOSSLESS_SEED` which. Each is decoded with
+its whole tree in every round, and with as much of it as pays. A difference is told with its case;
+its group by itself repeats it.
 """
 
 import os
@@ -17,7 +18,7 @@ from dovetail.launch.settings.embedded import head_folder
 from dovetail.protocol.policies import POLICIES
 from dovetail.protocol.settings import HEAD_KINDS, Sampling, TreeSettings, misfit
 from dovetail.runtime.client import Client
-from support.losslessness import difference
+from support.losslessness import difference, given_up
 from support.stacks import PROMPTS, complete_all, running, submit
 
 CASES, SEED = int(os.environ.get("LOSSLESS_CASES", "24")), int(os.environ.get("LOSSLESS_SEED", "0"))
@@ -37,14 +38,18 @@ class Case:
     tree: TreeSettings
 
 
-def cases(draft: str, seed: int, group: int) -> Iterator[Case]:
+def cases(draft: str, seed: int, group: int, insist: bool) -> Iterator[Case]:
     """Cases that this draft can do, without end."""
     random = np.random.default_rng([seed, group, *draft.encode()])
     while True:
         sampling = some_sampling(random)
         tokens = max(sampling.min_tokens, int(random.integers(2, 80)))
         case = Case(
-            some_turns(random), sampling, tokens, int(random.integers(1 << 32)), some_tree(random)
+            some_turns(random),
+            sampling,
+            tokens,
+            int(random.integers(1 << 32)),
+            some_tree(random, insist),
         )
         if misfit(case.sampling, case.tree, draft) is None:
             yield case
@@ -57,11 +62,12 @@ def some_turns(random: np.random.Generator) -> tuple[str, ...]:
     )
 
 
-def some_tree(random: np.random.Generator) -> TreeSettings:
+def some_tree(random: np.random.Generator, insist: bool) -> TreeSettings:
     gamma, depth, width = (int(random.integers(1, most + 1)) for most in (48, 12, 12))
     sharpening = "auto" if random.random() < 0.5 else float(random.uniform(0.3, 2.0))
     return TreeSettings(
         policy=str(random.choice(tuple(POLICIES))),
+        insist=insist,
         gamma=gamma,
         depth=depth,
         width=width,
@@ -94,18 +100,21 @@ def some_sampling(random: np.random.Generator) -> Sampling:
 
 
 @pytest.fixture(scope="module")
-def client(draft: str) -> Iterator[Client]:
+def client(draft: str, insist: bool) -> Iterator[Client]:
+    """Of processes of their own for those that insist, which never have a late proposal."""
     with running({"draft.kind": draft, "draft.device": "cpu"}) as connected:
         yield connected
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("insist", [True, False], ids=["whole trees", "what pays"], scope="module")
 @pytest.mark.parametrize("draft", DRAFTS, scope="module")
 @pytest.mark.parametrize("group", range(-(-CASES // TOGETHER)))
 def test_random_requests_give_the_tokens_of_the_target_alone(
-    client: Client, draft: str, group: int
+    client: Client, draft: str, insist: bool, group: int
 ) -> None:
-    some = list(islice(cases(draft, SEED, group), TOGETHER))
+    before = client.status().stale
+    some = list(islice(cases(draft, SEED, group, insist), TOGETHER))
     alone, drafted = (
         complete_all(
             client,
@@ -130,4 +139,9 @@ def test_random_requests_give_the_tokens_of_the_target_alone(
     assert differences == [None] * TOGETHER, "\n".join(
         f"{case}: {how}" for case, how in zip(some, differences, strict=True) if how
     )
-    assert (client.status().stale, client.status().reasons) == (0, ())
+    status = client.status()
+    if insist:
+        assert (status.stale, status.reasons) == (0, ())
+    late = sum(given_up(finished, c.tree) for finished, c in zip(drafted, some, strict=True))
+    assert 0 <= status.stale - before <= late
+    assert status.reasons == ()

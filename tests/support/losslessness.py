@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dovetail.protocol.messages import Finished
+from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.session.comparison import NEAR_TIE
 
 
@@ -30,3 +31,9 @@ def difference(ours: Finished, reference: Sequence[int]) -> str | None:
         print(f"near-tie: {words}")
         return None
     return words
+
+
+def given_up(finished: Finished, tree: TreeSettings) -> int:
+    """Return how many proposals of a reply may have come too late: none if its rounds wait for
+    them, else one for each round that was verified without a tree."""
+    return 0 if tree.insist else finished.result.plain_rounds
