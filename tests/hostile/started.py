@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import IO
 
-LIMIT_S = 60.0
-"""A command that has not ended by then is ended, and has not refused what it was given."""
+LIMIT_S = 600.0
+"""A command that has not ended by then, even on a busy machine, is ended, and has not refused what
+it was given; how soon one refuses is judged by its processor time."""
 LOOK_EVERY_S = 0.002
 SETTLED_S = 0.5
 """Within so long after it has said that it is loaded a coordinator that does not want a worker has
