@@ -50,6 +50,9 @@ COMMANDS = {
 """Command -> its smallest sizes."""
 FILES = ("inflate", "pictures")
 """Commands that write files, and no report."""
+GOALS = ("fleet", "users")
+"""Commands whose exit code is 1 where they report that a goal was missed, as it may be here: it
+depends on the machine and on what else runs."""
 
 
 def test_every_command_is_run_or_needs_a_peer() -> None:
@@ -93,5 +96,6 @@ def test_a_command_runs_from_beginning_to_end(name: str, tmp_path: Path) -> None
         *([] if name in FILES else ["--json"]),
     ]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert name in FILES or json.loads(done.stdout)
+    report = json.loads(done.stdout or "{}")
+    assert name in FILES or report, done.stderr[-2000:]
+    assert done.returncode == (name in GOALS and not report["holds"]), done.stderr[-2000:]
