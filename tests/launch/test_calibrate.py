@@ -44,6 +44,14 @@ def refused(invoke: Any, tmp_path: Path, environment: dict[str, str]) -> Calibra
     return lambda *arguments: invoke("calibrate", *arguments, env=changed)  # type: ignore[no-any-return]
 
 
+def config_alone(folder: Path) -> Path:
+    """A tiny model without weights or a tokenizer, which cannot be served."""
+    tiny_llama(folder)
+    for file in (*folder.glob("*.safetensors"), folder / "tokenizer.json"):
+        file.unlink()
+    return folder
+
+
 @pytest.mark.slow
 def test_the_embedded_pair_is_measured_and_kept(calibrate: Calibrate, tmp_path: Path) -> None:
     result = calibrate("--json", "--draft.device", "cpu", "--plot", str(tmp_path / "plot.svg"))
@@ -104,9 +112,7 @@ def test_on_two_memory_nodes_a_target_is_measured_on_one_and_over_both(
 
 @pytest.mark.slow
 def test_a_config_alone_gives_a_table(calibrate: Calibrate, tmp_path: Path) -> None:
-    folder = tiny_llama(tmp_path / "model")
-    for file in (*folder.glob("*.safetensors"), folder / "tokenizer.json"):
-        file.unlink()
+    folder = config_alone(tmp_path / "model")
     result = calibrate("--target", str(folder), "--backend", "library", "--context", "20")
     assert result.returncode == 0, result.stderr
     assert "(random weights)" in result.stdout
@@ -203,7 +209,7 @@ def test_on_a_busy_machine_nothing_is_saved_and_the_busy_programs_are_reported(
     run: Any, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     cache = {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    model = str(tiny_llama(tmp_path / "model"))
+    model = str(config_alone(tmp_path / "model"))
     with subprocess.Popen([sys.executable, "-c", "while 1: pass"]) as busy:
         try:
             result = run("calibrate", "--seconds", "0.5", "--target", model, "--json", env=cache)
