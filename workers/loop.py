@@ -49,12 +49,9 @@ from dovetail.workers.serving.registration import (
     welcome,
 )
 
-MAX_WAITING = 64
-"""The most messages taken from the link during a computation."""
-PROBE_BYTES = 128
-"""Longer messages cannot be probes."""
-BUSY_AFTER_S = 2.0
-"""During longer commands, probes are answered out of order."""
+MAX_WAITING = 64  # the most messages taken from the link during a computation
+PROBE_BYTES = 128  # longer messages cannot be probes
+BUSY_AFTER_S = 2.0  # during longer commands, probes are answered out of order
 LOOK_EVERY_S = 0.25
 """How often a worker that computes checks whether its coordinator is still there."""
 
@@ -161,10 +158,8 @@ class _Loop:
         self._epoch, self.coordinator_epoch = epoch, coordinator_epoch
         self._stale, self._strikes, self._busy_ns = 0, 0, 0
         self._look_s = 0.0
-        self._began_s: float | None = None
-        """Start of the command in progress."""
-        self._waiting: deque[list[bytes]] = deque()
-        """Messages that arrived during a computation."""
+        self._began_s: float | None = None  # start of the command in progress
+        self._waiting: deque[list[bytes]] = deque()  # messages that arrived during a computation
         self._process = psutil.Process(os.getpid())
 
     def run(self) -> Drain:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TICKS = 4
-"""The number of the watchdog's checks within its limit."""
+TICKS = 4  # the number of the watchdog's checks within its limit
 DEAF = 6
 """Code that holds the interpreter's lock also blocks the watchdog: then the process is ended after
 this multiple of the limit."""

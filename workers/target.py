@@ -67,18 +67,13 @@ class Identity:
     """The cost of its passes, from this machine's profile file; `experts`: likewise, of a model
     that counts the experts that a pass uses."""
     experts: ExpertCosts | None = None
-    kept_tokens: int = 0
-    """The number of tokens of ended sessions whose rows it can keep."""
+    kept_tokens: int = 0  # the number of tokens of ended sessions whose rows it can keep
     room_tokens: int | None = None
     """Tokens of all sessions that fit into its memory; None: not known."""
-    same_bytes: bool = False
-    """True if a row has the same bytes in chunks of any size."""
-    placement: str = ""
-    """Description of how the model is spread over devices."""
-    reader: str = ""
-    """The prefill device, in addition to those that compute the model."""
-    reads_from: int = 1
-    """The fewest rows of a prompt for which it is used."""
+    same_bytes: bool = False  # True if a row has the same bytes in chunks of any size
+    placement: str = ""  # description of how the model is spread over devices
+    reader: str = ""  # the prefill device, in addition to those that compute the model
+    reads_from: int = 1  # the fewest rows of a prompt for which it is used
 
 
 class TargetWorker:

@@ -50,8 +50,7 @@ from dovetail.workers.serving.registration import Worker
 from dovetail.workers.sessions.prefix_cache import KeptSessions
 from dovetail.workers.target import TargetWorker
 
-BEAT_S = 0.2
-"""Interval at which a role that waits for its turn reports that it is alive."""
+BEAT_S = 0.2  # interval at which a role that waits for its turn reports that it is alive
 
 
 class Turns:
@@ -59,8 +58,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: set[int] = set()
-        """Threads."""
+        self._waiting: set[int] = set()  # threads
 
     @contextmanager
     def taken(self) -> Iterator[None]:

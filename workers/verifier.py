@@ -62,12 +62,9 @@ class _Pass:
     """The results of a pass: for each item in turn a row of its root, then one of each node; then,
     for each chunk of a log, its rows."""
 
-    logits: Sequence[Tensor]
-    """[M, V] for each item, then [R, V] for each chunk of a log."""
-    states: Mapping[int, Tensor]
-    """[rows, hidden] of every layer that one of the sessions reads."""
-    starts: Sequence[int]
-    """The first row of each item, then of each chunk."""
+    logits: Sequence[Tensor]  # [M, V] for each item, then [R, V] for each chunk of a log
+    states: Mapping[int, Tensor]  # [rows, hidden] of every layer that one of the sessions reads
+    starts: Sequence[int]  # the first row of each item, then of each chunk
 
     def features(self, reads: Reads, rows: Sequence[int]) -> Tensor:
         """Return what a draft reads of some rows, which ascend: [n, row] on the CPU."""

@@ -4,7 +4,7 @@
 
 Docstrings, comments and string literals of the four folders are searched for the words of
 `PRIVATE`, which processes do not do and the field does not use. `--sample` prints that many
-sentences at random instead, of docstrings, outputs and pages, to be read by a person.
+sentences at random instead, of docstrings, comments, outputs and pages, for a person to read.
 """
 
 import argparse
@@ -34,10 +34,8 @@ MOST_WORDS = 35  # of a sentence of a page
 def texts(source: str) -> Iterator[str]:
     """Docstrings, comments and string literals of a file, white space joined."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if (
-            token.type in (tokenize.COMMENT, tokenize.STRING)
-            or "FSTRING" in (tokenize.tok_name[token.type])
-        ):
+        kind = tokenize.tok_name[token.type]
+        if kind in ("COMMENT", "STRING") or "FSTRING" in kind:
             yield " ".join(BRACES.sub("{}", token.string).split())
 
 
@@ -93,7 +91,10 @@ def long_sentences(text: str) -> list[str]:
 
 
 def spoken(source: str) -> Iterator[tuple[str, str]]:
-    """Sentences of a file's docstrings and outputs: ("docstring" or "output", the sentence)."""
+    """Sentences of a file's docstrings, comments and outputs: (docstring or output, sentence)."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and len(token.string.split()) > 5:
+            yield "docstring", token.string
     tree = ast.parse(source)
     documented = {
         id(getattr(first, "value", None))
@@ -114,11 +115,9 @@ def spoken(source: str) -> Iterator[tuple[str, str]]:
                 str(part.value) if isinstance(part, ast.Constant) else "{...}"
                 for part in node.values
             )
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and (id(node) not in inside)
-        ):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) in inside:
+                continue
             text = node.value
         else:
             continue

@@ -222,8 +222,7 @@ class Probed:
     """The rough limits of a device, for estimates if no target was measured on it."""
 
     read_gb_s: float
-    gflop_s: float
-    """Peak of fp32 arithmetic; `half_gflop_s`: of fp16."""
+    gflop_s: float  # peak of fp32 arithmetic; `half_gflop_s`: of fp16
     half_gflop_s: float
     link_gb_s: float
 

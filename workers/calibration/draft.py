@@ -34,8 +34,7 @@ from dovetail.workers.drafters.registry import open_draft_worker
 from dovetail.workers.heads.head import Head
 from dovetail.workers.models.segment import Cache, Segment
 
-LEVELS = (1, 2, 4, 8, 10, 16)
-"""Rows of one level of a draft."""
+LEVELS = (1, 2, 4, 8, 10, 16)  # rows of one level of a draft
 
 
 def calibrate_draft(

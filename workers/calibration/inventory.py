@@ -23,8 +23,7 @@ from dovetail.workers.models.backends.device.choice import Products
 from dovetail.workers.models.backends.device.own import SOURCE
 from dovetail.workers.models.backends.device.trial import CONTESTS, here
 
-SHAPE = (83, 70)
-"""[out, in] of the self-test's matrix: no multiple of any register's width."""
+SHAPE = (83, 70)  # [out, in] of the self-test's matrix: no multiple of any register's width
 ROWS = (1, 2, 7, 16, 33)
 TOLERANCE = {Kind.FP32: 1e-5, Kind.FP16: 1e-5, Kind.BF16: 1e-5, Kind.INT8: 3e-2}
 """Largest accepted difference to the product in double precision, relative to the largest output:

@@ -16,8 +16,7 @@ from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.weight_types import FILE_KINDS
 from dovetail.workers.serving.design import Design
 
-PROBE_S = 0.6
-"""Duration of the probe of bandwidth; half as long for each kind of arithmetic."""
+PROBE_S = 0.6  # duration of the probe of bandwidth; half as long for each kind of arithmetic
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ tile heights."""
 SHORT_LADDER = (1, 2, 4, 8, 16, 32, 64)
 CHILDREN = 4
 CONTEXT = 512
-CHUNK = 128
-"""Rows of a prefill pass."""
+CHUNK = 128  # rows of a prefill pass
 
 
 class Computes(Protocol):

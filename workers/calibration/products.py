@@ -20,8 +20,7 @@ from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, Q4_K
 from dovetail.workers.models.weight_types import BLOCK_WEIGHTS, FILE_KINDS
 from dovetail.workers.models.weight_types import KINDS as WEIGHT_KINDS
 
-SHAPE = (1024, 2048)
-"""[out, in]: whole blocks of every type, and one to eight megabytes."""
+SHAPE = (1024, 2048)  # [out, in]: whole blocks of every type, and one to eight megabytes
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 TRIES = 5
 

@@ -54,16 +54,13 @@ from dovetail.workers.progress import LoadingTold, hearing_loads
 from dovetail.workers.serving.design import Design, calibration_key, read_design
 from dovetail.workers.serving.sharded import settle_target
 
-SHARE_OF_MEMORY = 0.8
-"""The share of the free memory that a measured model may take."""
+SHARE_OF_MEMORY = 0.8  # the share of the free memory that a measured model may take
 
-EXPERTS_SHARE = 0.1
-"""The share of the seconds for the cost of experts, if there are any."""
+EXPERTS_SHARE = 0.1  # the share of the seconds for the cost of experts, if there are any
 
 Say = Callable[[str, float], None]
 """Called with the present step, and the share of all work that is done."""
-LOADED = 0.15
-"""The share that is done when the model is loaded."""
+LOADED = 0.15  # the share that is done when the model is loaded
 
 
 def calibrate(

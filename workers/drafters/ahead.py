@@ -24,10 +24,8 @@ from dovetail.workers.speculation.growth import Ints, Nodes, best_first
 from dovetail.workers.speculation.prices import LONGER, PassTimes, most_used
 from dovetail.workers.speculation.proposal import Shape
 
-LEAST_USED = 1e-3
-"""Nodes whose path probability is below this are not expanded ahead."""
-WIDEST_AHEAD = 64
-"""The most rows of a pass ahead."""
+LEAST_USED = 1e-3  # nodes whose path probability is below this are not expanded ahead
+WIDEST_AHEAD = 64  # the most rows of a pass ahead
 
 
 SessionT = TypeVar("SessionT", bound=GrowingSession)

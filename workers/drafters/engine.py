@@ -13,8 +13,7 @@ from dovetail.workers.speculation.proposal import Order, Proposal
 class EngineSession(Protocol):
     """One sequence of an engine."""
 
-    log: list[int]
-    """The prompt and every committed token."""
+    log: list[int]  # the prompt and every committed token
 
     @property
     def readable(self) -> bool:
@@ -73,8 +72,7 @@ class Reader(Protocol[ReadT]):
 class PartReader(Protocol[ReadT]):
     """An engine with chunked prefill: `Engine.open` reads the first `Open.read` rows only."""
 
-    prompt_rows: int
-    """Rows of a chunk while no other session waits."""
+    prompt_rows: int  # rows of a chunk while no other session waits
 
     def read(self, session: ReadT, rows: int, /) -> None:
         """Prefill at most `rows` more rows of the log."""

@@ -48,14 +48,11 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 class Level:
     """N rows of one session that are computed in one pass: a level of its tree, or true rows."""
 
-    tokens: Tensor
-    """int64 [N]; `positions` likewise."""
+    tokens: Tensor  # int64 [N]; `positions` likewise
     positions: Tensor
     segment: Segment
-    above: Nodes
-    """[N]: for each row, the row of `states` that holds its parent's state."""
-    into: int
-    """The first row of `states` that the new states are written to."""
+    above: Nodes  # [N]: for each row, the row of `states` that holds its parent's state
+    into: int  # the first row of `states` that the new states are written to
     contrast: bool = False
     ranking: DeviceRanking | None = None
     """The ranking of the children on the device; None: the host ranks."""
@@ -73,11 +70,9 @@ class Level:
 class FreeLevels:
     """Compute rows in the shape that they have, together with those of other sessions."""
 
-    ranks: ClassVar[bool] = False
-    """True if children are ranked where levels are computed."""
+    ranks: ClassVar[bool] = False  # True if children are ranked where levels are computed
     head: Head
-    states: Tensor
-    """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
+    states: Tensor  # [1 + rows, H]: the state of the root's row, then of each row of the tree
 
     def ask(self, level: Level) -> Rows:
         """Return a level's rows as part of a pass."""
@@ -120,12 +115,9 @@ class LevelInputs(RankedInputs):
 class Kind:
     """The kind of a head's rows. Rows of one kind can share a pass."""
 
-    true: bool
-    """True if they read the target's features, False if the head's own states."""
-    contrast: bool = False
-    """True if rows in free shapes want the contrast output."""
-    fixed: bool = False
-    """True for `LevelRows`."""
+    true: bool  # True if they read the target's features, False if the head's own states
+    contrast: bool = False  # True if rows in free shapes want the contrast output
+    fixed: bool = False  # True for `LevelRows`
 
 
 TREE, TRUE = Kind(true=False, fixed=True), Kind(true=True, fixed=True)
@@ -153,8 +145,7 @@ class FixedLevels:
         self._memory = self._take_states(1 + rows)
         self.states = self._memory[: 1 + rows]
         """[1 + rows, H]: the state of the root's row, then of each row of the tree."""
-        self.placed = head.ours is not None
-        """True if passes can have rows of several sessions."""
+        self.placed = head.ours is not None  # True if passes can have rows of several sessions
         self._address = self._memory.data_ptr() if self.placed else 0
         self._row_bytes = self._memory.stride(0) * self._memory.element_size()
 

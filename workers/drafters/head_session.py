@@ -28,8 +28,7 @@ class HeadSession(GrowingSession):
 
     levels: Levels
     window: int
-    survives: bool = False
-    """True if the tree below the root was kept when the root moved."""
+    survives: bool = False  # True if the tree below the root was kept when the root moved
     contrasts: dict[int, Tensor] = field(default_factory=dict)
     """Pool node (-1: the root) -> logits [V] of what follows its children."""
     waiting: list[Tensor] = field(default_factory=list)
@@ -108,14 +107,11 @@ class HeadLeft:
     """The log and the rows of a session that has ended, or that another one starts from."""
 
     log: list[int]
-    cache: Cache
-    """The true rows from `dropped` on, at most `window` of them."""
+    cache: Cache  # the true rows from `dropped` on, at most `window` of them
     dropped: int
     window: int
-    waiting: Tensor
-    """Features [n, W] of the positions behind the true rows."""
-    used: int = 0
-    """Rows behind the true ones, in a session that is open."""
+    waiting: Tensor  # features [n, W] of the positions behind the true rows
+    used: int = 0  # rows behind the true ones, in a session that is open
 
     @property
     def rows(self) -> int:

@@ -10,8 +10,7 @@ from dovetail.protocol.calibration import ContextCurve
 from dovetail.protocol.messages import Hello, Limits, Reads, VocabularyFacts
 from dovetail.protocol.vocabulary import TokenTable
 
-MAX_OPEN = 1024
-"""The most open sessions, each with its own cache; memory is the real bound."""
+MAX_OPEN = 1024  # the most open sessions, each with its own cache; memory is the real bound
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,9 @@ class Identity:
     weights: str = ""
     curves: Sequence[ContextCurve] = ()
     """The cost of a level of its tree, from this machine's profile file."""
-    kept_tokens: int = 0
-    """The number of tokens of ended sessions whose rows it can keep."""
-    together: int = 1
-    """The most sessions that it drafts for in one pass."""
-    kept_beside: int = 0
-    """Tokens by which each session counts more, for its recurrent states."""
+    kept_tokens: int = 0  # the number of tokens of ended sessions whose rows it can keep
+    together: int = 1  # the most sessions that it drafts for in one pass
+    kept_beside: int = 0  # tokens by which each session counts more, for its recurrent states
 
     def hello(self, epoch: int, *, reads: Reads | None, prompt_rows: int, shares: bool) -> Hello:
         """Return the registration. `reads`: the features that it reads; `prompt_rows`: the chunk

@@ -38,8 +38,7 @@ SHARPENING = 1.0
 prompts with the embedded pair, gamma 15, depth 8, width 10: at 0.3 / 0.5 / 0.8 / 1.0 / 1.25 they
 are 5.62 / 5.66 / 5.78 / 5.74 / 5.62 at temperature 0 and 5.02 / 4.96 / 5.08 / 5.15 / 4.87 at
 temperature 1; sharper scores grow more nodes (388 a round at 0.3, 329 at 1.0)."""
-SUBSTITUTE_SHARPENING = 0.2
-"""The sharpening of a target's own substitute (SubSpec, section 4.2)."""
+SUBSTITUTE_SHARPENING = 0.2  # the sharpening of a target's own substitute (SubSpec, section 4.2)
 
 Passes = Generator[Rows, Ranked, Ranked]
 """Yields rows, is sent the results, and returns those of the last rows."""
@@ -68,10 +67,8 @@ class DraftLeft:
     """The log and the rows of a session that has ended, or that another one starts from."""
 
     log: list[int]
-    cache: Cache
-    """Rows of the log, as far as it has been read."""
-    used: int = 0
-    """Rows of the tree, in a session that is open."""
+    cache: Cache  # rows of the log, as far as it has been read
+    used: int = 0  # rows of the tree, in a session that is open
 
     @property
     def there(self) -> int:

@@ -44,8 +44,7 @@ SHARPENING = 1.0
 LEAST = 0.07
 """The least probability offered if the order has no price: about the share of a one-row pass that
 another row costs the target, where sixteen rows cost two."""
-NEGLIGIBLE = 1e-4
-"""The least probability ever offered."""
+NEGLIGIBLE = 1e-4  # the least probability ever offered
 
 
 class Index:
@@ -93,8 +92,7 @@ class _Node:
     """A candidate. Candidates are offered best first, and ties in the order in which they were
     found."""
 
-    badness: float
-    """Minus the score (the log-probability of the path)."""
+    badness: float  # minus the score (the log-probability of the path)
     number: int
     parent: int = field(compare=False)
     path: tuple[int, ...] = field(compare=False)
@@ -111,8 +109,7 @@ class LookupSession:
     sharpening: float
     capacity: int
     offered: TokenTree = field(default_factory=TokenTree)
-    readable: bool = True
-    """Always true: a log has no maximum length here."""
+    readable: bool = True  # always true: a log has no maximum length here
 
 
 class Lookup:

@@ -35,8 +35,7 @@ class Part(Protocol):
 
 Steps = Generator[Any, Any, Tensor]
 """Yields parts, is sent the result of each, and returns logits [N, V]."""
-Compute = Callable[[Sequence[Any]], Sequence[Any]]
-"""Parts of one kind -> the result of each."""
+Compute = Callable[[Sequence[Any]], Sequence[Any]]  # parts of one kind -> the result of each
 
 
 @dataclass
@@ -45,16 +44,11 @@ class Reading:
 
     nodes: Nodes
     begin: Callable[[], Steps]
-    since_ns: int = 0
-    """When its first pass began."""
-    rows: int = 0
-    """All rows of its passes, including those of other sessions."""
-    logits: Tensor | None = None
-    """[N, V] after the nodes, once computed."""
-    error: Exception | None = None
-    """The exception that it failed with."""
-    part: Any = None
-    """The part that it needs next."""
+    since_ns: int = 0  # when its first pass began
+    rows: int = 0  # all rows of its passes, including those of other sessions
+    logits: Tensor | None = None  # [N, V] after the nodes, once computed
+    error: Exception | None = None  # the exception that it failed with
+    part: Any = None  # the part that it needs next
     _steps: Steps | None = field(default=None, repr=False)
 
     @property
@@ -130,15 +124,12 @@ def read_alone(steps: Generator[Any, Any, ResultT], compute: Compute) -> ResultT
 class Rows:
     """Rows of one session for a model or a head."""
 
-    tokens: Tensor
-    """int64 [N]; `positions` likewise."""
+    tokens: Tensor  # int64 [N]; `positions` likewise
     positions: Tensor
     segment: Segment
-    wanted: int
-    """The number of last rows whose results are wanted."""
+    wanted: int  # the number of last rows whose results are wanted
     kind: Hashable = None
-    features: Tensor = EMPTY
-    """[N, W], for a head."""
+    features: Tensor = EMPTY  # [N, W], for a head
     ranking: DeviceRanking | None = None
     """The ranking of the children of the wanted rows, for a captured pass; None: the host ranks."""
 

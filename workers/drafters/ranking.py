@@ -48,12 +48,9 @@ class Ranking:
     """For each level, the divisor of the logits and the share of the target's noise that is added.
     They may change when the root moves."""
     vocabulary_size: int
-    native: bool
-    """True if the C++ kernels rank."""
-    noise: NoiseCache | None
-    """None for greedy decoding."""
-    looking_back: LookingBack | None
-    """The processors that look back; None: there are none."""
+    native: bool  # True if the C++ kernels rank
+    noise: NoiseCache | None  # None for greedy decoding
+    looking_back: LookingBack | None  # the processors that look back; None: there are none
     draws: Draws | None
     """The draws of a session under rejection sampling; None: children are ranked."""
     score_calibration: ScoreCalibration | None

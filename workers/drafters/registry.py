@@ -30,18 +30,14 @@ class Wanted:
     settings: DraftSettings
     name: str
     threads: int
-    target: str
-    """Folder or hub id of its target."""
+    target: str  # folder or hub id of its target
     context: int | None = None
     """The model's longest sequence, in tokens; None: the model's own limit."""
-    profile: Path | None = None
-    """This machine's profile file."""
-    cache: Path | None = None
-    """The folder of the cache of quantised weights."""
+    profile: Path | None = None  # this machine's profile file
+    cache: Path | None = None  # the folder of the cache of quantised weights
     tell: Callable[[int, int], None] = lambda _done, _all: None
     """Receives the progress of quantising."""
-    vram: int | None = None
-    """Bytes of a GPU that it may use; None: all free memory."""
+    vram: int | None = None  # bytes of a GPU that it may use; None: all free memory
 
     def open_device(self) -> "Device":
         """Return the device of the settings, limited to the memory that may be used."""

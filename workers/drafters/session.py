@@ -19,8 +19,7 @@ from dovetail.workers.speculation.proposal import FREE, Price, Shape
 
 MAX_TREE_ROWS = 4096
 """The most rows of a session's trees: four times the nodes of the largest proposal."""
-PROPOSALS_AHEAD = 8
-"""A tree that grows ahead has rows for this many proposals."""
+PROPOSALS_AHEAD = 8  # a tree that grows ahead has rows for this many proposals
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,12 @@ THE_ROOT: Nodes = np.array([ROOT], np.intp)
 class WaitingTime:
     """The pause between a proposal and the next order, in which a tree may grow ahead."""
 
-    ahead: bool = False
-    """True if the tree grows ahead."""
-    width: int = 0
-    """Nodes expanded in a pass, and children of a node that the policies see."""
-    children: int = 0
-    """Children of a node that are kept."""
-    since_ns: int | None = None
-    """When this pause began; None: there was no proposal yet."""
-    done: bool = False
-    """True if nothing is left that is worth a pass."""
-    joined: int = 0
-    """Nodes that have joined the pool."""
+    ahead: bool = False  # True if the tree grows ahead
+    width: int = 0  # nodes expanded in a pass, and children of a node that the policies see
+    children: int = 0  # children of a node that are kept
+    since_ns: int | None = None  # when this pause began; None: there was no proposal yet
+    done: bool = False  # True if nothing is left that is worth a pass
+    joined: int = 0  # nodes that have joined the pool
     passes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_PASSES))
     """(rows, ns) of the last passes."""
 
@@ -76,13 +69,10 @@ class GrowingSession:
     policy: Policy
     depth: int
     capacity: int
-    rows_ahead: int = MAX_TREE_ROWS
-    """The most rows of the tree with growth ahead."""
+    rows_ahead: int = MAX_TREE_ROWS  # the most rows of the tree with growth ahead
     tree: GrowingTree = field(default_factory=GrowingTree)
-    offered: list[int] = field(default_factory=list)
-    """Pool index of each node of the last proposal."""
-    price: Price = FREE
-    """The price of a pass in the last order."""
+    offered: list[int] = field(default_factory=list)  # pool index of each node of the last proposal
+    price: Price = FREE  # the price of a pass in the last order
     chance: Chance = field(default_factory=Chance)
     waiting_time: WaitingTime = field(default_factory=WaitingTime)
     waits: Recent = field(default_factory=Recent)

@@ -41,8 +41,7 @@ class Lent:
     cache: Cache
     """The target's cache in the form that the substitute's layers take, with the rows of the log
     committed except the last token's."""
-    first: int
-    """The draft's first slot."""
+    first: int  # the draft's first slot
 
 
 Borrow = Callable[[int], Lent]
@@ -51,14 +50,10 @@ Borrow = Callable[[int], Lent]
 
 @dataclass(kw_only=True)
 class SharedSession(DraftSession):
-    number: int = -1
-    """The number by which coordinator and target know the session."""
-    first: int = 0
-    """Slot of the root's row; rows of the tree follow it."""
-    own: int
-    """Number of slots from there on."""
-    rooted: bool = False
-    """True if the root has a row."""
+    number: int = -1  # the number by which coordinator and target know the session
+    first: int = 0  # slot of the root's row; rows of the tree follow it
+    own: int  # number of slots from there on
+    rooted: bool = False  # True if the root has a row
     states: LentStates | None = None
     """The target's recurrent states, if any, and the factors of the draft's rows."""
 

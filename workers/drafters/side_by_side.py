@@ -66,21 +66,17 @@ class Engine(Protocol[OwnT]):
 class Growth(Generic[SessionT]):
     """The tree of one session while its order is carried out."""
 
-    place: int
-    """The place of its order among those that came together."""
+    place: int  # the place of its order among those that came together
     session: SessionT
     shape: Shape
     deadline_ns: int | None
     hit: bool
     unused: int
     """The number of nodes that were neither in the last proposal nor on the accepted path."""
-    waited: WaitingTime
-    """The pause before the order."""
+    waited: WaitingTime  # the pause before the order
     passes: list[Pass] = field(default_factory=list)
-    wanted: Wanted | None = None
-    """Nodes that its next pass may expand."""
-    reading: Reading | None = None
-    """Rows that are being computed for it."""
+    wanted: Wanted | None = None  # nodes that its next pass may expand
+    reading: Reading | None = None  # rows that are being computed for it
     error: Exception | None = None
 
     def __post_init__(self) -> None:
@@ -124,8 +120,7 @@ class SideBySide(Generic[SessionT]):
     """Grows the trees of several sessions, pass by pass."""
 
     engine: Engine[SessionT]
-    times: PassTimes
-    """Learns how long passes take."""
+    times: PassTimes  # learns how long passes take
     spans: Spans
 
     def grow(self, growths: Sequence[Growth[SessionT]]) -> Iterator[Growth[SessionT]]:

@@ -32,8 +32,7 @@ from dovetail.workers.speculation.proposal import FREE, Order, Price, Proposal, 
 from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.speculation.score_calibration import Scale, ScoreCalibration
 
-CHUNK = 256
-"""Tokens of the log in one pass: bounds the mask and activations of a long prompt."""
+CHUNK = 256  # tokens of the log in one pass: bounds the mask and activations of a long prompt
 
 NOTHING = Shape(0, 0, 0)
 

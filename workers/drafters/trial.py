@@ -19,10 +19,8 @@ from dovetail.workers.devices.opening import first_device
 from dovetail.workers.draft import DraftWorker
 from dovetail.workers.sessions.wire import narrowed, to_array
 
-TOKENS = 2048
-"""Tokens of the trial session."""
-PROMPT = 512
-"""Tokens of its prompt: prefill needs more memory at once than any other pass."""
+TOKENS = 2048  # tokens of the trial session
+PROMPT = 512  # tokens of its prompt: prefill needs more memory at once than any other pass
 CPU = "cpu"
 Opened = DraftWorker[Any]
 

@@ -36,8 +36,7 @@ class Wanted:
     """Nodes of one tree that the next pass may expand, best first."""
 
     nodes: Nodes
-    candidates: Candidates | None
-    """Their worth; None: all are expanded at any cost."""
+    candidates: Candidates | None  # their worth; None: all are expanded at any cost
 
 
 def wanted_of(

@@ -41,8 +41,7 @@ EMBEDDINGS = (
 OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """The families' names of the embedding and of the output head; a model without the latter ties it
 to the embedding."""
-TABLES = ("d2t", "t2d")
-"""Tables of token ids; all other tensors are weights."""
+TABLES = ("d2t", "t2d")  # tables of token ids; all other tensors are weights
 
 log = logging.getLogger(__name__)
 

@@ -57,8 +57,7 @@ class RotaryConfig(Read):
     """`rope_parameters` of transformers 5, or `rope_scaling` of earlier versions."""
 
     rope_type: str | None = None
-    type: str | None = None
-    """The older name of `rope_type`."""
+    type: str | None = None  # the older name of `rope_type`
     rope_theta: Base | None = None
     partial_rotary_factor: Share | None = None
     factor: Factor | None = None
@@ -76,8 +75,7 @@ class RotaryConfig(Read):
 class OwnConfig(Read):
     """The keys that this project adds for the heads that it trains."""
 
-    trained_for: Label = ""
-    """Digest of the target."""
+    trained_for: Label = ""  # digest of the target
 
 
 class HeadConfig(Read):

@@ -55,12 +55,9 @@ class Eagle3Config(HeadConfig):
 class Eagle3Spec(HeadSpec):
     """An EAGLE-3 head."""
 
-    norm_before_residual: bool
-    """The layer's residual is the normed state."""
-    norm_output: bool
-    """The recurrent state is taken after the final norm."""
-    fc_norm: bool
-    """Each tap is normed before the fusion."""
+    norm_before_residual: bool  # the layer's residual is the normed state
+    norm_output: bool  # the recurrent state is taken after the final norm
+    fc_norm: bool  # each tap is normed before the fusion
 
 
 def _taps(config: Eagle3Config, target: TargetShape) -> tuple[int, ...]:

@@ -41,8 +41,7 @@ from dovetail.workers.models.families.description import Attention, Growth, Rope
 from dovetail.workers.models.segment import Cache, Segment
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-LEAST_ANGLES = 1024
-"""Positions whose angles are computed at first; the table grows on demand."""
+LEAST_ANGLES = 1024  # positions whose angles are computed at first; the table grows on demand
 Run = Callable[[Any, Tensor, Tensor | None], None]
 """A layer, in place: (the rows of a pass, states [T, H], what attention reads instead of the
 states)."""
@@ -52,10 +51,8 @@ states)."""
 class Rotation:
     """The rotary positions of a head."""
 
-    frequencies: Tensor
-    """float32 [rotary_dim / 2]."""
-    scaling: float
-    """The factor of cosines and sines."""
+    frequencies: Tensor  # float32 [rotary_dim / 2]
+    scaling: float  # the factor of cosines and sines
 
 
 @dataclass(frozen=True)
@@ -86,12 +83,9 @@ class HeadEngine(Protocol):
     """What computes a head. States are fp32."""
 
     device: torch.device
-    cached: torch.dtype
-    """The type of keys and values."""
-    table: torch.dtype | None
-    """The type of the embedding; None: as stored."""
-    name: str
-    """The library that computes, for log lines."""
+    cached: torch.dtype  # the type of keys and values
+    table: torch.dtype | None  # the type of the embedding; None: as stored
+    name: str  # the library that computes, for log lines
 
     @property
     def ours(self) -> Ours | None:

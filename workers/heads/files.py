@@ -31,11 +31,9 @@ class HeadFiles:
 
     folder: Path
     config: Mapping[str, Any]
-    digest: str
-    """SHA-256 of config.json and the weights, in hexadecimal."""
+    digest: str  # SHA-256 of config.json and the weights, in hexadecimal
     shapes: Mapping[str, Shape]
-    types: Mapping[str, torch.dtype | None]
-    """Name -> type; None: a type that heads do not support."""
+    types: Mapping[str, torch.dtype | None]  # name -> type; None: a type that heads do not support
     read: Callable[[str], Tensor]
 
 

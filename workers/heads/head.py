@@ -36,10 +36,8 @@ __all__ = ["Head", "HeadSpec", "Predicted", "classify", "open_head"]
 
 WEIGHTS = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 """`auto` keeps the stored types: on a CPU for each matrix, on a GPU one 16-bit type."""
-HALF = {"float16": "fp16", "bfloat16": "bf16"}
-"""Type of features -> weights of 16 bits."""
-TRIED_ROWS, TRIED_LEVELS = 8, 3
-"""The rows and levels of the trial of fp16."""
+HALF = {"float16": "fp16", "bfloat16": "bf16"}  # type of features -> weights of 16 bits
+TRIED_ROWS, TRIED_LEVELS = 8, 3  # the rows and levels of the trial of fp16
 MASSIVE = 2500.0
 """The largest numbers in the streams of 7B models (Sun et al. 2024, Massive Activations in Large
 Language Models)."""
@@ -53,13 +51,11 @@ class Predicted:
     logits: Tensor
     """float32 [R, V], over the target's vocabulary; -inf for tokens outside the draft
     vocabulary."""
-    states: Tensor
-    """[R, H]: the recurrent states, which are the features of the next step."""
+    states: Tensor  # [R, H]: the recurrent states, which are the features of the next step
     contrast: Tensor | None
     """float32 [R, V], if asked for and available: logits of the token after the one that a row
     predicts."""
-    best: Fetched | None = None
-    """The children as ranked by a device; None: the host ranks."""
+    best: Fetched | None = None  # the children as ranked by a device; None: the host ranks
 
 
 class Head:
@@ -86,8 +82,7 @@ class Head:
         self.vocabulary_size = self.spec.vocabulary_size
         self._engine, self.graphs = engine, Graphs()
         self._body = HEADS[self.spec.kind].body(HeadParts(checkpoint, engine))
-        self.ours = engine.ours
-        """Our functions for rows of several sessions, if any."""
+        self.ours = engine.ours  # our functions for rows of several sessions, if any
         self._table = _table(checkpoint.embedding, engine)
         shares = checkpoint.output is checkpoint.embedding and engine.table is not None
         self._output = engine.linear(self._table if shares else checkpoint.output)

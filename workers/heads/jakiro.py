@@ -42,8 +42,7 @@ class JakiroSpec(HeadSpec):
 class _Mixed(HeadKind):
     """What both kinds share."""
 
-    up: ClassVar[Sequence[str]]
-    """The matrices of an expert that read a row."""
+    up: ClassVar[Sequence[str]]  # the matrices of an expert that read a row
     down: ClassVar[str]
 
     def recognises(self, shapes: Shapes) -> bool:

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 class Figures:
     """The accepted lengths that a kind's paper reports, at T = 0 on MT-bench."""
 
-    tokens: tuple[float, ...]
-    """The lengths of heads with 1, 2, ... blocks."""
-    tree: tuple[str, int, int, int]
-    """Policy, gamma, depth and width."""
-    source: str
-    """Paper, table and target; `{blocks}` is replaced by the number of blocks."""
+    tokens: tuple[float, ...]  # the lengths of heads with 1, 2, ... blocks
+    tree: tuple[str, int, int, int]  # policy, gamma, depth and width
+    source: str  # paper, table and target; `{blocks}` is replaced by the number of blocks
 
 
 SERVER, GPU = ("dynamic", 15, 8, 10), ("dynamic", 59, 8, 10)
@@ -45,14 +42,10 @@ class HeadKind(ABC):
     """A kind of head."""
 
     name: ClassVar[str]
-    title: ClassVar[str] = ""
-    """Its name in the paper; empty: a variant of another kind."""
-    setting: ClassVar[str] = ""
-    """Its name in `draft.kind`, if different."""
-    figures: ClassVar[Figures | None] = None
-    """None: a variant, which has the figures of its kind."""
-    config: ClassVar[type[HeadConfig]] = HeadConfig
-    """The keys of its config.json."""
+    title: ClassVar[str] = ""  # its name in the paper; empty: a variant of another kind
+    setting: ClassVar[str] = ""  # its name in `draft.kind`, if different
+    figures: ClassVar[Figures | None] = None  # None: a variant, which has the figures of its kind
+    config: ClassVar[type[HeadConfig]] = HeadConfig  # the keys of its config.json
     silu: ClassVar[bool] = True
     """True if it computes with silu, so that another activation in config.json is an error."""
     own_embedding: ClassVar[bool] = False

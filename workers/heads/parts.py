@@ -32,16 +32,12 @@ class HeadCheckpoint:
 
     source: str
     digest: str
-    trained_for: str
-    """Digest of the target that it was trained for; empty if config.json lacks it."""
+    trained_for: str  # digest of the target that it was trained for; empty if config.json lacks it
     spec: HeadSpec
     rotation: Rotation
-    tensors: Mapping[str, Tensor]
-    """All tensors by their kind's names, except the next three."""
-    embedding: Tensor
-    """[V, H]."""
-    output: Tensor
-    """[Vd, H]; the same object as the embedding if they are equal."""
+    tensors: Mapping[str, Tensor]  # all tensors by their kind's names, except the next three
+    embedding: Tensor  # [V, H]
+    output: Tensor  # [Vd, H]; the same object as the embedding if they are equal
     tokens: Tensor | None
     """int64 [Vd]: the target's ids of the draft vocabulary, ascending; None: row v is token v."""
 
@@ -50,12 +46,9 @@ class HeadCheckpoint:
 class Outcome:
     """What the layers leave for the output head."""
 
-    states: Tensor
-    """[R, H]: the recurrent states."""
-    branches: tuple[Tensor, ...]
-    """[R, H] each: the states that the output head reads."""
-    share: Tensor | None = None
-    """[R, 1]: the share of the first of two branches in the mixture."""
+    states: Tensor  # [R, H]: the recurrent states
+    branches: tuple[Tensor, ...]  # [R, H] each: the states that the output head reads
+    share: Tensor | None = None  # [R, 1]: the share of the first of two branches in the mixture
     contrast: Tensor | None = None
     """[R, H]: the states that the output head reads for the token after the next."""
 
@@ -64,10 +57,8 @@ class Outcome:
 class Inputs:
     """The rows of a pass on the head's device."""
 
-    embedded: Tensor
-    """[T, H]."""
-    features: Tensor
-    """[T, W], or recurrent [T, H]."""
+    embedded: Tensor  # [T, H]
+    features: Tensor  # [T, W], or recurrent [T, H]
     seen: Any
     rows: Tensor | None
     contrast: bool

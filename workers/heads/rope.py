@@ -7,8 +7,7 @@ from dovetail.workers.heads.config import HeadConfig, MisfitError, RotaryConfig
 from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import transformers
 
-THETA = 10000.0
-"""The base if a configuration has none, as in the EAGLE family's code."""
+THETA = 10000.0  # the base if a configuration has none, as in the EAGLE family's code
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 

@@ -14,12 +14,9 @@ FeatureType = Literal["float16", "bfloat16"]
 
 IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 """Buffers of old transformers versions, which follow from config.json."""
-EXPERTS = "layers.0.mlp_moe"
-"""The module of a head's experts."""
-NAMED = 8
-"""The most tensors named in an error; a checkpoint of another kind would fill a page."""
-LONGEST_NAME = 100
-"""Longer names of tensors are truncated to this many characters."""
+EXPERTS = "layers.0.mlp_moe"  # the module of a head's experts
+NAMED = 8  # the most tensors named in an error; a checkpoint of another kind would fill a page
+LONGEST_NAME = 100  # longer names of tensors are truncated to this many characters
 
 
 @dataclass(frozen=True)
@@ -27,11 +24,9 @@ class TargetShape:
     """The target that a head has to fit."""
 
     name: str
-    width: int
-    """Width of its hidden state."""
+    width: int  # width of its hidden state
     layers: int
-    vocabulary_size: int
-    """Rows of its embedding, V."""
+    vocabulary_size: int  # rows of its embedding, V
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +34,8 @@ class HeadSpec:
     """A complete head except its weights. Kinds with further numbers have a subclass."""
 
     kind: str
-    blocks: int = 1
-    """Decoder layers."""
-    hidden: int
-    """Width of the head's own state, H."""
+    blocks: int = 1  # decoder layers
+    hidden: int  # width of the head's own state, H
     target_width: int
     taps: tuple[int, ...] = ()
     """Layers of the target whose input residual streams are read, concatenated; (): its last hidden
@@ -50,20 +43,14 @@ class HeadSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
-    """Width of the MLP, or of one expert."""
-    vocabulary_size: int
-    """Tokens of the target, V."""
+    intermediate: int  # width of the MLP, or of one expert
+    vocabulary_size: int  # tokens of the target, V
     draft_vocabulary: int
     """Rows of the output head, Vd: less than V if the head knows only the frequent tokens."""
-    context: int
-    """Positions that the head was trained for."""
-    dtype: FeatureType
-    """The 16-bit type of the features."""
-    epsilon: float
-    """Epsilon of its norms."""
-    contrast: bool = False
-    """True if it can predict the token after the next."""
+    context: int  # positions that the head was trained for
+    dtype: FeatureType  # the 16-bit type of the features
+    epsilon: float  # epsilon of its norms
+    contrast: bool = False  # True if it can predict the token after the next
 
     @property
     def feature_width(self) -> int:
@@ -126,8 +113,7 @@ class Group:
     """Tensors of which a head has all or none."""
 
     shapes: Shapes
-    needed: bool = True
-    """False: the whole group is optional."""
+    needed: bool = True  # False: the whole group is optional
 
 
 def refuse_strange(spec: HeadSpec, groups: Iterable[Group], shapes: Shapes) -> None:

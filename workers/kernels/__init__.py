@@ -31,17 +31,14 @@ from typing import Any, Self
 
 from dovetail.protocol.errors import UserError
 
-Array = Any
-"""A torch tensor on the CPU or a numpy array."""
+Array = Any  # a torch tensor on the CPU or a numpy array
 
 LIBRARY = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
 """Where pip and `build` put the extension for this interpreter."""
 BUILD = f"{sys.executable} -m dovetail.workers.kernels.build"
 """The command that builds them for this interpreter."""
-ALIGNMENT = 64
-"""Bytes of a cache line and of the widest register."""
-HUGE_PAGE = 1 << 21
-"""Bytes of a huge page of x86, and of Arm with pages of 4 KB."""
+ALIGNMENT = 64  # bytes of a cache line and of the widest register
+HUGE_PAGE = 1 << 21  # bytes of a huge page of x86, and of Arm with pages of 4 KB
 LEAST_RUN = 4 * HUGE_PAGE
 """The fewest consecutive bytes of each shard for which memory is in huge pages. At a border up to
 half a huge page, an eighth of that, is on the neighbour's node."""
@@ -57,8 +54,7 @@ class Kind(IntEnum):
     BLOCKS = 8
     """Blocks of a GGUF file, with rows of x rounded to 8 bits; `Coded` has the numbers in
     between."""
-    EXACT_BLOCKS = 9
-    """Blocks whose weights are converted to fp32 on use, with rows of x in fp32."""
+    EXACT_BLOCKS = 9  # blocks whose weights are converted to fp32 on use, with rows of x in fp32
 
 
 class Isa(IntEnum):
@@ -74,8 +70,7 @@ class Isa(IntEnum):
 
 
 NAMES = ("plain C++", "SSE4.1", "AVX", "AVX2", "AVX-512", "AVX-512 VNNI", "NEON")
-TITLES = dict(zip(Isa, NAMES, strict=True))
-"""Instruction set -> its name in words."""
+TITLES = dict(zip(Isa, NAMES, strict=True))  # instruction set -> its name in words
 WHY_PLAIN = {
     "x86_64": "this processor has no SSE4.1, and they are many times slower",
     **dict.fromkeys(("i686", "armv7l"), "this is a 32-bit system, and they are many times slower"),

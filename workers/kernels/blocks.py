@@ -24,16 +24,12 @@ from dovetail.workers.kernels import (
     threads,
 )
 
-WIDTH = 32
-"""Inputs that share a scale when a row of x is rounded."""
-VECTOR = 16
-"""Outputs that are interleaved."""
-TURN = 64 * VECTOR
-"""The most rows that a thread packs at a time."""
+WIDTH = 32  # inputs that share a scale when a row of x is rounded
+VECTOR = 16  # outputs that are interleaved
+TURN = 64 * VECTOR  # the most rows that a thread packs at a time
 TURN_BYTES = 1 << 19
 """Bytes of rows packed at a time, which stay in a cache between reading and packing."""
-PLAIN = {0: Kind.FP32, 1: Kind.FP16, 30: Kind.BF16}
-"""ggml's types of plain numbers."""
+PLAIN = {0: Kind.FP32, 1: Kind.FP16, 30: Kind.BF16}  # ggml's types of plain numbers
 
 
 class PartStruct(Structure):
@@ -55,8 +51,7 @@ class PartsStruct(Structure):
 class Part:
     """Outputs with one type of numbers."""
 
-    type: int
-    """ggml's number of the type."""
+    type: int  # ggml's number of the type
     count: int
 
 

@@ -9,8 +9,7 @@ from enum import IntEnum
 
 from dovetail.workers.kernels import Array, PackedMatrix, address_of, library
 
-GROUP = 64
-"""Inputs that share a scale and an offset."""
+GROUP = 64  # inputs that share a scale and an offset
 
 
 class Coded(IntEnum):
@@ -27,8 +26,7 @@ class Coded(IntEnum):
         return {Coded.CODES8: 8, Coded.CODES4: 4, Coded.CODES3: 3, Coded.CODES2: 2}[self]
 
 
-KINDS = {kind.bits: kind for kind in Coded}
-"""Bits of a code -> kind of matrix."""
+KINDS = {kind.bits: kind for kind in Coded}  # bits of a code -> kind of matrix
 
 
 def groups_of(inputs: int) -> int:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-DOUBT = 2.0**-48
-"""More than the relative error of a function in float64."""
+DOUBT = 2.0**-48  # more than the relative error of a function in float64
 DIGITS = Context(prec=40, traps=[])
 POWERS = ("pow", "__pow__", "__rpow__")
 

@@ -87,10 +87,8 @@ class ExpertsStruct(Structure):
 class Choice:
     """The experts of some rows."""
 
-    ids: Tensor
-    """int32 [rows, chosen], ascending in each row."""
-    weights: Tensor
-    """float32 [rows, chosen]."""
+    ids: Tensor  # int32 [rows, chosen], ascending in each row
+    weights: Tensor  # float32 [rows, chosen]
     margins: Tensor
     """float32 [rows]: by how much the last chosen expert is ahead of the next, roughly as a
     difference of logits, even if scores are probabilities or sigmoids."""

@@ -14,23 +14,18 @@ class LatentPlan:
     share. Instead of expanding latents to keys and values of each head, queries and results go
     through the heads' matrices."""
 
-    rank: int
-    """Width of a latent."""
-    plain: int
-    """Numbers of a head's query that are not rotated; the rotated ones follow them."""
-    latent_norm: Tensor
-    """The weights of the latents' RMS norm, float32 [rank]."""
+    rank: int  # width of a latent
+    plain: int  # numbers of a head's query that are not rotated; the rotated ones follow them
+    latent_norm: Tensor  # the weights of the latents' RMS norm, float32 [rank]
     key_up: Sequence[PackedMatrix]
     """For each head the matrix that expands latents to keys, transposed: [rank, plain]."""
-    value_up: Sequence[PackedMatrix]
-    """For each head the matrix [value_dim, rank]."""
+    value_up: Sequence[PackedMatrix]  # for each head the matrix [value_dim, rank]
     query_up: PackedMatrix | None = None
     """[heads (plain + rotated), ...], which computes queries from the first numbers of `qkv`; None:
     these are the queries."""
     query_norm: Tensor | None = None
     """The weights of the RMS norm of those numbers, float32, if any."""
-    epsilon: float = 1e-6
-    """The epsilon of both norms."""
+    epsilon: float = 1e-6  # the epsilon of both norms
 
     @property
     def value_dim(self) -> int:

@@ -12,8 +12,7 @@ from dovetail.workers.kernels import PackedMatrix, fresh_memory
 from dovetail.workers.kernels.latent import LatentPlan
 from dovetail.workers.kernels.states import ScanPlan, StateRows
 
-LANES = 16
-"""Positions interleaved in a block of keys; capacities are multiples of it."""
+LANES = 16  # positions interleaved in a block of keys; capacities are multiples of it
 
 
 class NormKind(IntEnum):
@@ -78,8 +77,7 @@ class Rotary:
 
     cosines: Tensor
     sines: Tensor
-    factors: Tensor | None = None
-    """float32 [context]: factors of rotated queries, if any."""
+    factors: Tensor | None = None  # float32 [context]: factors of rotated queries, if any
 
 
 @dataclass(frozen=True)
@@ -87,32 +85,24 @@ class RouterPlan:
     """How a row's experts are chosen (the largest scores, of equals the lower index first) and
     weighted."""
 
-    logits: PackedMatrix
-    """[experts, hidden], always fp32."""
+    logits: PackedMatrix  # [experts, hidden], always fp32
     chosen: int
     score: Score = Score.SOFTMAX
-    correction: Tensor | None = None
-    """float32 [experts], added to the scores for the choice alone."""
+    correction: Tensor | None = None  # float32 [experts], added to the scores for the choice alone
     groups: int = 1
     """The number of equal groups of consecutive experts. Experts are chosen from the best
     `chosen_groups`; a group's score is the sum of its two best experts'."""
     chosen_groups: int = 1
-    normalised: bool = False
-    """Divide the weights by their sum, or by `least_sum` if that is larger."""
+    normalised: bool = False  # divide the weights by their sum, or by `least_sum` if that is larger
     least_sum: float = 0.0
-    added_sum: float = 0.0
-    """Added to that sum."""
+    added_sum: float = 0.0  # added to that sum
     scale: float = 1.0
-    norm: Norm | None = None
-    """RMS norm of the router's input."""
-    epsilon: float = 0.0
-    """The epsilon of that norm."""
-    scales: Tensor | None = None
-    """float32 [experts]: factors of the weights."""
+    norm: Norm | None = None  # RMS norm of the router's input
+    epsilon: float = 0.0  # the epsilon of that norm
+    scales: Tensor | None = None  # float32 [experts]: factors of the weights
     scales_input: bool = False
     """True if an expert's input is multiplied by its weight instead of its output."""
-    best_alone: bool = False
-    """True if a group's score is its best expert's."""
+    best_alone: bool = False  # True if a group's score is its best expert's
 
 
 @dataclass(frozen=True)
@@ -124,21 +114,17 @@ class ExpertsPlan:
     gate_up: Sequence[PackedMatrix]
     """For each expert a matrix [2 units, hidden], the gate first; without a gate [units,
     hidden]."""
-    down: Sequence[PackedMatrix]
-    """For each expert a matrix [hidden, units]."""
+    down: Sequence[PackedMatrix]  # for each expert a matrix [hidden, units]
     shared_gate: PackedMatrix | None = None
     """[1, hidden]: the sigmoid of its output scales the shared MLP's."""
     input_norm: Norm | None = None
     """The norm of the experts' input, which is then the states before the MLP's norm, for the
     router too."""
-    output_norm: Norm | None = None
-    """The norm of the sum of a row's experts."""
-    shared_norm: Norm | None = None
-    """The norm of the shared MLP's output."""
+    output_norm: Norm | None = None  # the norm of the sum of a row's experts
+    shared_norm: Norm | None = None  # the norm of the shared MLP's output
     before: PackedMatrix | None = None
     """[width, hidden]: projects rows to experts of another width; None: same width."""
-    behind: PackedMatrix | None = None
-    """[hidden, width]: projects the sum of a row's experts back."""
+    behind: PackedMatrix | None = None  # [hidden, width]: projects the sum of a row's experts back
 
 
 @dataclass(frozen=True)
@@ -147,14 +133,10 @@ class BesidePlan:
     norm, and their results are added."""
 
     norm: Norm
-    given: PackedMatrix
-    """[input width of the mixer, hidden]."""
-    output: PackedMatrix
-    """[hidden, output width of the mixer]."""
-    factor: float = 1.0
-    """The factor of the mixer's output."""
-    attention_factor: float = 1.0
-    """The factor of attention's output."""
+    given: PackedMatrix  # [input width of the mixer, hidden]
+    output: PackedMatrix  # [hidden, output width of the mixer]
+    factor: float = 1.0  # the factor of the mixer's output
+    attention_factor: float = 1.0  # the factor of attention's output
 
 
 @dataclass(frozen=True)
@@ -162,13 +144,10 @@ class InputPlan:
     """What a layer adds from its own input, after the MLP: norm(projection(activation(gate(h),
     input))), with the layer's activation."""
 
-    gate: PackedMatrix
-    """[width, hidden]."""
-    projection: PackedMatrix
-    """[hidden, width]."""
+    gate: PackedMatrix  # [width, hidden]
+    projection: PackedMatrix  # [hidden, width]
     norm: Norm | None
-    first: int = 0
-    """Where it begins in a row of all layers' inputs."""
+    first: int = 0  # where it begins in a row of all layers' inputs
 
 
 @dataclass(frozen=True)
@@ -177,8 +156,7 @@ class LayerPlan:
     with post norms on what is added, if any. Experts may replace the MLP or run parallel to it.
     Either half may be missing."""
 
-    index: int
-    """The index of the layer in the caches."""
+    index: int  # the index of the layer in the caches
     heads: int
     kv_heads: int
     head_dim: int
@@ -199,8 +177,7 @@ class LayerPlan:
     input. Parallel to attention it is a norm of that norm's input."""
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
-    query_norm: Norm | None = None
-    """RMS, [head_dim] or of all heads, by `head_norm`."""
+    query_norm: Norm | None = None  # RMS, [head_dim] or of all heads, by `head_norm`
     key_norm: Norm | None = None
     head_norm: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
     rotary: Rotary | None = None
@@ -210,33 +187,22 @@ class LayerPlan:
     """SILU_GATED: the factor of the gate, 0 for none; XIELU: the factors of positive numbers,
     squared, and of negative ones; SWIGLU_CLAMPED: the factor within the sigmoid and the limit."""
     epsilon: float = 1e-6
-    scale: float | None = None
-    """The factor of scores; None: 1 / sqrt(head_dim)."""
-    softcap: float = 0.0
-    """Scores become softcap tanh(score / softcap); 0: no softcap."""
-    window: int = 0
-    """A position attends to itself and window - 1 before it; 0: all."""
-    chunk: int = 0
-    """A position attends to those before it back to a multiple of chunk; 0: all."""
-    residual: float = 1.0
-    """The factor of the first half's output."""
-    mlp_residual: float = 1.0
-    """The factor of the MLP's output."""
-    parallel: bool = False
-    """The MLP reads attention's input, and both are added."""
+    scale: float | None = None  # the factor of scores; None: 1 / sqrt(head_dim)
+    softcap: float = 0.0  # scores become softcap tanh(score / softcap); 0: no softcap
+    window: int = 0  # a position attends to itself and window - 1 before it; 0: all
+    chunk: int = 0  # a position attends to those before it back to a multiple of chunk; 0: all
+    residual: float = 1.0  # the factor of the first half's output
+    mlp_residual: float = 1.0  # the factor of the MLP's output
+    parallel: bool = False  # the MLP reads attention's input, and both are added
     experts: ExpertsPlan | None = None
     sinks: Tensor | None = None
     """float32 [heads]: scores without a value, which take a share of the weights."""
-    value_norm: Norm | None = None
-    """RMS, [head_dim]."""
-    scalar: float = 1.0
-    """The factor of the layer's result."""
+    value_norm: Norm | None = None  # RMS, [head_dim]
+    scalar: float = 1.0  # the factor of the layer's result
     scan: ScanPlan | None = None
     """A mixer with a state: instead of attention, if `heads` is 0, or parallel to it."""
-    beside: BesidePlan | None = None
-    """The other parts of a mixer parallel to attention."""
-    key_factor: float = 1.0
-    """The factor of keys, applied before they are cached."""
+    beside: BesidePlan | None = None  # the other parts of a mixer parallel to attention
+    key_factor: float = 1.0  # the factor of keys, applied before they are cached
     latent: LatentPlan | None = None
     """If set, kv_heads is 1, and head_dim is the width of a cached row: a latent and a key."""
     mixer_gate: PackedMatrix | None = None
@@ -308,8 +274,7 @@ class CacheRows:
     count: int
     paths: "Paths | None" = None
     """Slots that each row attends to; None: row i attends to slots 0 .. start + i."""
-    states: StateRows | None = None
-    """The state of the session, for layers that have one."""
+    states: StateRows | None = None  # the state of the session, for layers that have one
     shared: "SharedRows | None" = None
     """The first rows of the session, shared with others. Its own cache then begins with the next
     slot, and no path includes them."""
@@ -331,10 +296,8 @@ class Paths:
     itself last, in any slots from prefix on."""
 
     prefix: int
-    offsets: Tensor
-    """int32 [rows + 1]: the path of row i is slots[offsets[i] : offsets[i + 1]]."""
-    slots: Tensor
-    """int32."""
+    offsets: Tensor  # int32 [rows + 1]: the path of row i is slots[offsets[i] : offsets[i + 1]]
+    slots: Tensor  # int32
 
 
 def new_cache(

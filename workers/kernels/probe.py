@@ -9,8 +9,7 @@ from functools import cache, partial
 
 from dovetail.workers.kernels import declare, fresh_memory, library, shards, threads
 
-READ_BYTES = 256 << 20
-"""Read in one go: beyond the caches of nearly all CPUs."""
+READ_BYTES = 256 << 20  # read in one go: beyond the caches of nearly all CPUs
 PAGE = 4096
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from dovetail.protocol.errors import UserError
 from dovetail.workers.kernels import available, library, page_of
 
-MOST = 16
-"""The most shards, MOST_SHARDS of native/shards.h."""
+MOST = 16  # the most shards, MOST_SHARDS of native/shards.h
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,7 @@ class Shard:
     """The cores and the memory node of a part of a model."""
 
     cores: tuple[int, ...]
-    node: int | None = None
-    """None: memory is where the system puts what these cores write to first."""
+    node: int | None = None  # None: memory is where the system puts what these cores write to first
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,7 @@ class Placed:
 
     looked: int
     home: int
-    refused: str
-    """Why the system refused a memory policy; empty if it did not."""
+    refused: str  # why the system refused a memory policy; empty if it did not
 
 
 class _CoresStruct(Structure):

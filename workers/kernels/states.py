@@ -11,10 +11,8 @@ from torch import Tensor
 
 from dovetail.workers.kernels import address_of
 
-COLUMNS = 16
-"""Columns of a state that are interleaved."""
-MOST_TAPS = 16
-"""The most rows of a convolution."""
+COLUMNS = 16  # columns of a state that are interleaved
+MOST_TAPS = 16  # the most rows of a convolution
 
 
 class ScanRule(IntEnum):
@@ -30,12 +28,9 @@ class ScanRule(IntEnum):
 class StateShape:
     """The sizes of the state of one layer."""
 
-    state: int
-    """Numbers of the state."""
-    row: int
-    """Numbers of the factors of a row."""
-    taps: int
-    """Rows of the convolution, including the last one."""
+    state: int  # numbers of the state
+    row: int  # numbers of the factors of a row
+    taps: int  # rows of the convolution, including the last one
 
 
 @dataclass(frozen=True)
@@ -45,38 +40,27 @@ class ScanPlan:
     | x] for a convolution alone."""
 
     rule: ScanRule
-    taps: Tensor
-    """float32 [taps, channels]: the weights of the convolution, the oldest row's first."""
-    taps_bias: Tensor | None = None
-    """float32 [channels]."""
+    taps: Tensor  # float32 [taps, channels]: the weights of the convolution, the oldest row's first
+    taps_bias: Tensor | None = None  # float32 [channels]
     key_heads: int = 1
-    value_heads: int = 0
-    """Consecutive ones share a key head; 0: only a convolution."""
+    value_heads: int = 0  # consecutive ones share a key head; 0: only a convolution
     key_dim: int = 0
     value_dim: int = 0
     decay: Tensor | None = None
     """float32 [value_heads], negative: a state is multiplied by e^(decay step)."""
-    step_bias: Tensor | None = None
-    """float32 [value_heads], added before the softplus of a step."""
-    skip: Tensor | None = None
-    """float32 [value_heads]: values times it are added to the output."""
+    step_bias: Tensor | None = None  # float32 [value_heads], added before the softplus of a step
+    skip: Tensor | None = None  # float32 [value_heads]: values times it are added to the output
     norm: Tensor | None = None
     """float32, the weights of the output's RMS norms: those of one norm for all, or
     concatenated."""
-    norm_width: int = 0
-    """Numbers that are normed together."""
-    gate_first: bool = False
-    """Apply the gate before the norm."""
+    norm_width: int = 0  # numbers that are normed together
+    gate_first: bool = False  # apply the gate before the norm
     epsilon: float = 1e-6
     query_scale: float = 1.0
-    given_factors: Tensor | None = None
-    """float32, factors of the matrix's output; None: they are 1."""
-    index: int = 0
-    """The index of the layer among those with a state."""
-    state_before: int = 0
-    """Numbers of the states of those before it."""
-    row_before: int = 0
-    """Numbers of a row's factors of those before it."""
+    given_factors: Tensor | None = None  # float32, factors of the matrix's output; None: they are 1
+    index: int = 0  # the index of the layer among those with a state
+    state_before: int = 0  # numbers of the states of those before it
+    row_before: int = 0  # numbers of a row's factors of those before it
 
     @cached_property
     def struct(self) -> "ScanStruct":
@@ -107,16 +91,11 @@ class ScanPlan:
 class StateRows:
     """The state of a session for the rows of a pass."""
 
-    state: Tensor
-    """float32 [numbers of all layers]."""
-    factors: Tensor
-    """float32 [ring times the numbers of a row]."""
-    folded: Tensor
-    """int64 [layers]: how many rows each layer's state includes."""
-    ring: int
-    """The number of rows that the factors have room for."""
-    fold: int
-    """The slot up to which the pass folds rows into the state."""
+    state: Tensor  # float32 [numbers of all layers]
+    factors: Tensor  # float32 [ring times the numbers of a row]
+    folded: Tensor  # int64 [layers]: how many rows each layer's state includes
+    ring: int  # the number of rows that the factors have room for
+    fold: int  # the slot up to which the pass folds rows into the state
     lent: Tensor | None = None
     """float32 [lent_room times the numbers of a row]: the factors of the slots from `lent_first`
     on, if they are another model's."""

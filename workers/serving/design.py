@@ -33,21 +33,16 @@ class Design:
     """The design of a model: its config.json, and the layers that the settings add."""
 
     folder: Path
-    shapes: Shapes
-    """[out, in] of all linears, including the head and every expert's."""
+    shapes: Shapes  # [out, in] of all linears, including the head and every expert's
     layers: int
     context: int
     mixture: Mixture = DENSE
-    experts: Shapes = ()
-    """Those of experts alone, which are the last of `shapes`."""
-    mix: str = ""
-    """The types of numbers of a GGUF file, in words."""
-    blocks_bytes: int = 0
-    """The bytes of its matrices as blocks; 0 if they are not in blocks."""
+    experts: Shapes = ()  # those of experts alone, which are the last of `shapes`
+    mix: str = ""  # the types of numbers of a GGUF file, in words
+    blocks_bytes: int = 0  # the bytes of its matrices as blocks; 0 if they are not in blocks
     uncoded: str = ""
     """The parts of its layers that levels of fixed shapes on a GPU do not cover; empty: none."""
-    states: StateTraffic = STATELESS
-    """The traffic of its states in a pass."""
+    states: StateTraffic = STATELESS  # the traffic of its states in a pass
 
     @property
     def matrices(self) -> Matrices:

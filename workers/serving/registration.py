@@ -32,15 +32,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 Sessions wait half a minute or longer (coordinator.recovery_s)."""
 
 
-LATER = ("capacity",)
-"""Refusals after which a worker may be accepted later."""
+LATER = ("capacity",)  # refusals after which a worker may be accepted later
 
 
 class Worker(Protocol):
     """What the loop needs of a worker with sessions of one or both roles."""
 
-    stale: int
-    """The number of late, duplicate and stale commands that this worker has dropped."""
+    stale: int  # the number of late, duplicate and stale commands that this worker has dropped
 
     @property
     def spans(self) -> Spans:
@@ -70,11 +68,9 @@ class Worker(Protocol):
 class Reconnecting:
     """The search for a coordinator that has gone."""
 
-    connect: Callable[[], Link]
-    """Return a new link; raise `LinkClosed` if there is no answer."""
+    connect: Callable[[], Link]  # return a new link; raise `LinkClosed` if there is no answer
     most_s: float
-    say: Callable[[str], None]
-    """Receives reports of the coordinator's loss and return."""
+    say: Callable[[str], None]  # receives reports of the coordinator's loss and return
 
 
 class Listener(Protocol):
@@ -101,8 +97,7 @@ class Standing:
     served: int | None = None
     """The epoch of the coordinator that has gone, whose sessions' rows are in `kept`."""
     kept: KeptSessions[Any] | None = None
-    answer_s: float = ANSWER_S
-    """How long to wait for the coordinator's answer to Hello."""
+    answer_s: float = ANSWER_S  # how long to wait for the coordinator's answer to Hello
 
     def gets_on(self) -> None:
         """Report that the worker makes progress."""

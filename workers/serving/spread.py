@@ -58,20 +58,15 @@ FREE_SHARE = 0.9
 class Spread:
     """A target that is spread over devices. Its placement is known once its sizes are."""
 
-    demand: Demand | None
-    """The layers for a device; None: every layer is on the CPU."""
-    device: Device | None
-    """The device of the layers that are not on the CPU."""
+    demand: Demand | None  # the layers for a device; None: every layer is on the CPU
+    device: Device | None  # the device of the layers that are not on the CPU
     reader: Device | None
-    reads_from: int
-    """The fewest rows of a prompt that the reader prefills."""
-    room: int | None
-    """Bytes of a device that the target may take in all; None: all free memory."""
+    reads_from: int  # the fewest rows of a prompt that the reader prefills
+    room: int | None  # bytes of a device that the target may take in all; None: all free memory
     host_room: int | None = None
     """Bytes of the host's memory that it may take; None: no limit was set."""
     placement: Placement | None = None
-    cache: str = "fp32"
-    """The type of keys and values."""
+    cache: str = "fp32"  # the type of keys and values
     beside: int = 0
     """Bits of the codes of a substitute on the same device, for the layers that the device does not
     keep; 0: there is none."""

@@ -26,8 +26,7 @@ class Asked(NamedTuple):
     """The inputs of a tree's outcome."""
 
     session: TargetSession
-    logits: Tensor
-    """[M, V], after the end of the session's log and after each node of the tree."""
+    logits: Tensor  # [M, V], after the end of the session's log and after each node of the tree
     tree: TokenTree
     drawn: ProposalProbabilities
 

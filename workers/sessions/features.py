@@ -43,10 +43,8 @@ class HeldFeatures:
     """Features of a session's rows, [row] each, held until they are asked for."""
 
     def __init__(self) -> None:
-        self._picked: list[Tensor] = []
-        """[n, row] each."""
-        self._waiting: list[int] = []
-        """Further rows, which are still in `_passes`."""
+        self._picked: list[Tensor] = []  # [n, row] each
+        self._waiting: list[int] = []  # further rows, which are still in `_passes`
         self._passes: HeldPasses | None = None
         self._rows = 0
 

@@ -35,8 +35,7 @@ class Begun:
 
     session: TargetSession
     reading: Reading
-    round: int
-    """The round of the command that began it."""
+    round: int  # the round of the command that began it
     refeed: Reads | None = None
     """The features that are recomputed for an open session; None: the session is being opened."""
 
@@ -54,8 +53,7 @@ class Opener:
         self._admission = Admission(model)
         self._prefill = Prefill(model, spans, reads_from=reads_from)
         self._sessions: dict[int, TargetSession] = {}
-        self._begun: dict[int, Begun] = {}
-        """By session: logs that are not completely prefilled yet."""
+        self._begun: dict[int, Begun] = {}  # by session: logs that are not completely prefilled yet
         self._kept: KeptSessions[KeptSession] = KeptSessions(kept_tokens, base_rows(model))
         self.rows_beside: Callable[[Sampling, TreeSettings], int] = lambda _sampling, _tree: 0
         """Returns the additional slots of a session's cache, for a draft that shares it."""

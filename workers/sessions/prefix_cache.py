@@ -15,8 +15,7 @@ MEMORY_SHARE = 8
 """Kept rows get this fraction of the memory that is free at the start; since a cache may be half
 empty they take up to twice as much."""
 
-ROOM_SHARE = 0.75
-"""The share of the memory free at the start that sessions may take."""
+ROOM_SHARE = 0.75  # the share of the memory free at the start that sessions may take
 
 
 class Left(Protocol):

@@ -13,16 +13,14 @@ class Part:
     """Features of a prefilled part of a prompt."""
 
     start: int
-    features: Tensor
-    """[n, row], of the positions start, start + 1, ... in the requested type."""
+    features: Tensor  # [n, row], of the positions start, start + 1, ... in the requested type
 
 
 @dataclass(frozen=True)
 class ScoredPart:
     """Log-probabilities of tokens of a prompt."""
 
-    start: int
-    """Position of the first of them."""
+    start: int  # position of the first of them
     logprobs: tuple[TokenLogprobs, ...]
 
 
@@ -30,8 +28,7 @@ class ScoredPart:
 class Unread:
     """A chunk of a log has been prefilled, and rows are left."""
 
-    done: int
-    """Rows of the log prefilled so far."""
+    done: int  # rows of the log prefilled so far
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,8 @@ class First:
 
     token: int
     margin: float
-    logprobs: TokenLogprobs | None
-    """Log-probabilities of the token; None: not requested."""
-    apart: bool = False
-    """True if the prefill device read the prompt."""
+    logprobs: TokenLogprobs | None  # log-probabilities of the token; None: not requested
+    apart: bool = False  # True if the prefill device read the prompt
 
 
 @dataclass(frozen=True)

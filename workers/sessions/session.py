@@ -27,17 +27,13 @@ class TargetSession:
     sampling: Sampling
     tree: TreeSettings
     key: bytes
-    noise: NoiseCache | None
-    """None: greedy, or not coupled."""
-    looking_back: LookingBack | None
-    """Processors that look back at earlier tokens, if any."""
-    reads: Reads | None
-    """The features of this target that the session's draft reads."""
+    noise: NoiseCache | None  # None: greedy, or not coupled
+    looking_back: LookingBack | None  # processors that look back at earlier tokens, if any
+    reads: Reads | None  # the features of this target that the session's draft reads
     logprobs: int | None
     """How many alternatives each token's log-probabilities include; None: no log-probabilities."""
     round: int = 0
-    own: int = 0
-    """Slots of the cache that verification writes to; later ones belong to the draft."""
+    own: int = 0  # slots of the cache that verification writes to; later ones belong to the draft
     held: HeldFeatures = field(default_factory=HeldFeatures)
     """Features of verdicts that are held back."""
 

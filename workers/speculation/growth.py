@@ -30,16 +30,11 @@ Floats = NDArray[np.float32]
 Nodes = NDArray[np.intp]
 
 NO_ROW = -1
-ALL = 1 << 30
-"""A number of children that stands for all of them."""
-LEAST_HIDDEN = math.log(1e-3)
-"""Hidden children of smaller gains are left out."""
-FEW = 4
-"""Partition first if the pool is more than this multiple of the number wanted."""
-SMALLEST_POOL = 1024
-"""Initial places of a pool, enough for most proposals; doubled when full."""
-TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)
-"""The integer columns."""
+ALL = 1 << 30  # a number of children that stands for all of them
+LEAST_HIDDEN = math.log(1e-3)  # hidden children of smaller gains are left out
+FEW = 4  # partition first if the pool is more than this multiple of the number wanted
+SMALLEST_POOL = 1024  # initial places of a pool, enough for most proposals; doubled when full
+TOKENS, PARENTS, LEVELS, RANKS, ROWS, USED, HIDDEN = range(7)  # the integer columns
 GAINS, SCORES = range(2)
 """The float32 columns: the log-probability given the parent, at most 0, and the sum of these from
 the root down."""

@@ -47,8 +47,7 @@ class Heterospec:
         self._path = NO_PATH
         self.entropy: float | None = None
         """The entropy of this round's tree, in nats; None if there is none."""
-        self.stratum = len(self._bounds)
-        """The bin of this round."""
+        self.stratum = len(self._bounds)  # the bin of this round
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:
         """Yield one pass a level; those below the set depth once the bin is known."""

@@ -28,12 +28,9 @@ class History:
         prompt = len(log) - replied
         self.sampling = sampling
         self.end = frozenset(end)
-        self.seen = set(log[:prompt])
-        """The tokens of prompt and reply."""
-        self.counts: dict[int, int] = {}
-        """How often the reply has each token."""
-        self.said = 0
-        """Tokens of the reply."""
+        self.seen = set(log[:prompt])  # the tokens of prompt and reply
+        self.counts: dict[int, int] = {}  # how often the reply has each token
+        self.said = 0  # tokens of the reply
         self._bias = dict(sampling.logit_bias)
         self.extend(log[prompt:])
 

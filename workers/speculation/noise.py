@@ -65,8 +65,7 @@ class Noise:
     def __init__(
         self, key: bytes, position: int, size: int, device: torch.device | None = None
     ) -> None:
-        self.word = position_word(key, position)
-        """The kernels derive the noise from it."""
+        self.word = position_word(key, position)  # the kernels derive the noise from it
         self._of = key, position, size, device
 
     @cached_property

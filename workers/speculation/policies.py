@@ -74,8 +74,7 @@ class Beam:
 class BestFirst:
     """Best first up to the number of nodes: `budget` with its decay, `goodput` without one."""
 
-    decay: np.float32 = NO_DECAY
-    """Added to a score for every level, at most 0."""
+    decay: np.float32 = NO_DECAY  # added to a score for every level, at most 0
     entropy: ClassVar[float | None] = None
 
     def passes(self, tree: GrowingTree, shape: Shape) -> Iterator[Nodes]:

@@ -25,8 +25,7 @@ LONGER = 1.3
 """A pass ahead takes at most this multiple of one of the tree's width, since a command that arrives
 meanwhile waits for its end."""
 START = 0.8
-FORGETTING = 1 / 64
-"""Weight of a new outcome: the inverse of the number of nodes averaged over."""
+FORGETTING = 1 / 64  # weight of a new outcome: the inverse of the number of nodes averaged over
 
 
 def rows_class(rows: int) -> int:
@@ -39,8 +38,7 @@ class Recent:
 
     def __init__(self) -> None:
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
-        self.median_ns: float | None = None
-        """Their median; None: there are none yet."""
+        self.median_ns: float | None = None  # their median; None: there are none yet
 
     def add(self, duration_ns: int) -> None:
         self._taken.append(duration_ns)
@@ -100,10 +98,8 @@ class Chance:
 class Candidates:
     """Nodes of one tree that a pass may expand, best first, and the order's price."""
 
-    probabilities: NDArray[np.float32]
-    """[N]: their path probabilities."""
-    rows: NDArray[np.intp]
-    """[N]: how many rows the first 1, 2, ... of them take."""
+    probabilities: NDArray[np.float32]  # [N]: their path probabilities
+    rows: NDArray[np.intp]  # [N]: how many rows the first 1, 2, ... of them take
     price: Price
     chance: Chance
 

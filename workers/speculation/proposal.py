@@ -45,11 +45,9 @@ class Order(Generic[SessionCo]):
     shape: Shape
     deadline_ns: int | None = None
     """Growth stops after the first pass that ends past this time; None: no deadline."""
-    more: Sequence[int] = ()
-    """Tokens committed after the bonus."""
+    more: Sequence[int] = ()  # tokens committed after the bonus
     price: Price = FREE
-    ahead: bool = False
-    """True if growth continues after the proposal was sent."""
+    ahead: bool = False  # True if growth continues after the proposal was sent
 
 
 @dataclass(frozen=True)
@@ -61,17 +59,14 @@ class Proposal:
     scores: tuple[float, ...]
     grown: int
     hit: bool
-    ahead: int = 0
-    """Nodes that joined the pool between the last proposal and the order."""
+    ahead: int = 0  # nodes that joined the pool between the last proposal and the order
     wasted: int = 0
     """Nodes dropped when the root moved that were neither in the last proposal nor on the path to
     the new root."""
     passes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """(rows, ns) of the passes for it, then of those between the last proposal and the order."""
-    entropy: float | None = None
-    """The entropy of the tree, in nats, if the policy uses it."""
+    entropy: float | None = None  # the entropy of the tree, in nats, if the policy uses it
     candidates: Array | None = None
     """int32 [1 + nodes, K]: the tokens from which the children of the root and of each node were
     drawn, under rejection sampling."""
-    probabilities: Array | None = None
-    """Their probabilities, float32 [1 + nodes, K]."""
+    probabilities: Array | None = None  # their probabilities, float32 [1 + nodes, K]

@@ -41,8 +41,7 @@ CANDIDATES = 64
 of a distribution has little weight, and every candidate is sent."""
 
 Distribution = NDArray[np.float64]
-UNDRAWN = np.zeros(0, np.intp), np.zeros(0)
-"""The distribution of no children."""
+UNDRAWN = np.zeros(0, np.intp), np.zeros(0)  # the distribution of no children
 
 
 def stream(key: bytes, purpose: str, length: int) -> bytes:
@@ -56,10 +55,8 @@ class ProposalProbabilities:
     """The distributions from which the children of a tree's nodes were drawn: row 0 the root's, row
     i + 1 node i's; zeros for nodes without children."""
 
-    candidates: Tensor
-    """[1 + N, K] token ids."""
-    probabilities: Tensor
-    """[1 + N, K] float32."""
+    candidates: Tensor  # [1 + N, K] token ids
+    probabilities: Tensor  # [1 + N, K] float32
 
     @classmethod
     def nothing(cls) -> "ProposalProbabilities":

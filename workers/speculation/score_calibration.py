@@ -38,16 +38,12 @@ Likelihoods = NDArray[np.float64]
 GRID: Likelihoods = np.geomspace(0.05, 3.0, 20)
 """Sharpenings at which the likelihood is known. Fits seen: 0.05 for a target's own copy in 4 bits,
 0.5 for its first 6 of 8 layers."""
-SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of the noise."""
-LEAST = 1e-6
-"""The least probability left for a choice that is not a child."""
-MEMORY = 500
-"""The memory in nodes: each new one takes 1 / MEMORY off the weight of earlier ones."""
+SHARES = (0.25, 0.5, 0.75, 1.0)  # shares of the noise
+LEAST = 1e-6  # the least probability left for a choice that is not a child
+MEMORY = 500  # the memory in nodes: each new one takes 1 / MEMORY off the weight of earlier ones
 PRIOR = 32.0
 """The weight of the prior, in nodes that each give log s and h one unit of Fisher information."""
-CLASSES = 4
-"""Depth classes: children on level 1, on 2, on 3 and 4, and below."""
+CLASSES = 4  # depth classes: children on level 1, on 2, on 3 and 4, and below
 DEEPEST = 5
 CLASS_OF = (0, 0, 1, 2, 2, 3)
 """The depth class by level; the last one is for all levels from `DEEPEST` on."""
@@ -73,8 +69,7 @@ class Scale:
     noise_share: float = 1.0
 
 
-Scales = tuple[Scale, ...]
-"""One for each depth class."""
+Scales = tuple[Scale, ...]  # one for each depth class
 
 
 def fixed(scale: Scale) -> Scales:
@@ -92,14 +87,10 @@ class Observation:
     """The ranking of a node's children, and the target's choice."""
 
     depth_class: int
-    logits: Tensor
-    """[V], after the processors that look back."""
-    sampling: Sampling
-    """The other processors."""
-    noise: Noise | None
-    """None for greedy decoding."""
-    children: Ints
-    """Token ids, padded with NO_CHILD."""
+    logits: Tensor  # [V], after the processors that look back
+    sampling: Sampling  # the other processors
+    noise: Noise | None  # None for greedy decoding
+    children: Ints  # token ids, padded with NO_CHILD
     choice: int
 
     @cached_property

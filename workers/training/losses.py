@@ -20,8 +20,7 @@ from dovetail.workers.training.plan import Recipe
 from dovetail.workers.training.recipes import TRAINED
 from dovetail.workers.training.target_parts import Frozen
 
-NOISE_COLUMNS = 512
-"""Columns of the rows that `Recipe.noise` refers to."""
+NOISE_COLUMNS = 512  # columns of the rows that `Recipe.noise` refers to
 CACHED_LOGITS = 1 << 20
 """Logits computed at a time on a CPU: few enough to stay in its caches, enough for fast
 products."""
@@ -211,12 +210,10 @@ def head_loss(
 class Acceptance:
     """The accepted length of chains of the head's most likely tokens on text of the target."""
 
-    length: float
-    """Mean tokens a round including the target's own one, tau."""
+    length: float  # mean tokens a round including the target's own one, tau
     at: tuple[float, ...]
     """Share of drafted tokens accepted at depth 1, 2, ... among those whose parents were."""
-    contrast: float | None = None
-    """The share accepted at depth 2 from Jakiro's contrast."""
+    contrast: float | None = None  # the share accepted at depth 2 from Jakiro's contrast
 
 
 class _Chains:

@@ -16,8 +16,7 @@ class ProcessGroup:
 
     rank = 0
     count = 1
-    device: str | None = None
-    """The device of this process; None: any."""
+    device: str | None = None  # the device of this process; None: any
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the processes."""

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from dovetail.workers.training.plan import Plan
 
 Preset = Literal["paper", "tiny"]
-TINY_UP_TO = 1024
-"""The widest target for which `auto` means the tiny preset."""
+TINY_UP_TO = 1024  # the widest target for which `auto` means the tiny preset
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,7 @@ class Option:
     least: int = 0
     most: int | None = None
     default: int | bool | None = None
-    rare: bool = False
-    """True if only `--help-all` shows it."""
+    rare: bool = False  # True if only `--help-all` shows it
     recipe: str = ""
     """The field of the losses' `Recipe` that it sets; empty: a field of the head's shape."""
 
@@ -42,8 +40,7 @@ class Option:
 class TrainedKind:
     """A kind of head for the command line."""
 
-    what: str
-    """Its description in `dovetail train`."""
+    what: str  # its description in `dovetail train`
     options: tuple[Option, ...] = ()
 
 

@@ -29,8 +29,7 @@ from dovetail.workers.speculation.sampling import choose, process_logits
 from dovetail.workers.training.data.chats import Chat, Message, RefusedError, Renderer, read_chats
 from dovetail.workers.training.run import Callback, Progress, silent
 
-PASS_ROWS = 512
-"""Tokens of a pass, including those of prompts."""
+PASS_ROWS = 512  # tokens of a pass, including those of prompts
 NO_ROOM = "whose question does not fit into the context, or is refused by the chat template"
 
 
@@ -39,10 +38,8 @@ class Writing:
     """How a target writes: every chat once at each temperature."""
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    new_tokens: int = 1024
-    """Tokens of the longest answer."""
-    sessions: int = 64
-    """Answers that are written at a time."""
+    new_tokens: int = 1024  # tokens of the longest answer
+    sessions: int = 64  # answers that are written at a time
     seed: int = 0
 
 
@@ -51,8 +48,7 @@ class Outcome:
     """The content of a finished file."""
 
     chats: int
-    left_out: Mapping[str, int]
-    """Why a chat has no answer, and how many."""
+    left_out: Mapping[str, int]  # why a chat has no answer, and how many
 
 
 @dataclass(eq=False)
@@ -62,11 +58,9 @@ class _Session:
     cache: Cache
     temperature: float
     key: bytes
-    most: int
-    """The most tokens of prompt and answer."""
+    most: int  # the most tokens of prompt and answer
     log: list[int]
-    prompt: int
-    """Tokens of the prompt."""
+    prompt: int  # tokens of the prompt
 
     @property
     def due(self) -> Sequence[int]:
@@ -78,8 +72,7 @@ class AnswerWriter:
     """Writes answers to prompts, several in a pass over the weights."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.written = 0
-        """The number of answer tokens so far."""
+        self.written = 0  # the number of answer tokens so far
         self._model = model
         self._sessions: list[_Session] = []
 
@@ -181,11 +174,9 @@ class _Job:
     id: str
     number: int
     temperature: float
-    asks: deque[Sequence[Message]]
-    """The messages before each answer and after the last one."""
+    asks: deque[Sequence[Message]]  # the messages before each answer and after the last one
     turns: list[Message] = field(default_factory=list)
-    cut: bool = False
-    """The last answer grew too long."""
+    cut: bool = False  # the last answer grew too long
 
 
 def regenerate_files(

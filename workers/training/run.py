@@ -37,8 +37,7 @@ class Pace:
     warm_up: int = 60
     decay: Literal["linear", "cosine"] = "linear"
     weight_decay: float = 0.1
-    clip: float = 1.0
-    """The maximum norm of a step's gradient."""
+    clip: float = 1.0  # the maximum norm of a step's gradient
     seed: int = 0
     keep_every_s: float = 180.0
     device: str = field(default_factory=first_device)
@@ -56,8 +55,7 @@ class Progress:
     loss: float = math.nan
     rate: float = 0.0
     spent_s: float = 0.0
-    note: str = ""
-    """A note on this run, such as its last acceptance."""
+    note: str = ""  # a note on this run, such as its last acceptance
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,7 @@ class Run:
         )
         self.optimizer = optimizer_of(model, pace)
         self.steps, self.tokens, self.spent_s, self.loss = 0, 0, 0.0, math.nan
-        self.notes: list[dict[str, Any]] = []
-        """Further notes stored with the checkpoint, as JSON."""
+        self.notes: list[dict[str, Any]] = []  # further notes stored with the checkpoint, as JSON
         if checkpoint is not None and checkpoint.is_file():
             self._resume(checkpoint)
         self._kept = time.monotonic()

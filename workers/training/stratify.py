@@ -26,22 +26,17 @@ import numpy as np
 from dovetail.protocol.errors import UserError
 
 LEVELS = 3
-LEAF_SHARE = 0.01
-"""The least share of all rounds in a bin: the mean rank of fewer is not reliable."""
-DECIMALS = 4
-"""The decimals of a threshold, in nats."""
+LEAF_SHARE = 0.01  # the least share of all rounds in a bin: the mean rank of fewer is not reliable
+DECIMALS = 4  # the decimals of a threshold, in nats
 LEAST_ROUNDS = 100
 
 
 class Round(NamedTuple):
     """The observation of one round."""
 
-    entropy: float
-    """Cumulative entropy of the tree's levels, in nats."""
-    rank: int
-    """Terminal confidence rank."""
-    full: bool
-    """True if the accepted path reached the tree's depth."""
+    entropy: float  # cumulative entropy of the tree's levels, in nats
+    rank: int  # terminal confidence rank
+    full: bool  # True if the accepted path reached the tree's depth
 
 
 @dataclass(frozen=True)
@@ -53,8 +48,7 @@ class Bin:
     """Mean, with the worst rank for every round that was not fully accepted; rises from bin to
     bin."""
     mean_rank: float
-    full_share: float
-    """The share of fully accepted rounds."""
+    full_share: float  # the share of fully accepted rounds
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from dovetail.workers.models.checkpoints.stored import Stored
 class Frozen:
     """The tensors that a head shares with its target."""
 
-    embedding: Tensor
-    """[V, H]"""
-    head: Tensor
-    """[V, H]"""
+    embedding: Tensor  # [V, H]
+    head: Tensor  # [V, H]
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from dovetail.workers.training.target_parts import Frozen
 
 WORTH_BF16 = 1.5
 """How much faster bf16 products must be on a CPU to be used: conversions slow down the rest."""
-HELD_SEED = 1
-"""The held-out rows are the same in every run."""
+HELD_SEED = 1  # the held-out rows are the same in every run
 
 
 @dataclass(frozen=True)

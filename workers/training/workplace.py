@@ -24,11 +24,9 @@ from torch import Tensor
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
 
-OS_ERROR = re.compile(r"os error (\d+)")
-"""Matches the error number in a message of safetensors."""
+OS_ERROR = re.compile(r"os error (\d+)")  # matches the error number in a message of safetensors
 OURS = {"checkpoint.safetensors", "checkpoint.safetensors.new", "result", "replaced"}
-TORN = ".tmp"
-"""Prefix of the files that safetensors leaves behind when it is killed."""
+TORN = ".tmp"  # prefix of the files that safetensors leaves behind when it is killed
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class Workplace:
     """The working folder of the training that writes the folder `out`."""
 
     out: Path
-    what: str = "model"
-    """What it writes, such as `eagle head`."""
+    what: str = "model"  # what it writes, such as `eagle head`
     files: frozenset[str] = frozenset()
     """All file names allowed in a finished `out`; one of them is config.json."""
     marks: Mapping[str, Any] = field(default_factory=dict)

@@ -41,13 +41,10 @@ class Message:
 class Chat:
     """One line of a file."""
 
-    where: str
-    """File and line."""
+    where: str  # file and line
     messages: tuple[Message, ...] = ()
-    text: str = ""
-    """The content of the line instead of messages."""
-    whole: bool = True
-    """True if the last answer ended by itself rather than being cut off."""
+    text: str = ""  # the content of the line instead of messages
+    whole: bool = True  # True if the last answer ended by itself rather than being cut off
 
 
 class RefusedError(Exception):

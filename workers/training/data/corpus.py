@@ -22,8 +22,7 @@ class Reader:
     """What reading needs to know of a target."""
 
     renderer: Renderer
-    context: int
-    """The number of its positions."""
+    context: int  # the number of its positions
     vocabulary_size: int
 
 

@@ -22,8 +22,7 @@ from dovetail.protocol.errors import UserError
 class Example:
     """One sequence."""
 
-    tokens: NDArray[np.int64]
-    """[n]"""
+    tokens: NDArray[np.int64]  # [n]
     learn: NDArray[np.bool_]
     """[n]: the token is the target's own output, and is learned where it is predicted."""
 
@@ -40,8 +39,7 @@ class Examples:
     """The sequences of some files in their order, and what happened to the rest."""
 
     rows: tuple[Example, ...]
-    cut: int = 0
-    """The number of sequences that were too long and cut."""
+    cut: int = 0  # the number of sequences that were too long and cut
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Why sequences or chats were left out, and how many."""
 

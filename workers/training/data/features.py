@@ -22,17 +22,14 @@ from dovetail.workers.training.data.store import Store
 class Batch:
     """B rows of n columns: concatenated sequences, the last one cut at the end of the row."""
 
-    tokens: Tensor
-    """[B, n] int64."""
+    tokens: Tensor  # [B, n] int64
     learn: Tensor
     """[B, n] bool: the token is the target's own output, and is learned where it is predicted."""
     sequence: Tensor
     """[B, n] int32: the sequence of its row that a column belongs to, 0, 1, ...; -1 for padding at
     the end."""
-    position: Tensor
-    """[B, n] int64: place of the token in its sequence."""
-    g: Tensor
-    """[B, n, H] in the origin's type: the last hidden states, after the final norm."""
+    position: Tensor  # [B, n] int64: place of the token in its sequence
+    g: Tensor  # [B, n, H] in the origin's type: the last hidden states, after the final norm
     taps: Tensor | None
     """[B, n, K * H]: the residual streams entering the origin's layers, concatenated; None if it
     has none."""
@@ -83,14 +80,10 @@ class Features(Protocol):
 class Source(Protocol):
     """S concatenated sequences of T tokens in all, and the states of any slice of them."""
 
-    digest: str
-    """SHA-256 of the sequences."""
-    tokens: NDArray[Any]
-    """[T]"""
-    learn: NDArray[Any]
-    """[T]"""
-    offsets: NDArray[np.int64]
-    """[S + 1]: where each sequence begins, and where the last one ends."""
+    digest: str  # SHA-256 of the sequences
+    tokens: NDArray[Any]  # [T]
+    learn: NDArray[Any]  # [T]
+    offsets: NDArray[np.int64]  # [S + 1]: where each sequence begins, and where the last one ends
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return the states [stop - start, row] of tokens start..stop-1."""

@@ -27,15 +27,12 @@ PASS_ROWS = 512
 class Origin:
     """The origin of states: their target and layers."""
 
-    target: str
-    """A folder or a hub id."""
-    digest: str
-    """The digest of its checkpoint."""
+    target: str  # a folder or a hub id
+    digest: str  # the digest of its checkpoint
     width: int
     layers: int
     vocabulary_size: int
-    context: int
-    """Tokens of the longest sequence."""
+    context: int  # tokens of the longest sequence
     taps: tuple[int, ...]
     """Layers whose input residual streams follow the last hidden state, in this order."""
     dtype: HalfType

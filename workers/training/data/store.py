@@ -28,10 +28,8 @@ from dovetail.workers.training.run import Callback, Progress, silent
 
 FORMAT = 1
 SHARD_BYTES = 256 << 20
-SEQUENCE_BYTES = 4 + 1
-"""Bytes of a token in tokens.bin and learn.bin."""
-SPARE_BYTES = 64 << 20
-"""Left free on the disk."""
+SEQUENCE_BYTES = 4 + 1  # bytes of a token in tokens.bin and learn.bin
+SPARE_BYTES = 64 << 20  # left free on the disk
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,12 @@ class Index:
     """The content of a folder."""
 
     origin: Origin
-    examples: str
-    """SHA-256 of the sequences."""
+    examples: str  # SHA-256 of the sequences
     count: int
     tokens: int
     learned: int
-    shards: tuple[int, ...]
-    """The sequence with which each shard begins."""
-    written: int
-    """The number of complete shards."""
+    shards: tuple[int, ...]  # the sequence with which each shard begins
+    written: int  # the number of complete shards
 
     @property
     def bytes(self) -> int:

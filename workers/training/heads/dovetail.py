@@ -55,8 +55,7 @@ class DovetailHead(TrainableHead):
 class DovetailRecipe(HeadRecipe):
     """Dovetail main.py."""
 
-    architecture = "LlamaForCausalLMDovetail"
-    """A placeholder name."""
+    architecture = "LlamaForCausalLMDovetail"  # a placeholder name
     paper, trainable = EAGLE_PLAN, DovetailHead
 
     def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:

@@ -45,8 +45,7 @@ class EagleHead(TrainableHead):
 class EagleRecipe(HeadRecipe):
     """EAGLE main.py."""
 
-    architecture = "LlamaForCausalLMEagle"
-    """SGLang's name."""
+    architecture = "LlamaForCausalLMEagle"  # SGLang's name
     paper, trainable = EAGLE_PLAN, EagleHead
 
     def fields(self, shape: HeadShape, taps: Shape) -> dict[str, Any]:

@@ -129,8 +129,7 @@ class Eagle3Head(TrainableHead):
 class Eagle3Recipe(HeadRecipe):
     """EAGLE-3 ds_config.json. Gradients are clipped by norm rather than by value."""
 
-    architecture = "LlamaForCausalLMEagle3"
-    """SGLang's name."""
+    architecture = "LlamaForCausalLMEagle3"  # SGLang's name
     paper = Plan(
         Pace(rate=5e-5, warm_up=12000, weight_decay=0.0, clip=0.5),
         Recipe(feature=0.0, cross_entropy=1.0, steps=7, noise=0.0),

@@ -72,8 +72,7 @@ class JakiroHead(EagleHead):
 class JakiroRecipe(HeadRecipe):
     """Jakiro main.py. Gradients are clipped by norm rather than by value."""
 
-    architecture = "LlamaForCausalLMJakiro"
-    """A placeholder name."""
+    architecture = "LlamaForCausalLMJakiro"  # a placeholder name
     paper = Plan(
         Pace(rate=9e-5, warm_up=2000, weight_decay=1e-3, clip=0.5, decay="cosine"),
         Recipe(),

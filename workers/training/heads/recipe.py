@@ -18,10 +18,8 @@ EAGLE_PLAN = Plan(
 class HeadRecipe:
     """The training of a kind of head."""
 
-    architecture: ClassVar[str]
-    """`architectures` in its config.json."""
-    paper: ClassVar[Plan]
-    """The recipe of its paper."""
+    architecture: ClassVar[str]  # `architectures` in its config.json
+    paper: ClassVar[Plan]  # the recipe of its paper
     trainable: ClassVar[type[TrainableHead]]
 
     def choices(

@@ -25,8 +25,7 @@ WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 STREAM = 8.0
 """Root mean square of a residual stream near its end, if nothing better is known; training corrects
 it."""
-Turn = tuple[Tensor, Tensor]
-"""Cosines and sines [B, 1, n, head_dim]."""
+Turn = tuple[Tensor, Tensor]  # cosines and sines [B, 1, n, head_dim]
 
 
 @dataclass(frozen=True)
@@ -39,23 +38,18 @@ class HeadShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    vocabulary: int
-    """Tokens of the target, V."""
-    draft_vocabulary: int = 0
-    """EAGLE-3: the size of its output head's vocabulary; 0: all tokens."""
-    taps: int = 3
-    """EAGLE-3: how many residual streams of the target it reads, concatenated."""
+    vocabulary: int  # tokens of the target, V
+    draft_vocabulary: int = 0  # EAGLE-3: the size of its output head's vocabulary; 0: all tokens
+    taps: int = 3  # EAGLE-3: how many residual streams of the target it reads, concatenated
     blocks: int = 1
     experts: int = 2
     contrast: bool = True
     dgf_silu: bool = True
     dgf_embed_norm: bool = True
-    bias: bool = True
-    """EAGLE-1/2 and Jakiro: whether `fc` has a bias."""
+    bias: bool = True  # EAGLE-1/2 and Jakiro: whether `fc` has a bias
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
-    context: int = 2048
-    """Positions that it is trained for."""
+    context: int = 2048  # positions that it is trained for
 
     @property
     def own_vocabulary(self) -> int:
@@ -68,8 +62,7 @@ class Seen:
     """The mask of one batch, and the keys and values of the steps so far: `kept[layer][step]`, each
     [B, heads, n, head_dim]."""
 
-    mask: Tensor
-    """bool [B, 1, n, n]: which rows of step 0 a row attends to."""
+    mask: Tensor  # bool [B, 1, n, n]: which rows of step 0 a row attends to
     kept: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
     def of(self, layer: int) -> list[tuple[Tensor, Tensor]]:
@@ -233,8 +226,7 @@ class TrainableHead(nn.Module, ABC):
 
     reads_taps: ClassVar[bool] = False
     """True if its features are residual streams instead of the last hidden state."""
-    own_output: ClassVar[bool] = False
-    """True if it has its own output head."""
+    own_output: ClassVar[bool] = False  # True if it has its own output head
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
