@@ -2,7 +2,6 @@
 to know of each. How a tree grows by one of them is in `workers/speculation/policies.py`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -24,7 +23,7 @@ class PolicyTraits:
     """The number of nodes follows the measured costs; gamma, depth and width are bounds."""
 
 
-POLICIES: Mapping[str, PolicyTraits] = {
+POLICIES: dict[str, PolicyTraits] = {
     "static": PolicyTraits(fixed_shape=True),
     "dynamic": PolicyTraits(without_model=True),
     "budget": PolicyTraits(without_model=True, pass_a_level=False),

@@ -41,7 +41,7 @@ from dovetail.launch.processes.worker import (
 from dovetail.launch.processes.worker_settings import flags_of
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import BASIC, settings_flags
-from dovetail.protocol.settings import MODELLESS_KINDS
+from dovetail.protocol.settings import DRAFT_KINDS
 from dovetail.workers.models.checkpoints.gguf.view import spelled
 
 RECONNECT_S = 300.0
@@ -184,6 +184,6 @@ def command(
 def _model(configuration: Configuration, role: Role) -> str:
     """Return the name of the model for the process title."""
     kind = configuration.settings.draft.kind
-    if role == "draft" and kind in MODELLESS_KINDS:
+    if role == "draft" and not DRAFT_KINDS[kind].own_model:
         return kind
     return call_model(spelled(model_of(configuration, role))).removesuffix(".gguf")

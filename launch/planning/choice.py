@@ -17,7 +17,7 @@ from dovetail.launch.processes.stack import layout_of, processes_of
 from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.protocol.errors import CheckpointError, SettingsError, UserError
-from dovetail.protocol.settings import MODELLESS_KINDS
+from dovetail.protocol.settings import DRAFT_KINDS
 from dovetail.workers import kernels
 from dovetail.workers.models.backends.sizes import INT4
 from dovetail.workers.models.checkpoints.composite import text_part
@@ -116,7 +116,7 @@ def _with_draft(
     needs none."""
     settings = configuration.settings
     named = any(configuration.given(f"draft.{name}") for name in ("kind", "model"))
-    if named or settings.draft.kind in MODELLESS_KINDS:
+    if named or not DRAFT_KINDS[settings.draft.kind].own_model:
         return configuration, []
     if folder is None:
         return _lookup(configuration, "the target has not been downloaded yet")

@@ -33,7 +33,7 @@ from dovetail.launch.settings.embedded import with_target
 from dovetail.protocol.errors import DovetailError, SettingsError, UserError
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import Reported, Role
-from dovetail.protocol.settings import MODELLESS_KINDS, Settings
+from dovetail.protocol.settings import DRAFT_KINDS, Settings
 from dovetail.runtime.client import Client
 
 POLL_S = 0.05
@@ -309,7 +309,7 @@ def _check_pair(configuration: Configuration) -> None:
     if (
         settings.target.model
         and not settings.draft.model
-        and settings.draft.kind not in MODELLESS_KINDS
+        and DRAFT_KINDS[settings.draft.kind].own_model
     ):
         remedy = (
             "add --draft FOLDER with a smaller model of its vocabulary, --draft ngram or "

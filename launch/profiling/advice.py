@@ -17,7 +17,7 @@ from dovetail.launch.profiling.evidence import Evidence
 from dovetail.launch.profiling.measured import Replayed, draft_of, planner_of
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.embedded import with_draft, with_target
-from dovetail.protocol.settings import MODELLESS_KINDS
+from dovetail.protocol.settings import DRAFT_KINDS
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.planner import Option, Planner, Seconds, Tree
 from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
@@ -183,7 +183,7 @@ def _placements(rates: Rates, subject: Subject) -> Iterator[Advice]:
     """The plan's placements, compared with that of the run, with the acceptance of the run."""
     base, found = subject.configuration, rates.found
     draft, candidates = base.settings.draft, []
-    if found.offers and draft.kind not in MODELLESS_KINDS:
+    if found.offers and DRAFT_KINDS[draft.kind].own_model:
         reader = Reader(
             base,
             subject.design,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dovetail.protocol.errors import UserError
-from dovetail.protocol.settings import HEAD_KINDS, MODELLESS_KINDS, DraftSettings, TargetSettings
+from dovetail.protocol.settings import DRAFT_KINDS, HEAD_KINDS, DraftSettings, TargetSettings
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 TARGET_FOLDER = DEMO_FOLDER / "target"
@@ -17,7 +17,7 @@ def with_target(settings: TargetSettings) -> TargetSettings:
 def with_draft(settings: DraftSettings) -> DraftSettings:
     """`settings` that name a model, unless their draft has none: the embedded one of their kind if
     they name none; `UserError` if there is no such head."""
-    if settings.model or settings.kind in MODELLESS_KINDS:
+    if settings.model or not DRAFT_KINDS[settings.kind].own_model:
         return settings
     if settings.kind not in HEAD_KINDS:
         return settings.model_copy(update={"model": str(DEMO_FOLDER / "draft")})

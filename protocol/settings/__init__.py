@@ -36,14 +36,14 @@ def misfit(sampling: Sampling, tree: TreeSettings, kind: str = "auto") -> str | 
             "sampling.acceptance 'rejection' needs a shape that no drawn token changes: "
             f"set tree.policy to {_named('fixed_shape')}, not {tree.policy!r}"
         )
-    if sampling.acceptance == "rejection" and kind == "ngram":
+    if sampling.acceptance == "rejection" and not DRAFT_KINDS[kind].draws:
         return (
             "sampling.acceptance 'rejection' needs a draft that draws from probabilities: "
-            "choose another draft.kind than 'ngram', or 'coupled'"
+            f"choose another draft.kind than {kind!r}, or 'coupled'"
         )
-    if kind == "ngram" and not tree.traits.without_model:
+    if not DRAFT_KINDS[kind].any_policy and not tree.traits.without_model:
         return (
-            "a draft of kind 'ngram' grows its tree best first: set tree.policy to "
+            f"a draft of kind {kind!r} grows its tree best first: set tree.policy to "
             f"{_named('without_model')}, not {tree.policy!r}"
         )
     return None

@@ -1,6 +1,7 @@
 """Settings of the target and of the draft."""
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -9,7 +10,26 @@ from dovetail.protocol.settings.values import Frozen, one_of
 
 HEAD_KINDS = ("eagle", "eagle3", "dovetail", "jakiro")
 """The draft kinds that are heads: they read features of one target and are trained for it."""
-DRAFT_KINDS = ("auto", "small", *HEAD_KINDS, "ngram", "substitute", "none")
+
+
+@dataclass(frozen=True)
+class DraftTraits:
+    """The properties of a kind of draft."""
+
+    own_model: bool = True
+    """False: it has no model, or the target's."""
+    draws: bool = True
+    """It draws from probabilities, so that its tokens may be accepted by rejection."""
+    any_policy: bool = True
+    """False: it grows its tree best first, in one go."""
+
+
+DRAFT_KINDS: dict[str, DraftTraits] = {
+    **dict.fromkeys(("auto", "small", *HEAD_KINDS), DraftTraits()),
+    "ngram": DraftTraits(own_model=False, draws=False, any_policy=False),
+    **dict.fromkeys(("substitute", "none"), DraftTraits(own_model=False)),
+}
+"""All kinds of drafts; `workers/drafters/registry.py` opens them."""
 WEIGHTS = ("fp32", "half", "int8", "int4", "file", "bf16", "int8-per-tensor")
 ACTIVATIONS = ("int8", "fp32")
 BACKENDS = ("auto", "kernels", "library")
@@ -28,8 +48,6 @@ SUBSTITUTE_WEIGHTS = ("auto", "int8", "int4", "int3", "int2")
 NODES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 TARGETS_OWN = ("target.model", "target.context")
 """Settings of the target that a draft reads too: what a head or a substitute is made for."""
-MODELLESS_KINDS = ("ngram", "substitute", "none")
-"""The draft kinds without a separate model: none at all, or the target's."""
 
 
 def cache_of(cache: str, weights: str) -> str:

@@ -1,6 +1,7 @@
 """Values that settings are made of: frozen models, words out of a list, and sizes in bytes."""
 
 import json
+from collections.abc import Collection
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
@@ -37,7 +38,7 @@ class Frozen(BaseModel):
             )
 
 
-def one_of(value: str, available: tuple[str, ...], what: str) -> str:
+def one_of(value: str, available: Collection[str], what: str) -> str:
     """`value` if it is available."""
     if value not in available:
         raise ValueError(

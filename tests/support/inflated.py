@@ -11,7 +11,7 @@ from pathlib import Path
 from dovetail.launch.settings.configure import DEMO_SETTINGS
 from dovetail.launch.settings.embedded import DEMO_FOLDER, TARGET_FOLDER
 from dovetail.protocol.files import cache_folder
-from dovetail.protocol.settings import HEAD_KINDS, MODELLESS_KINDS, byte_count
+from dovetail.protocol.settings import DRAFT_KINDS, byte_count
 
 SETTINGS = "settings.toml"
 """The file that names the models of a pair."""
@@ -59,9 +59,9 @@ def models_at(size: str, draft: str = "small") -> dict[str, str]:
     is; `draft`: a kind, or a folder."""
     pair = kept_pair(size) if size else None
     target = {} if pair is None else {"target.model": str(pair / "target")}
-    if draft not in ("small", *HEAD_KINDS, *MODELLESS_KINDS):
+    if draft not in DRAFT_KINDS:
         return {**target, "draft.kind": "auto", "draft.model": draft}
-    if pair is None or draft in MODELLESS_KINDS:
+    if pair is None or not DRAFT_KINDS[draft].own_model:
         return {**target, "draft.kind": draft}
     own = pair / "draft" if draft == "small" else pair / "heads" / draft
     return {**target, "draft.kind": draft, "draft.model": str(own)}

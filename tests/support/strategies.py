@@ -21,7 +21,7 @@ MOST = 5
 
 WORDS = {
     (settings.TreeSettings, "policy"): tuple(POLICIES),
-    (settings.DraftSettings, "kind"): settings.DRAFT_KINDS,
+    (settings.DraftSettings, "kind"): tuple(settings.DRAFT_KINDS),
     (settings.DraftSettings, "weights"): settings.DRAFT_WEIGHTS,
     (settings.TargetSettings, "weights"): settings.WEIGHTS,
 }

@@ -207,7 +207,7 @@ class Device:
 
     kind: DeviceKind
     name: str
-    """The name by which models are loaded on it: one that `torch.device` takes."""
+    """Its name in the settings."""
     torch_device: torch.device
     library: str
     """The library that computes here, as it stands in a fingerprint: library, instruction set or

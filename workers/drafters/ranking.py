@@ -20,6 +20,7 @@ from dovetail.workers.speculation.growth import (
     Nodes,
     likeliest,
 )
+from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import Noise, NoiseCache
 from dovetail.workers.speculation.rejection import Draws
 from dovetail.workers.speculation.sampling import (
@@ -80,7 +81,7 @@ class Ranking:
             LookingBack(
                 sampling, order.prompt, order.end, vocabulary_size, device, replied=order.replied
             )
-            if sampling.looks_back
+            if looks_back(sampling)
             else None
         )
         return cls(

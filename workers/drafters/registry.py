@@ -194,7 +194,7 @@ def _open_substitute(wanted: Wanted) -> DraftWorker[Any]:
     model, made = load_substitute(
         wanted.target,
         weights=weights,
-        device=device.name,
+        device=str(device.torch_device),
         context=wanted.context,
         folder=wanted.cache,
         tell=wanted.tell,
@@ -261,7 +261,11 @@ def _open_small(wanted: Wanted) -> DraftWorker[Any]:
 
     def load(weights: str) -> "LanguageModel":
         return load_language_model(
-            settings.model, weights=weights, device=device.name, proof=settings.proof, draft=device
+            settings.model,
+            weights=weights,
+            device=str(device.torch_device),
+            proof=settings.proof,
+            draft=device,
         )
 
     check_type(device, settings.weights)
@@ -317,7 +321,7 @@ def _open_head(wanted: Wanted) -> DraftWorker[Any]:
         settings.model,
         target=wanted.target,
         weights=settings.weights,
-        device=device.name,
+        device=str(device.torch_device),
         allow_bin=settings.pickled,
         choose_type=choose_type,
     )
@@ -348,7 +352,7 @@ def on_device(worker: DraftWorker[Any]) -> DraftWorker[Any]:
 
 
 Opener = Callable[[Wanted], DraftWorker[Any]]
-OPENERS: Mapping[str, Opener] = {
+OPENERS: dict[str, Opener] = {
     "ngram": _open_ngram,
     "substitute": _open_substitute,
     "auto": _open_folder,

@@ -85,7 +85,7 @@ def _load(
     return load_language_model(
         settings.model,
         weights=settings.weights,
-        device=device.name,
+        device=str(device.torch_device),
         backend=settings.backend,
         profile=profile,
         stage=None if spread is None else spread.stage,

@@ -22,6 +22,7 @@ from dovetail.workers.sessions.results import First, Part, ScoredPart, Unread
 from dovetail.workers.sessions.room import base_rows
 from dovetail.workers.sessions.rounds import find_session
 from dovetail.workers.sessions.session import KeptSession, TargetSession
+from dovetail.workers.speculation.history import looks_back
 from dovetail.workers.speculation.noise import NoiseCache
 from dovetail.workers.speculation.rejection import ProposalProbabilities
 from dovetail.workers.speculation.sampling import LookingBack
@@ -137,7 +138,7 @@ class Opener:
         coupled = sampling.temperature > 0.0 and not sampling.rejects
         back = (
             LookingBack(sampling, order.prompt, order.end, size, device, replied=order.replied)
-            if sampling.looks_back
+            if looks_back(sampling)
             else None
         )
         return TargetSession(

@@ -1,20 +1,50 @@
 """The history of a reply, for the processors that depend on it: logit bias, repetition, presence
-and frequency penalty, minimum number of tokens.
+and frequency penalty, and constraints, such as the minimum number of tokens.
 
 This is their definition in plain numbers, one logit at a time, in this order: the bias is added;
 the logit of a token in prompt or reply is divided by the repetition penalty, or multiplied if it is
 negative (Keskar et al., CTRL, 2019; transformers' RepetitionPenaltyLogitsProcessor); presence + c *
-frequency is subtracted for a token that occurs c > 0 times in the reply (OpenAI's definition); ids
-that end the reply are masked before the minimum number of tokens. `sampling.py` has the version
-over tensors; a test compares the two.
+frequency is subtracted for a token that occurs c > 0 times in the reply (OpenAI's definition); what
+a constraint forbids is masked. `sampling.py` has the version over tensors; a test compares the two.
 
 A *path* is what would follow the log before the choice in question: the tokens of a node's
 ancestors and its own."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from dovetail.protocol.settings import Sampling
+
+
+class Constraint(Protocol):
+    """A mask of the tokens that may come next, on draft and target alike."""
+
+    def applies(self, sampling: Sampling) -> bool:
+        """Return whether requests with these settings have it."""
+
+    def forbidden(self, history: "History", path: Sequence[int]) -> Collection[int]:
+        """Return the ids that must not follow `path`; some must be left."""
+
+
+class LeastTokens:
+    """No token that ends the reply before `min_tokens` tokens."""
+
+    def applies(self, sampling: Sampling) -> bool:
+        return sampling.min_tokens > 0
+
+    def forbidden(self, history: "History", path: Sequence[int]) -> Collection[int]:
+        early = len(history.reply) + len(path) < history.sampling.min_tokens
+        return history.end if early else ()
+
+
+CONSTRAINTS: dict[str, Constraint] = {"min_tokens": LeastTokens()}
+"""All constraints by their names."""
+
+
+def looks_back(sampling: Sampling) -> bool:
+    """Return whether a token's logit depends on the tokens before it, with these settings."""
+    return sampling.looks_back or any(one.applies(sampling) for one in CONSTRAINTS.values())
 
 
 class History:
@@ -30,13 +60,14 @@ class History:
         self.end = frozenset(end)
         self.seen = set(log[:prompt])  # the tokens of prompt and reply
         self.counts: dict[int, int] = {}  # how often the reply has each token
-        self.said = 0  # tokens of the reply
+        self.reply: list[int] = []
         self._bias = dict(sampling.logit_bias)
+        self._constraints = [one for one in CONSTRAINTS.values() if one.applies(sampling)]
         self.extend(log[prompt:])
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Note that the log has grown by `tokens` of the reply."""
-        self.said += len(tokens)
+        self.reply += tokens
         self.seen.update(tokens)
         for token in tokens:
             self.counts[token] = self.counts.get(token, 0) + 1
@@ -50,14 +81,14 @@ class History:
             else 0.0
         )
 
-    def too_early(self, path: Sequence[int] = ()) -> bool:
-        """Return whether the reply must not end after `path`."""
-        return self.said + len(path) < self.sampling.min_tokens
+    def forbidden(self, path: Sequence[int] = ()) -> set[int]:
+        """Return the tokens that the constraints mask after `path`."""
+        return set().union(*(one.forbidden(self, path) for one in self._constraints))
 
     def process(self, token: int, logit: float, path: Sequence[int] = ()) -> float:
         """Return the logit of one token after `path`, with all processors before temperature
         applied."""
-        if token in self.end and self.too_early(path):
+        if self._constraints and token in self.forbidden(path):
             return -math.inf
         logit += self._bias.get(token, 0.0)
         if token in self.seen or token in path:

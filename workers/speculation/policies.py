@@ -19,7 +19,7 @@ again, and hidden ones are ignored. Every prefix of the offered nodes is a tree.
   where they are verified; both take a prefix of this order.
 - `heterospec`: `heterospec.py`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -163,7 +163,7 @@ def _places(tree: GrowingTree, below: NDArray[np.intp], depth: int) -> NDArray[n
     return places[:-1]
 
 
-OPENERS: Mapping[str, Callable[[TreeSettings], Policy]] = {
+OPENERS: dict[str, Callable[[TreeSettings], Policy]] = {
     "static": lambda tree: Static(fixed_shape(tree.gamma, tree.depth, tree.width)),
     "dynamic": lambda tree: Dynamic(),
     "beam": lambda tree: Beam(),

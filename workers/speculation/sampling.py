@@ -47,9 +47,7 @@ class LookingBack:
         biases = [(token, bias) for token, bias in sampling.logit_bias if token < size]
         self._biased = torch.tensor([token for token, _ in biases], dtype=torch.long, device=device)
         self._biases = torch.tensor([bias for _, bias in biases], device=device)
-        self._end = torch.tensor(
-            [token for token in end if token < size], dtype=torch.long, device=device
-        )
+        self._size = size
         self._slots: dict[int, int] = {}
         """Token -> the place of its id and penalty in the two tensors."""
         self._tokens = torch.empty(size, dtype=torch.long, device=device)
@@ -83,8 +81,14 @@ class LookingBack:
                 [self._history.penalty(token, paths[row]) for row, token in ahead], device=z.device
             )
             z[where] = self._penalised(unpenalised, penalties)
-        if early := [row for row, path in enumerate(paths) if self._history.too_early(path)]:
-            z[torch.tensor(early, device=z.device).unsqueeze(1), self._end] = MASKED
+        masked = [
+            (row, token)
+            for row, path in enumerate(paths)
+            for token in self._history.forbidden(path)
+            if token < self._size
+        ]
+        if masked:
+            z[tuple(torch.tensor(masked, device=z.device).unbind(1))] = MASKED
         return z
 
     def _copied(self, logits: Tensor) -> Tensor:
