@@ -72,7 +72,7 @@ class Dialect(Generic[M]):
 def encode(message: Message) -> list[bytes]:
     """The frames of a message: the body, then one frame for each of its arrays that is present;
     `ProtocolError` if the body is beyond the limit."""
-    body = message.model_dump()
+    body = message.__pydantic_serializer__.to_python(message)
     arrays = [body[name].pop("data") for name in message.ARRAYS if body[name] is not None]
     packed: bytes = msgpack.packb(body)
     if len(packed) > MAX_BODY_BYTES:

@@ -14,7 +14,7 @@ from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.calibration import Calibration
 from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.loads import Load
-from dovetail.runtime.control.on_off import OnOff
+from dovetail.runtime.control.on_off import DOUBTED, OnOff
 from dovetail.runtime.control.pairs import Pair, ratio
 from dovetail.runtime.control.pricing import NEW, Pricing, Situation
 from dovetail.runtime.control.rounds import Begun, Plan, Round
@@ -296,7 +296,9 @@ class Controller:
         """End the round that runs: what was expected of it counts among the predictions."""
         ended, on_off = self.begun, self._now.on_off
         self.begun = Begun(ended.load, ended.era, ended.sampled)
-        ended.deciding = on_off is not None and on_off.deciding
+        ended.deciding = on_off is not None and (  # the next rounds may turn drafting on or off
+            on_off.state == "try" or (on_off.state == "on" and on_off.balance >= DOUBTED)
+        )
         if ended.expected is not None:
             self.expected_tokens += ended.expected[0]
             self.predicted_s += ended.expected[1]

@@ -143,11 +143,11 @@ class OnOff:
         self._rounds = 0.0
         """Rounds of drafting since it began, or without since it ended."""
         self._failed = 0
-        self._balance = 0.0
+        self.balance = 0.0
         """On: rounds of the target alone that were lost; trying: that were won."""
         self._tokens = self._seconds = 0.0
         self._compared = Compared()
-        """On: the rounds in which `_balance` was lost. Trying: the rounds that count."""
+        """On: the rounds in which `balance` was lost. Trying: the rounds that count."""
         self._tried = self._doubted = False
         """`_doubted`: the present trial is made although known costs predict a loss."""
         self._cost_s = 0.0
@@ -162,11 +162,6 @@ class OnOff:
         """Rounds of the target alone that were lost while prompts were read."""
         self._paused: Literal["on", "try"] | None = None
         """The state to return to when no prompts are being read."""
-
-    @property
-    def deciding(self) -> bool:
-        """Return whether the next rounds may turn drafting on or off."""
-        return self.state == "try" or (self.state == "on" and self._balance >= DOUBTED)
 
     @property
     def settling(self) -> bool:
@@ -270,16 +265,16 @@ class OnOff:
         if self._rounds >= LASTING:
             won = max(won, -MOST_LOSS_OF_A_WINNER / among)
         self._won_s += won * alone_s
-        self._balance = max(0.0, self._balance - won + charge)
+        self.balance = max(0.0, self.balance - won + charge)
         self._worst_s = max(self._worst_s, -won * alone_s)
-        if self._balance == 0.0:
+        if self.balance == 0.0:
             self._compared = Compared()
-        if self._rounds >= LASTING and self._balance == 0.0:
+        if self._rounds >= LASTING and self.balance == 0.0:
             self._failed, self._tried, self._experience.losing = 0, False, False
             self._experience.hopeless, self._experience.fruitless = 0, False
         most = LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS
         fruitless = self._many and self._barren >= BARREN
-        if not fruitless and self._balance <= most / among**0.5:  # the more rounds, the less chance
+        if not fruitless and self.balance <= most / among**0.5:  # the more rounds, the less chance
             return None
         return self._stop(alone_s, fruitless=fruitless)
 
@@ -301,7 +296,7 @@ class OnOff:
         """Turn drafting off, which is charged with what it has lost; return in words why."""
         lost_s = max(0.0, -self._won_s)
         if self._tried:  # the try had promised too much
-            self._failed, lost_s = self._failed + 1, max(lost_s, self._balance * alone_s)
+            self._failed, lost_s = self._failed + 1, max(lost_s, self.balance * alone_s)
         if self.era:  # the first look is free
             self._experience.credit_s -= lost_s
         self._experience.losing = True
@@ -324,15 +319,15 @@ class OnOff:
         if self._rounds < 1.0 + 0.5 / among and not self._compared.late:
             return None
         self._count(tokens, seconds, alone_s)
-        self._balance += won
+        self.balance += won
         judged = self._rounds - 1.0 + 0.5 / among  # a half for what sums of fractions lack
-        if (self._balance >= TRY_GAIN and judged >= LEAST_TRY) or (
+        if (self.balance >= TRY_GAIN and judged >= LEAST_TRY) or (
             judged >= MOST_TRY and self._compared.tokens > TRY_MARGIN * self._compared.alone
         ):
             self._pay()
             self._tried, self._experience.losing = True, False
             return self._judged("on", "drafting resumed because")
-        if self._balance <= -TRY_LOSS / among**0.5 or judged >= MOST_TRY:
+        if self.balance <= -TRY_LOSS / among**0.5 or judged >= MOST_TRY:
             self._pay()
             self._failed += 1
             self._experience.hopeless += self._doubted
@@ -377,7 +372,7 @@ class OnOff:
     def _enter(self, state: Literal["on", "off", "try"]) -> None:
         self._before, self.state, self.era = self.state, state, self.era + 1
         self.drafting = state != "off"
-        self._rounds, self._balance, self._cost_s, self._worst_s = 0.0, 0.0, 0.0, 0.0
+        self._rounds, self.balance, self._cost_s, self._worst_s = 0.0, 0.0, 0.0, 0.0
         self._won_s = 0.0
         self._tokens = self._seconds = self._barren = self._beside = 0.0
         self._paused, self._compared = None, Compared()

@@ -72,7 +72,7 @@ class _Life:
         self._ended, self._hurried = asyncio.Event(), asyncio.Event()
         self._reading = ThreadPoolExecutor(READERS, "reading")
         if journal is not None:
-            journal.aside = partial(self._loop.run_in_executor, None)  # type: ignore[assignment]
+            journal.aside = partial(self._loop.run_in_executor, None)
         self.coordinator = Coordinator(
             hub,
             defer=self._elsewhere,

@@ -459,7 +459,7 @@ class Census:
         return known
 
     def _count(self, running: RunningRequest, opening: bool) -> Load:
-        states = {*RUNNING, State.READY, *((State.OPENING,) if opening else ())}
+        states = (*RUNNING, State.READY, State.OPENING)[: None if opening else -1]
         on_target = on_draft = 0
         for other in self._running.values():
             if other.session.state in states:

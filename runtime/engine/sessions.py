@@ -144,7 +144,9 @@ class Sessions:
     def _next_round(self, running: RunningRequest, asked: NextRound) -> Sequence[Action]:
         """Begin a session's next round, with another draft if there is one that it should get."""
         joining = None
-        if running.drafts and (running.draft is None or not running.draft.available):
+        draft = running.draft
+        away = draft is None or draft.standby or draft.leaving or draft.stuck or draft.silent
+        if running.drafts and away:
             joining = self._moving.seek(running)
         plan = self.plan(running, asked) if joining is None and asked.may_draft else None
         if self._running.get(running.session.number) is not running:

@@ -46,7 +46,7 @@ READ_AT_ONCE = 256
 COORDINATORS = 0
 """The number of the reply whose only record is about coordinators."""
 
-Aside = Callable[[Callable[[], None]], None]
+Aside = Callable[[Callable[[], None]], object]
 """Does a piece of work in a thread."""
 
 

@@ -34,6 +34,8 @@ class State(Enum):
     """A round is over, and the next one has not begun."""
     DONE = "done"
 
+    __hash__ = object.__hash__  # Enum's own is computed in Python, some ten times in every round
+
 
 @dataclass
 class SessionState:

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[0] = str(TESTS)
+if str(TESTS) not in sys.path:
+    sys.path[0] = str(TESTS)
 if importlib.util.find_spec("dovetail") is None:
     importlib.import_module("conftest")  # gives a bare checkout its import name
 

@@ -3,12 +3,14 @@ other, no model and no clock to wait for."""
 
 import contextlib
 import random
+import statistics
 from collections.abc import Callable
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measures.round_calls import count
 
 from dovetail.protocol.arrays import Array
 from dovetail.protocol.codec import REPLY, encode
@@ -1324,3 +1326,10 @@ def test_all_sessions_of_a_pass_ask_for_the_next_one_before_a_client_is_told(
     for place in passes:
         assert order[place - 1] == "arrived"
         assert order[place + 1 : place + 4] == ["emitted"] * 3
+
+
+def test_a_reader_follows_a_verdict_to_the_next_draft_through_few_files() -> None:
+    rounds = count(8)[Verified]
+    assert len(rounds) > 20
+    assert statistics.median(len(one.files) for one in rounds) <= 14
+    assert statistics.median(one.moves for one in rounds) <= 60
