@@ -32,8 +32,7 @@ REMEDIES = {
 OF_WRITING = (errno.EACCES, errno.EPERM, errno.ENOENT)
 NO_TEMPORARY, USUAL = "No usable temporary directory", ("/tmp", "/var/tmp")
 """The error of `tempfile` where it finds no folder, and two that it has tried."""
-MOST_READ = 16 << 20
-"""Largest size in bytes of a hand-written file."""
+MOST_READ = 16 << 20  # largest size in bytes of a hand-written file
 MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),

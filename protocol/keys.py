@@ -34,8 +34,7 @@ from dovetail.protocol.files import unread
 from dovetail.protocol.messages import Role
 
 COORDINATOR = "coordinator"
-OPERATOR = "operator"
-"""The mark of a key whose holder is a client that may change workers."""
+OPERATOR = "operator"  # the mark of a key whose holder is a client that may change workers
 ROLES: tuple[str, ...] = (*get_args(Role), OPERATOR)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")

@@ -24,8 +24,7 @@ NO_LIMIT = 1 << 60
 KILLED = re.compile(r"^\d+,\d+,(\d+),[^;]*;.*Killed process (\d+) ", re.MULTILINE)
 """Matches what the kernel logs of a process that it has killed for want of memory: when, and
 which."""
-LOG_BYTES = 8192
-"""A record of /dev/kmsg is never longer."""
+LOG_BYTES = 8192  # a record of /dev/kmsg is never longer
 
 
 def release_memory() -> None:
@@ -52,13 +51,11 @@ def uncollected() -> Iterator[None]:
 class Room:
     """Memory that may still be taken."""
 
-    size: int
-    """The size in bytes."""
+    size: int  # the size in bytes
     bound: str
     """The name of the bound, in words that follow "there are 3 GB": "available on this machine",
     "left in the control group /a (limit 4 GB)"."""
-    swap: int = 0
-    """Bytes of swap in addition; processes run slowly there, but are not killed."""
+    swap: int = 0  # bytes of swap in addition; processes run slowly there, but are not killed
 
 
 def read_room(root: Path = ROOT) -> Room | None:
@@ -178,8 +175,7 @@ class Kills:
     """Counts by file of a control group around a process, innermost first, as far as they are
     kept."""
     machine: int
-    at_us: int
-    """The moment, on the clock of the kernel's log."""
+    at_us: int  # the moment, on the clock of the kernel's log
 
 
 def count_kills(root: Path = ROOT) -> Kills:

@@ -23,8 +23,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MASK = (1 << 64) - 1
 KEY_BYTES = 16
-SEED_BITS = 53
-"""Bits of a seed that the server chooses: JavaScript and jq lose precision beyond."""
+SEED_BITS = 53  # bits of a seed that the server chooses: JavaScript and jq lose precision beyond
 
 
 def random_seed() -> int:

@@ -13,10 +13,8 @@ class PolicyTraits:
     """No drawn token changes the tree's shape, so that drafts may be accepted by rejection."""
     without_model: bool = False
     """It may be chosen for a draft without a model, which grows best first, in one go."""
-    by_entropy: bool = False
-    """The policy goes by thresholds of entropy."""
-    full_levels: bool = False
-    """Every level is offered whole, so that gamma is width times depth."""
+    by_entropy: bool = False  # the policy goes by thresholds of entropy
+    full_levels: bool = False  # every level is offered whole, so that gamma is width times depth
     pass_a_level: bool = True
     """A pass expands a level; False: a pass expands the best nodes wherever they are."""
     sizes_itself: bool = False

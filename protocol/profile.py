@@ -55,18 +55,14 @@ class ProfileError(UserError):
 class ProfileKey(Frozen):
     """The circumstances of a measurement: if any of these changes, it is repeated."""
 
-    machine: str
-    """`machine_key()`."""
+    machine: str  # `machine_key()`
     software: str
     """The software that computes, with versions: torch, the kernels and their instruction set."""
     weights: str
     threads: Positive
-    shapes: str
-    """`shapes_key()` of the model."""
-    cache: str = "fp32"
-    """The type of keys and values."""
-    shards: Positive = 1
-    """The memory nodes that the target is spread over."""
+    shapes: str  # `shapes_key()` of the model
+    cache: str = "fp32"  # the type of keys and values
+    shards: Positive = 1  # the memory nodes that the target is spread over
 
 
 class LinearChoice(Frozen):
@@ -90,14 +86,11 @@ class Entry(Frozen):
 
     key: ProfileKey
     linears: tuple[LinearChoice, ...] = ()
-    calibrations: tuple[Calibration, ...] = ()
-    """At most one for each back end."""
-    levels: ContextCurve | None = None
-    """t_D of a draft, a level of its tree."""
+    calibrations: tuple[Calibration, ...] = ()  # at most one for each back end
+    levels: ContextCurve | None = None  # t_D of a draft, a level of its tree
     readings: tuple[Reading, ...] = ()
     """Seconds of reading a prompt of a target on the CPU, at most one for each device."""
-    devices: tuple[DeviceCosts, ...] = ()
-    """Costs of a target's parts, at most one for each device."""
+    devices: tuple[DeviceCosts, ...] = ()  # costs of a target's parts, at most one for each device
 
     def choice(self, n: int, k: int, rows: int) -> LinearChoice | None:
         """Return what was chosen for a shape: the entry of the smallest row class that holds
@@ -147,8 +140,7 @@ class TypeTimes(Frozen):
     key: tuple[str, ...]
     """Libraries and card, driver, functions of ours: if any of these changes, times are measured
     again."""
-    seconds: Mapping[str, tuple[Seconds, ...]]
-    """Type -> seconds of a product of 1, 4 and 16 rows."""
+    seconds: Mapping[str, tuple[Seconds, ...]]  # type -> seconds of a product of 1, 4 and 16 rows
     refused: Mapping[str, str] = {}
     """Type -> why there is no product in it, or what is wrong with it."""
 
@@ -157,8 +149,7 @@ class DraftFall(Frozen):
     """A draft with `draft.device = auto` that was computed by the CPU at its last start, though
     there is a GPU."""
 
-    key: tuple[str, ...]
-    """Libraries and card, driver, draft, target, weights."""
+    key: tuple[str, ...]  # libraries and card, driver, draft, target, weights
     why: str
 
 
@@ -167,12 +158,9 @@ class Profile(Frozen):
 
     format: Literal[1] = 1
     entries: tuple[Entry, ...] = ()
-    nodes: tuple[NodeTimes, ...] = ()
-    """At most one for each key."""
-    types: tuple[TypeTimes, ...] = ()
-    """At most one for each key."""
-    falls: tuple[DraftFall, ...] = ()
-    """At most one for each key."""
+    nodes: tuple[NodeTimes, ...] = ()  # at most one for each key
+    types: tuple[TypeTimes, ...] = ()  # at most one for each key
+    falls: tuple[DraftFall, ...] = ()  # at most one for each key
 
     def find(self, key: ProfileKey) -> Entry:
         """Return what is known under a key; an empty entry if nothing is."""

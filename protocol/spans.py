@@ -47,21 +47,18 @@ NAMES: Mapping[str, str] = {
 """All names with their meanings. Those outside of a worker's commands are `grow`, `prepare`,
 `decode`, `encode` and `send`."""
 
-MAX_BESIDE = 1024
-"""The most waiting spans outside of commands; the oldest are dropped."""
+MAX_BESIDE = 1024  # the most waiting spans outside of commands; the oldest are dropped
 MERGED_NS = 200_000
 """Coarse spans outside of commands that are closer than this are joined: between two passes ahead a
 worker checks for a command."""
-JOINED = frozenset({"prepare"})
-"""Those that are always joined: they are short and many."""
+JOINED = frozenset({"prepare"})  # those that are always joined: they are short and many
 
 
 class Spans:
     """Records spans until they are taken away with the next event."""
 
     def __init__(self) -> None:
-        self.fine = False
-        """True if fine spans are recorded."""
+        self.fine = False  # true if fine spans are recorded
         self._spans: list[Span] = []
         self._beside: list[Beside] = []
 

@@ -21,10 +21,8 @@ from dovetail.protocol.experts import DENSE, Mixture
 from dovetail.protocol.policies import POLICIES
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, PairCosts
 
-Seconds = Callable[[int], float]
-"""Returns the seconds of a pass over this many rows."""
-BUFFERS = 2
-"""That streamed layers pass through (`workers/models/backends/placement.py`)."""
+Seconds = Callable[[int], float]  # returns the seconds of a pass over this many rows
+BUFFERS = 2  # that streamed layers pass through (`workers/models/backends/placement.py`)
 LEAST_BUDGET = 128
 """Nodes of the trees that offloading with a draft is usually given (SpecExec, and the Dovetail
 paper's Table 4)."""
@@ -70,10 +68,8 @@ class Target:
     device_bytes: Bytes
     """Weights, buffers, keys and values, a pass; not asked for a device that computes nothing."""
     host_bytes: Bytes
-    mixture: Mixture = DENSE
-    """Experts, and their share of a layer."""
-    states: StateTraffic = STATELESS
-    """The traffic of states in a layer."""
+    mixture: Mixture = DENSE  # experts, and their share of a layer
+    states: StateTraffic = STATELESS  # the traffic of states in a layer
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,7 @@ class Place:
 class Link:
     """The way of streamed layers."""
 
-    layer_s: Seconds
-    """Seconds of copying one layer during a pass over this many rows."""
+    layer_s: Seconds  # seconds of copying one layer during a pass over this many rows
     overlaps: bool
     """True if copies cost the computing nothing; where the CPU stands for a GPU they take turns
     with it."""
@@ -127,8 +122,7 @@ class Draft:
     passes: Callable[[Tree, float], Iterable[tuple[int, float]]] = lambda tree, _: tree.passes()
     """Returns (rows, how many in a round on average) of the passes that a proposal waits for, if
     the draft could expand this many nodes ahead, while the target verified the last one."""
-    proposal_s: float = 0.0
-    """Seconds of a proposal without its passes."""
+    proposal_s: float = 0.0  # seconds of a proposal without its passes
     shares: bool = False
     """True if it computes with the target's own resident layers, so that more of these may cost it
     more."""
@@ -150,24 +144,18 @@ class Option:
 
     draft: Draft | None
     tree: Tree | None
-    computed: int
-    """Layers of the target on the device; `resident` keep their weights there."""
+    computed: int  # layers of the target on the device; `resident` keep their weights there
     resident: int
     layers: int
-    host_experts: bool
-    """True if the CPU computes the experts of the layers on the device."""
-    nodes: int
-    """Memory nodes that the target is spread over."""
+    host_experts: bool  # true if the CPU computes the experts of the layers on the device
+    nodes: int  # memory nodes that the target is spread over
     tau: float
-    draft_s: float
-    """T_D: drafting that a round waits for."""
-    verify_s: float
-    """T_V."""
+    draft_s: float  # T_D: drafting that a round waits for
+    verify_s: float  # T_V
     beside_s: float
     device_bytes: int
     host_bytes: int
-    copy_s: float
-    """Seconds for which the link is busy in a round."""
+    copy_s: float  # seconds for which the link is busy in a round
 
     @property
     def round_s(self) -> float:
@@ -195,8 +183,7 @@ class Option:
         return "cpu" if self.on_cpu or self.host_experts else "device"
 
 
-Places = Sequence[tuple[int, int]]
-"""(computed, resident) of every placement that is looked at."""
+Places = Sequence[tuple[int, int]]  # (computed, resident) of every placement that is looked at
 
 
 @dataclass(frozen=True)
@@ -208,11 +195,9 @@ class Planner:
     apart: "Planner | None" = None
     """Plans it with the experts of layers on the device on the CPU; None: there are
     none."""
-    spread: "Planner | None" = None
-    """Plans it spread over memory nodes; None: it cannot be."""
+    spread: "Planner | None" = None  # plans it spread over memory nodes; None: it cannot be
     host_experts: bool = False
-    nodes: int = 1
-    """Memory nodes that the target is spread over."""
+    nodes: int = 1  # memory nodes that the target is spread over
 
     def on_cpu(self) -> Places:
         """The whole target on the CPU."""

@@ -82,8 +82,7 @@ class Hub(Protocol):
 class Link(Protocol):
     """A worker's or a client's end of one link. One thread uses it."""
 
-    address: str
-    """The address that it was connected to."""
+    address: str  # the address that it was connected to
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue a message for the coordinator, waiting while the queue is full; `LinkClosed` if the

@@ -17,16 +17,14 @@ import zmq
 
 from dovetail.protocol.errors import KeysError, UserError
 
-HOST = re.compile(r"[^\s,/]+")
-"""A name or a number, and nothing that would end it."""
+HOST = re.compile(r"[^\s,/]+")  # a name or a number, and nothing that would end it
 WORKERS_SUFFIX = ".w"
 """Behind the path of an ipc address: where workers connect, whose connections have heartbeats."""
 MAX_IPC_PATH_BYTES = 107 - len(WORKERS_SUFFIX)
 """sun_path of a Unix socket has 108 bytes and ends with a zero."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders for sockets where the name of the temporary directory is too long."""
-ABANDONED_S = 60.0
-"""Age after which an unlocked folder of sockets counts as abandoned."""
+ABANDONED_S = 60.0  # age after which an unlocked folder of sockets counts as abandoned
 
 _HEARTBEAT_MS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 1200, zmq.HEARTBEAT_TTL: 1200}
 

@@ -27,8 +27,7 @@ from dovetail.protocol.links.handshakes import DOMAIN, AllowedPeers, start_judge
 from dovetail.protocol.links.monitor import GONE, REFUSED, Context, Monitor
 
 MAX_MESSAGE_BYTES = MAX_BODY_BYTES + MAX_FRAME_BYTES
-QUEUE_MESSAGES = 1000
-"""Messages that wait for one peer before it counts as busy."""
+QUEUE_MESSAGES = 1000  # messages that wait for one peer before it counts as busy
 CONNECT_TIMEOUT_S = 10.0
 
 _HANDSHAKE_MS = 5000

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 from dovetail.runtime.control.on_off import SETTLING
 
-BLOCK = 12
-"""Rounds of a block of a trial."""
+BLOCK = 12  # rounds of a block of a trial
 TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)
-WORTH = 1.02
-"""Factor by which growing ahead has to be better."""
+WORTH = 1.02  # factor by which growing ahead has to be better
 FIRST_PAUSE, MOST_PAUSE = 512, 8192
 
 

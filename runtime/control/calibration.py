@@ -5,8 +5,7 @@ number of its nodes that are expected to be accepted. A draft may be too sure of
 enough. Pure: numbers in, numbers out.
 """
 
-WINDOW = 16
-"""Rounds over which a session's own figures are taken."""
+WINDOW = 16  # rounds over which a session's own figures are taken
 PRIOR_NODES = 2.0
 """Expected nodes for which the pair's calibration counts before the session's own does."""
 MOST_CALIBRATION = 2.0
@@ -18,8 +17,7 @@ class Calibration:
     def __init__(self, prior: float) -> None:
         """`prior`: the calibration of the pair of workers."""
         self._expected, self._accepted = PRIOR_NODES, PRIOR_NODES * prior
-        self.factor = min(MOST_CALIBRATION, prior)
-        """Accepted nodes for each expected node."""
+        self.factor = min(MOST_CALIBRATION, prior)  # accepted nodes for each expected node
 
     def learn(self, tokens: int, expected_nodes: float) -> float:
         """Count a round and return the tokens it brought with half of the chance taken out: the

@@ -24,10 +24,8 @@ from dovetail.runtime.costs.rounds import PairCosts
 CONTROLS = (0, 8, 32)
 """The numbers of a pair's rounds after which the target's pass over a single row is measured,
 without a profile."""
-EMPTY = 4
-"""Proposals of nothing in a row after which what was learned of the draft is doubted."""
-RESTING = 16
-"""Rounds without a command after that, if other sessions wait for the draft."""
+EMPTY = 4  # proposals of nothing in a row after which what was learned of the draft is doubted
+RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
 STALE = 0.95
 """tau of a head that grows ahead over that of one that does not: what is below the new root was
 guessed from guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and
@@ -56,14 +54,12 @@ class Controller:
         self._fixed = tree.insist or drawn
         self._now = Situation(pair, costs)
         self._pricing = Pricing(tree, self._now)
-        self.begun = Begun()
-        """The round that runs; only the controller changes it."""
+        self.begun = Begun()  # the round that runs; only the controller changes it
         self._priced: tuple[int, Plan] | None = None
         """The plan of the next round, and the era in which it was made."""
         self.expected_tokens = self.predicted_s = 0.0
         """Sums over all rounds that could be predicted."""
-        self.controls = 0
-        """Rounds without a draft, to measure the target's pass over a single row."""
+        self.controls = 0  # rounds without a draft, to measure the target's pass over a single row
         self.work_with(pair, costs)
 
     # -- with whom, and beside whom ----------------------------------------------------------------

@@ -12,10 +12,8 @@ UNDRAFTED_PASSES = 16.0
 MOST_SLOWDOWN = 1.5
 MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
 """Factors a round: the care stays as it is if about a twelfth of the sessions are far behind."""
-FAR = 0.25
-"""Share of its rate without drafting by which a session that is far behind falls short."""
-CARE_OF_A_TRY = 2.0
-"""The most with which drafting is tried again."""
+FAR = 0.25  # share of its rate without drafting by which a session that is far behind falls short
+CARE_OF_A_TRY = 2.0  # the most with which drafting is tried again
 BEHIND = 0.97
 """Share of the rate without drafting below which a session suffers from the drafting of others."""
 LEAST_HOPE = 0.1
@@ -33,8 +31,7 @@ class Crowd:
 
     def __init__(self) -> None:
         self.on_off = OnOff(Experience(), many=True)
-        self.tokens, self.seconds = Average(), Average()
-        """Means of a round while drafting is on."""
+        self.tokens, self.seconds = Average(), Average()  # means of a round while drafting is on
         self.care = 1.0
         """The factor by which a second is taken to be worth more than its tokens, so that no
         session pays for what others gain."""
@@ -44,8 +41,7 @@ class Crowd:
         self._rows, self._context = Average(UNDRAFTED_PASSES), Average(UNDRAFTED_PASSES)
         self._slowdown = 1.0
         """The factor by which those rounds took longer than such rounds are now expected to."""
-        self._undue = 0
-        """Rounds without drafting since one was judged."""
+        self._undue = 0  # rounds without drafting since one was judged
 
     def alone_s(self, expected_s: float) -> float:
         """Return the seconds of a round without drafting here. `expected_s`: those of a pass over

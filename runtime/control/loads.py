@@ -9,12 +9,9 @@ class Load:
     """Counts of the sessions that run on a session's workers, itself among them: beyond their
     prompts, and not waiting for a target."""
 
-    target: int = 1
-    """On its target: each has a row in a pass at least."""
-    draft: int = 1
-    """On its draft."""
-    alone: bool = field(init=False, repr=False)
-    """True if no other session runs on these workers."""
+    target: int = 1  # on its target: each has a row in a pass at least
+    draft: int = 1  # on its draft
+    alone: bool = field(init=False, repr=False)  # true if no other session runs on these workers
     level: tuple[int, int] = field(init=False, repr=False)
     """Loads of one level are taken to be alike: 1, 2, 3 and 4, 5 to 8, 9 to 16, ..."""
 

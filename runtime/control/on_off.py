@@ -22,38 +22,31 @@ MOST_LOSS_OF_A_WINNER = 2.5
 drafting."""
 LATE = 1.5
 """Rounds that a late proposal counts as lost, in addition to its wait; more tend to follow."""
-FIRST_TRY = 8
-"""Rounds without drafting before it is tried again; doubled by every try that fails."""
+FIRST_TRY = 8  # rounds without drafting before it is tried again; doubled by every try that fails
 MOST_DOUBLINGS = 3
-TRY_SHARE = 0.015
-"""Share of all time that trying may cost, in the long run."""
-ALLOWANCE = 2.0
-"""Rounds of the target alone that trying may cost in advance."""
+TRY_SHARE = 0.015  # share of all time that trying may cost, in the long run
+ALLOWANCE = 2.0  # rounds of the target alone that trying may cost in advance
 MOST_ALLOWANCE = 30.0
 TRY_GAIN, TRY_LOSS = 1.5, 1.0
 """Rounds of the target alone by which a try is won or lost before it is over."""
 LEAST_TRY, MOST_TRY = 3, 8
 """Rounds of a trial after the first, in which the draft catches up and which does not count."""
-TRY_ROUNDS = 2
-"""Rounds that a try which fails is thought to need."""
+TRY_ROUNDS = 2  # rounds that a try which fails is thought to need
 TRY_MARGIN = 1.03
-LASTING = 32
-"""Rounds of drafting after which it is taken to pay."""
+LASTING = 32  # rounds of drafting after which it is taken to pay
 HOPELESS = 256
 """Rounds without drafting after which it is tried though known costs let nothing pay, or nothing
 was drafted after the last try; doubled like `FIRST_TRY` by every such try that fails."""
 FIRST_OF_MANY = 2
 """Rounds without drafting before its first trial with several sessions: they measure a pass over
 their roots."""
-WORTH_OF_MANY = 1.02
-"""Factor by which drafting has to be better where several sessions run."""
+WORTH_OF_MANY = 1.02  # factor by which drafting has to be better where several sessions run
 BARREN = 8
 """Rounds of each of several sessions after which drafting stops if nothing was worth verifying in
 any of them: to ask a draft costs what it costs."""
 PAUSED = "drafting is paused while prompts are read"
 UNTRIED = "drafting has not been tested at this load yet"
-SETTLING = 2
-"""Rounds after a change that do not count, since what went on before still does."""
+SETTLING = 2  # rounds after a change that do not count, since what went on before still does
 
 
 @dataclass
@@ -61,21 +54,15 @@ class Experience:
     """Knowledge that the sessions of a pair share: whether drafting paid, and what trying may
     cost."""
 
-    losing: bool = False
-    """True if the last change was to stop drafting."""
-    credit_s: float = 0.0
-    """Time that trying may cost."""
-    try_s: float = 0.0
-    """Time that the last try cost, or the next is thought to."""
-    why: str = ""
-    """Why drafting last stopped, to follow "because"; empty if it never did."""
+    losing: bool = False  # true if the last change was to stop drafting
+    credit_s: float = 0.0  # time that trying may cost
+    try_s: float = 0.0  # time that the last try cost, or the next is thought to
+    why: str = ""  # why drafting last stopped, to follow "because"; empty if it never did
     granted: bool = False
     hopeless: int = 0
     """Consecutive trials that failed as predicted from known costs, or that drafted nothing."""
-    fruitless: bool = False
-    """True if nothing was drafted after the last of them."""
-    token_s: float | None = None
-    """Seconds a token with drafting of late; None before."""
+    fruitless: bool = False  # true if nothing was drafted after the last of them
+    token_s: float | None = None  # seconds a token with drafting of late; None before
 
     def earn(self, seconds: float, alone_s: float, *, before_s: float = 0.0) -> None:
         """Count the seconds of a round: a share of them may be spent on trying. `before_s`: what a
@@ -101,10 +88,8 @@ class Compared:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    alone: float = 0.0
-    """Rounds of the target alone in those seconds, at one token each."""
-    late: int = 0
-    """Proposals that arrived too late."""
+    alone: float = 0.0  # rounds of the target alone in those seconds, at one token each
+    late: int = 0  # proposals that arrived too late
 
     def add(self, tokens: float, seconds: float, alone_s: float) -> None:
         """Count a round; `alone_s`: seconds of a round of the target alone."""
@@ -138,28 +123,21 @@ class OnOff:
         self.drafting = self.state != "off"
         self.era = 0
         """Counts the changes of state: rounds that began before the last one do not count."""
-        self._before: Literal["on", "off", "try"] = self.state
-        """The state of the era before."""
-        self._rounds = 0.0
-        """Rounds of drafting since it began, or without since it ended."""
+        self._before: Literal["on", "off", "try"] = self.state  # the state of the era before
+        self._rounds = 0.0  # rounds of drafting since it began, or without since it ended
         self._failed = 0
-        self.balance = 0.0
-        """On: rounds of the target alone that were lost; trying: that were won."""
+        self.balance = 0.0  # on: rounds of the target alone that were lost; trying: that were won
         self._tokens = self._seconds = 0.0
         self._compared = Compared()
         """On: the rounds in which `balance` was lost. Trying: the rounds that count."""
         self._tried = self._doubted = False
         """`_doubted`: the present trial is made although known costs predict a loss."""
-        self._cost_s = 0.0
-        """Time that the try in hand has cost."""
-        self._worst_s = 0.0
-        """Time that the worst round of drafting has lost."""
-        self._won_s = 0.0
-        """Time that drafting has won since it was resumed."""
+        self._cost_s = 0.0  # time that the try in hand has cost
+        self._worst_s = 0.0  # time that the worst round of drafting has lost
+        self._won_s = 0.0  # time that drafting has won since it was resumed
         self._barren = 0.0
         """Rounds in a row in which nothing was verified that a draft had proposed."""
-        self._beside = 0.0
-        """Rounds of the target alone that were lost while prompts were read."""
+        self._beside = 0.0  # rounds of the target alone that were lost while prompts were read
         self._paused: Literal["on", "try"] | None = None
         """The state to return to when no prompts are being read."""
 

@@ -18,12 +18,9 @@ from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.costs.averages import Average, add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
-CPU = "cpu"
-"""The name of the device that workers share by their cores."""
-MAX_WORDS = 512
-"""Characters of a reason or a decision; the names in it are a worker's own."""
-CALIBRATED = 8
-"""Rounds after which the expected nodes are compared with those that were accepted."""
+CPU = "cpu"  # the name of the device that workers share by their cores
+MAX_WORDS = 512  # characters of a reason or a decision; the names in it are a worker's own
+CALIBRATED = 8  # rounds after which the expected nodes are compared with those that were accepted
 
 
 @dataclass
@@ -33,13 +30,11 @@ class Pair:
     draft: str
     target: str
     costs: PairCosts
-    shared: bool
-    """True if both compute on one device."""
+    shared: bool  # true if both compute on one device
     in_turns: bool = False
     """True if both compute on the same cores: whatever one of them does meanwhile, it takes from
     the other, so nothing is drafted ahead."""
-    reads: bool = False
-    """True if the draft reads its target's states."""
+    reads: bool = False  # true if the draft reads its target's states
     experiences: dict[bool, Experience] = field(
         default_factory=lambda: {True: Experience(), False: Experience()}
     )
@@ -48,10 +43,8 @@ class Pair:
     """Experience of concurrent sessions, by whether they are greedy and by the level of their
     load."""
     trial: AheadTrial = field(default_factory=AheadTrial)
-    rounds: int = 0
-    """Rounds with a draft."""
-    controls: int = 0
-    """Rounds without a draft, to measure the target's pass over a single row."""
+    rounds: int = 0  # rounds with a draft
+    controls: int = 0  # rounds without a draft, to measure the target's pass over a single row
     hits: Average = field(default_factory=Average)
     gamma: Average = field(default_factory=Average)
     tokens: Average = field(default_factory=Average)
@@ -64,8 +57,7 @@ class Pair:
     """Tokens of a round that were expected, in `predicted_s` seconds."""
     predicted_s: Average = field(default_factory=Average)
     context: float = 0.0
-    on_off: OnOff | None = None
-    """What decided on drafting in the last round, if anything did."""
+    on_off: OnOff | None = None  # what decided on drafting in the last round, if anything did
 
     ahead_in_doubt: bool = field(init=False)
     """True if it has to be found out whether drafting ahead pays: if it takes from the other

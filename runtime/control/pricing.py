@@ -38,14 +38,11 @@ HOPED_GAIN = 0.5
 """Time of a token with a draft that is tried, as a share of its time without one, that is hoped
 for."""
 MOST_DEADLINE_MS = 3.6e6
-NEW = 2
-"""First rounds of a pair, which are not judged because the draft's caches are cold."""
+NEW = 2  # first rounds of a pair, which are not judged because the draft's caches are cold
 HASTE = 0.4
 """Share of the patience after which a new draft starts no further level, so that two fit."""
-LEAST_WAIT_S = 2e-3
-"""Timers and schedulers of a busy machine are no more precise than this."""
-USUAL = 2.0
-"""Multiple of its usual time that a proposal may take while it can still pay."""
+LEAST_WAIT_S = 2e-3  # timers and schedulers of a busy machine are no more precise than this
+USUAL = 2.0  # multiple of its usual time that a proposal may take while it can still pay
 STEPS = (4, 8, 16, 32)
 """Further rows over which the price of one is looked for: a pass gets dearer in steps, and the
 cheapest way to more rows may lead past one."""
@@ -56,8 +53,7 @@ MOST_FLOOR = 0.95
 class Situation:
     """The pair, costs and load that a session is priced by."""
 
-    pair: Pair | None
-    """None: the target decodes alone."""
+    pair: Pair | None  # none: the target decodes alone
     costs: PairCosts
     load: Load = ALONE
     crowd: Crowd | None = None
@@ -74,8 +70,7 @@ class Pricing:
         self._depth, self._most_nodes, self._now = tree.depth, tree.most_nodes, now
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """(tokens, seconds) of the last rounds."""
-        self._tokens = self._seconds = 0.0
-        """Sums of both."""
+        self._tokens = self._seconds = 0.0  # sums of both
 
     def count(self, tokens: float, seconds: float) -> None:
         """Count a round for the rate."""

@@ -27,18 +27,13 @@ class Begun:
     """A round that runs: what it began with, and what is expected of it."""
 
     load: Load = ALONE
-    era: int = 0
-    """The era of the on/off when it began."""
-    sampled: bool = True
-    """True if it is to be learned from."""
-    unready: bool = False
-    """True if it would have been drafted, had the draft read the prompt."""
-    ordered: bool = False
-    """True if a proposal was requested; without one, the round waited in vain."""
+    era: int = 0  # the era of the on/off when it began
+    sampled: bool = True  # true if it is to be learned from
+    unready: bool = False  # true if it would have been drafted, had the draft read the prompt
+    ordered: bool = False  # true if a proposal was requested; without one, the round waited in vain
     deciding: bool = False
     """True if what it teaches, once it has ended, may turn drafting on or off."""
-    nodes: float = 0.0
-    """Nodes that are expected to be accepted."""
+    nodes: float = 0.0  # nodes that are expected to be accepted
     expected: tuple[float, float] | None = None
     """Tokens and seconds that are expected of it; None: not known."""
 
@@ -49,22 +44,15 @@ class Round:
 
     times: RoundTimes
     context: int
-    tokens: int
-    """Tokens that it committed."""
-    verified: int
-    """Drafted nodes in the pass."""
-    drafted: Drafted | None
-    """The proposal; None if none was asked for."""
+    tokens: int  # tokens that it committed
+    verified: int  # drafted nodes in the pass
+    drafted: Drafted | None  # the proposal; None if none was asked for
     other_rows: int = 1
     """Rows of the pass without the drafted nodes: the root, and all rows of other sessions."""
-    load: Load = ALONE
-    """The load when it ended."""
-    disturbed: bool = False
-    """True if a worker read a prompt meanwhile."""
-    unread: int = 0
-    """Tokens that the draft would have to read before it could be asked."""
-    begun: Begun = field(default_factory=Begun)
-    """The round as it began."""
+    load: Load = ALONE  # the load when it ended
+    disturbed: bool = False  # true if a worker read a prompt meanwhile
+    unread: int = 0  # tokens that the draft would have to read before it could be asked
+    begun: Begun = field(default_factory=Begun)  # the round as it began
 
     @property
     def late(self) -> bool:

@@ -4,21 +4,17 @@ from collections import deque
 from collections.abc import Iterable
 from math import log
 
-RECENT = 32.0
-"""Values after which a running average has forgotten all but a third."""
-LAST = 16
-"""The number of remembered durations with their amounts."""
+RECENT = 32.0  # values after which a running average has forgotten all but a third
+LAST = 16  # the number of remembered durations with their amounts
 
 
 class Average:
     """A running mean of the last values, the early ones all alike."""
 
     def __init__(self, recent: float = RECENT) -> None:
-        self.recent, self.count = recent, 0
-        """Values that weigh, and values that have come."""
+        self.recent, self.count = recent, 0  # values that weigh, and values that have come
         self.known = False
-        self.value = 0.0
-        """0 where nothing is known."""
+        self.value = 0.0  # 0 where nothing is known
 
     def add(self, value: float) -> None:
         """Add a value."""

@@ -12,13 +12,11 @@ from math import log
 
 from dovetail.protocol.calibration import ExpertCosts, weighted_median
 
-VARIETIES = 8
-"""Passes that the variety of rows is estimated from: the last ones."""
+VARIETIES = 8  # passes that the variety of rows is estimated from: the last ones
 FULL = 0.95
 """The share of all experts beyond which a pass is not informative about variety, if independent
 rows would use more."""
-SLOPES = 128
-"""Slopes that the cost of an expert is estimated from: the last ones."""
+SLOPES = 128  # slopes that the cost of an expert is estimated from: the last ones
 PRIOR = 2.0
 """The weight of the known cost before any pass: that of a slope between passes that are this many
 times the experts of a row apart."""
@@ -29,13 +27,11 @@ class ExpertsOfPasses:
 
     def __init__(self, known: ExpertCosts) -> None:
         self._known, self.routing = known, known.routing
-        self._varieties: deque[tuple[float, float]] = deque(maxlen=VARIETIES)
-        """(variety, weight)."""
+        self._varieties: deque[tuple[float, float]] = deque(maxlen=VARIETIES)  # (variety, weight)
         self._slopes: deque[tuple[float, float]] = deque(maxlen=SLOPES)
         """(seconds an expert, weight)."""
         self._before: tuple[float, float] | None = None
-        self.variety = 1.0
-        """The exponent of rows (`Routing.unique`)."""
+        self.variety = 1.0  # the exponent of rows (`Routing.unique`)
         self.expert_s = known.expert_s
         """Seconds of each further expert, at the usual speed of the machine."""
 

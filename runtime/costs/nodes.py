@@ -23,12 +23,9 @@ class Nodes:
     """Memory nodes over which a target can be spread."""
 
     count: int
-    times: float
-    """Threads on all of them over those that the target has on one node."""
-    meeting_s: float = MEETING_S
-    """Additional seconds of a layer."""
-    meeting: str = ASSUMED
-    """The origin of that, in words."""
+    times: float  # threads on all of them over those that the target has on one node
+    meeting_s: float = MEETING_S  # additional seconds of a layer
+    meeting: str = ASSUMED  # the origin of that, in words
 
     def spread_s(self, alone_s: float, layers: float) -> float:
         """Return the seconds of this many layers over all nodes that take `alone_s` on one."""

@@ -21,14 +21,10 @@ from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
 from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.experts import ExpertsOfPasses
 
-EXACT_ROWS = 32
-"""Passes of fewer rows are remembered by themselves."""
-KEPT = 16
-"""Passes that are remembered of each number of rows."""
-FEW = 8
-"""With fewer passes than this only the median counts."""
-TRUST = 2.0
-"""Passes of a number of rows that weigh as much as its neighbours and the profile."""
+EXACT_ROWS = 32  # passes of fewer rows are remembered by themselves
+KEPT = 16  # passes that are remembered of each number of rows
+FEW = 8  # with fewer passes than this only the median counts
+TRUST = 2.0  # passes of a number of rows that weigh as much as its neighbours and the profile
 HOPE = 0.5
 """Without a profile, the share of a rise between two observed numbers of rows that is assigned to
 those between them, so that they are tried too."""
@@ -41,28 +37,23 @@ eight times as long as one."""
 OUTLIER = 4.0
 """A pass counts for the slope over the context with at most this multiple of the usual seconds of
 its number of rows."""
-FORGETTING = 0.995
-"""The factor by which the slope is forgotten, a pass."""
+FORGETTING = 0.995  # the factor by which the slope is forgotten, a pass
 SPREAD = 64.0 * 64.0
 """Squared tokens that contexts must have been apart before a slope over them is believed by
 half."""
 LEAST_SHARE = 0.25
 """A pass takes this share at least of what was seen, whatever context and experts it has."""
 LEAST_S = 1e-9
-STALE_TOKENS = 32
-"""A table of passes serves contexts that are so near."""
+STALE_TOKENS = 32  # a table of passes serves contexts that are so near
 MOST_TABLES = 64
-SPEEDS = 5
-"""Last passes whose median gives the machine's present speed."""
-SEEN = 2
-"""Passes over a number of rows after which further ones measure the speed."""
+SPEEDS = 5  # last passes whose median gives the machine's present speed
+SEEN = 2  # passes over a number of rows after which further ones measure the speed
 PASSING = 0.95
 """Exponent of the slowness that is taken out of a pass before it is remembered. The rest makes a
 lasting change usual after some hundred passes, and leaves the rise over the context to be
 learned."""
 STALE_PASSES = 8
-MOST_POINTS = 24
-"""Points of a curve that is shown, at most."""
+MOST_POINTS = 24  # points of a curve that is shown, at most
 
 
 def bucket(rows: int) -> int:
@@ -123,17 +114,13 @@ class _Passes:
 class _Table:
     """Seconds of passes over 0, 1, ... rows."""
 
-    usual: list[float] = field(default_factory=list)
-    """At the usual speed."""
+    usual: list[float] = field(default_factory=list)  # at the usual speed
     experts: list[float] = field(default_factory=list)
     """Experts that each pass is expected to go through; empty for a target that counts none."""
     seconds: list[float] = field(default_factory=list)
-    slowness: float = 0.0
-    """The machine's slowness that `seconds` hold for."""
-    observed: int = 0
-    """Passes that had been seen when it was made."""
-    asked: int = 0
-    """Rows that were asked for since."""
+    slowness: float = 0.0  # the machine's slowness that `seconds` hold for
+    observed: int = 0  # passes that had been seen when it was made
+    asked: int = 0  # rows that were asked for since
 
 
 class RowCosts:
@@ -150,8 +137,7 @@ class RowCosts:
         self._curves = PassCurves(curves) if curves else None
         self._passes: dict[int, _Passes] = {}
         self._observed = 0
-        self._slowness = 1.0
-        """The factor by which passes take longer than usual of late."""
+        self._slowness = 1.0  # the factor by which passes take longer than usual of late
         self._lately: deque[float] = deque([1.0] * SPEEDS, maxlen=SPEEDS)
         self._tables: dict[int, _Table] = {}
         """By context, `STALE_TOKENS` to one table: sessions that share a pass ask in turns."""

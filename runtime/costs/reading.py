@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 LAST = 9
 """Chunks that are remembered. The median of their seconds a row counts, so that a pause of the
 machine is not taken for the cost of a row."""
-FIRST_ROWS = 16
-"""Rows of a chunk while nothing is known of their cost."""
+FIRST_ROWS = 16  # rows of a chunk while nothing is known of their cost
 LEAST_S = 1e-6
 """The least seconds of a row: rows may be free next to weights that are read anyway, but chunks
 must be finite."""
@@ -21,8 +20,7 @@ class ReadingCosts:
     """The seconds that rows of logs add to a pass of one worker."""
 
     def __init__(self) -> None:
-        self._rows_s: deque[float] = deque(maxlen=LAST)
-        """Seconds a row of each of the last chunks."""
+        self._rows_s: deque[float] = deque(maxlen=LAST)  # seconds a row of each of the last chunks
         self._known_rows = 0
         """Rows of the last chunks: the most, halved with each chunk that has fewer."""
 

@@ -33,12 +33,9 @@ class Origin:
 class Messages:
     """Seconds that messages take."""
 
-    hop_s: float = 0.0
-    """A message on its way."""
-    coordinator_s: float = 0.0
-    """Seconds of the coordinator for a message that it receives."""
-    reply_s: float = 0.0
-    """Seconds of the HTTP process in a round, on the cores that compute passes."""
+    hop_s: float = 0.0  # a message on its way
+    coordinator_s: float = 0.0  # seconds of the coordinator for a message that it receives
+    reply_s: float = 0.0  # seconds of the HTTP process in a round, on the cores that compute passes
 
     def beside_s(self, *, drafted: bool) -> float:
         """Return the seconds of a round's messages, and of the coordinator."""
@@ -58,11 +55,9 @@ NO_MESSAGES = Messages()
 class PairCosts:
     """Costs of a pair of draft and target: measured in their rounds, else from their profiles."""
 
-    target: RowCosts = field(default_factory=RowCosts)
-    """Shared by all pairs of this target."""
+    target: RowCosts = field(default_factory=RowCosts)  # shared by all pairs of this target
     draft: RowCosts = field(default_factory=RowCosts)
-    together: int = 1
-    """Sessions that share a pass of the draft, at most."""
+    together: int = 1  # sessions that share a pass of the draft, at most
     reading: Lags = field(default_factory=Lags)
     """By how much later than its target the draft has read a prompt."""
     prompts: Lags = field(default_factory=Lags)
@@ -73,8 +68,7 @@ class PairCosts:
     """From the command to the proposal, without drafting."""
     target_hop_s: Average = field(default_factory=Average)
     """From Verify to Verified, without the pass."""
-    host_s: Average = field(default_factory=Average)
-    """The coordinator's own, a round."""
+    host_s: Average = field(default_factory=Average)  # the coordinator's own, a round
     undrafted_host_s: Average = field(default_factory=Average)
     """Seconds of the coordinator in a round without a draft."""
 

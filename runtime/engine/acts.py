@@ -13,8 +13,7 @@ from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.request import Request
 
-Outcome = Request | RequestError
-"""A request as it was read, or why it cannot be served."""
+Outcome = Request | RequestError  # a request as it was read, or why it cannot be served
 
 
 class Acts:
@@ -23,10 +22,8 @@ class Acts:
     # of a session
     start: Callable[[RunningRequest], None]
     perform: Callable[[RunningRequest, Sequence[Action]], None]
-    cancel: Callable[[RunningRequest], None]
-    """End it with the tokens that it has."""
-    drop: Callable[[RunningRequest], None]
-    """End it without a reply."""
+    cancel: Callable[[RunningRequest], None]  # end it with the tokens that it has
+    drop: Callable[[RunningRequest], None]  # end it without a reply
     fail: Callable[[RunningRequest, RequestError], None]
     broken: Callable[[RunningRequest, BaseException], None]
     """End it because of a fault of the coordinator."""
@@ -34,20 +31,16 @@ class Acts:
     """Have a worker forget it, if the worker is still registered."""
 
     # of a worker
-    send: Callable[[Worker, Message], object]
-    """Send what needs no answer."""
+    send: Callable[[Worker, Message], object]  # send what needs no answer
     free: Callable[[Worker], None]
     """Send the command that waits for it, since it has answered the last one."""
     admitted: Callable[[Worker], None]
-    join: Callable[[Worker], None]
-    """Have it serve sessions from now on."""
+    join: Callable[[Worker], None]  # have it serve sessions from now on
     let_go: Callable[[Worker], None]
     """Have it end; sessions that it still holds continue without it."""
-    lose: Callable[[Worker, str], None]
-    """Treat it as lost although it is connected."""
+    lose: Callable[[Worker, str], None]  # treat it as lost although it is connected
     worker_lost: Callable[[Worker, str], None]
-    unreachable: Callable[[Worker], None]
-    """Give it up, since nothing can be sent to it."""
+    unreachable: Callable[[Worker], None]  # give it up, since nothing can be sent to it
 
     # of a client
     reply: Callable[[ClientPeer, Message], None]
@@ -56,10 +49,8 @@ class Acts:
     unsaid: Callable[[ClientPeer, int | None, BaseException], None]
     """Fail its request, of which something could not be encoded; None: it was about none."""
     client_lost: Callable[[ClientPeer], None]
-    client_deaf: Callable[[ClientPeer], None]
-    """Disconnect it, since it does not read."""
+    client_deaf: Callable[[ClientPeer], None]  # disconnect it, since it does not read
     defer: Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]
     """Read a request elsewhere, and continue with the outcome."""
 
-    decide: Callable[[str], None]
-    """Log a decision, and keep it for `status`."""
+    decide: Callable[[str], None]  # log a decision, and keep it for `status`

@@ -29,8 +29,7 @@ from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
 from dovetail.runtime.session.session import Session
 
 PATIENCE_S = 30.0
-LOADS = 2.0
-"""Seconds to wait for a target, plus this multiple of the last one's loading time."""
+LOADS = 2.0  # seconds to wait for a target, plus this multiple of the last one's loading time
 
 
 @dataclass(frozen=True)

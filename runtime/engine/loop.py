@@ -29,8 +29,7 @@ PROBE_EVERY_S = 0.25
 STOP_GRACE_S = 5.0
 FAREWELL_S = 0.5
 DRAIN_EVERY_S = 0.02
-READERS = 4
-"""Threads that tokenize prompts; the journal writes in others."""
+READERS = 4  # threads that tokenize prompts; the journal writes in others
 
 
 async def coordinate(

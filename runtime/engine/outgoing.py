@@ -24,8 +24,7 @@ MAX_BYTES_WAITING = 64 << 20
 MAX_FAREWELLS = 64
 """The most removed clients with an undelivered farewell; of more the first ones get none."""
 
-Later = Callable[[float, Callable[[], None]], object]
-"""Calls a function after this many seconds."""
+Later = Callable[[float, Callable[[], None]], object]  # calls a function after this many seconds
 
 Sent = Callable[[Worker | ClientPeer, Message, Sequence[bytes]], None]
 """Is called with each sent message."""

@@ -60,8 +60,7 @@ SPAN_OF: dict[Account, str] = {
 MOST_LOSSES = 3
 """Targets whose processes may end under one session, while they work on it, without a token in
 between."""
-MOST_BREAKS = 12
-"""Targets that may be lost so in any way: mostly it was the connection's fault."""
+MOST_BREAKS = 12  # targets that may be lost so in any way: mostly it was the connection's fault
 JOIN_WORTH = 16
 """Tokens that must still be able to come for a draft to read the log of a running session."""
 RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
@@ -76,16 +75,12 @@ AWAITED: dict[State, tuple[type[Message], ...]] = {
 class Delivery:
     """The delivery of a session's reply to its client and to the journal."""
 
-    ticket: str = ""
-    """The name of the reply in the journal; empty: it is not there."""
+    ticket: str = ""  # the name of the reply in the journal; empty: it is not there
     ahead: Told = NOTHING_TOLD
     """Tokens that are yet to be committed, and that the client has already."""
-    noted: int = 0
-    """The undelivered actions that are in the journal."""
-    fingerprint: str = ""
-    """The fingerprint sent to the client with the last tokens."""
-    finished: bool = False
-    """True if its end was sent to the client."""
+    noted: int = 0  # the undelivered actions that are in the journal
+    fingerprint: str = ""  # the fingerprint sent to the client with the last tokens
+    finished: bool = False  # true if its end was sent to the client
 
     def left_of(self, emit: Emit) -> Emit | None:
         """Return the part of newly committed tokens that the client does not have; None: it has
@@ -124,22 +119,18 @@ class RunningRequest:
     session: Session
     client: ClientPeer
     request: int
-    target: Worker
-    """While it waits for another, the one that was lost."""
+    target: Worker  # while it waits for another, the one that was lost
     draft: Worker | None
     mark_ns: int
     trace: bool
     controller: Controller
     queued: bool = False
     sent: bool = False
-    observing: EventLog | None = None
-    """Receives its accounts of time."""
+    observing: EventLog | None = None  # receives its accounts of time
     notes: deque[Callable[[], object]] = field(default_factory=deque)
     """Bookkeeping that is done once workers have been asked; the coordinator's own."""
-    recorded: Heard | None = None
-    """Called with every event of the session."""
-    times: RoundTimes = field(default_factory=RoundTimes)
-    """Times of the round that runs."""
+    recorded: Heard | None = None  # called with every event of the session
+    times: RoundTimes = field(default_factory=RoundTimes)  # times of the round that runs
     opened_ns: int | None = None
     """When the target had read the prompt, as long as the draft has not."""
     reading_ns: int = 0
@@ -147,36 +138,28 @@ class RunningRequest:
     other_rows: int = 1
     """Rows of the pass that the session waits for, without its own nodes: what it would have
     without a draft."""
-    drafts: bool = False
-    """True if the request is to be drafted for."""
-    asked_ns: int = 0
-    """When a proposal was last requested."""
+    drafts: bool = False  # true if the request is to be drafted for
+    asked_ns: int = 0  # when a proposal was last requested
     joining: bool = False
     """True if its draft has not been ready since it was taken in the midst of the session."""
-    draft_failure: DraftFailure | None = None
-    """The first one of its draft."""
+    draft_failure: DraftFailure | None = None  # the first one of its draft
     shunned: set[bytes] = field(default_factory=set)
     """Workers that the session has parted with for what they did or could not do."""
     reads_for: "RunningRequest | None" = None
     """The session whose log it reads on another target, where that one is to go on; it ends when it
     has. None: it is a request, or a trial."""
-    loss: Loss | None = None
-    """The loss of its target, while it waits for another."""
+    loss: Loss | None = None  # the loss of its target, while it waits for another
     losses: list[tuple[str, int] | None] = field(default_factory=list)
     """Losses of targets since the last token: host and pid of each process, None if that
     returned."""
-    told_ns: int | None = None
-    """When its client was last sent a token."""
+    told_ns: int | None = None  # when its client was last sent a token
     delivery: Delivery = field(default_factory=Delivery)
     untold: deque[tuple[Action, int]] = field(default_factory=deque)
     """Actions and their times, for its client and observers, delivered once the workers have their
     commands."""
-    done: Round | None = None
-    """The round that has ended, until it is learned from."""
-    _prompts: int = 0
-    """Prompts that its workers had been given to read when it was watched for."""
-    _reading: bool = False
-    """True if one of them was reading then."""
+    done: Round | None = None  # the round that has ended, until it is learned from
+    _prompts: int = 0  # prompts that its workers had been given to read when it was watched for
+    _reading: bool = False  # true if one of them was reading then
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
         """Give the session an event, which is one of its methods, and return the actions that

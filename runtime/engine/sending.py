@@ -38,8 +38,7 @@ from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass waits at most 1.5 times the expected drafting time plus 0.2 ms."""
-BURST_S = 0.02
-"""Requests that come within this time are taken to come together."""
+BURST_S = 0.02  # requests that come within this time are taken to come together
 
 log = logging.getLogger("dovetail.coordinator")
 
@@ -49,8 +48,7 @@ class CommandSender:
 
     def __init__(self, shared: Shared, post: Outgoing) -> None:
         self._running, self._census, self._registry = shared.running, shared.census, shared.registry
-        self._reuse = shared.settings.reuse
-        """True if workers keep what they have of ended sessions."""
+        self._reuse = shared.settings.reuse  # true if workers keep what they have of ended sessions
         self._latency_ms = shared.settings.latency_ms
         self._post, self._acts = post, shared.acts
         self._gathering: dict[bytes, Worker] | None = None

@@ -28,8 +28,7 @@ from dovetail.runtime.session.state import State
 log = logging.getLogger("dovetail.coordinator")
 T = TypeVar("T")
 
-EARLY = 0.9
-"""Fraction of its delay after which a timer may fire."""
+EARLY = 0.9  # fraction of its delay after which a timer may fire
 BEHIND = RequestError(
     "cancelled", "the request was cancelled before all that its client has was decoded again"
 )

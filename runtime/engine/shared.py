@@ -33,13 +33,10 @@ class WaitingRequest:
 
     client: ClientPeer
     submit: Submit
-    target: Worker
-    """The target whose tokenizer and limits the request was read with."""
+    target: Worker  # the target whose tokenizer and limits the request was read with
     request: Request
-    since_ns: int
-    """When the request came, on the coordinator's clock."""
-    entry: StoredReply | None = None
-    """Its entry in the journal from earlier."""
+    since_ns: int  # when the request came, on the coordinator's clock
+    entry: StoredReply | None = None  # its entry in the journal from earlier
     begun: StoredReply | None = None
     """That entry, if its session begins with the tokens that have been committed for it."""
 
@@ -56,8 +53,7 @@ class Shared:
     acts: Acts
     settings: CoordinatorSettings
     service: Service
-    running: dict[int, RunningRequest]
-    """The sessions by their numbers, trials too."""
+    running: dict[int, RunningRequest]  # the sessions by their numbers, trials too
     census: Census
     registry: Registry
     placement: Placement
@@ -68,12 +64,10 @@ class Shared:
     tally: Tally
     dropped: Dropped
     now_ns: Callable[[], int]
-    queue: FairQueue[WaitingRequest]
-    """Requests that wait for room."""
+    queue: FairQueue[WaitingRequest]  # requests that wait for room
     notes: deque[Callable[[], object]]
     """Deferred bookkeeping, done once workers have their commands."""
-    journal: ReplyStore | None = None
-    """None: requests end with this coordinator."""
+    journal: ReplyStore | None = None  # none: requests end with this coordinator
 
     def size(self, claims: Iterable[Submit]) -> int:
         """Return approximately the bytes of memory that requests and replies take. `claims`:

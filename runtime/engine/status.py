@@ -33,8 +33,7 @@ DRAINED = (
     "{role}` starts another one"
 )
 MAX_REASONS = MAX_PROCESSES = 64
-LABEL = 8
-"""Hexadecimal digits of a key's digest that name it in metrics."""
+LABEL = 8  # hexadecimal digits of a key's digest that name it in metrics
 
 
 class Status:

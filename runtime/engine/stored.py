@@ -15,15 +15,11 @@ from dovetail.runtime.session.session import Session
 class StoredReply(Protocol):
     """What is stored of a reply."""
 
-    submit: Submit
-    """The request in tokens, with its seed."""
-    fingerprint: str
-    """The fingerprint of the target that has served it last."""
-    load_s: float
-    """The seconds that this target took to load."""
+    submit: Submit  # the request in tokens, with its seed
+    fingerprint: str  # the fingerprint of the target that has served it last
+    load_s: float  # the seconds that this target took to load
     tokens: list[int]
-    drafted: list[bool]
-    """For each token, True if the draft had proposed it."""
+    drafted: list[bool]  # for each token, True if the draft had proposed it
     logprobs: list[TokenLogprobs]
     finished: Finished | None
     """The last message to its client; None if it has not ended, or its client has left."""
@@ -41,12 +37,9 @@ class ReplyStore(Protocol):
     """A journal: replies by their tickets. `journal.py` describes the methods; none raises when the
     disk fails."""
 
-    sessions: int
-    """The highest session number of any coordinator."""
-    failed: str
-    """Why nothing is written any more; empty while it is."""
-    aside: Callable[[Callable[[], None]], object]
-    """Runs a function in a thread."""
+    sessions: int  # the highest session number of any coordinator
+    failed: str  # why nothing is written any more; empty while it is
+    aside: Callable[[Callable[[], None]], object]  # runs a function in a thread
 
     @property
     def size(self) -> int: ...

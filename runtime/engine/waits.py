@@ -7,8 +7,7 @@ from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import Waits
 
-LATE = 0.25
-"""A proposal that is overdue is expected to take such a share of what it has taken yet."""
+LATE = 0.25  # a proposal that is overdue is expected to take such a share of what it has taken yet
 
 
 def waits(worker: Worker, requests: Iterable[RunningRequest]) -> Waits:

@@ -40,8 +40,7 @@ from dovetail.runtime.session.features import UnreadableFeatures, features_of_it
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 log = logging.getLogger("dovetail.coordinator")
-RECENT_NS = 60_000_000_000
-"""How long the owners of logs that a worker has read are kept."""
+RECENT_NS = 60_000_000_000  # how long the owners of logs that a worker has read are kept
 E = TypeVar("E", Prefilled, Refed, Drafted)
 
 

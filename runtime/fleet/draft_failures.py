@@ -9,8 +9,7 @@ from dovetail.protocol.messages import DraftFailure, Fault
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 
-MAX_WORDS = 512
-"""Characters of a failure; the words are a worker's own."""
+MAX_WORDS = 512  # characters of a failure; the words are a worker's own
 
 
 @dataclass
@@ -18,8 +17,7 @@ class _Failing:
     """The failures of one draft."""
 
     name: str
-    words: str
-    """Time of its first failure."""
+    words: str  # time of its first failure
     began_ns: int
     last_ns: int
     count: int = 1
@@ -37,8 +35,7 @@ class FailingDrafts:
     """The drafts that are registered and fail."""
 
     def __init__(self) -> None:
-        self.count = 0
-        """Failures in all, of whatever draft."""
+        self.count = 0  # failures in all, of whatever draft
         self._failing: dict[bytes, _Failing] = {}
 
     def failed(self, draft: Worker, running: RunningRequest | None, why: str, now_ns: int) -> None:

@@ -28,10 +28,8 @@ class Liveness:
 
     owed: Mapping[int, Owed] = field(default_factory=dict)
     """What it owed when the last probe was sent."""
-    sent_ns: int = -1
-    """Time of that probe; -1 before the first."""
-    silent_ns: int = 0
-    """Its silence since the probe; 0 again with its next message."""
+    sent_ns: int = -1  # time of that probe; -1 before the first
+    silent_ns: int = 0  # its silence since the probe; 0 again with its next message
 
     def probed(self, owed: Mapping[int, Owed], now_ns: int) -> None:
         """A probe leaves."""

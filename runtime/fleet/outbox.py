@@ -24,10 +24,8 @@ EMIT_EVERY_NS = 20_000_000
 """The least time between two texts to a client: people do not read faster, and where cores are few
 the client would take one from a worker. Waking up and sending over HTTP takes some 300 us of a
 core."""
-MAX_JOINED = 8192
-"""The most tokens in one message, so that every message can be sent."""
-RECORD_EVERY_NS = 2_000_000
-"""The least time between two records."""
+MAX_JOINED = 8192  # the most tokens in one message, so that every message can be sent
+RECORD_EVERY_NS = 2_000_000  # the least time between two records
 OBJECT_BYTES, TOKEN_BYTES, SCORE_BYTES = 512, 48, 144
 """Bytes in memory of an empty message or score, of a token id with its attributes, and of an
 alternative in a score."""
@@ -58,8 +56,7 @@ def size_of(message: Message) -> int:
 class _Piece:
     """One message to be sent, or texts of one request in a row."""
 
-    request: int
-    """-1: it is about none."""
+    request: int  # -1: it is about none
     messages: list[Message]
     tokens: int = 0
     bytes: int = 0
@@ -89,10 +86,8 @@ class Outbox:
         self._open: dict[int, _Piece] = {}
         """By request: the text that waits and can be added to, since nothing of the request waits
         behind it."""
-        self._begun: set[int] = set()
-        """Requests with text sent, and not yet their end."""
-        self.bytes = 0
-        """Approximate bytes of the waiting messages in memory."""
+        self._begun: set[int] = set()  # requests with text sent, and not yet their end
+        self.bytes = 0  # approximate bytes of the waiting messages in memory
         self._patience_ns = EMIT_EVERY_NS
         self._sent_ns = 0
         self._reminded_ns: int | None = None

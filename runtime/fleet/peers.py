@@ -18,8 +18,7 @@ from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Turns
 from dovetail.runtime.text.tokenizer import Spelling, TextCodec
 
-LATE_TRIPS = 16
-"""Probes that a worker's round trip is the least of."""
+LATE_TRIPS = 16  # probes that a worker's round trip is the least of
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Traffic:
     received_bytes: int = 0
     round_bytes: Average = field(default_factory=Average)
     """Bytes of a session's order and its answer."""
-    order_bytes: int = 0
-    """Size of the last command of a round."""
+    order_bytes: int = 0  # size of the last command of a round
 
     def answered(self, size: int, rounds: int) -> None:
         """Count a command and its answer, of this size together and for this many rounds."""
@@ -62,16 +60,12 @@ class Traffic:
 class Pass:
     """The rows of a pass of a target."""
 
-    rows: int
-    """Roots and nodes that it verifies."""
-    context: float
-    """The mean committed length of the sessions that it verifies."""
-    read: int = 0
-    """Rows of logs that it reads, too."""
+    rows: int  # roots and nodes that it verifies
+    context: float  # the mean committed length of the sessions that it verifies
+    read: int = 0  # rows of logs that it reads, too
 
 
-TOLD_ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows for which `status` reports the time of a target's pass."""
+TOLD_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows for which `status` reports the time of a target's pass
 
 
 @dataclass(eq=False)
@@ -97,8 +91,7 @@ class Worker:
     """The worker owes an answer for too long, and gets no sessions until it has given it."""
     silent: bool = False
     """The worker has not responded for too long, and gets no sessions until it does."""
-    standby: bool = False
-    """The worker gets no sessions until it is put in place."""
+    standby: bool = False  # the worker gets no sessions until it is put in place
     leaving: bool = False
     """The worker gets no more sessions, and is dismissed when its sessions have ended or moved."""
     sessions: int = 0
@@ -116,17 +109,13 @@ class Worker:
     tokens: Average = field(default_factory=Average)
     """Tokens of these rounds, and `rows`: the rows of each in its pass."""
     rows: Average = field(default_factory=Average)
-    passing: Pass | None = None
-    """The pass that it computes as a target."""
-    context: float = 0.0
-    """Tokens before the rows of its last pass, in their mean."""
+    passing: Pass | None = None  # the pass that it computes as a target
+    context: float = 0.0  # tokens before the rows of its last pass, in their mean
     sharing: Average = field(default_factory=Average)
     """Sessions of the passes that `round_s` is of, of each as often as it has sessions."""
-    alone_rows: int = 0
-    """Rows of the chunk that it reads now in a separate pass; 0 if none."""
+    alone_rows: int = 0  # rows of the chunk that it reads now in a separate pass; 0 if none
     traffic: Traffic = field(default_factory=Traffic)
-    prompts: int = 0
-    """Prompts, and logs, that it was given to read."""
+    prompts: int = 0  # prompts, and logs, that it was given to read
     held_until_ns: int | None = None
     """Until when a pass waits for proposals that are nearly ready; None if none does."""
 
@@ -255,8 +244,7 @@ class ClientPeer:
     sessions: dict[int, int] = field(default_factory=dict)
     reading: dict[int, bool] = field(default_factory=dict)
     """Requests that are being tokenized, and whether they are still wanted."""
-    reading_bytes: int = 0
-    """Approximate bytes of these requests in memory."""
+    reading_bytes: int = 0  # approximate bytes of these requests in memory
     outbox: Outbox = field(default_factory=Outbox)
     hear: Callable[[Message], None] | None = None
     """Receives the client's messages if the client is the coordinator itself."""

@@ -51,8 +51,7 @@ class Placement:
         highest number so far."""
         self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
         self._running = running
-        self._pairs: dict[Peers, Pair] = {}
-        """By the addresses of draft and target."""
+        self._pairs: dict[Peers, Pair] = {}  # by the addresses of draft and target
         self._alone: dict[bytes, PairCosts] = {}
         """Costs of rounds of a target alone, by its address."""
         self._sessions = sessions

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from dovetail.runtime.fleet.shared_rows import WHOLE, SharedRows
 from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
 
-MAX_KEPT = 64
-"""Sessions in a cache: every request looks through all of them."""
+MAX_KEPT = 64  # sessions in a cache: every request looks through all of them
 WORTH = 16
 """Tokens. Reading fewer takes no longer than the pass over a tree, and a longer common beginning is
 more than a template."""
@@ -21,8 +20,7 @@ more than a template."""
 class PrefixCache:
     """The ended sessions that one worker keeps, oldest first."""
 
-    limit: int
-    """Tokens of all of them."""
+    limit: int  # tokens of all of them
     shares: bool = False
     """True if several sessions can go on from the same one, which stays as it is."""
     shared: SharedRows = field(default_factory=SharedRows)

@@ -15,10 +15,8 @@ from typing import Generic, TypeVar
 AGEING = 256.0
 """Tokens that are taken off a key's charge for each second that it has waited: a few seconds
 outweigh an ordinary request."""
-HALF_LIFE_S = 30.0
-"""The time after which tokens that a key was given count half."""
-PASSED_S = 10.0
-"""A request that has waited for this long is no longer overtaken by others."""
+HALF_LIFE_S = 30.0  # the time after which tokens that a key was given count half
+PASSED_S = 10.0  # a request that has waited for this long is no longer overtaken by others
 
 MOST_PASSED = 8
 """The most requests of a key that are overtaken: each is looked at whenever anything happens."""

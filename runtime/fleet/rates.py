@@ -5,11 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.fleet.peers import Worker
 
-ROWS = 4.0
-"""Rows of a session in a pass, if no pair has measured them."""
+ROWS = 4.0  # rows of a session in a pass, if no pair has measured them
 
-Peers = tuple[bytes, bytes]
-"""The addresses of a draft and a target."""
+Peers = tuple[bytes, bytes]  # the addresses of a draft and a target
 
 
 def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:

@@ -9,8 +9,7 @@ from dovetail.protocol.messages import Open, ReadItem, Refeed
 class Rest:
     """The unread rows of a log that a worker reads in chunks."""
 
-    command: Open | Refeed
-    """The command that the log began to be read with."""
+    command: Open | Refeed  # the command that the log began to be read with
     done: int
     """Rows of the log that have been read; -1: not known, since the command was not sent yet."""
 

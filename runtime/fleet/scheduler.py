@@ -46,8 +46,7 @@ class Owed(NamedTuple):
 
     type: type[Opened | Fed | Refed | Drafted | Verified]
     round: int
-    start: int = 0
-    """Position of a Feed, of which there are several in a round."""
+    start: int = 0  # position of a Feed, of which there are several in a round
 
 
 Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
@@ -79,15 +78,12 @@ class Turns:
     """The commands that wait for one worker, and the answers it owes."""
 
     epoch: int
-    cut: Cut = whole
-    """Called for items whose nodes were not sampled."""
+    cut: Cut = whole  # called for items whose nodes were not sampled
     hold: Hold = lambda _: False
     share: Share = all_rows
     first: Callable[[Sequence[Rest]], int] = lambda _: 0
-    together: int = 1
-    """The most sessions that a draft serves in shared passes."""
-    parts: bool = False
-    """True if the worker reads logs in chunks."""
+    together: int = 1  # the most sessions that a draft serves in shared passes
+    parts: bool = False  # true if the worker reads logs in chunks
     waiting: deque[tuple[int, Waiting]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
@@ -100,8 +96,7 @@ class Turns:
     """The commands that `next` returned last, by session."""
     _reading: dict[int, Rest] = field(default_factory=dict)
     """By session: logs of which the worker reads a chunk."""
-    prompted: bool = False
-    """False if no prompt was queued since the last was read."""
+    prompted: bool = False  # false if no prompt was queued since the last was read
 
     def ask(self, session: int, command: Command) -> None:
         self.prompted |= isinstance(command, Open | Feed)

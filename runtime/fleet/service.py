@@ -12,8 +12,7 @@ class Service:
     """The standing that holds for all sessions of one coordinator."""
 
     epoch: int
-    ending: bool = False
-    """True if nothing begins any more."""
+    ending: bool = False  # true if nothing begins any more
     given_up: str = ""
     """Why the supervisor ends the service: a missing part will not return. Empty if it does not."""
     drained: set[Role] = field(default_factory=set)

@@ -6,12 +6,9 @@ that already share these rows. If it takes many more, a new group is made.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-WHOLE = 16
-"""Rows are shared in multiples of this number."""
-LEAST = 128
-"""Fewer rows are copied."""
-ANEW = 2
-"""A new group is made if the rows are more than this multiple of those already shared."""
+WHOLE = 16  # rows are shared in multiples of this number
+LEAST = 128  # fewer rows are copied
+ANEW = 2  # a new group is made if the rows are more than this multiple of those already shared
 
 
 @dataclass
@@ -19,10 +16,8 @@ class SharedRows:
     """The sessions of one worker that share rows, in groups. Those of a group have a common
     beginning, of which each shares a number of first rows."""
 
-    _groups: dict[int, int] = field(default_factory=dict)
-    """The group of each session."""
-    _rows: dict[int, int] = field(default_factory=dict)
-    """The rows that each session shares."""
+    _groups: dict[int, int] = field(default_factory=dict)  # the group of each session
+    _rows: dict[int, int] = field(default_factory=dict)  # the rows that each session shares
 
     def begin(self, session: int, base: int, tokens: int) -> None:
         """Note that a session begins with the rows of the first `tokens` tokens of another."""

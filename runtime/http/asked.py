@@ -54,8 +54,7 @@ class Asked:
 
     submit: Submit
     tell: Callable[[Told], None]
-    told: ToldPart
-    """The part of its reply that was delivered."""
+    told: ToldPart  # the part of its reply that was delivered
 
     def count(self, reply: Emitted | PromptScored) -> None:
         """Note what is delivered."""

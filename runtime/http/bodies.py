@@ -13,10 +13,8 @@ from dovetail.protocol.settings import MAX_BIASES
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.http.fields import BENIGN, check_fields
 
-MAX_CHOICES = 128
-"""Replies to one request: prompts times n."""
-LONGEST_KIND = 40
-"""Characters of an unknown type that an error shows."""
+MAX_CHOICES = 128  # replies to one request: prompts times n
+LONGEST_KIND = 40  # characters of an unknown type that an error shows
 STOP_CHARACTERS = 1024
 LARGEST_SEED = (1 << 63) - 1
 DEEPEST = 64
@@ -65,8 +63,7 @@ class Body(BaseModel):
         allow_inf_nan=False,
         json_schema_extra={"additionalProperties": False},
     )
-    place: ClassVar[str] = ""
-    """The field that it is the value of."""
+    place: ClassVar[str] = ""  # the field that it is the value of
     benign: ClassVar[frozenset[str]] = BENIGN
 
     @model_validator(mode="before")

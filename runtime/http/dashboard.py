@@ -23,12 +23,9 @@ from dovetail.runtime.telemetry.picture import label
 
 Shown = Literal["full", "anonymous", "off"]
 
-EVERY_S = 1.0
-"""Seconds between two requests of a page."""
-FRESH_S = 0.5
-"""Seconds for which an answer is cached."""
-MOST_LOOKS = 8
-"""The most messages read for one update; the rest comes with the next request."""
+EVERY_S = 1.0  # seconds between two requests of a page
+FRESH_S = 0.5  # seconds for which an answer is cached
+MOST_LOOKS = 8  # the most messages read for one update; the rest comes with the next request
 STATE_PATH = "/dashboard/state"
 FOLDER = Path(__file__).parent / "page"
 TYPES = {

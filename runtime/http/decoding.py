@@ -37,14 +37,12 @@ class Run:
         self.began_s = time.monotonic()
         self._gateway = gateway
         self._order: Order | None = None
-        self._next = 0
-        """The number of the first reply that has not been submitted."""
+        self._next = 0  # the number of the first reply that has not been submitted
         self._numbers: dict[int, int] = {}
         """Reply -> number of its request with the coordinator, while it runs."""
         self._refused: deque[int] = deque()
         """Replies for which the queue had no place, though it had for others."""
-        self._begun = False
-        """True when one of the replies has."""
+        self._begun = False  # true when one of the replies has
         self._heard: deque[tuple[int, Told]] = deque()
         self._end: ApiError | Gone | None = None
         self._waiter: asyncio.Future[None] | None = None

@@ -8,8 +8,7 @@ from dovetail.protocol.errors import DovetailError
 from dovetail.protocol.messages import Failed
 
 RETRY_AFTER_S = 1
-RESTART_S = 5
-"""A worker that is started again has to load its model first."""
+RESTART_S = 5  # a worker that is started again has to load its model first
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -33,8 +32,7 @@ BRANCHES = (
 )
 """Beginnings of a union's branches in the place of a validation error, which are no part of a
 field's name."""
-KEY = "[key]"
-"""The part of a place that follows a wrong key of a table."""
+KEY = "[key]"  # the part of a place that follows a wrong key of a table
 
 
 class ApiError(DovetailError):

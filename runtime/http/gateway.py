@@ -53,12 +53,10 @@ log = logging.getLogger("dovetail.http")
 RETRY_S, MOST_RETRY_S = 0.1, 1.0
 """Seconds from one search for a coordinator to the next: at first, and at most. A search that took
 this long is followed by the next at once."""
-FRESH_S = 0.5
-"""Seconds for which the last description of the target is valid."""
+FRESH_S = 0.5  # seconds for which the last description of the target is valid
 BUSY_S = 0.005
 MAX_UNSENT = 4096
-AWAY_S = 60.0
-"""Seconds for which requests with a ticket wait for another coordinator."""
+AWAY_S = 60.0  # seconds for which requests with a ticket wait for another coordinator
 COMES_BACK = (
     "try again in a few seconds; `dovetail serve` restarts its coordinator, one started by "
     "`dovetail coordinator` must be restarted by hand"
@@ -89,8 +87,7 @@ class Gateway:
         self._epoch = secrets.randbits(62)
         self._there = False
         self._why = "the coordinator has not answered yet"
-        self._changed = asyncio.Event()
-        """The coordinator has sent Welcome, or is lost."""
+        self._changed = asyncio.Event()  # the coordinator has sent Welcome, or is lost
         self._tried = asyncio.Event()
         self._number = 0
         self._asked: dict[int, Asked] = {}
@@ -102,8 +99,7 @@ class Gateway:
         self._target: Target | None = None
         self._codec: TextCodec | None = None
         """The last target's, reused if the next target has the same tokenizer."""
-        self._target_s = 0.0
-        """When it was last known to be there, on the loop's clock."""
+        self._target_s = 0.0  # when it was last known to be there, on the loop's clock
         self._describing = asyncio.Lock()
 
     async def run(self) -> None:

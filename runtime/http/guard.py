@@ -20,10 +20,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")
-"""Paths for supervisors, which have no key."""
-LOCAL_PATHS = ("/metrics",)
-"""These answer on the machine itself without a key too."""
+OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")  # paths for supervisors, which have no key
+LOCAL_PATHS = ("/metrics",)  # these answer on the machine itself without a key too
 STRAIGHT = "dovetail.send"
 """The key of a stream's way to its client past the layers of the framework, each of which would
 cost microseconds a token."""
@@ -33,10 +31,8 @@ UNREAD = "dovetail.unread"
 """The scope's key for the function that ends a stream, with an error as its last event, when its
 client does not read."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
-ENCODINGS = (b"gzip", b"x-gzip", b"deflate")
-"""Content encodings that are decompressed."""
-ANY_HEADER = 32 + zlib.MAX_WBITS
-"""zlib's `wbits` that accepts both gzip and zlib headers."""
+ENCODINGS = (b"gzip", b"x-gzip", b"deflate")  # content encodings that are decompressed
+ANY_HEADER = 32 + zlib.MAX_WBITS  # zlib's `wbits` that accepts both gzip and zlib headers
 PLAIN = (b"", b"identity")
 ENCODED = (b"content-encoding", b"content-length")
 """Headers that no longer apply once a body is decompressed."""

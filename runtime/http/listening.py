@@ -9,8 +9,7 @@ BACKLOG = 4096
 SEND_BUFFER_BYTES = 64 << 10
 """Bytes that the kernel keeps for a client that does not read: enough for a stream of tokens, and
 little for thousands of connections."""
-FIRST_FREE_PORT = 1024
-"""Ports below it are the administrator's."""
+FIRST_FREE_PORT = 1024  # ports below it are the administrator's
 OWN_ADDRESS = (
     "set --http.host to 127.0.0.1 for clients on this machine, or to 0.0.0.0 for those on others "
     "too"

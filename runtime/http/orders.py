@@ -28,8 +28,7 @@ from dovetail.runtime.http.bodies import (
 from dovetail.runtime.http.errors import ApiError
 from dovetail.runtime.text.tokenizer import against_values
 
-COMPLETION_TOKENS = 16
-"""Tokens of a text completion without `max_tokens`: OpenAI's default."""
+COMPLETION_TOKENS = 16  # tokens of a text completion without `max_tokens`: OpenAI's default
 OVERRIDES = (
     "temperature",
     "top_p",
@@ -53,8 +52,7 @@ class Defaults:
     speculate: bool = True
     ahead: bool | None = None
     """True if drafting continues while the target verifies; None to do so where that pays."""
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Values for the chat template."""
+    template: Mapping[str, Any] = field(default_factory=dict)  # values for the chat template
     fit: bool = True
     """False: refuse a max_tokens that does not fit into the context instead of lowering it."""
 
@@ -65,22 +63,16 @@ class Order:
 
     kind: Kind
     submits: tuple[Submit, ...]
-    copies: int
-    """Replies to each prompt."""
+    copies: int  # replies to each prompt
     stream: bool
     usage_chunk: bool
     usage_always: bool
     wishes: Wishes
-    logprobs: int | None = None
-    """The number of alternatives with log-probabilities for each token."""
-    echo: tuple[str, ...] | None = None
-    """The prompts as text, where they come before the replies."""
-    name: str = ""
-    """The id of the response, which is unguessable."""
-    asked: int = 0
-    """The max_tokens of the request; 0 if it has none."""
-    created: int = 0
-    """When the request came, in seconds since 1970."""
+    logprobs: int | None = None  # the number of alternatives with log-probabilities for each token
+    echo: tuple[str, ...] | None = None  # the prompts as text, where they come before the replies
+    name: str = ""  # the id of the response, which is unguessable
+    asked: int = 0  # the max_tokens of the request; 0 if it has none
+    created: int = 0  # when the request came, in seconds since 1970
 
     @property
     def echoed(self) -> bool:

@@ -20,8 +20,7 @@ from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no token yet\n"
-LEAST_LOGPROB = -9999.0
-"""The number that OpenAI writes for a logarithm that JSON has none for."""
+LEAST_LOGPROB = -9999.0  # the number that OpenAI writes for a logarithm that JSON has none for
 
 
 def event(value: dict[str, Any]) -> bytes:

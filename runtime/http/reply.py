@@ -100,8 +100,7 @@ class Reply:
         self._ends = (
             self._submit.end if self._submit.end is not None else target.described.vocabulary.end
         )
-        self._length = 0
-        """Characters of the text that has been shown, prompt not counted."""
+        self._length = 0  # characters of the text that has been shown, prompt not counted
         self._prompt = order.prompt(index)
         self._scores: list[TokenLogprobs | None] = [None]
         """Log-probabilities of the prompt, whose first token follows nothing."""

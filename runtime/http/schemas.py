@@ -96,21 +96,18 @@ class Completion(BaseModel):
 
 class Whole(Completion):
     usage: Usage
-    metrics: Metrics | None = None
-    """Present if there is one choice."""
+    metrics: Metrics | None = None  # present if there is one choice
 
 
 class WholeChoice(BaseModel):
     index: int
     finish_reason: Finish
-    metrics: Metrics | None = None
-    """Present if there are several choices."""
+    metrics: Metrics | None = None  # present if there are several choices
 
 
 class Chunk(Completion):
     usage: Usage | None = None
-    metrics: Metrics | Begun | None = None
-    """Present in the first and the last chunk of a choice."""
+    metrics: Metrics | Begun | None = None  # present in the first and the last chunk of a choice
 
 
 class ChunkChoice(BaseModel):
@@ -228,8 +225,7 @@ class Model(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
-    sampling: dict[str, Any]
-    """The defaults of requests."""
+    sampling: dict[str, Any]  # the defaults of requests
 
 
 class Models(BaseModel):

@@ -28,10 +28,8 @@ MAX_HEAD_BYTES = 64 << 10
 BODY_LENGTH = (b"content-length", b"transfer-encoding")
 """Headers that determine where the body of a request ends."""
 KEEP_ALIVE_S = 30
-GRACE_S = 5.0
-"""After a signal, requests that run have so long to end."""
-LAST_WORDS_S = 2.0
-"""Seconds for the error that ends them then."""
+GRACE_S = 5.0  # after a signal, requests that run have so long to end
+LAST_WORDS_S = 2.0  # seconds for the error that ends them then
 
 
 class Connections:
@@ -39,8 +37,7 @@ class Connections:
 
     def __init__(self, *, receive_s: float, most: int) -> None:
         self.receive_s, self.most = receive_s, most
-        self.let_go = 0
-        """Clients that read nothing."""
+        self.let_go = 0  # clients that read nothing
         self.open: set[PatientProtocol] = set()
 
     def look(self, now_s: float) -> None:

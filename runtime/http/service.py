@@ -51,8 +51,7 @@ its own status."""
 SILENCE_S = 15.0
 """Seconds without data after which a comment is sent, since proxies close silent streams: the HTML
 standard's advice (server-sent events, authoring notes)."""
-CLIENT_GONE = 499
-"""A status that nobody reads (nginx's)."""
+CLIENT_GONE = 499  # a status that nobody reads (nginx's)
 EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -68,19 +67,16 @@ class Terms:
     """Terms of one HTTP server: what it offers, and to whom."""
 
     defaults: Defaults
-    model: str = ""
-    """Name under which the target is served; empty: its own."""
+    model: str = ""  # name under which the target is served; empty: its own
     names: Mapping[str, str] = field(default_factory=dict)
     """Own names of targets, by the ends of their folders' paths; others have that of the folder."""
-    called: Callable[[str], str] = folder_name
-    """Returns how the dashboard calls a model."""
+    called: Callable[[str], str] = folder_name  # returns how the dashboard calls a model
     version: str = ""
     keys: Sequence[str] = ()
     deadline_s: float = 600.0
     most_body_bytes: int = 8 << 20
     only_local_names: bool = False
-    cors: str = ""
-    """The setting http.cors."""
+    cors: str = ""  # the setting http.cors
     dashboard: Shown = "off"
     """Whether there is a dashboard, and whether it shows the tokens of requests."""
 

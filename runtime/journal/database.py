@@ -26,8 +26,7 @@ OWNER_ALONE = 0o700
 FILE, LOCK = "journal.sqlite", "lock"
 LOGGED = f"{FILE}-wal"
 OURS = (FILE, LOGGED, f"{FILE}-shm", LOCK)
-EARLIER = "segment-*"
-"""The files of a journal of an earlier release."""
+EARLIER = "segment-*"  # the files of a journal of an earlier release
 PRAGMAS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=0", "secure_delete=on")
 """A commit does not wait for the disk: `sync` does. Deleted rows are overwritten."""
 TABLE = (
@@ -44,10 +43,8 @@ DAMAGED = (
     sqlite3.SQLITE_FORMAT,
 )
 """The errors of a file whose content is wrong, not of its disk."""
-WAL_BYTES = 16 << 20
-"""Size of the write-ahead log at which it is moved into the database."""
-ERASED_S = 60.0
-"""How long deleted rows may stay in the write-ahead log."""
+WAL_BYTES = 16 << 20  # size of the write-ahead log at which it is moved into the database
+ERASED_S = 60.0  # how long deleted rows may stay in the write-ahead log
 
 Row = tuple[int, int, bytes]
 """The number of a reply, the number of a record in it, counted from 0, and the record."""
@@ -78,10 +75,8 @@ class Database:
         self._erased, self._moved_s = False, time.monotonic()
         self._spans: dict[int, tuple[int, int]] = {}
         """The places of the first and the last record of each reply."""
-        self._place = 0
-        """The place of the last record."""
-        self.damaged = False
-        """True if records were lost since they were written."""
+        self._place = 0  # the place of the last record
+        self.damaged = False  # true if records were lost since they were written
         try:
             self._base = self._open()
         except sqlite3.DatabaseError as error:

@@ -17,33 +17,25 @@ from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.session.actions import Emit
 from dovetail.runtime.session.kept import pack
 
-PIECE = 8192
-"""The most tokens in a record."""
-ROW_BYTES = 32
-"""Bytes of a row of the database without its record, approximately."""
+PIECE = 8192  # the most tokens in a record
+ROW_BYTES = 32  # bytes of a row of the database without its record, approximately
 
 
 @dataclass
 class Entry:
     """A request with a ticket."""
 
-    submit: Submit
-    """The request in tokens, with its seed."""
-    key: str
-    """The public key of its client; empty over ipc."""
-    fingerprint: str = ""
-    """The fingerprint of the target that has served it last."""
-    load_s: float = 0.0
-    """The time that this target took to load."""
+    submit: Submit  # the request in tokens, with its seed
+    key: str  # the public key of its client; empty over ipc
+    fingerprint: str = ""  # the fingerprint of the target that has served it last
+    load_s: float = 0.0  # the time that this target took to load
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     """For each token, True if the draft had proposed it."""
     margins: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    sessions: list[int] = field(default_factory=list)
-    """The numbers of the sessions that it has had."""
-    left_s: float | None = None
-    """When it stopped running, in seconds since 1970; None: it runs."""
+    sessions: list[int] = field(default_factory=list)  # the numbers of the sessions that it has had
+    left_s: float | None = None  # when it stopped running, in seconds since 1970; None: it runs
     finished: Finished | None = None
     """The last message to its client; None if it has not ended, or its client has left."""
     reply: int = field(default=0, compare=False)

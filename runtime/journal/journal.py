@@ -39,15 +39,11 @@ KEEP_S = 600.0
 MOST_BYTES = 256 << 20
 """Limit of all replies on disk, and of those in memory; beyond it the oldest that are not running
 are dropped."""
-FORGET_EVERY_S = 5.0
-"""Interval at which all replies are checked, of which there may be thousands."""
-READ_AT_ONCE = 256
-"""Replies that are read before the oldest are dropped."""
-COORDINATORS = 0
-"""The number of the reply whose only record is about coordinators."""
+FORGET_EVERY_S = 5.0  # interval at which all replies are checked, of which there may be thousands
+READ_AT_ONCE = 256  # replies that are read before the oldest are dropped
+COORDINATORS = 0  # the number of the reply whose only record is about coordinators
 
-Aside = Callable[[Callable[[], None]], object]
-"""Does a piece of work in a thread."""
+Aside = Callable[[Callable[[], None]], object]  # does a piece of work in a thread
 
 
 def _at_once(work: Callable[[], None]) -> None:
@@ -78,28 +74,22 @@ class Journal:
         replies on disk, and of those in memory. `aside`: syncs to disk in the background."""
         self._base, self._keep_s, self._most, self._now_s = base, keep_s, most, now_s
         self.aside = aside
-        self._entries: dict[str, Entry] = {}
-        """Entries of replies that have not ended."""
+        self._entries: dict[str, Entry] = {}  # entries of replies that have not ended
         self._ended: dict[str, Ended] = {}
         """Replies that have ended; a ticket is either here or above."""
         self._epochs: set[int] = set()
-        self.sessions = 0
-        """The highest number of a session of any coordinator."""
-        self._replies = COORDINATORS
-        """The highest number of a reply on disk."""
-        self._stored = 0
-        """Bytes on disk, approximately."""
+        self.sessions = 0  # the highest number of a session of any coordinator
+        self._replies = COORDINATORS  # the highest number of a reply on disk
+        self._stored = 0  # bytes on disk, approximately
         self._rows: list[Row] = []
         self._deleted: list[int] = []
         self._dirty, self._syncing = False, False
         self._write_us, self._sync_ms = Average(), Average()
-        self.failed = ""
-        """Why nothing is written any more; empty: it is."""
+        self.failed = ""  # why nothing is written any more; empty: it is
         self._failed_s = 0.0
         self._forgot_s = now_s()
         self._attempt(self._read)
-        self.found = len(self._entries)
-        """Requests that an earlier coordinator has not ended."""
+        self.found = len(self._entries)  # requests that an earlier coordinator has not ended
 
     def begin(self, epoch: int) -> None:
         """Write from now on, for the coordinator of this epoch."""

@@ -10,13 +10,11 @@ passes take hardly longer for several sessions than for one there is nothing to 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-WORTH = 2.0
-"""Least ratio of what a move saves to what it costs: both are predictions."""
+WORTH = 2.0  # least ratio of what a move saves to what it costs: both are predictions
 LEAST_GAIN = 0.05
 """A move must save at least this share of the remaining seconds of both targets' sessions, so that
 noise in the passes moves no session back and forth."""
-LEAST_S = 0.5
-"""Seconds that a move must save at least, to be noticeable."""
+LEAST_S = 0.5  # seconds that a move must save at least, to be noticeable
 
 
 @dataclass(frozen=True)
@@ -24,10 +22,8 @@ class Seat:
     """A session on its target, with what a move of it would take."""
 
     session: int
-    rounds: float
-    """Rounds that it may still have to go."""
-    tokens: float = 1.0
-    """Tokens that a round brings it."""
+    rounds: float  # rounds that it may still have to go
+    tokens: float = 1.0  # tokens that a round brings it
     movable: bool = True
 
 
@@ -36,8 +32,7 @@ class Place:
     """A target with its sessions."""
 
     name: bytes
-    round_s: Callable[[int], float]
-    """Seconds of a round of this many sessions."""
+    round_s: Callable[[int], float]  # seconds of a round of this many sessions
     seats: Sequence[Seat] = ()
 
     def left_s(self, more: float = 0.0, sessions: int = 0) -> float:
@@ -55,10 +50,8 @@ class Price:
 
     reading_s: float
     """Seconds that the new target takes to read the log; each session there is delayed by them."""
-    pause_s: float
-    """Seconds in which the session that moves gets no token."""
-    lag_s: float = 0.0
-    """Seconds until the session moves, in which it goes on where it is."""
+    pause_s: float  # seconds in which the session that moves gets no token
+    lag_s: float = 0.0  # seconds until the session moves, in which it goes on where it is
 
 
 @dataclass(frozen=True)
@@ -68,11 +61,9 @@ class Gain:
     session: int
     old: bytes
     new: bytes
-    saved_s: float
-    """Seconds that all sessions of both targets are done earlier, together."""
+    saved_s: float  # seconds that all sessions of both targets are done earlier, together
     cost_s: float
-    rate: float
-    """Tokens a second that are predicted for the session where it is; `new_rate`: there."""
+    rate: float  # tokens a second that are predicted for the session where it is; `new_rate`: there
     new_rate: float
 
 

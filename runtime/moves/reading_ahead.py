@@ -22,15 +22,11 @@ MOST_LAG = 8
 class Reading:
     """A log that is read ahead."""
 
-    running: RunningRequest
-    """The session whose log it is."""
-    new: Worker
-    """The target that reads it."""
+    running: RunningRequest  # the session whose log it is
+    new: Worker  # the target that reads it
     reader: RunningRequest | None = None
-    heard: Finished | Failed | None = None
-    """The message with which the reader ended."""
-    unread: int = 0
-    """Tokens that the reader had to read."""
+    heard: Finished | Failed | None = None  # the message with which the reader ended
+    unread: int = 0  # tokens that the reader had to read
 
     def hear(self, message: Message) -> None:
         """Keep the message that ends the reader."""

@@ -36,8 +36,7 @@ MOST_OPENING = 0.25
 will take is not known until then."""
 SETTLED_ROUNDS = 3
 """Rounds that a moved session has on its new target before the next move is looked for."""
-STAY_NS = 5_000_000_000
-"""Nanoseconds for which a session that has moved is not moved again."""
+STAY_NS = 5_000_000_000  # nanoseconds for which a session that has moved is not moved again
 REFUSED_NS = 30_000_000_000
 """Nanoseconds for which no session moves to a target after one could not, or did not stay."""
 
@@ -53,8 +52,7 @@ class Under:
     phase: Literal["reading", "settling"] = "reading"
     reading: Reading | None = None
     """The log, as it is read ahead; None: the session itself will read it."""
-    rounds: int = 0
-    """Rounds that the session had had when it moved."""
+    rounds: int = 0  # rounds that the session had had when it moved
 
 
 class Rebalancing:

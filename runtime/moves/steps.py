@@ -129,10 +129,8 @@ class Change:
     `_gone`: those that did."""
     _asked: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)
-    _waits: bool = False
-    """True if it was reported that sessions end where they are."""
-    _failure: str = ""
-    """Why the newcomer is taken back."""
+    _waits: bool = False  # true if it was reported that sessions end where they are
+    _failure: str = ""  # why the newcomer is taken back
     _leaves: str = field(init=False)
     """Who leaves, by name: it may be gone before its sessions are over."""
 

@@ -54,12 +54,9 @@ STEPS = (
     "abandon",
 )
 """The methods of a session that change it."""
-PIECE_BYTES = 256 << 10
-"""Bytes of a recording that are kept before the thread gets them early."""
-MAX_SUBMITTED = 256
-"""Requests that have arrived and whose sessions have not begun."""
-MAX_NOTES = 1024
-"""Notes that are remembered and not packed."""
+PIECE_BYTES = 256 << 10  # bytes of a recording that are kept before the thread gets them early
+MAX_SUBMITTED = 256  # requests that have arrived and whose sessions have not begun
+MAX_NOTES = 1024  # notes that are remembered and not packed
 
 
 class Recorder:
@@ -73,12 +70,10 @@ class Recorder:
         self._writer = FileWriter(folder)
         self._notes: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         """Notes that have not been packed."""
-        self._files: dict[int, _SessionFile] = {}
-        """The file of each session."""
+        self._files: dict[int, _SessionFile] = {}  # the file of each session
         self._requests: dict[tuple[bytes, int], _SessionFile] = {}
         """The file of each client's request, until its end was sent."""
-        self._over: set[int] = set()
-        """Sessions that had ended when it was looked at last."""
+        self._over: set[int] = set()  # sessions that had ended when it was looked at last
         self._submitted: dict[tuple[bytes, int], tuple[int, Sequence[bytes]]] = {}
         """Requests whose sessions have not begun: when each came, and its frames."""
 

@@ -39,16 +39,14 @@ from dovetail.protocol.settings import Frozen, Sampling, TreeSettings
 
 FORMAT = 2
 SUFFIX = ".messages"
-MAX_FILE_BYTES = 64 << 20
-"""Most bytes of one recording, without its tokenizer."""
+MAX_FILE_BYTES = 64 << 20  # most bytes of one recording, without its tokenizer
 MAX_ENTRY_BYTES = MAX_FILE_BYTES + MAX_ARRAY_BYTES
 
 
 class Wanted(Frozen):
     """`session.Request`."""
 
-    prompt: bytes
-    """Four bytes a token, as `kept.pack` has them."""
+    prompt: bytes  # four bytes a token, as `kept.pack` has them
     key: bytes
     seed: Count
     sampling: Sampling
@@ -92,8 +90,7 @@ class Begin(Frozen):
     type: Literal["recording"] = "recording"
     format: int
     protocol: Version
-    began: Name
-    """Date and time, UTC. All other times are nanoseconds since then."""
+    began: Name  # date and time, UTC. All other times are nanoseconds since then
     session: Count
     epoch: Count
     request: Wanted
@@ -120,8 +117,7 @@ class Peer(Frozen):
 
     type: Literal["peer"] = "peer"
     number: Count
-    hello: Hello
-    """Without the tokenizer."""
+    hello: Hello  # without the tokenizer
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -187,8 +183,7 @@ class Recording:
 
     path: Path
     begin: Begin
-    entries: tuple[Entry, ...]
-    """All behind the first."""
+    entries: tuple[Entry, ...]  # all behind the first
 
     @property
     def whole(self) -> bool:

@@ -49,18 +49,15 @@ TOLD: tuple[tuple[type[Action], type[Reply], Sequence[str]], ...] = (
     (Note, Recorded, ("record",)),
 )
 """Messages to a client for an action, and their fields."""
-MOST_WORDS = 300
-"""Characters of one side of a difference."""
+MOST_WORDS = 300  # characters of one side of a difference
 
 
 @dataclass(frozen=True)
 class Difference:
     """The place where today's session logic does something else than the recorded one."""
 
-    entry: int
-    """Number of the entry in the file, from 0 on."""
-    at_s: float
-    """Seconds since the session began."""
+    entry: int  # number of the entry in the file, from 0 on
+    at_s: float  # seconds since the session began
     where: str
     recorded: str
     now: str
@@ -89,14 +86,11 @@ class Replay:
     """One recording and the session that takes its steps."""
 
     recording: Recording
-    taken: list[Taken] = field(default_factory=list)
-    """The steps, the one that differs with them."""
-    commands: int = 0
-    """Commands that have been compared."""
+    taken: list[Taken] = field(default_factory=list)  # the steps, the one that differs with them
+    commands: int = 0  # commands that have been compared
     difference: Difference | None = None
     _place: int = 0
-    _in_hand: Said | None = None
-    """The last message that has come."""
+    _in_hand: Said | None = None  # the last message that has come
     _asked: list[Ask] = field(default_factory=list)
     """Commands that have not been seen to be sent; they need not be, if the session has ended
     meanwhile or the worker was lost."""

@@ -19,10 +19,8 @@ from dovetail.runtime.record import recording
 
 log = logging.getLogger("dovetail.coordinator")
 
-MAX_FOLDER_BYTES = 1 << 30
-"""Most bytes of all recordings in a folder, except those being written."""
-MAX_WAITING_BYTES = 128 << 20
-"""Most bytes that wait for the disk."""
+MAX_FOLDER_BYTES = 1 << 30  # most bytes of all recordings in a folder, except those being written
+MAX_WAITING_BYTES = 128 << 20  # most bytes that wait for the disk
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,9 @@ class FileWriter:
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
         self._added = self._written = 0
         """Bytes; the first counted by whoever adds, the second by the thread."""
-        self._files: dict[Path, BinaryIO | None] = {}
-        """None: it could not be written."""
-        self._tokenizer: tuple[bytes, bytes] = (b"", b"")
-        """The last one, and its entry."""
-        self._done = _recordings(folder)
-        """Complete files with their sizes, oldest first."""
+        self._files: dict[Path, BinaryIO | None] = {}  # none: it could not be written
+        self._tokenizer: tuple[bytes, bytes] = (b"", b"")  # the last one, and its entry
+        self._done = _recordings(folder)  # complete files with their sizes, oldest first
         self._done_bytes = sum(size for _, size in self._done)
         self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
         self._thread.start()

@@ -29,8 +29,7 @@ MODELS = "/v1/models"
 AGAIN = tuple(f"{path}/" for path in COMPLETIONS)
 """Below these paths a reply is requested again by its id, which one of the replicas has."""
 BELOW = (f"{MODELS}/", *AGAIN)
-FULL = (429, 503)
-"""Answers of a replica that has no room, or no target at present."""
+FULL = (429, 503)  # answers of a replica that has no room, or no target at present
 KEPT_BACK = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade http2-settings host content-length expect x-forwarded-for".split()

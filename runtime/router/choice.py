@@ -18,24 +18,18 @@ from typing import Any, NamedTuple
 from dovetail.protocol.calibration import Positive, Seconds
 from dovetail.protocol.messages.parts import Count
 
-BLOCK = 64
-"""Characters of a block."""
-CHARACTERS = 4.0
-"""Characters of a token, about."""
-MOST_BLOCKS = 1 << 16
-"""Blocks that are remembered of a replica: a million tokens."""
-USUAL_TOKENS = 256
-"""The assumed tokens of a reply, if the request allows more."""
+BLOCK = 64  # characters of a block
+CHARACTERS = 4.0  # characters of a token, about
+MOST_BLOCKS = 1 << 16  # blocks that are remembered of a replica: a million tokens
+USUAL_TOKENS = 256  # the assumed tokens of a reply, if the request allows more
 USUAL_S, USUAL_FURTHER = 0.02, 0.5
 """Seconds a token of a session alone, and the part of them that each further session adds, before
 any replica has reported."""
-READING = 0.05
-"""Seconds of reading a token over those of writing one, if not reported."""
+READING = 0.05  # seconds of reading a token over those of writing one, if not reported
 ALIKE = 0.02
 """Predictions that differ by less are the same: then the replica with the fewest requests is
 chosen, and among these the one that was chosen longest ago."""
-BUSY = 4
-"""Sessions at which rates are compared."""
+BUSY = 4  # sessions at which rates are compared
 EQUAL = 0.25
 """Replicas whose rates differ by less, as those of equal ones do where they are measured, are taken
 to have the same rate."""
@@ -53,8 +47,7 @@ BESIDE_STREAMS = 2.0
 class Wanted:
     """A request as far as the choice goes by it."""
 
-    blocks: Sequence[int]
-    """Hashes of its blocks, each with everything before it."""
+    blocks: Sequence[int]  # hashes of its blocks, each with everything before it
     prompt_tokens: float
     reply_tokens: float
     samples: int = 1
@@ -72,8 +65,7 @@ class Rate(NamedTuple):
         return self.alone_s + (BUSY - 1) * self.further_s
 
 
-UNKNOWN = Rate(USUAL_S, USUAL_FURTHER * USUAL_S)
-"""The rate of replicas before any has reported."""
+UNKNOWN = Rate(USUAL_S, USUAL_FURTHER * USUAL_S)  # the rate of replicas before any has reported
 
 
 @dataclass(frozen=True)
@@ -86,19 +78,15 @@ class Load:
     seconds_per_token: Seconds | None = None
     further_seconds_per_token: Seconds | None = None
     reading_seconds_per_token: Seconds | None = None
-    targets: Positive = 1
-    """Targets that read and verify side by side."""
-    in_flight: int = 0
-    """Requests of this router that may have run there at that time."""
+    targets: Positive = 1  # targets that read and verify side by side
+    in_flight: int = 0  # requests of this router that may have run there at that time
 
 
 class Noted(NamedTuple):
     """Notes of a choice about its replica, which are taken back if that refuses the request."""
 
-    reading_s: float
-    """Seconds of reading it."""
-    known: int
-    """Blocks of it that had been read before."""
+    reading_s: float  # seconds of reading it
+    known: int  # blocks of it that had been read before
 
 
 NOTHING = Noted(0.0, 0)
@@ -110,23 +98,17 @@ class Replica:
 
     url: str
     ready: bool = False
-    draining: bool = False
-    """True if it gets no further requests."""
+    draining: bool = False  # true if it gets no further requests
     load: Load = field(default_factory=Load)
-    rate: Rate = UNKNOWN
-    """The rate that `agree_on_rates` has given it."""
+    rate: Rate = UNKNOWN  # the rate that `agree_on_rates` has given it
     rated_s: float = 0.0
     """When its rate last changed, by the clock of `told`; every round changes it."""
-    in_flight: int = 0
-    """Requests of this router that run there."""
-    sent: int = 0
-    """Requests that this router has sent there."""
-    chosen_s: float = NEVER
-    """When a choice fell on it last."""
+    in_flight: int = 0  # requests of this router that run there
+    sent: int = 0  # requests that this router has sent there
+    chosen_s: float = NEVER  # when a choice fell on it last
     unread_s: float = 0.0
     """Seconds that it was to go on reading then, what it was chosen for included."""
-    noted: Noted = NOTHING
-    """The notes of the last choice that fell on it."""
+    noted: Noted = NOTHING  # the notes of the last choice that fell on it
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of the blocks that it has read, those of long ago first."""
 
@@ -224,10 +206,8 @@ def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replic
 class Predicted(NamedTuple):
     """The seconds that a replica takes for a request."""
 
-    finish_s: float
-    """Until it is done."""
-    reading_s: float
-    """Seconds of reading what it has not read."""
+    finish_s: float  # until it is done
+    reading_s: float  # seconds of reading what it has not read
 
 
 def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:

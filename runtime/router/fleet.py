@@ -16,10 +16,8 @@ from dovetail.runtime.router.upstream import Broken, Upstream
 log = logging.getLogger("dovetail.router")
 
 LOOK_EVERY_S = 0.5
-ANSWER_S = 2.0
-"""Seconds in which a replica has to answer how it is."""
-LOAD = TypeAdapter(Load)
-"""Reads the report of a replica, without fields of later versions."""
+ANSWER_S = 2.0  # seconds in which a replica has to answer how it is
+LOAD = TypeAdapter(Load)  # reads the report of a replica, without fields of later versions
 
 
 class Fleet:

@@ -13,11 +13,9 @@ from urllib.parse import urlsplit
 
 import httptools
 
-CONNECT_S = 2.0
-"""Seconds in which a replica has to take a connection."""
+CONNECT_S = 2.0  # seconds in which a replica has to take a connection
 PIECE = 64 << 10
-MOST_KEPT = 256
-"""Connections to one replica that are kept without a request."""
+MOST_KEPT = 256  # connections to one replica that are kept without a request
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 """A machine that is gone without a word is noticed after some ten seconds."""
 
@@ -33,8 +31,7 @@ class Connection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.used = False
-        """True if it has carried a request before."""
+        self.used = False  # true if it has carried a request before
 
     async def request(
         self, method: str, target: bytes, headers: Headers, body: bytes

@@ -52,10 +52,8 @@ class NextRound:
     """A round is over and the request is not: the session waits for `next_round`. The last of its
     actions."""
 
-    may_draft: bool = False
-    """True if the session's draft is ready for a Draft command."""
-    holding: bool = False
-    """True if the target holds features that the draft has to read first."""
+    may_draft: bool = False  # true if the session's draft is ready for a Draft command
+    holding: bool = False  # true if the target holds features that the draft has to read first
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,9 @@ class Joining:
 class DraftSync:
     """The sync of one draft, from its Open on."""
 
-    tokens: int
-    """Tokens of the log that it was opened with."""
-    round: int = 0
-    """The round of its Open."""
-    reads: Reads | None = None
-    """The features that it reads of its target."""
+    tokens: int  # tokens of the log that it was opened with
+    round: int = 0  # the round of its Open
+    reads: Reads | None = None  # the features that it reads of its target
     base: Base | None = None
     """The ended session that it goes on from; if it reads its target, the features of these tokens
     do not come again."""
@@ -42,14 +39,11 @@ class DraftSync:
     """Tokens that were committed behind that in rounds without an order."""
     features: list[Array] = field(default_factory=list)
     """Features of the verdicts since the last order."""
-    held_bytes: int = 0
-    """Size of `features`, and of those that the target holds."""
-    held: int = 0
-    """Rows of features that the target has kept from its last verdicts."""
+    held_bytes: int = 0  # size of `features`, and of those that the target holds
+    held: int = 0  # rows of features that the target has kept from its last verdicts
     rows: int = 0
     """Tokens of the log that it had when it made its last proposal; 0: it has made none."""
-    fed: int = field(init=False)
-    """Positions whose features it was sent, or has from its base."""
+    fed: int = field(init=False)  # positions whose features it was sent, or has from its base
 
     def __post_init__(self) -> None:
         self.fed = self.base.tokens if self.base is not None and self.reads is not None else 0

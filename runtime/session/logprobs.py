@@ -33,10 +33,8 @@ class PromptScores:
 
     def __init__(self, session: int) -> None:
         self._session = session
-        self._next = 1
-        """Position of the next token whose score the target sends."""
-        self.told = 1
-        """Position of the first token whose score was not sent to the client."""
+        self._next = 1  # position of the next token whose score the target sends
+        self.told = 1  # position of the first token whose score was not sent to the client
 
     def restart(self) -> None:
         """Expect the scores from the beginning on: another target reads the prompt."""

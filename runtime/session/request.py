@@ -30,8 +30,7 @@ class Request:
     not matter."""
     most_nodes: int = field(init=False, repr=False)
     """The most nodes of a tree; stored, since every round needs it."""
-    most_levels: int = field(init=False, repr=False)
-    """The most levels of a tree."""
+    most_levels: int = field(init=False, repr=False)  # the most levels of a tree
     rejects: bool = field(init=False, repr=False)
     """True if proposals are accepted by rejection sampling, so that the reply depends on them."""
 

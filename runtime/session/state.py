@@ -22,16 +22,12 @@ must fit into one message."""
 class State(Enum):
     """The event that a session waits for."""
 
-    WAITING = "waiting"
-    """It waits for a target."""
-    OPENING = "opening"
-    """The target reads the prompt, or another one the log."""
+    WAITING = "waiting"  # it waits for a target
+    OPENING = "opening"  # the target reads the prompt, or another one the log
     DRAFTING = "drafting"
     VERIFYING = "verifying"
-    READY = "ready"
-    """A target has just read the log, and the next round has not begun."""
-    BETWEEN = "between"
-    """A round is over, and the next one has not begun."""
+    READY = "ready"  # a target has just read the log, and the next round has not begun
+    BETWEEN = "between"  # a round is over, and the next one has not begun
     DONE = "done"
 
     __hash__ = object.__hash__  # Enum's own is computed in Python, some ten times in every round
@@ -47,8 +43,7 @@ class SessionState:
     request: Request
     detokenizer: InitVar[Detokenizer]
     accounts: Accounts
-    fingerprint: str = ""
-    """The fingerprint of its target."""
+    fingerprint: str = ""  # the fingerprint of its target
     draft_sync: DraftSync | None = None
     """The part of the log that its draft has; None without a draft."""
     target_base: Base | None = None
@@ -62,33 +57,21 @@ class SessionState:
     margins: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the tokens, if requested."""
-    moves: int = 0
-    """Times that it went on on another target."""
-    proposal: Drafted | None = None
-    """The proposal of this round; None if none was requested."""
-    ended: RoundFacts | None = None
-    """The last round, until it is taken."""
-    tree: TokenTree = NO_TREE
-    """The tree that is being verified, or was."""
-    _ordered: bool = False
-    """True if the draft got a command in this round."""
-    _hold: bool = False
-    """True if the target is to hold the features of this round."""
-    _prompt_read: bool = False
-    """True if a target has read the prompt."""
-    _reused: int = 0
-    """Tokens of the prompt that the target had read in an earlier session."""
-    _placement: str = ""
-    """The devices of its target's layers, in words."""
-    _read_by: str = ""
-    """The device that read the log for it; empty: those that compute the model."""
-    _moved: bool = False
-    """True if another target reads the log."""
+    moves: int = 0  # times that it went on on another target
+    proposal: Drafted | None = None  # the proposal of this round; None if none was requested
+    ended: RoundFacts | None = None  # the last round, until it is taken
+    tree: TokenTree = NO_TREE  # the tree that is being verified, or was
+    _ordered: bool = False  # true if the draft got a command in this round
+    _hold: bool = False  # true if the target is to hold the features of this round
+    _prompt_read: bool = False  # true if a target has read the prompt
+    _reused: int = 0  # tokens of the prompt that the target had read in an earlier session
+    _placement: str = ""  # the devices of its target's layers, in words
+    _read_by: str = ""  # the device that read the log for it; empty: those that compute the model
+    _moved: bool = False  # true if another target reads the log
     _served: list[str] = field(default_factory=list)
     """Fingerprints of the targets that have served it, each that differs from the one before it."""
 
-    restored: int = field(init=False)
-    """Tokens that an earlier coordinator had committed."""
+    restored: int = field(init=False)  # tokens that an earlier coordinator had committed
     over: FinishReason | None = field(init=False, default=None)
     """Why the reply ended with these tokens; None if it did not."""
     length: int = field(init=False)

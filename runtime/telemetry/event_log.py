@@ -33,16 +33,11 @@ from dovetail.protocol.spans import Span
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.session import Session
 
-MAX_HELD = 1 << 15
-"""Rounds and spans that are remembered: minutes of coarse ones; some 6 MiB."""
-MAX_TRACED = 1 << 16
-"""Spans of a request that is traced."""
-LATEST_NS = (1 << 63) - 1
-"""The largest value in a message."""
-LOOKED_NS = 5_000_000_000
-"""Time for which fine spans are recorded after spans were requested."""
-OURS = "coordinator"
-"""The name of our own process."""
+MAX_HELD = 1 << 15  # rounds and spans that are remembered: minutes of coarse ones; some 6 MiB
+MAX_TRACED = 1 << 16  # spans of a request that is traced
+LATEST_NS = (1 << 63) - 1  # the largest value in a message
+LOOKED_NS = 5_000_000_000  # time for which fine spans are recorded after spans were requested
+OURS = "coordinator"  # the name of our own process
 BOUND_TO = re.compile(r"^full: .*memory of node ([\d,-]+)")
 """Matches the nodes in a worker's binding."""
 
@@ -70,8 +65,7 @@ class _Batch(NamedTuple):
     round: int | None
     offset_ns: int
     spans: Sequence[Span]
-    shared: Sequence[tuple[int, int]] = ()
-    """Session and round of each, where it was about several."""
+    shared: Sequence[tuple[int, int]] = ()  # session and round of each, where it was about several
 
     def seen(self) -> Iterator[SeenSpan]:
         """They, on our clock."""
@@ -91,16 +85,13 @@ class EventLog:
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.now_ns = clock_ns
-        self.fine = False
-        """True if fine spans are recorded."""
+        self.fine = False  # true if fine spans are recorded
         self._number = self._gone = 0
         """The last one given, and the last one that is not there any more."""
         self._ring: deque[_Round | _Batch] = deque()
         self._until_ns = 0
-        self._told: set[int] = set()
-        """Epochs of the workers that record fine spans."""
-        self._traces: dict[int, list[SeenSpan]] = {}
-        """By session."""
+        self._told: set[int] = set()  # epochs of the workers that record fine spans
+        self._traces: dict[int, list[SeenSpan]] = {}  # by session
 
     # -- what happens ------------------------------------------------------------------------------
 

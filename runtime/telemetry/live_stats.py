@@ -24,18 +24,12 @@ from dovetail.runtime.telemetry.picture import (
     tree_picture,
 )
 
-FORMAT = 2
-"""Version of the picture, raised when a reader of an older one would not understand it."""
-HISTORY_S = 120
-"""Seconds that are drawn over time, and that shares and means are taken over."""
-RATE_S = 5
-"""Seconds that the present rate is taken over."""
-QUIET_S = 30.0
-"""A session that has had no round for so long is no longer listed."""
-MAX_SESSIONS = 64
-"""Sessions that are listed."""
-MAX_DEPTHS = 16
-"""Positions whose acceptance is shown."""
+FORMAT = 2  # version of the picture, raised when a reader of an older one would not understand it
+HISTORY_S = 120  # seconds that are drawn over time, and that shares and means are taken over
+RATE_S = 5  # seconds that the present rate is taken over
+QUIET_S = 30.0  # a session that has had no round for so long is no longer listed
+MAX_SESSIONS = 64  # sessions that are listed
+MAX_DEPTHS = 16  # positions whose acceptance is shown
 PARTS = ("draft", "verify", "transport", "queue", "coordinator")
 """Parts of a round's time, in the order in which they are shown."""
 
@@ -80,8 +74,7 @@ class SessionStats:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    root: int | None = None
-    """The token that the last tree hangs from, if it is known."""
+    root: int | None = None  # the token that the last tree hangs from, if it is known
 
     def add(self, seen: SeenRound) -> None:
         before, record = self.last.record, seen.record
@@ -128,8 +121,7 @@ class LiveStats:
         self._seconds: dict[int, Second] = {}
         self._sessions: dict[int, SessionStats] = {}
         self._loads: dict[int, WorkerLoad] = {}
-        self.next = 0
-        """The number of the event to ask for next time."""
+        self.next = 0  # the number of the event to ask for next time
 
     def hear(self, state: Reported) -> None:
         """Take a coordinator's state."""

@@ -6,8 +6,7 @@ from typing import Any
 
 from dovetail.protocol.messages import Reported, WorkerState
 
-MANY = 8
-"""Sessions at whose pass it is looked for what each further one adds."""
+MANY = 8  # sessions at whose pass it is looked for what each further one adds
 
 
 def load_of(state: Reported) -> dict[str, Any]:

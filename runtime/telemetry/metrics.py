@@ -34,19 +34,16 @@ class RoundTimes:
     """The times of a round, from the verdict (or the first token) before it to its own, in
     nanoseconds, and what its pass went through."""
 
-    draft_ns: int = 0
-    """Drafting that was waited for."""
+    draft_ns: int = 0  # drafting that was waited for
     draft_hop_ns: int = 0
     """From sending the command to the arrival of the proposal, without drafting; `target_hop_ns`
     likewise."""
-    draft_queue_ns: int = 0
-    """Until the draft worker was free, or had read the prompt."""
+    draft_queue_ns: int = 0  # until the draft worker was free, or had read the prompt
     verify_ns: int = 0
     target_hop_ns: int = 0
     target_queue_ns: int = 0
     coordinator_ns: int = 0
-    experts: int = 0
-    """Experts that the target's pass used, from its verdict."""
+    experts: int = 0  # experts that the target's pass used, from its verdict
 
     @property
     def own_ns(self) -> int:
@@ -141,13 +138,10 @@ class Tally:
     rounds: int = 0
     """Rounds of requests that have ended with their reply; `round_tokens`: committed in them."""
     round_tokens: int = 0
-    refused: int = 0
-    """Requests that were turned down before anything was decoded."""
+    refused: int = 0  # requests that were turned down before anything was decoded
     moves: int = 0
-    rebalanced: int = 0
-    """Moves to a target that is faster for a session than its own."""
-    let_go: int = 0
-    """Clients that read nothing."""
+    rebalanced: int = 0  # moves to a target that is faster for a session than its own
+    let_go: int = 0  # clients that read nothing
 
     def end(self, reason: FinishReason, result: Result) -> None:
         """A request has ended with its reply."""
@@ -199,10 +193,8 @@ class Tally:
 class Dropped:
     """Messages that changed nothing."""
 
-    stale: int = 0
-    """Late messages that were no longer awaited."""
-    refused: int = 0
-    """Messages that broke the protocol, or came from an unregistered peer."""
+    stale: int = 0  # late messages that were no longer awaited
+    refused: int = 0  # messages that broke the protocol, or came from an unregistered peer
 
 
 def count_depths(accepted: int, *counts: list[int]) -> None:
@@ -218,8 +210,7 @@ class Accounts:
     """The time split and the counts of one request."""
 
     began_ns: int
-    tally: Tally = field(default_factory=Tally)
-    """Totals over all requests, this one too."""
+    tally: Tally = field(default_factory=Tally)  # totals over all requests, this one too
     ns: dict[Account, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"), 0
@@ -234,8 +225,7 @@ class Accounts:
     grown: int = 0
     ahead: int = 0
     wasted: int = 0
-    plain: int = 0
-    """Rounds that were verified without a tree."""
+    plain: int = 0  # rounds that were verified without a tree
     bytes: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
 

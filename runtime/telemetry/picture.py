@@ -8,14 +8,11 @@ from typing import Any
 from dovetail.protocol.messages import PairState, ProcessState, Reported, SeenRound
 from dovetail.protocol.tree import ROOT
 
-MAX_NODES = 256
-"""Nodes of a tree that are drawn at most."""
-MAX_LABEL = 24
-"""Characters of a token that are shown."""
+MAX_NODES = 256  # nodes of a tree that are drawn at most
+MAX_LABEL = 24  # characters of a token that are shown
 SIGNS = str.maketrans({" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"})
 
-Spell = Callable[[int], str]
-"""Returns the text of a token id, as `label` writes it."""
+Spell = Callable[[int], str]  # returns the text of a token id, as `label` writes it
 """Spells a token id, as `label` writes it."""
 
 

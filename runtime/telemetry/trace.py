@@ -24,8 +24,7 @@ TRIP = ("draft", "handle", "verify", "commit")
 draft's again, in the next one."""
 
 
-Place = tuple[int, int]
-"""The numbers of a row and of a track in it."""
+Place = tuple[int, int]  # the numbers of a row and of a track in it
 
 
 def trace_events(

@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Piece = tuple[str, bool]
-Rewrite = Callable[[str], str]
-"""Returns what a decoder makes of the text of one token."""
+Rewrite = Callable[[str], str]  # returns what a decoder makes of the text of one token
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-EACH_BYTE = "dovetail.each_byte"
-"""Name of the codec error handler that replaces each byte."""
+EACH_BYTE = "dovetail.each_byte"  # name of the codec error handler that replaces each byte
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -156,8 +154,7 @@ class Suffixed(WholeTokens):
     def __init__(self, suffix: str) -> None:
         super().__init__()
         self._suffix = suffix
-        self._held: str | None = None
-        """The last token from its first suffix on."""
+        self._held: str | None = None  # the last token from its first suffix on
 
     def take(self, token: str) -> Iterable[Piece]:
         before = [] if self._held is None else [(self._held.replace(self._suffix, " "), True)]

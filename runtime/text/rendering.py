@@ -26,10 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-OUT_OF_MEMORY = 3
-"""Exit code of a process that ran out of memory."""
-MARK = 7130295184
-"""In a trial, this and a number replace a text: templates do not change digits."""
+OUT_OF_MEMORY = 3  # exit code of a process that ran out of memory
+MARK = 7130295184  # in a trial, this and a number replace a text: templates do not change digits
 
 Content = str | list[dict[str, str]]
 Message = dict[str, Any]

@@ -20,16 +20,11 @@ from typing import Any
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import MAX_TEXT
 
-CPU_S = 1.0
-"""CPU seconds of a rendering; templates of current models take about a millisecond."""
-WALL_S = 30.0
-"""Seconds of a rendering on a busy machine."""
-LOOK_S = 1.0
-"""Seconds between checks of a process that has not answered."""
-MEMORY = 256 << 20
-"""Bytes of memory of a rendering."""
-RENDERERS = 4
-"""Most processes; one is started when the others are busy."""
+CPU_S = 1.0  # CPU seconds of a rendering; templates of current models take about a millisecond
+WALL_S = 30.0  # seconds of a rendering on a busy machine
+LOOK_S = 1.0  # seconds between checks of a process that has not answered
+MEMORY = 256 << 20  # bytes of memory of a rendering
+RENDERERS = 4  # most processes; one is started when the others are busy
 LARGEST = 96 << 20
 """Resident bytes beyond which a process is replaced after a rendering; it starts with 20 MB."""
 OUT_OF_MEMORY = 3
@@ -184,5 +179,4 @@ class _Process:
         return self._process.wait()
 
 
-RENDERER = Renderer()
-"""The pool of this process."""
+RENDERER = Renderer()  # the pool of this process

@@ -30,8 +30,7 @@ MAX_GROWTH = 64
 """The most letters that tokenizing and its inverse make of one; today's models make one or two."""
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
 """Names of what every chat template is given."""
-LARGE = 1 << 20
-"""Bytes of a tokenizer.json that leaves much memory behind when it has been read."""
+LARGE = 1 << 20  # bytes of a tokenizer.json that leaves much memory behind when it has been read
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 PROMPT_TAIL = 32
 """Last tokens of a prompt that are detokenized with a reply: they decide whether its first token
@@ -42,8 +41,7 @@ stop strings."""
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
 NO_TEMPLATE = "the model has no chat template"
-Content = str | Sequence[str]
-"""The content of a message: a text, or the texts of its parts."""
+Content = str | Sequence[str]  # the content of a message: a text, or the texts of its parts
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -230,8 +228,7 @@ def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCode
 class Stopwatch(Protocol):
     """Records the times of the coordinator's parts while they are observed."""
 
-    fine: bool
-    """False while nothing observes them."""
+    fine: bool  # false while nothing observes them
 
     def now_ns(self) -> int: ...
 
@@ -255,8 +252,7 @@ class Detokenizer:
         reply; the last `PROMPT_TAIL` with a text are used."""
         self._spelling, self._special = spelling.table.spelling, special
         self._stages = open_stages(spelling.decoder, _library, BYTE_OF_LETTER)
-        self._had = ""
-        """Text of the prompt that the stages still hold; it is not part of the reply."""
+        self._had = ""  # text of the prompt that the stages still hold; it is not part of the reply
         if prompt:
             shown = (token for token in reversed(prompt) if self._spelt(token) is not None)
             self.read_prompt([*islice(shown, PROMPT_TAIL)][::-1])
@@ -354,8 +350,7 @@ class ReplyText:
             marked = [text.replace(hidden[token], mark) for text in marked]
         marks = "".join(self._marks.values())
         self._stops = StopStrings(tuple(dict.fromkeys((*stop, *marked))), marks)
-        self._count = 0
-        """Tokens read so far."""
+        self._count = 0  # tokens read so far
         self._shown: list[str] = []
         self._unread: list[Piece] = []
         self._stopwatch: Stopwatch | None = None

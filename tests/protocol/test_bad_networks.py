@@ -20,8 +20,7 @@ GONE_S = 60.0
 """Heartbeats find a silent end within 1.5 to 2 s, and a busy machine later; the kernel would in a
 quarter of an hour."""
 
-HEARTBEAT_S = 0.7
-"""An interval between two, and some."""
+HEARTBEAT_S = 0.7  # an interval between two, and some
 HUB = """
 import select, sys
 from pathlib import Path

@@ -29,8 +29,7 @@ MEMBERS = [
     for member in members
 ]
 REPRESENTATIVE = golden.representative()
-HELLO = REPRESENTATIVE["hello"].model_copy(update={"table": None})
-"""With one array."""
+HELLO = REPRESENTATIVE["hello"].model_copy(update={"table": None})  # with one array
 CLOSED = {"type": "closed", "epoch": 1, "session": 2}
 FINISHED = REPRESENTATIVE["finished"].model_dump()
 

@@ -73,8 +73,7 @@ ERRORS: list[BaseException] = [
     Unspeakable(),
     StopIteration(),
 ]
-GUILTY = (7, 7, 7)
-"""The prompt of the session that goes wrong."""
+GUILTY = (7, 7, 7)  # the prompt of the session that goes wrong
 
 
 def is_guilty(session: Session) -> bool:

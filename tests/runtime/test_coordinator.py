@@ -879,8 +879,7 @@ def test_welcome_carries_the_epoch_of_the_coordinator() -> None:
 
 # -- drafts that read their target -----------------------------------------------------------------
 
-LONG = (5, 6, 7, 8, 9, 10, 11)
-"""Read in several parts."""
+LONG = (5, 6, 7, 8, 9, 10, 11)  # read in several parts
 LAST_ONLY = READS.model_copy(update={"taps": (), "dtype": "float16"})
 
 

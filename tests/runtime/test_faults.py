@@ -14,8 +14,7 @@ from support.cases import everyday
 from support.scripted import VOCABULARY, continuation
 
 EVERYDAY = range(120)
-LONG = Wish(tokens=40)
-"""Schedules that broke a promise once."""
+LONG = Wish(tokens=40)  # schedules that broke a promise once
 
 
 def test_no_schedule_of_faults_changes_a_text_loses_a_request_or_leaves_something_behind() -> None:

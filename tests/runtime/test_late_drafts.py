@@ -15,8 +15,7 @@ from explore.world import World
 
 PASS_MS = 100.0
 FACTOR = 1.3
-SLOW = [1.1, 2.0, 5.0, 25.0]
-"""Passes of the target that a proposal takes."""
+SLOW = [1.1, 2.0, 5.0, 25.0]  # passes of the target that a proposal takes
 
 
 def costs(proposal: float) -> Costs:

@@ -44,8 +44,7 @@ from support.scripted import (
     continuation,
 )
 
-RESTS = 5
-"""Rounds after which drafting is off for as many."""
+RESTS = 5  # rounds after which drafting is off for as many
 LONG = 200
 """Tokens, so that a draft is still worth its while when it comes in the midst. The scripted
 language ends sooner than that with some prompts."""

@@ -47,8 +47,7 @@ from support.scripted import (
     continuation,
 )
 
-LONG = 160
-"""Tokens: longer than the trials take, so that there is something left to move."""
+LONG = 160  # tokens: longer than the trials take, so that there is something left to move
 PROMPTS = [
     (5, j, k)
     for j in range(1, 40)

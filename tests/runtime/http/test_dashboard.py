@@ -17,8 +17,7 @@ from support.scripted import ScriptedDraft, ScriptedTarget
 from support.web import Api, Backend, api, backend
 
 KEY = "0123456789abcdef"
-WORDS = re.compile(r"␣?w\d+")
-"""The spelling of the scripted language's tokens."""
+WORDS = re.compile(r"␣?w\d+")  # the spelling of the scripted language's tokens
 
 
 @pytest.fixture(scope="module")

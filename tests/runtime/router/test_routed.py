@@ -29,8 +29,7 @@ class Scripted:
         self.left = asyncio.Event()
         self.url = ""
         self.state: Any = READY
-        self.tells = asyncio.Event()
-        """Cleared, it holds back what /readyz answers."""
+        self.tells = asyncio.Event()  # cleared, it holds back what /readyz answers
         self.tells.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
