@@ -99,7 +99,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="files at a time (default: 2)")
     parser.add_argument(
-        "--limit", type=float, default=3600, help="seconds for a file (default: 3600)"
+        "--limit", type=float, default=4 * 3600, help="seconds for a file (default: four hours)"
     )
     parser.add_argument("--since", metavar="COMMIT", help="what passed on it or later stays passed")
     options = parser.parse_args()
