@@ -1,8 +1,5 @@
-"""Acts: what the parts of a coordinator that decide can have done to sessions, workers and clients.
-
-Each is a method of the part that does it. The parts need each other, so they are bound here once
-all of them exist.
-"""
+"""What the deciding parts of a coordinator can do to sessions, workers and clients. Each act is a
+method of another part. The parts need each other, so they are bound here once all of them exist."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +10,7 @@ from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action
 from dovetail.runtime.session.request import Request
 
-Outcome = Request | RequestError  # a request as it was read, or why it cannot be served
+Outcome = Request | RequestError  # a request in tokens, or why it cannot be served
 
 
 class Acts:
@@ -28,16 +25,14 @@ class Acts:
     broken: Callable[[RunningRequest, BaseException], None]
     """End it because of a fault of the coordinator."""
     forget_on: Callable[[Worker, RunningRequest], None]
-    """Have a worker forget it, if the worker is still registered."""
+    """Have a worker close it, if the worker is still registered."""
 
     # of a worker
-    send: Callable[[Worker, Message], object]  # send what needs no answer
-    free: Callable[[Worker], None]
-    """Send the command that waits for it, since it has answered the last one."""
+    send: Callable[[Worker, Message], object]  # send a message that needs no answer
+    free: Callable[[Worker], None]  # send its next command, since it has answered the last one
     admitted: Callable[[Worker], None]
     join: Callable[[Worker], None]  # have it serve sessions from now on
-    let_go: Callable[[Worker], None]
-    """Have it end; sessions that it still holds continue without it."""
+    let_go: Callable[[Worker], None]  # dismiss it; sessions that it still holds continue without it
     lose: Callable[[Worker, str], None]  # treat it as lost although it is connected
     worker_lost: Callable[[Worker, str], None]
     unreachable: Callable[[Worker], None]  # give it up, since nothing can be sent to it
@@ -47,10 +42,10 @@ class Acts:
     unanswered: Callable[[ClientPeer, int | None, BaseException], None]
     """Report that its request failed because of a fault of the coordinator."""
     unsaid: Callable[[ClientPeer, int | None, BaseException], None]
-    """Fail its request, of which something could not be encoded; None: it was about none."""
+    """Fail its request, of which something could not be encoded; None: it was about no request."""
     client_lost: Callable[[ClientPeer], None]
     client_deaf: Callable[[ClientPeer], None]  # disconnect it, since it does not read
     defer: Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]
-    """Read a request elsewhere, and continue with the outcome."""
+    """Read a request in another thread, and continue with the outcome."""
 
     decide: Callable[[str], None]  # log a decision, and keep it for `status`

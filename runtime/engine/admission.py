@@ -1,5 +1,4 @@
-"""Letting peers in, and seeing them off whose messages break the protocol or whose keys were
-revoked."""
+"""Admits peers, and removes those whose messages break the protocol or whose keys were revoked."""
 
 import logging
 
@@ -20,7 +19,7 @@ LOST_KEY = "lost its key"
 
 
 class Admission:
-    """Decides who is listened to."""
+    """Decides which peers are admitted."""
 
     def __init__(self, shared: Shared, post: Outgoing, claims: Claims) -> None:
         self._hub, self._post, self._service = shared.hub, post, shared.service
@@ -31,9 +30,8 @@ class Admission:
     def strike(self, peer: bytes, error: DecodeError) -> None:
         """Count a message that breaks the protocol; after too many the peer is ignored. A client
         gets a failure for its request, unless one of that number is running. A worker that owes an
-        answer is ignored at once: this may have been the answer, for which its session would wait
-        in vain.
-        """
+        answer is ignored at once: this may have been the answer, and its session would wait in
+        vain."""
         self._dropped.refused += 1
         if len(self._strikes) > MAX_STRUCK_PEERS:
             self._strikes.clear()
@@ -121,8 +119,8 @@ class Admission:
         self._post.to_peer(peer, Failed.model_validate(said))
 
     def let_go_if_revoked(self, worker: Worker) -> bool:
-        """Notify a worker whose key was revoked or lost its role; False if its key is valid, or was
-        until it disconnected."""
+        """Notify a worker whose key was revoked or lost its role. Return False if its key is valid,
+        or was until it disconnected."""
         key = self._hub.user(worker.peer)
         if key is None or not key.public or key.may_be(worker.hello.roles):
             return False
@@ -136,7 +134,7 @@ class Admission:
 
     def let_revoked_go(self) -> None:
         """Remove peers whose keys were revoked or lost their roles: their messages no longer
-        arrive, and must not be awaited."""
+        arrive."""
         for worker in list(self._registry.workers.values()):
             if self.let_go_if_revoked(worker):
                 self._acts.worker_lost(worker, LOST_KEY)

@@ -1,8 +1,7 @@
-"""Claims: clients send the Submit of a reply in the journal again, and get the part that they lack.
+"""Claims: a client resubmits the request of a reply in the journal and gets the part that it lacks.
 An ended reply is sent; a running one continues with its new client; any other is decoded from its
-last token on, on a target of its fingerprint, as soon as there is one. Tokens that a client has and
-the journal lacks are decoded again, and not sent twice: with one seed they are the same.
-"""
+last token on, on a target with the same fingerprint, as soon as there is one. Tokens that a client
+has and the journal lacks are decoded again, and not sent twice: with one seed they are the same."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class Claim:
 
 
 class Claims:
-    """The replies that clients come back for."""
+    """Replies that are resubmitted by their clients."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -61,8 +60,9 @@ class Claims:
         return iter(self._waiting)
 
     def known(self, submit: Submit, key: str) -> StoredReply | None:
-        """Return what is known of the reply of a Submit from a client with this key; `RequestError`
-        if the ticket is another's, or what its client has cannot be decoded again."""
+        """Return the journal's entry for the reply of a Submit from a client with this key. Raises
+        `RequestError` if the ticket belongs to another client, or the client's tokens cannot be
+        decoded again."""
         if self._journal is None or not submit.ticket:
             return None
         entry = self._journal.find(submit.ticket, f"{key}/{submit.owner}")
@@ -79,7 +79,7 @@ class Claims:
         return entry
 
     def recall(self, request: Recall, key: str) -> Message:
-        """Return the answer to a Recall; `RequestError` if there is none."""
+        """Return the answer to a Recall; raise `RequestError` if there is none."""
         found = self._journal and self._journal.find(request.ticket, f"{key}/{request.owner}")
         if not found:
             name = request.ticket.rpartition("/")[0] or request.ticket
@@ -104,7 +104,7 @@ class Claims:
         return bool(ticket) and (self.running(ticket) is not None or ticket in queued)
 
     def hand_over(self, running: RunningRequest, client: ClientPeer, submit: Submit) -> None:
-        """Have a session go on for another client."""
+        """Continue a session for another client."""
         running.client.sessions.pop(running.request, None)
         running.client, running.request = client, submit.request
         client.sessions[submit.request] = running.session.number
@@ -115,7 +115,7 @@ class Claims:
     def missed(
         self, submit: Submit, entry: StoredReply, session: Session | None
     ) -> Iterator[Emitted]:
-        """Yield what is committed of a reply and its client does not have; `session`: the one that
+        """Yield the committed part of a reply that its client lacks; `session`: the one that
         decodes it, None: it has ended."""
         told = submit.told
         assert session is not None or entry.finished is not None
@@ -144,19 +144,20 @@ class Claims:
     # -- replies that do not run -------------------------------------------------------------------
 
     def wait(self, client: ClientPeer, submit: Submit, entry: StoredReply | None) -> list[Claim]:
-        """Have a reply wait for a target instead of earlier claims to it, and return those."""
+        """Queue a reply for a target, replacing earlier claims to it, which are returned."""
         before = self.withdraw(lambda claim: claim.submit.ticket == submit.ticket != "")
         self._waiting.append(Claim(client, submit, entry, self._shared.now_ns()))
         return before
 
     def withdraw(self, unwanted: Callable[[Claim], bool]) -> list[Claim]:
-        """Take claims back, and return them."""
+        """Withdraw claims, and return them."""
         gone = [claim for claim in self._waiting if unwanted(claim)]
         self._waiting = [claim for claim in self._waiting if not unwanted(claim)]
         return gone
 
     def met(self) -> Iterator[tuple[Claim, Worker]]:
-        """Yield the claims that wait no longer, each with the target that it is read for."""
+        """Yield the claims that need not wait any longer, each with the target whose limits
+        apply."""
         for claim in [*self._waiting]:
             targets = self._shared.registry.workers.values()
             fit = (one for one in targets if one.plays("target") and one.available)
@@ -167,8 +168,8 @@ class Claims:
                 yield claim, target
 
     def late(self, service: Service) -> Iterator[tuple[Claim, RequestError]]:
-        """Yield the claims that have waited long enough, and why they end: all, if nothing begins
-        any more."""
+        """Yield the claims that have waited too long, and why they end: all, if the service is
+        ending."""
         for claim in [*self._waiting]:
             if service.ending:
                 self._waiting.remove(claim)
@@ -188,9 +189,9 @@ class Claims:
             yield claim, RequestError("worker_lost", f"{text}: start one and ask again")
 
     def suits(self, entry: StoredReply | None, told: Told, target: Worker) -> bool:
-        """Return whether a reply may be gone on with on this target: one that has begun, where the
-        same bytes are computed, or its tokens are tokens if `coordinator.move` is any; one of
-        which the client has more than the journal, where that is decoded again to the same."""
+        """Return whether a reply may continue on this target. If it has begun, the target must
+        compute the same bytes, or `coordinator.move` must be any; if the client has more of it than
+        the journal, the target must decode that again identically."""
         fingerprint = str(target.hello.fingerprint)
         journaled, served = (len(entry.tokens), entry.fingerprint) if entry else (0, "")
         if told.tokens > journaled and fingerprint != (told.fingerprint or served):
@@ -206,18 +207,18 @@ class Claims:
         )
 
     def begun(self, told: Told, entry: StoredReply | None) -> StoredReply | None:
-        """Return the entry that a session is to begin with; None: with nothing."""
+        """Return the entry whose tokens a session begins with, if any."""
         if entry is None or not entry.tokens or self.unscored(told, entry):
             return None
         return entry
 
     def unscored(self, told: Told, entry: StoredReply) -> bool:
-        """Return whether a client wants scores of the prompt that it does not have: only who reads
-        the prompt has them."""
+        """Return whether a client lacks scores of the prompt: computing them requires prefilling
+        it."""
         return entry.submit.scored and told.scores + 1 < len(entry.submit.tokens or ())
 
     def ahead(self, submit: Submit, session: Session) -> Told:
-        """Return what the client of a session that begins has of what it will commit."""
+        """Return what the client already has of the tokens that a session will commit."""
         told = submit.told
         tokens = max(0, told.tokens - len(session.tokens))
         characters = max(0, told.characters - len(session.text))
@@ -235,26 +236,27 @@ class Claims:
         )
 
     def give_up(self, client: ClientPeer, number: int) -> list[Submit]:
-        """Have a client's request of this number wait no more, for room or for a target, and return
-        it if it did."""
+        """Withdraw a client's request of this number that waits for room or for a target; return it
+        if there was one."""
         queued = self._shared.queue.remove(lambda one: one.is_of(client, number))
         claims = self.withdraw(lambda claim: claim.is_of(client, number))
         return [*(one.submit for one in queued), *(one.submit for one in claims)]
 
     def let_lie(self, submit: Submit) -> None:
-        """Have the journal know that a request runs no more."""
+        """Note in the journal that a request is no longer running."""
         if self._journal is not None and submit.ticket:
             self._journal.left(submit.ticket)
 
     # -- what workers hold -------------------------------------------------------------------------
 
     def keep(self, worker: Worker) -> tuple[int, ...]:
-        """Note what a newcomer holds of sessions that the journal knows; return their numbers."""
+        """Note which of the sessions that a new worker holds are in the journal; return their
+        numbers."""
         return tuple(one.session for one in worker.hello.held if self._keep(worker, one))
 
     def _runs(self, served: int | None, held: HeldSession) -> bool:
-        """True if a returning worker still has a session that runs here: it is opened again, and a
-        worker does not open a number that is in use."""
+        """Return whether a returning worker still has a session that runs here: it will be opened
+        again, which requires a free number."""
         shared = self._shared
         return served == shared.service.epoch and held.session in shared.running
 

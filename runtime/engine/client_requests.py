@@ -1,9 +1,6 @@
-"""Requests of clients: prompts that become sessions, questions about what is here, changes of
-workers.
-
-A prompt is read elsewhere, since a long one takes its time; its session begins when it has been.
-Knows who may ask what; what becomes of a session is the coordinator's business.
-"""
+"""Handles clients' requests: prompts, queries, and changes of workers. A prompt is tokenized in
+another thread, since a long one takes time; its session begins afterwards. Checks which client may
+do what."""
 
 import logging
 from collections.abc import Callable
@@ -46,8 +43,7 @@ from dovetail.runtime.telemetry.event_log import EventLog
 log = logging.getLogger("dovetail.coordinator")
 
 NO_TARGET = "no target worker is registered: start one with `dovetail worker --role target`"
-SLACK = 16
-"""Fraction (1/16) of the limit that is freed in addition, so that not every request has to."""
+SLACK = 16  # an additional 1/16 of the limit is freed, so that not every request has to free some
 
 
 class ClientRequests:
@@ -65,11 +61,11 @@ class ClientRequests:
         self._acts = shared.acts
 
     def _user(self, client: ClientPeer) -> PeerKey | None:
-        """Return the key that a client has shown; None over ipc."""
+        """Return a client's key; None over ipc."""
         return self._hub.user(client.peer)
 
     def take(self, client: ClientPeer, request: ClientRequest, now_ns: int) -> None:
-        """Handle a request; `StaleError` where it is another incarnation's."""
+        """Handle a request; raise `StaleError` if it is another incarnation's."""
         if request.epoch != client.hello.epoch:
             raise StaleError("a request from another incarnation of a client")
         match request:
@@ -119,14 +115,14 @@ class ClientRequests:
         self._acts.reply(client, seen)
 
     def _change(self, client: ClientPeer, request: Swap | Dismiss, now_ns: int) -> None:
-        """Put a worker in place or drain it, if possible. Over ipc every client is the owner; over
-        tcp the key must allow it."""
+        """Replace or drain a worker, if possible. Over ipc every client is the owner; over tcp the
+        key must allow it."""
         key = self._user(client)
         try:
             if key is not None and OPERATOR not in key.roles:
                 text = (
-                    f"swapping and draining need an operator key, and {key.name!r} is none: create "
-                    "one with `dovetail keygen --name NAME --role operator`"
+                    f"swapping and draining need an operator key, but {key.name!r} is not one: "
+                    "create one with `dovetail keygen --name NAME --role operator`"
                 )
                 raise RequestError("role", text)
             if self._service.ending:
@@ -139,7 +135,7 @@ class ClientRequests:
             self._acts.reply(client, refusal(self._service.epoch, error, request.request))
 
     def _target(self) -> Worker | RequestError:
-        """The target that a request would be decoded with."""
+        """Return the target that would serve a request."""
         target = self._placement.reader()
         if self._service.ending or target is None:
             return (
@@ -150,7 +146,7 @@ class ClientRequests:
         return target
 
     def _describe(self) -> Described | Failed:
-        """The answer to Describe."""
+        """Return the answer to Describe."""
         target = self._target()
         if isinstance(target, RequestError):
             return refusal(self._service.epoch, target)
@@ -166,7 +162,7 @@ class ClientRequests:
         )
 
     def _give_up(self, client: ClientPeer, number: int) -> None:
-        """Turn a request down that waits and that its client has cancelled."""
+        """Refuse a waiting request that its client has cancelled."""
         for submit in self._claims.give_up(client, number):
             self._starting.turn_down(client, submit, given_up())
 
@@ -177,7 +173,7 @@ class ClientRequests:
             self._acts.reply(client, refusal(self._service.epoch, error))
 
     def _asked(self, client: ClientPeer, submit: Submit, now_ns: int) -> None:
-        """Take a request. One whose ticket is known goes on where it is."""
+        """Take a request. One with a known ticket continues where it is."""
         try:
             entry = self._claims.known(submit, self._starting.key(client))
         except RequestError as error:  # of a reply that may be another's, and runs
@@ -197,19 +193,19 @@ class ClientRequests:
             self._wait(client, submit, None)
 
     def _needs_target(self, submit: Submit) -> bool:
-        """Return whether a request that the journal does not know waits for a target: for one that
-        computes what its client has to the same bytes, or for any if its client comes back."""
+        """Return whether a request that is not in the journal waits for a target: one that computes
+        the client's tokens identically, or any if its client resubmits it."""
         return bool(submit.told.tokens) or (submit.again and self._placement.reader() is None)
 
     def _wait(self, client: ClientPeer, submit: Submit, entry: StoredReply | None) -> None:
-        """Have a reply wait for a target; earlier claims to it end."""
+        """Queue a reply for a target, ending earlier claims to it."""
         for claim in self._claims.wait(client, submit, entry):
             self._acts.reply(
                 claim.client, refusal(self._service.epoch, TAKEN, claim.submit.request)
             )
 
     def _claimed(self, client: ClientPeer, submit: Submit, entry: StoredReply) -> None:
-        """Give a client what it does not have of a reply, and the rest as it comes."""
+        """Send a client what it lacks of a reply, and the rest as it is decoded."""
         if entry.finished is not None and self._claims.begun(submit.told, entry):
             for message in self._claims.ended(submit, entry):
                 self._acts.reply(client, message)
@@ -221,7 +217,7 @@ class ClientRequests:
         self._wait(client, entry.submit.model_copy(update=again), entry)
 
     def claim(self) -> None:
-        """Read the requests again that wait for a target, for which one is there."""
+        """Read the waiting requests for which there is a target now."""
         clients = self._registry.clients
         self._claims.withdraw(lambda claim: clients.get(claim.client.peer) is not claim.client)
         if not self._service.ending:
@@ -232,7 +228,7 @@ class ClientRequests:
 
     def _read(self, claim: Claim, target: Worker | RequestError) -> None:
         """Read a request that has waited for a target; a fault of ours ends it, since it waits no
-        more."""
+        longer."""
         client, submit = claim.client, claim.submit
         try:
             self._submit(client, submit, target, claim.since_ns, claim.entry)
@@ -249,7 +245,7 @@ class ClientRequests:
         now_ns: int,
         entry: StoredReply | None = None,
     ) -> None:
-        """Read the prompt, elsewhere: a long one takes its time."""
+        """Read the prompt in another thread: a long one takes time."""
         if isinstance(target, RequestError):
             self._starting.turn_down(client, submit, target)
         elif self._claims.is_open(client, submit.request):
@@ -269,7 +265,7 @@ class ClientRequests:
             self._acts.defer(partial(attempt, submit, target, self._starting.key(client)), begin)
 
     def relieve(self, more: int = 0) -> int:
-        """Drop finished replies from the journal until all that is kept and `more` bytes fit into
+        """Drop finished replies from the journal until everything kept and `more` bytes fit into
         the limit; return by how many bytes they still exceed it."""
         shared = self._shared
         claims = (claim.submit for claim in self._claims if claim.entry is None)
@@ -284,6 +280,6 @@ class ClientRequests:
 def observe(
     observing: EventLog, registry: Registry, epoch: int, send: Callable[[Worker, Message], object]
 ) -> None:
-    """Let the workers record the requested spans."""
+    """Have the workers record the requested spans."""
     for worker, fine in observing.orders(registry.workers.values()):
         send(worker, Observe(epoch=epoch, fine=fine))

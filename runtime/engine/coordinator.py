@@ -1,16 +1,14 @@
 """The coordinator: routes messages between clients, sessions and workers.
 
-A message arrives, is decoded, becomes an event of a session, and the actions that follow are
-carried out before the next is looked at: first what a worker waits for, then what a client reads.
-What workers answer goes through `worker_events.py`, what clients ask through `client_requests.py`,
-what workers are asked through `sending.py`, and all of it out through `outgoing.py`. Decisions live
-elsewhere - in `session.py` (one request), `scheduler.py` (turns), `registry.py` (who is let in),
-`prefix_cache.py` (what of an ended session a new one goes on from), `placement.py` (which workers
-serve a session), `moving.py` (how it gets others) - and nothing here touches a tensor or a model
-file. A peer that breaks the protocol is counted and refused; no message can raise out of `pump`.
-Workers that turn out to be gone while something is handled are parted with behind it. Time, and
-what is done elsewhere or later, are handed in: `loop.py` runs it for real.
-"""
+A message is decoded and becomes an event of a session, and the resulting actions are carried out
+before the next message: commands to workers first, then messages to clients. `worker_events.py`
+handles workers' answers, `client_requests.py` clients' requests, `sending.py` commands to workers,
+and `outgoing.py` sends everything. Decisions are made elsewhere: in `session.py` (one request),
+`scheduler.py` (turns), `registry.py` (admission), `prefix_cache.py` (reuse of ended sessions),
+`placement.py` (which workers serve a session), `moving.py` (how it changes them). Nothing here
+touches a tensor or a model file. A peer that breaks the protocol is counted and refused; no message
+can raise out of `pump`. Workers found to be gone are removed once the message is handled. Clock,
+threads and timers are arguments: `loop.py` provides real ones."""
 
 import logging
 import secrets
@@ -70,7 +68,7 @@ T = TypeVar("T")
 DEFAULTS = CoordinatorSettings()
 
 Elsewhere = Callable[[Callable[[], Outcome], Callable[[Outcome], None]], None]
-"""Does a piece of work that takes long, elsewhere, and hands its outcome back."""
+"""Runs a slow function in another thread and passes on its outcome."""
 
 
 def _at_once(work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
@@ -82,7 +80,8 @@ def _now(_seconds: float, action: Callable[[], None]) -> None:
 
 
 class Coordinator:
-    """Everything but the loop: `pump` handles what has arrived, `tick` what is due."""
+    """The coordinator without its loop: `pump` handles messages that have arrived, `tick` whatever
+    is due."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class Coordinator:
         self._bind()
 
     def _bind(self) -> None:
-        """Let the parts that decide call those that act."""
+        """Give the deciding parts access to the acting ones."""
         acts, sessions, peers, post = self._acts, self._sessions, self._peers, self._post
         acts.start, acts.perform, acts.cancel = sessions.start, sessions.perform, sessions.cancel
         acts.drop, acts.fail, acts.broken = sessions.drop, sessions.fail, sessions.broken
@@ -243,7 +242,7 @@ class Coordinator:
         self._conclude()
 
     def _answered(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
-        """Handle what a worker answers; then it is free for what waits."""
+        """Handle a worker's answer; then send its next command."""
         together = isinstance(event, Verified) and len(event.items) > 1
         try:
             with self._dispatch.gathering() if together else nullcontext():
@@ -254,8 +253,8 @@ class Coordinator:
     # -- faults of our own -------------------------------------------------------------------------
 
     def _step_change(self, now_ns: int) -> None:
-        """See how the change of workers gets on that is under way, if one is, and the move of a
-        session; a fault of ours ends it."""
+        """Advance the change of workers or the move of a session under way, if any; a fault of ours
+        ends it."""
         if self._changes.under_way:
             try:
                 self._changes.step(now_ns)
@@ -267,8 +266,7 @@ class Coordinator:
             self._rebalance(partial(self._rebalancing.step, changing=self._changes.under_way))
 
     def _rebalance(self, handle: Callable[[], None]) -> None:
-        """Do something about moves of sessions to better targets; a fault of ours ends the one that
-        is under way."""
+        """Advance moves of sessions to better targets; a fault of ours ends the one under way."""
         try:
             handle()
         except BaseException as error:
@@ -277,8 +275,8 @@ class Coordinator:
             aside(self._rebalancing.break_off)
 
     def _record(self, note: Callable[[MessageRecorder], None]) -> None:
-        """Have something recorded. A recorder that fails is not asked again: no session is to
-        suffer from it."""
+        """Record something. A recorder that fails is not used again, so that no session suffers
+        from it."""
         if self._recorder is None:
             return
         try:
@@ -292,8 +290,8 @@ class Coordinator:
     # -- what is due and what follows -------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do what is due: probes to workers that have answered the last one, drafts that are too
-        late, sessions that have waited, replies that clients have not taken."""
+        """Do whatever is due: probe workers, give up late drafts and waiting sessions, retry
+        undelivered replies."""
         aside(self._admission.let_revoked_go)
         aside(self._post.bid_farewell)
         now_ns, self._ticked_ns, before_ns = self.now_ns(), self.now_ns(), self._ticked_ns
@@ -327,8 +325,9 @@ class Coordinator:
         self._defer(work, done)
 
     def _conclude(self) -> None:
-        """Do what waits until workers have been asked: part with those that have gone, give what is
-        free to sessions that wait and then to requests, keep the books, and tell clients."""
+        """Do what can wait until workers have their commands: remove workers that have gone, give
+        free capacity to waiting sessions and then to requests, do the bookkeeping, and send to
+        clients."""
         self._peers.part()
         if self._moving.waits:
             aside(self._moving.resettle, MOST_LOOKED_AT)
@@ -351,13 +350,13 @@ class Coordinator:
             self._record(lambda recorder: recorder.sent(peer, message, frames))
 
     def look_around(self) -> None:
-        """Find out who disconnected, if anybody did, by speaking to everybody."""
+        """Find out which peers have disconnected, by sending to all of them."""
         self._peers.look_around()
         self._conclude()
 
     @property
     def ending(self) -> bool:
-        """Return whether nothing begins any more."""
+        """Whether the service is ending, so that nothing new begins."""
         return self.service.ending
 
     def report(self) -> Reported:
@@ -366,7 +365,7 @@ class Coordinator:
 
     @property
     def requests(self) -> Collection[RunningRequest]:
-        """All sessions, trials too."""
+        """All sessions, including trials."""
         return self._running.values()
 
     @property
@@ -382,7 +381,7 @@ class Coordinator:
             self._conclude()
 
     def end(self) -> None:
-        """Cancel what still runs and send the workers home."""
+        """Cancel what still runs and dismiss the workers."""
         self.service.ending = True
         for running in list(self._running.values()):
             self._sessions.cancel(running)

@@ -1,4 +1,5 @@
-"""Faults of our own: what is contained where it concerns one session, and what never is."""
+"""Faults of our own: an exception about one session is contained, one that ends the process never
+is."""
 
 import logging
 from collections.abc import Callable
@@ -14,14 +15,14 @@ EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def reraise_exits(error: BaseException) -> None:
-    """Let what ends the process pass; everything else, a library's panic too, which is no
-    `Exception`, is the caller's to contain."""
+    """Re-raise exceptions that end the process; the caller contains everything else, including a
+    library's panic, which is not an `Exception`."""
     if isinstance(error, EXITS):
         raise error
 
 
 def told(error: BaseException) -> str:
-    """An exception in a few words and one line, whatever its own may be."""
+    """Describe an exception in a few words on one line."""
     try:
         words = " ".join(str(error)[:1000].split())[:300]
     except Exception:
@@ -37,7 +38,7 @@ def fault(error: BaseException) -> RequestError:
 
 
 def aside(action: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> bool:
-    """Run a function that is about no session; an error is logged. Return whether it succeeded."""
+    """Run a function that is not about a session; log any error. Return whether it succeeded."""
     try:
         action(*arguments, **named)
     except BaseException as error:

@@ -1,9 +1,8 @@
-"""The coordinator's life: one asyncio loop around its hub, from the first message to the last.
+"""The coordinator's asyncio loop around its hub, from the first message to the last.
 
-Sends nothing itself; after everything that may have sent, `_arrived` reads the hub until it is
-empty, since its descriptor fires on edges only. At the end it lets its sessions finish and releases
-the workers.
-"""
+It sends nothing itself. After everything that may have sent, `_arrived` reads the hub until it is
+empty, since its descriptor is edge-triggered. At the end the sessions finish, and the workers are
+released."""
 
 import asyncio
 import gc
@@ -42,9 +41,9 @@ async def coordinate(
     progress: Callable[[], None] | None = None,
     supervised: int | None = None,
 ) -> None:
-    """Run a coordinator on a hub until a client sends Stop or a signal arrives; closes only what it
-    opened. `recorder` records its sessions; `journal` keeps its requests; `progress` is called at
-    every turn of the loop; `supervised`: the pipe of a supervisor, to read from."""
+    """Run a coordinator on a hub until a client sends Stop or a signal arrives; close only what it
+    opened. `recorder` records its sessions; `journal` stores its requests; `progress` is called at
+    every turn of the loop; `supervised`: a supervisor's pipe, to read from."""
     life = _Life(hub, settings, recorder, journal)
     with life.listening(supervised):
         gc.freeze()
@@ -151,9 +150,8 @@ class _Life:
             await _wait(self._ended, PROBE_EVERY_S)
 
     async def finish(self) -> None:
-        """Let the running sessions end; after a signal they have `STOP_GRACE_S` for it. Then wait
-        until the workers have received their Drain: a message that is not read when its connection
-        ends is lost."""
+        """Let the running sessions end, after a signal for at most `STOP_GRACE_S`. Then wait until
+        the workers have received their Drain: unread messages are lost when a connection closes."""
         coordinator, left_s = self.coordinator, STOP_GRACE_S
         coordinator.service.ending = True
         while not coordinator.idle and left_s > 0:

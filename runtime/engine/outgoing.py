@@ -1,8 +1,5 @@
-"""Sending: commands to workers at once, to clients in order, as
-soon as they take it.
-
-Whoever cannot be reached is lost; what that means the coordinator knows.
-"""
+"""Sends commands to workers at once, and messages to clients in order, as soon as they accept them.
+Reports peers that cannot be reached."""
 
 import logging
 from collections import deque
@@ -22,12 +19,12 @@ log = logging.getLogger("dovetail.coordinator")
 MAX_BYTES_WAITING = 64 << 20
 """Bytes of messages queued for a client; one that falls further behind is disconnected."""
 MAX_FAREWELLS = 64
-"""The most removed clients with an undelivered farewell; of more the first ones get none."""
+"""The most removed clients with an undelivered farewell; beyond this the oldest get none."""
 
 Later = Callable[[float, Callable[[], None]], object]  # calls a function after this many seconds
 
 Sent = Callable[[Worker | ClientPeer, Message, Sequence[bytes]], None]
-"""Is called with each sent message."""
+"""Called with each sent message."""
 
 
 class Outgoing:
@@ -36,11 +33,11 @@ class Outgoing:
     def __init__(
         self, hub: Hub, observing: EventLog, acts: Acts, later: Later, *, sent: Sent
     ) -> None:
-        """`later` calls a function after some seconds; `sent` is called with what was sent."""
+        """`later` calls a function after some seconds; `sent` is called with each sent message."""
         self._hub, self._observing, self._acts = hub, observing, acts
         self._later, self._sent = later, sent
         self._farewells: dict[bytes, deque[Message]] = {}
-        """Last words to clients that read nothing, by address."""
+        """By address: last messages for clients that do not read."""
 
     def now_ns(self) -> int:
         """The coordinator's clock."""
@@ -51,8 +48,8 @@ class Outgoing:
         self._later(seconds, action)
 
     def to_worker(self, worker: Worker, message: Message) -> tuple[int, int]:
-        """Bytes sent, and since when they are on their way: the worker may begin before we are back
-        from sending. One that cannot be reached is lost."""
+        """Send to a worker. Return the bytes sent and when, taken before sending: the worker may
+        start before the call returns. A worker that cannot be reached is lost."""
         observing = self._observing
         began_ns = observing.now_ns() if observing.fine else 0
         frames = encode(message)
@@ -169,7 +166,8 @@ class Outgoing:
         return True
 
     def reaches(self, peer: bytes, message: Message) -> bool:
-        """True if a peer is still connected, tested by sending to it; one with a full queue is."""
+        """Return whether a peer is still connected, tested by sending to it; a full queue counts as
+        connected."""
         try:
             self._hub.send(peer, encode(message))
         except PeerBusy:

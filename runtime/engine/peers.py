@@ -1,5 +1,5 @@
-"""The peers that are here: workers are probed, taken for lost and let go, clients that read nothing
-are let go with their requests."""
+"""Looks after the peers: probes workers and gives up silent ones, and removes clients that do not
+read, with their requests."""
 
 import logging
 from collections import deque
@@ -48,11 +48,11 @@ class Peers:
         self._dispatch, self._status, self._claims = dispatch, status, claims
         self._decide = decide
         self._gone: deque[tuple[Worker, str]] = deque()
-        """Workers that are no longer registered and whose sessions have not been seen to, each with
-        what became of it."""
+        """Workers that are no longer registered but whose sessions have not been handled, each with
+        the reason."""
 
     def admitted(self, worker: Worker) -> None:
-        """Probe a worker that was let in, and have it serve sessions unless it is on standby."""
+        """Probe an admitted worker, and have it serve sessions unless it is on standby."""
         for running in [*self._sessions.all]:
             self._sessions.attempt(running, partial(running.heard_of, worker))
         worker.turns.cut = partial(self._dispatch.cut, worker)
@@ -71,8 +71,7 @@ class Peers:
         self._moving.resettle()
 
     def worker_lost(self, worker: Worker, why: str = "disconnected") -> None:
-        """Speak to a worker no more. Its sessions are seen to once the message at hand has been
-        handled."""
+        """Remove a worker. Its sessions are handled once the current message is."""
         if self._registry.workers.pop(worker.peer, None) is None:
             return
         level = logging.INFO if self._service.ending else logging.WARNING
@@ -87,7 +86,7 @@ class Peers:
         self._gone.append((worker, why))
 
     def part(self) -> None:
-        """Have the sessions of workers that have gone do without them."""
+        """Continue the sessions of removed workers without them."""
         while self._gone:
             worker, why = self._gone.popleft()
             self._census.forget()
@@ -97,7 +96,7 @@ class Peers:
 
     def unreachable(self, worker: Worker) -> None:
         """Give up a worker to which nothing can be sent: it has disconnected, or its key was
-        revoked, of which it is notified since it would wait for ever."""
+        revoked, in which case it is notified, since it would wait for ever."""
         revoked = self._admission.let_go_if_revoked(worker)
         self.worker_lost(worker, LOST_KEY if revoked else "disconnected")
 
@@ -136,7 +135,7 @@ class Peers:
         )
 
     def look_around(self) -> None:
-        """Find out who disconnected, if anybody did, by speaking to everybody."""
+        """Find out which peers have disconnected, by sending to all of them."""
         if not self._hub.disconnects():
             return
         for worker in list(self._registry.workers.values()):
@@ -146,7 +145,7 @@ class Peers:
                 self.client_lost(client)
 
     def probe(self, worker: Worker) -> None:
-        """Ask a worker how it is. Where we fail to, no answer is waited for."""
+        """Probe a worker. If sending fails, no answer is expected."""
         now_ns, worker.awaiting_probe = self._now_ns(), True
         worker.liveness.probed(worker.turns.owed, now_ns)
         try:
@@ -156,7 +155,7 @@ class Peers:
             raise
 
     def look_after(self, worker: Worker, since_ns: int) -> None:
-        """Ask a worker how it is; one that has not answered the last time is silent, and in the end
+        """Probe a worker; one that has not answered the last probe is silent, and in the end
         lost."""
         if not worker.awaiting_probe:
             self.probe(worker)
@@ -174,7 +173,7 @@ class Peers:
             )
 
     def lose(self, worker: Worker, why: str) -> None:
-        """Count a connected worker as lost: it must drop its sessions and register again."""
+        """Treat a connected worker as lost: it must drop its sessions and register again."""
         self._decide(f"{worker.whereabouts} {why}: it is considered lost")
         self._post.to_peer(
             worker.peer,
@@ -187,7 +186,7 @@ class Peers:
         self.worker_lost(worker, why)
 
     def let_go(self, worker: Worker) -> None:
-        """Have a worker end for good; sessions that it still holds go on without it."""
+        """Dismiss a worker for good; sessions that it still holds continue without it."""
         self._post.to_worker(worker, Drain(epoch=self._service.epoch, dismissed=True))
         if self._registry.workers.pop(worker.peer, None) is not None:
             log.info("%s worker %s is removed", "/".join(worker.hello.roles), worker.whereabouts)
@@ -213,7 +212,7 @@ class Peers:
         self._post.refuse(client, refusal(self._service.epoch, fault(error), request))
 
     def unsaid(self, client: ClientPeer, request: int | None, error: BaseException) -> None:
-        """Fail a request of which something could not be put into a message."""
+        """Fail a request of which a message could not be encoded."""
         log.error(
             "client %s could not be sent a message about request %s",
             client.hello.name,
@@ -223,7 +222,7 @@ class Peers:
         self.unanswered(client, request, error)
 
     def turn_away(self, peer: bytes, error: BaseException) -> None:
-        """Refuse a newcomer that could not be admitted for our own fault."""
+        """Refuse a newcomer that could not be admitted because of a fault of ours."""
         if (worker := self._registry.workers.get(peer)) is not None:
             self.worker_lost(worker, "could not be admitted")
         self._registry.clients.pop(peer, None)

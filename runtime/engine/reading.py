@@ -1,9 +1,10 @@
-"""Chunked prefill: how many rows of logs a worker reads while sessions run, and their cost. A chunk
-in a pass of the target delays the sessions whose trees the pass verifies; a chunk in a separate
-pass delays those whose proposals are about to come. So chunks are as large as the bound on that
-delay allows; if no session runs, they have the worker's `prompt_rows`. Of many logs those that have
-waited longest are read first, fair by API key: read all at once, each would wait for all.
-"""
+"""Chunked prefill: how many rows of logs a worker reads while sessions run, and their cost.
+
+A chunk in a pass of the target delays the sessions whose trees the pass verifies; a chunk in a
+separate pass delays those whose proposals are due. So chunks are as large as the bound on that
+delay allows, or `prompt_rows` of the worker if no session runs. Among many logs those that have
+waited longest are read first, fairly by API key: reading all at once would delay each by all the
+others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -19,10 +20,10 @@ from dovetail.runtime.telemetry.metrics import extent_ns
 LATENCY = 3.0
 """The longest round with chunks, as a multiple of one without any, unless `latency_ms` is set: a
 prompt then has up to two thirds of the target's time while streams run."""
-LEAST_ROWS = 8
-"""The least rows of a pass that are for logs, so that prompts are read whatever the bound."""
+LEAST_ROWS = 8  # the fewest rows of logs in a pass, so that prompts make progress under any bound
 AT_ONCE = 4
-"""Logs among which the rows of a chunk are divided, so that a long prompt holds up no short one."""
+"""The number of logs that share the rows of a chunk, so that a long prompt does not hold up short
+ones."""
 
 
 def share(
@@ -72,14 +73,14 @@ def _rows_beside(
     others: Sequence[RunningRequest],
     latency_ms: float | Literal["auto"],
 ) -> int:
-    """Return how many rows of logs running sessions may be delayed by."""
+    """Return how many rows of logs may delay the running sessions."""
     target = worker if worker.plays("target") else others[0].target
     rows = sum(1 + len(item.tokens) for item in items)
     context = sum(one.session.length for one in others) / len(others)
     pass_s = target.verifying.at(max(1, rows), context) if target.verifying.known else 0.0
     if not pass_s:
         return LEAST_ROWS
-    if worker is not target:  # the streams are with their target for so long
+    if worker is not target:  # meanwhile the streams are with their target
         return worker.reading.rows_within(pass_s)
     bound_s = most_s(target, pass_s, latency_ms)
     if not items:  # they are with their draft
@@ -88,7 +89,7 @@ def _rows_beside(
 
 
 def most_s(target: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -> float:
-    """Return the most seconds of a pass that reads chunks, too; `pass_s`: what it takes without."""
+    """Return the most seconds of a pass with chunks; `pass_s`: its seconds without."""
     if latency_ms == "auto":
         round_s = max(pass_s, target.round_s.value)
         return LATENCY * round_s - (round_s - pass_s)
@@ -96,8 +97,7 @@ def most_s(target: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -
 
 
 def chunked_s(worker: Worker, pass_s: float, latency_ms: float | Literal["auto"]) -> float:
-    """Return what the next pass of a target takes with the chunks that it reads; `pass_s`: what it
-    takes without."""
+    """Return the seconds of a target's next pass with its chunks; `pass_s`: its seconds without."""
     if not (logs := worker.turns.logs):
         return pass_s
     rows = min(worker.limits.prompt_rows, sum(log.left for log in logs))
@@ -105,7 +105,7 @@ def chunked_s(worker: Worker, pass_s: float, latency_ms: float | Literal["auto"]
 
 
 def rows_read(message: Open | Refeed | Read) -> int:
-    """Return how many rows of a log a command reads, as far as that is known."""
+    """Return how many rows of a log a command reads, as far as is known."""
     match message:
         case Read():
             return message.item.rows

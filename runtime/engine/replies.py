@@ -1,5 +1,5 @@
-"""Replies to the client of a session: tokens and text, log-probabilities of the prompt, records
-of rounds, and how it ended."""
+"""Replies to the client of a session: tokens and text, log-probabilities of the prompt, records of
+rounds, and how it ended."""
 
 from dovetail.protocol.messages import Emitted, Finished, PromptScored, Recorded
 from dovetail.runtime.engine.outgoing import Outgoing

@@ -1,5 +1,5 @@
-"""A client's request in tokens, checked against what its target can hold. Knows no sessions and no
-sockets."""
+"""Reads a client's request into tokens, checked against its target's limits. Knows no sessions and
+no sockets."""
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.messages import Submit
@@ -11,12 +11,12 @@ from dovetail.runtime.session.request import Request
 
 
 def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
-    """A client's request in tokens, within the limits of the target; `RequestError` names what does
-    not fit. `client`: its key, empty over ipc."""
+    """Return a client's request in tokens. Raises `RequestError` if it exceeds the target's limits.
+    `client`: its key, empty over ipc."""
     if submit.vocabulary not in ("", target.facts.digest):
         has, asked = target.facts.digest[:16], submit.vocabulary[:16]
         text = (
-            f"the token ids are of the vocabulary {asked}, the target {target.model} has "
+            f"the token ids are of the vocabulary {asked}, but the target {target.model} has "
             f"{has}: query the target and tokenize the prompt again"
         )
         raise RequestError("vocabulary", text)
@@ -26,8 +26,8 @@ def read_request(submit: Submit, target: Worker, client: str = "") -> Request:
     if max(least, len(prompt)) >= context:
         count = f"at least {least}" if least >= context else f"{len(prompt)}"
         text = (
-            f"the prompt has {count} tokens, and with its reply the target holds at most "
-            f"{context}: shorten it to at most {context - 1}"
+            f"the prompt has {count} tokens, but the target holds at most {context} with its "
+            f"reply: shorten it to at most {context - 1}"
         )
         raise RequestError("prompt_too_long", text)
     if (bad := next((t for t in prompt if t >= target.facts.size), None)) is not None:
@@ -74,8 +74,8 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
     if submit.scored and submit.logprobs is None:
         raise RequestError(
             "settings",
-            "the log-probabilities of the prompt are asked for, those of tokens are not: say "
-            "how many alternatives, 0 for none",
+            "log-probabilities of the prompt were requested without those of tokens: also set "
+            "the number of alternatives, 0 for none",
         )
     if (why := misfit(sampling, submit.tree)) is not None:
         raise RequestError("settings", why)
@@ -94,13 +94,13 @@ def _check_sampling(submit: Submit, target: Worker) -> None:
 
 
 def attempt(submit: Submit, target: Worker, client: str = "") -> Request | RequestError:
-    """`read_request`, returning its error as a value, for a caller without a handler."""
+    """Return the result or the error of `read_request`, for a caller without a handler."""
     try:
         return read_request(submit, target, client)
     except RequestError as error:
         return error
     except BaseException as error:
-        # a tokenizer is a program of the checkpoint's, in a sense: its panics too concern this
+        # a tokenizer is in effect a program of the checkpoint: its panics, too, concern this
         # request alone
         reraise_exits(error)
         return RequestError("internal", f"the prompt could not be read: {told(error)}")

@@ -1,8 +1,7 @@
-"""A session on its workers: who serves it, for whom, and where its time goes.
+"""A session on its workers: who serves it, for which client, and where its time goes.
 
-Every nanosecond from the request's arrival on is put down to one account; `mark_ns` is the time up
-to which that has been done. Times are handed in.
-"""
+Every nanosecond since the request's arrival is charged to one account; `mark_ns` is the time up to
+which that has been done. Times are arguments."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -55,14 +54,16 @@ SPAN_OF: dict[Account, str] = {
     "draft_exposed": "lost",
     "verify": "lost",
 }
-"""Names that stand in a trace for the time between two answers."""
+"""Names in a trace for the time between two answers."""
 
 MOST_LOSSES = 3
-"""Targets whose processes may end under one session, while they work on it, without a token in
+"""The most targets whose processes may end while they work on one session without a token in
 between."""
-MOST_BREAKS = 12  # targets that may be lost so in any way: mostly it was the connection's fault
+MOST_BREAKS = 12
+"""The most targets that may be lost like this for any reason: usually the connection is at
+fault."""
 JOIN_WORTH = 16
-"""Tokens that must still be able to come for a draft to read the log of a running session."""
+"""The fewest tokens still to come for which a draft prefills the log of a running session."""
 RUNNING = State.DRAFTING, State.VERIFYING, State.BETWEEN
 AWAITED: dict[State, tuple[type[Message], ...]] = {
     State.OPENING: (Open, Read),
@@ -75,16 +76,14 @@ AWAITED: dict[State, tuple[type[Message], ...]] = {
 class Delivery:
     """The delivery of a session's reply to its client and to the journal."""
 
-    ticket: str = ""  # the name of the reply in the journal; empty: it is not there
-    ahead: Told = NOTHING_TOLD
-    """Tokens that are yet to be committed, and that the client has already."""
-    noted: int = 0  # the undelivered actions that are in the journal
+    ticket: str = ""  # the name of the reply in the journal; empty: it is not in it
+    ahead: Told = NOTHING_TOLD  # tokens yet to be committed that the client has already
+    noted: int = 0  # the number of undelivered actions that are in the journal
     fingerprint: str = ""  # the fingerprint sent to the client with the last tokens
-    finished: bool = False  # true if its end was sent to the client
+    finished: bool = False  # True if its end was sent to the client
 
     def left_of(self, emit: Emit) -> Emit | None:
-        """Return the part of newly committed tokens that the client does not have; None: it has
-        all."""
+        """Return the part of newly committed tokens that the client lacks; None: nothing."""
         if self.ahead is NOTHING_TOLD:
             return emit
         tokens = min(self.ahead.tokens, len(emit.tokens))
@@ -105,7 +104,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Loss:
-    """A target was lost: when, and in words."""
+    """The loss of a target: when, and in words."""
 
     since_ns: int
     words: str
@@ -113,13 +112,13 @@ class Loss:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A session with its client, its workers, and the time up to which its life has been accounted
+    """A session with its client, its workers, and the time up to which its time is accounted
     for."""
 
     session: Session
     client: ClientPeer
     request: int
-    target: Worker  # while it waits for another, the one that was lost
+    target: Worker  # while it waits for another one: the lost target
     draft: Worker | None
     mark_ns: int
     trace: bool
@@ -128,26 +127,24 @@ class RunningRequest:
     sent: bool = False
     observing: EventLog | None = None  # receives its accounts of time
     notes: deque[Callable[[], object]] = field(default_factory=deque)
-    """Bookkeeping that is done once workers have been asked; the coordinator's own."""
+    """The coordinator's bookkeeping, deferred until workers have their commands."""
     recorded: Heard | None = None  # called with every event of the session
-    times: RoundTimes = field(default_factory=RoundTimes)  # times of the round that runs
+    times: RoundTimes = field(default_factory=RoundTimes)  # times of the current round
     opened_ns: int | None = None
-    """When the target had read the prompt, as long as the draft has not."""
-    reading_ns: int = 0
-    """Time that the draft has taken so far to read what it needs before it can be asked."""
+    """When the target had prefilled the prompt, as long as the draft has not."""
+    reading_ns: int = 0  # time that the draft has taken so far to prefill what it needs
     other_rows: int = 1
-    """Rows of the pass that the session waits for, without its own nodes: what it would have
-    without a draft."""
-    drafts: bool = False  # true if the request is to be drafted for
+    """Rows of the pass that the session waits for, without its own nodes: the pass without a
+    draft."""
+    drafts: bool = False  # True if the request is to be drafted for
     asked_ns: int = 0  # when a proposal was last requested
-    joining: bool = False
-    """True if its draft has not been ready since it was taken in the midst of the session."""
-    draft_failure: DraftFailure | None = None  # the first one of its draft
+    joining: bool = False  # True if its draft joined the running session and has not been ready yet
+    draft_failure: DraftFailure | None = None  # its draft's first failure
     shunned: set[bytes] = field(default_factory=set)
-    """Workers that the session has parted with for what they did or could not do."""
+    """Workers that the session has left because of failures."""
     reads_for: "RunningRequest | None" = None
-    """The session whose log it reads on another target, where that one is to go on; it ends when it
-    has. None: it is a request, or a trial."""
+    """If it only prefills another session's log on the target where that will continue: that
+    session. It ends when it has. None: a request or a trial."""
     loss: Loss | None = None  # the loss of its target, while it waits for another
     losses: list[tuple[str, int] | None] = field(default_factory=list)
     """Losses of targets since the last token: host and pid of each process, None if that
@@ -158,12 +155,12 @@ class RunningRequest:
     """Actions and their times, for its client and observers, delivered once the workers have their
     commands."""
     done: Round | None = None  # the round that has ended, until it is learned from
-    _prompts: int = 0  # prompts that its workers had been given to read when it was watched for
-    _reading: bool = False  # true if one of them was reading then
+    _prompts: int = 0  # the number of prompts given to its workers when the round began
+    _reading: bool = False  # True if one of them was prefilling then
 
     def give(self, event: Callable[P, Actions], *what: P.args, **named: P.kwargs) -> Actions:
-        """Give the session an event, which is one of its methods, and return the actions that
-        follow. All events of a session pass here."""
+        """Pass the session an event, which is one of its methods, and return the resulting actions.
+        All events of a session pass here."""
         if self.recorded is None:
             return event(*what, **named)
         actions: Sequence[Action] = ()
@@ -179,12 +176,12 @@ class RunningRequest:
 
     @property
     def decoding(self) -> bool:
-        """Return whether it takes part in the passes of its target."""
+        """Whether it takes part in its target's passes."""
         return self.session.state in RUNNING
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Those that hold the session."""
+        """The workers that hold the session."""
         held = [self.target] if self.loss is None else []
         return held if self.draft is None or self.draft in held else [*held, self.draft]
 
@@ -195,23 +192,22 @@ class RunningRequest:
 
     @property
     def claim(self) -> Request:
-        """Return the request that takes room on its target."""
+        """The request that takes room on its target."""
         return (self.reads_for or self).session.request
 
     @property
     def doomed(self) -> bool:
-        """Return whether one target after the other was lost while it worked on the session, so
-        that the next one is not given to it; nor is it to a trial."""
+        """Whether too many targets were lost while they worked on the session, so that no other
+        gets it. A trial gets no second target at all."""
         ended = sum(loss is not None for loss in self.losses)
         return self.trial or ended >= MOST_LOSSES or len(self.losses) >= MOST_BREAKS
 
     def heard_of(self, worker: Worker) -> None:
-        """A worker has registered: if it is one that was lost, what did not survive was its
-        connection."""
+        """Note that a worker has registered: if it is a lost one, only its connection was lost."""
         self.losses = [None if loss == worker.process else loss for loss in self.losses]
 
     def awaited(self) -> Worker | None:
-        """The worker whose answer the session waits for."""
+        """Return the worker whose answer the session waits for."""
         if self.session.state is State.WAITING:
             return None
         return self.draft if self.session.state is State.DRAFTING else self.target
@@ -223,29 +219,30 @@ class RunningRequest:
             raise RuntimeError(f"it waits for {awaited.name}, which was not asked")
 
     def awaits(self, worker: Worker, command: Message) -> bool:
-        """True if the session waits for this command, unlike for the draft worker's Open."""
+        """Return whether the session waits for the answer to this command, unlike for the draft
+        worker's Open."""
         return self.awaited() is worker and isinstance(command, AWAITED.get(self.session.state, ()))
 
     def left(self, now_ns: int, size: int) -> None:
-        """The command that the session waits for has been sent."""
+        """Note that the command that the session waits for was sent."""
         self._spend("queue" if self.queued else "coordinator", now_ns)
         self.session.accounts.bytes += size
         self.queued, self.sent = False, True
 
     def reads_on(self, now_ns: int, size: int) -> None:
-        """Note that a pass that reads a chunk of the log has been sent."""
+        """Note that a pass that reads a chunk of the log was sent."""
         if self.session.state is State.OPENING:
             self.left(now_ns, size)
         else:
             self.passed_on(size)
 
     def waits(self, now_ns: int) -> None:
-        """The command that the session waits for has to wait for its worker."""
+        """Note that the session's command has to wait for its worker."""
         self._spend("coordinator", now_ns)
         self.queued = True
 
     def part_read(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
-        """Note that the target has read a chunk of the log; the rest waits for its turn."""
+        """Note that the target has prefilled a chunk of the log; the rest waits for its turn."""
         if self.session.state is not State.OPENING:
             self.passed_on(size)
             return
@@ -253,7 +250,7 @@ class RunningRequest:
         self.waits(now_ns)
 
     def answered(self, worker: Worker, now_ns: int, size: int, spans: Sequence[Span]) -> None:
-        """The answer that the session waits for has come."""
+        """Note that the awaited answer has come."""
         waited = now_ns - self.mark_ns
         session, times = self.session, self.times
         worked = session.accounts.reply(ACCOUNT_OF[session.state], waited, spans, size)
@@ -287,7 +284,7 @@ class RunningRequest:
         self.observing.add_ours(hops, self.session.number, round)
 
     def interrupted(self, now_ns: int) -> None:
-        """The session waits no longer for what it waited for."""
+        """Note that the session no longer waits for its answer."""
         self._spend("queue" if self.queued else ACCOUNT_OF[self.session.state], now_ns)
         self.queued = self.sent = False
 
@@ -296,14 +293,14 @@ class RunningRequest:
         self.session.accounts.bytes += size
 
     def target_read(self, now_ns: int) -> None:
-        """The target has read the prompt."""
+        """Note that the target has prefilled the prompt."""
         self.opened_ns = now_ns
         if self.draft is not None and not self.draft.turns.reads(self.session.number):
             self._draft_ready(now_ns)
 
     def draft_read(self, now_ns: int, spans: Sequence[Span]) -> None:
-        """The draft has read a part of the prompt. What a session waits until it has read all of it
-        belongs to the prefill."""
+        """Note that the draft has prefilled a part of the prompt. Waiting for the rest of it
+        belongs to prefill."""
         if self.session.state is State.DRAFTING and self.queued:
             self._spend("prefill", now_ns)
         self.reading_ns += extent_ns(spans)
@@ -315,20 +312,20 @@ class RunningRequest:
         self._draft_ready(now_ns)
 
     def _draft_ready(self, now_ns: int) -> None:
-        """The draft has read all that it was given; note by how much later than the target."""
+        """The draft has prefilled everything; note how much later than the target."""
         if self.opened_ns is None:
             return
         self.controller.draft_read(self.session.new_tokens, (now_ns - self.opened_ns) / 1e9)
         self.opened_ns = None
 
     def round_ended(self) -> RoundTimes:
-        """Return where the time of the round went; that of the next begins."""
+        """Return the times of the round, and start those of the next."""
         ended, self.times = self.times, RoundTimes()
         return ended
 
     def end_round(self, item: VerifiedItem, load: Load) -> RoundTimes:
-        """End the round of this verdict at this load. Return where its time went; what it teaches
-        is learned once the next round has begun, unless it may turn drafting on or off."""
+        """End the round of this verdict at this load. Return its times. The controller learns from
+        it once the next round has begun, unless that may turn drafting on or off."""
         times, session = self.round_ended(), self.session
         begun = self.controller.end_round()
         if begun.sampled:
@@ -357,28 +354,27 @@ class RunningRequest:
                 self.target.had_round(done.seconds, done.tokens, 1 + done.verified)
 
     def watch_reading(self) -> None:
-        """Note whether its workers read prompts as a round begins: that would disturb it."""
+        """Note whether its workers prefill prompts as a round begins: that would disturb it."""
         target, draft = self.target.turns, self.draft.turns if self.draft else self.target.turns
         self._prompts = self.prompts
         self._reading = (target.prompted and target.reading) or (draft.prompted and draft.reading)
 
     @property
     def prompts(self) -> int:
-        """Return how many prompts its workers have been given to read."""
+        """The number of prompts that its workers were given to prefill."""
         draft = self.draft
         others = draft.prompts if draft is not None and draft is not self.target else 0
         return self.target.prompts + others
 
     @property
     def unread(self) -> int:
-        """Return how many tokens the draft has to read before it can be asked, since that was put
-        off."""
+        """The number of tokens of a deferred prefill that the draft must do first."""
         if self.draft is None or self.session.number not in self.draft.turns.postponed:
             return 0
         return self.session.to_brief
 
     def tell_round(self, at_ns: int) -> None:
-        """Report the round that has ended at this time, if any, to observers."""
+        """Report the round that ended at this time, if any, to observers."""
         ended, self.session.ended = self.session.ended, None
         if ended is not None and self.observing is not None and not self.trial:
             self.observing.round_ended(
@@ -386,7 +382,7 @@ class RunningRequest:
             )
 
     def over(self, now_ns: int) -> None:
-        """The session has ended; what was handled since its last round belongs to none."""
+        """Note that the session has ended; time since its last round belongs to no round."""
         self.session.accounts.add("coordinator", now_ns - self.mark_ns)
         if self.observing is not None:
             self.observing.add_ours(
@@ -406,7 +402,7 @@ class RunningRequest:
         self.mark_ns = now_ns
 
     def _time(self, account: Account, duration_ns: int) -> None:
-        """Put down time to an account of the round that runs."""
+        """Charge time to an account of the current round."""
         times, drafting = self.times, self.session.state is State.DRAFTING
         if account == "coordinator":
             times.coordinator_ns += duration_ns
@@ -421,8 +417,8 @@ class RunningRequest:
 
 
 class Census:
-    """Counts the sessions that run on the same workers as another one. A count is kept until
-    `forget` is called, since many need it while one message is handled."""
+    """Counts the sessions on the same workers as another one. Counts are cached until `forget` is
+    called, since many are needed while one message is handled."""
 
     def __init__(self, running: Mapping[int, RunningRequest]) -> None:
         """`running`: the sessions by their numbers."""
@@ -430,12 +426,12 @@ class Census:
         self._counted: dict[tuple[int, int, bool], Load] = {}
 
     def forget(self) -> None:
-        """Restart the measurement, because sessions may have begun, ended or moved."""
+        """Clear the cache, because sessions may have begun, ended or moved."""
         self._counted.clear()
 
     def load(self, running: RunningRequest, *, opening: bool = False) -> Load:
-        """Return how much runs on a session's workers, the session itself among it. `opening`:
-        sessions whose prompts are being read count, too."""
+        """Return the load of a session's workers, including the session itself. `opening`: also
+        count sessions whose prompts are being prefilled."""
         key = id(running.target), id(running.draft), opening
         if (known := self._counted.get(key)) is None:
             known = self._counted[key] = self._count(running, opening)

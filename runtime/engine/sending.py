@@ -1,9 +1,8 @@
-"""Asking workers: commands wait for their turn, and several sessions' trees go into one
+"""Sends commands to workers: commands wait for their turn, and several sessions' trees share a
 pass.
 
-Whose turn it is `scheduler.py` knows, what a pass costs `costs/`, how many nodes pay
-`control/pricing.py`, what of an ended session is kept `prefix_cache.py`.
-"""
+`scheduler.py` decides whose turn it is, `costs/` what a pass costs, `control/pricing.py` how many
+nodes pay, and `prefix_cache.py` which ended sessions are kept."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -38,33 +37,33 @@ from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 HOLD_SLACK, LEAST_HOLD_S = 1.5, 2e-4
 """A pass waits at most 1.5 times the expected drafting time plus 0.2 ms."""
-BURST_S = 0.02  # requests that come within this time are taken to come together
+BURST_S = 0.02  # requests within this time are treated as a burst
 
 log = logging.getLogger("dovetail.coordinator")
 
 
 class CommandSender:
-    """Asks the workers of sessions."""
+    """Sends the commands of sessions."""
 
     def __init__(self, shared: Shared, post: Outgoing) -> None:
         self._running, self._census, self._registry = shared.running, shared.census, shared.registry
-        self._reuse = shared.settings.reuse  # true if workers keep what they have of ended sessions
+        self._reuse = shared.settings.reuse  # True if workers keep rows of ended sessions
         self._latency_ms = shared.settings.latency_ms
         self._post, self._acts = post, shared.acts
         self._gathering: dict[bytes, Worker] | None = None
-        """Drafts, by their peers, whose orders are held back to go out together; None: orders go
-        out at once."""
+        """Drafts, by their peers, whose orders are held back to be sent together; None: orders are
+        sent at once."""
 
     def ask(self, running: RunningRequest, asks: Sequence[Ask]) -> None:
-        """Ask a session's workers, in their turn. If the session ends at one of the commands, the
-        others are not asked; only Close is for sessions that have ended."""
+        """Send a session's commands, each in its turn. If the session ends at one of them, the
+        others are not sent, except Close."""
         for ask in asks:
             runs = self._running.get(running.session.number) is running
             if runs or isinstance(ask.command, Close):
                 self._ask(running, ask)
 
     def end(self, running: RunningRequest, role: str) -> None:
-        """Closes an unneeded session on a worker, whatever its state."""
+        """Close an unneeded session on a worker, whatever its state."""
         worker = running.target if role == "target" else running.draft
         if worker is None or worker.peer not in self._registry.workers:
             return
@@ -102,9 +101,9 @@ class CommandSender:
                 self.next(worker)
 
     def _can_wait(self, running: RunningRequest, worker: Worker, command: Open | Feed) -> bool:
-        """Return whether a draft need not read a prompt yet. The first prompts of a burst wait
-        until it is known how many there are, the others as long as nothing is drafted at this load.
-        Features of a prompt wait with it while there is room."""
+        """Return whether a draft may defer prefilling a prompt. The first prompts of a burst wait
+        until their number is known, the others as long as nothing is drafted at this load. Features
+        of a prompt wait with it while there is room."""
         if worker is running.target:
             return False
         if isinstance(command, Feed):
@@ -123,19 +122,19 @@ class CommandSender:
                 self._post.later(BURST_S, lambda: self._read_after_all(running))
 
     def _drafts_soon(self, running: RunningRequest) -> bool:
-        """Return whether a session is drafted for once all sessions that are opening run, and it
-        pays to have its draft read the prompt for that."""
+        """Return whether a session is drafted for once all opening sessions run, and prefilling its
+        prompt by the draft pays off."""
         load = self._coming(running)
         return running.controller.drafts_soon(load) and running.controller.worth_reading(
             running.session.to_brief, running.session.room, load
         )
 
     def _coming(self, running: RunningRequest) -> Load:
-        """Return the load of a session's workers once all sessions that are opening run."""
+        """Return the load of a session's workers once all opening sessions run."""
         return self._census.load(running, opening=True)
 
     def _read_after_all(self, running: RunningRequest) -> None:
-        """Have the draft read the prompt of a session that it will be asked about."""
+        """Have the draft prefill the prompt of a session that it will draft for."""
         self._census.forget()
         try:
             if running.session.number in self._running and self._drafts_soon(running):
@@ -144,24 +143,25 @@ class CommandSender:
             self._acts.broken(running, error)
 
     def can_draft(self, running: RunningRequest) -> bool:
-        """True if a session is drafted for while drafting is on. If the draft has not read its
-        prompt, it is not if so many others are about to run that drafting will stop, or if the rest
-        of the reply would not pay for the prefill."""
+        """Return whether a session is drafted for while drafting is on. If the draft has not
+        prefilled its prompt, it is not if so many sessions are about to run that drafting will
+        stop, or if the rest of the reply would not pay for the prefill."""
         if running.draft is None or running.session.number not in running.draft.turns.postponed:
             return True
         begins = running.session.round <= 1
         return self._drafts_soon(running) and (begins or running.session.room >= JOIN_WORTH)
 
     def resume(self, running: RunningRequest) -> None:
-        """Have a session's draft read the prompt, if that was put off; a session that has begun
-        without it joins in when it has."""
+        """Have a session's draft do its deferred prefill, if any; a session that has begun without
+        it joins afterwards."""
         if running.draft is not None and running.draft.turns.resume(running.session.number):
             if running.session.round > 1:
                 running.joining, running.opened_ns = True, None
             self.next(running.draft)
 
     def _close(self, running: RunningRequest, worker: Worker, role: str, command: Close) -> None:
-        """End a session on a worker, which may keep its rows; then others may have to go."""
+        """Close a session on a worker, which may keep its rows; then others may have to be
+        dropped."""
         gone = None
         if (
             command.keep
@@ -183,8 +183,8 @@ class CommandSender:
         self.forget(worker, command)
 
     def _shelve(self, running: RunningRequest, worker: Worker, role: str) -> Sequence[int] | None:
-        """Have a worker keep an ended session: those that go for it, None if it is not kept. The
-        client has its reply: a fault here ends nothing."""
+        """Have a worker keep an ended session. Return the sessions dropped for it, None if it is
+        not kept. The client has its reply: a fault here ends nothing."""
         try:
             return worker.shelf.add(
                 running.session.kept(role, idle=not worker.turns.busy_with(running.session.number))
@@ -197,8 +197,8 @@ class CommandSender:
             return None
 
     def forget(self, worker: Worker, command: Close) -> None:
-        """A session is over on a worker; what it was to go on from is there for others, if it did
-        not even begin."""
+        """Close a session on a worker; if it never began there, its base becomes available to
+        others."""
         try:
             for dropped in worker.turns.forget(command.session):
                 if isinstance(dropped, Open) and (base := base_of(dropped)) is not None:
@@ -210,11 +210,10 @@ class CommandSender:
                 self._post.to_worker(worker, command)  # else it holds the session for ever
 
     def next(self, worker: Worker) -> None:
-        """Send a worker its next command, if it is there and free and one waits.
+        """Send a worker its next command, if it is registered and free and one waits.
 
         A pass that cannot be built or sent is taken apart, and a session whose own command cannot
-        be ends; nothing is raised.
-        """
+        be sent ends; nothing is raised."""
         most = MAX_SESSIONS
         while (
             worker.peer in self._registry.workers and worker.turns.waiting and not worker.turns.owed
@@ -243,7 +242,7 @@ class CommandSender:
             return
 
     def _unaskable(self, worker: Worker, number: int, error: BaseException) -> None:
-        """The command at the head of a worker's queue cannot be sent: its session ends."""
+        """End the session whose command, at the head of a worker's queue, cannot be sent."""
         if (running := self._running.get(number)) is not None:
             self._acts.broken(running, error)
         worker.turns.withdraw(number)
@@ -251,7 +250,7 @@ class CommandSender:
     def _left(
         self, worker: Worker, message: Message, sessions: Sequence[int], size: int, left_ns: int
     ) -> None:
-        """A command is on its way: those that it is about know."""
+        """Note for its sessions that a command was sent."""
         if isinstance(message, Open) and (base := base_of(message)) is not None:
             worker.shelf.taken(message.session, base)
         if isinstance(message, Draft | Drafts | Verify):
@@ -282,8 +281,8 @@ class CommandSender:
                 self._acts.broken(running, error)
 
     def holds(self, worker: Worker, sessions: Sequence[int]) -> bool:
-        """Return whether a target waits with a pass of these sessions for proposals that are nearly
-        there, since those would have to wait for the next one."""
+        """Return whether a target delays a pass of these sessions for proposals that are almost
+        ready and would otherwise have to wait for the next one."""
         now_ns = self._post.now_ns()
         if worker.held_until_ns is not None and now_ns >= worker.held_until_ns:
             return False
@@ -301,7 +300,7 @@ class CommandSender:
         return True
 
     def _release(self, worker: Worker, until_ns: int) -> None:
-        """Have a pass begin that still waits up to this time."""
+        """Begin a pass that still waits up to this time."""
         if worker.held_until_ns == until_ns:
             worker.held_until_ns = 0
             self.next(worker)
@@ -315,15 +314,15 @@ class CommandSender:
 
     def first(self, worker: Worker, logs: Sequence[Rest]) -> int:
         """Return the index of the log that a worker reads first. While sessions decode there, logs
-        that are not open yet go first, since they share the passes of these sessions."""
+        that are not open yet go first, since they share these sessions' passes."""
         order = in_order(worker, logs, self._running, self._post.now_ns())
         if not any(one.decoding and worker in one.workers for one in self._running.values()):
             return order[0]
         return next((place for place in order if logs[place].done < 0), order[0])
 
     def cut(self, worker: Worker, items: Sequence[VerifyItem]) -> Sequence[int]:
-        """Return how many nodes of each item of a pass are verified: whatever was offered, but
-        where a session's policy leaves that to be decided."""
+        """Return how many nodes of each item of a pass are verified: all, except where a session's
+        policy leaves the decision to the coordinator."""
         counts = [len(item.tokens) for item in items]
         sharing = [self._running[item.session] for item in items if item.session in self._running]
         if len(sharing) < len(items):
@@ -358,8 +357,8 @@ class CommandSender:
 
 
 def _passing(running: RunningRequest, item: VerifyItem, rows: int, context: float) -> None:
-    """A pass of this many rows, with this mean context, begins: note for a session its own rows and
-    the predicted time."""
+    """Note for a session that a pass of this many rows, with this mean context, begins: its own
+    rows and the predicted time."""
     running.give(running.session.sent, len(item.tokens))
     running.other_rows = rows - len(item.tokens)
     running.controller.sends(context, running.session.scores, rows)

@@ -1,7 +1,5 @@
-"""The sessions that run: how one begins, what follows from its events, and how it ends.
-
-An error in one session ends it with one message, without effect on others.
-"""
+"""The running sessions: how one begins, what follows from its events, and how it ends. An error in
+one session ends it with one message, without effect on others."""
 
 import logging
 from collections import deque
@@ -35,7 +33,7 @@ BEHIND = RequestError(
 
 
 class Sessions:
-    """Carries out what sessions decide."""
+    """Carries out the actions of sessions."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class Sessions:
 
     @property
     def all(self) -> Collection[RunningRequest]:
-        """Return all sessions, trials too."""
+        """All sessions, including trials."""
         return self._running.values()
 
     def get(self, number: int) -> RunningRequest | None:
@@ -80,7 +78,7 @@ class Sessions:
         self.perform(running, running.give(running.session.begin))
 
     def perform(self, running: RunningRequest, actions: Sequence[Action]) -> None:
-        """Carry out what a session decided; nothing is raised."""
+        """Carry out a session's actions; nothing is raised."""
         try:
             self._perform(running, actions)
         except BaseException as error:
@@ -141,7 +139,7 @@ class Sessions:
             raise
 
     def _next_round(self, running: RunningRequest, asked: NextRound) -> Sequence[Action]:
-        """Begin a session's next round, with another draft if there is one that it should get."""
+        """Begin a session's next round, with another draft if it should get one."""
         joining = None
         draft = running.draft
         away = draft is None or draft.standby or draft.leaving or draft.stuck or draft.silent
@@ -149,7 +147,7 @@ class Sessions:
             joining = self._moving.seek(running)
         plan = self.plan(running, asked) if joining is None and asked.may_draft else None
         if self._running.get(running.session.number) is not running:
-            return ()  # it has ended over a fault while its draft was asked
+            return ()  # a fault has ended it while its draft was asked
         controller = running.controller
         if controller.begun.sampled:
             running.watch_reading()
@@ -176,7 +174,7 @@ class Sessions:
         self._post.later(patience_s, lambda: self.attempt(running, look))
 
     def plan(self, running: RunningRequest, asked: NextRound) -> Plan | None:
-        """Return how to draft for a session's next round."""
+        """Return the plan of drafting for a session's next round."""
         if (draft := running.draft) is None:
             return None
         session, controller, turns = running.session, running.controller, draft.turns
@@ -204,7 +202,7 @@ class Sessions:
         return plan
 
     def fail(self, running: RunningRequest, error: RequestError) -> None:
-        """End a request with an error; both workers forget it. Nothing happens to one that has
+        """End a request with an error; both workers close it. Has no effect on one that has
         ended."""
         if self._running.get(running.session.number) is not running:
             return
@@ -239,12 +237,12 @@ class Sessions:
         self._observing.traced(running.session.number)
 
     def cancel(self, running: RunningRequest) -> None:
-        """End a session as far as it has come, unless it has ended; with an error where its client
-        has more of the reply than has been decoded again."""
+        """End a session with the tokens decoded so far, unless it has ended; with an error if its
+        client has more of the reply than has been decoded again."""
 
         def end() -> None:
             if running.session.state is State.DONE:
-                return  # it began with a whole reply
+                return  # its reply was complete from the beginning
             if running.delivery.ahead is not NOTHING_TOLD:
                 self.fail(running, BEHIND)
                 return
@@ -254,8 +252,8 @@ class Sessions:
         self.attempt(running, end)
 
     def forget_on(self, worker: Worker, running: RunningRequest) -> None:
-        """Close a session on a worker. If this raises an error the session ends, and the worker,
-        which may no longer be one of its own, gets the Close again."""
+        """Close a session on a worker. If this fails the session ends, and Close is sent to the
+        worker again, which may no longer be one of its own."""
         try:
             self.close_on(worker, running)
         except BaseException as error:
@@ -263,7 +261,7 @@ class Sessions:
             aside(self.close_on, worker, running)
 
     def close_on(self, worker: Worker, running: RunningRequest) -> None:
-        """Have a worker forget a session, if the worker is still there."""
+        """Close a session on a worker, if the worker is still registered."""
         if worker.peer in self._registry.workers:
             self._dispatch.forget(worker, Close(epoch=self._epoch, session=running.session.number))
 
@@ -281,7 +279,7 @@ class Sessions:
             self._end_on_workers(running)
 
     def attempt(self, running: RunningRequest, action: Callable[[], object]) -> None:
-        """Do something about one session; whatever goes wrong ends it, and nothing else."""
+        """Run a function about one session; any error ends that session alone."""
         try:
             action()
         except BaseException as error:

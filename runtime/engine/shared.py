@@ -1,4 +1,4 @@
-"""The state that the parts of a coordinator share: who is here, what runs, and what is counted."""
+"""The state that the parts of a coordinator share: peers, sessions, and counters."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -36,9 +36,9 @@ class WaitingRequest:
     target: Worker  # the target whose tokenizer and limits the request was read with
     request: Request
     since_ns: int  # when the request came, on the coordinator's clock
-    entry: StoredReply | None = None  # its entry in the journal from earlier
+    entry: StoredReply | None = None  # its earlier entry in the journal
     begun: StoredReply | None = None
-    """That entry, if its session begins with the tokens that have been committed for it."""
+    """That entry, if its session begins with the tokens committed for it."""
 
     def is_of(self, client: ClientPeer, request: int) -> bool:
         """Return whether this is the client's request of this number."""
@@ -47,13 +47,13 @@ class WaitingRequest:
 
 @dataclass(frozen=True)
 class Shared:
-    """Values that every part may look at; each is changed by the part that it belongs to."""
+    """Values that every part may read; each is changed by the part that owns it."""
 
     hub: Hub
     acts: Acts
     settings: CoordinatorSettings
     service: Service
-    running: dict[int, RunningRequest]  # the sessions by their numbers, trials too
+    running: dict[int, RunningRequest]  # the sessions by their numbers, including trials
     census: Census
     registry: Registry
     placement: Placement
@@ -67,11 +67,11 @@ class Shared:
     queue: FairQueue[WaitingRequest]  # requests that wait for room
     notes: deque[Callable[[], object]]
     """Deferred bookkeeping, done once workers have their commands."""
-    journal: ReplyStore | None = None  # none: requests end with this coordinator
+    journal: ReplyStore | None = None  # None: requests end with this coordinator
 
     def size(self, claims: Iterable[Submit]) -> int:
-        """Return approximately the bytes of memory that requests and replies take. `claims`:
-        requests that wait for a target and are not in the journal."""
+        """Return roughly the bytes of memory that requests and replies take. `claims`: requests
+        that wait for a target and are not in the journal."""
         running, clients = [*self.running.values()], self.registry.clients.values()
         workers = self.registry.workers.values()
         apart = [one.session for one in running if not one.delivery.ticket]
@@ -87,12 +87,11 @@ class Shared:
         )
 
     def keep_books(self) -> None:
-        """Do the bookkeeping that has been noted; what goes wrong there changes nothing for
-        anybody."""
+        """Do the deferred bookkeeping; errors are logged."""
         while self.notes:
             aside(self.notes.popleft())
 
     @property
     def epoch(self) -> int:
-        """Return the incarnation of the coordinator."""
+        """The incarnation of the coordinator."""
         return self.service.epoch

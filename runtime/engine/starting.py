@@ -1,8 +1,6 @@
-"""Requests that have been read begin their sessions, or wait for room on a target.
-
-What waits is in a queue that is fair by API key; what is known of a request from an earlier
-coordinator, its session begins with.
-"""
+"""Starts the sessions of requests that have been read, or queues them for room on a target. The
+queue is fair by API key. The session of a request known from an earlier coordinator begins with
+that one's tokens."""
 
 import logging
 
@@ -22,7 +20,7 @@ from dovetail.runtime.session.request import Request
 log = logging.getLogger("dovetail.coordinator")
 
 LATER = "try again later"
-TAKEN = RequestError("ticket", "another client goes on with this reply")
+TAKEN = RequestError("ticket", "another client continues with this reply")
 
 
 class Starting:
@@ -36,7 +34,7 @@ class Starting:
         self._key_sessions, self._reuse = shared.settings.key_sessions, shared.settings.reuse
         self._journal, self._claims, self._acts = shared.journal, claims, shared.acts
         self._short = False
-        """True if a request of the queue waited for room when they were last looked through."""
+        """True if the last look through the queue found a request that waited for room."""
 
     def key(self, client: ClientPeer) -> str:
         """Return the public key of a client; empty over ipc."""
@@ -117,8 +115,8 @@ class Starting:
     def _run(
         self, waiting: WaitingRequest, target: Worker, *, wanted: bool = True, waited: bool = False
     ) -> None:
-        """Start the session of a request on a target that has room for it, which gives up as many
-        kept sessions as it takes. `wanted`: the client has not cancelled the request; `waited`: the
+        """Start the session of a request on a target that has room for it, which drops as many kept
+        sessions as necessary. `wanted`: the client has not cancelled the request; `waited`: the
         request was in the queue."""
         client, request = waiting.client, waiting.request
         running = self._placement.house(
@@ -158,8 +156,8 @@ class Starting:
                 self._acts.reply(waiting.client, missed)
 
     def take_over(self, client: ClientPeer, submit: Submit, entry: StoredReply) -> bool:
-        """Take a reply from the client that has it; return whether it runs, and goes on with this
-        one from where it is."""
+        """Take a reply from the client that has it; return whether it runs, and continues with this
+        one."""
         for one in self._queue.remove(lambda one: one.submit.ticket == submit.ticket):
             self._acts.reply(one.client, refusal(self._service.epoch, TAKEN, one.submit.request))
         if (running := self._claims.running(submit.ticket)) is None:
@@ -214,9 +212,9 @@ class Starting:
         return None if one is None else (one, places[one])
 
     def _passes_queue(self, *, full: bool) -> bool:
-        """Return whether a request may begin before those that wait: if there are none, or if they
-        fill the queue and wait for something other than room: for their beginnings to be read, or
-        for others of their keys to end."""
+        """Return whether a request may begin before the waiting ones: if there are none, or if they
+        fill the queue and wait for something other than room: for their prefixes to be prefilled,
+        or for others of their keys to end."""
         return not len(self._queue) or (full and not self._short)
 
     def _settled(self, waiting: WaitingRequest) -> Worker | None:
@@ -235,7 +233,7 @@ class Starting:
         )
 
     def _lacks_target(self, waiting: WaitingRequest) -> bool:
-        """Return whether a request goes on with a reply that no target here may go on with."""
+        """Return whether a request continues a reply that no present target may continue."""
         told, entry = waiting.submit.told, waiting.entry
         if not told.tokens and (entry is None or not entry.tokens):
             return False
@@ -251,13 +249,12 @@ class Starting:
         return "room" if self._settled(waiting) is None else "beginning"
 
     def _key_is_busy(self, request: Request) -> bool:
-        """Return whether as many requests of a request's key run as may at a time."""
+        """Return whether the request's key has as many running requests as it may."""
         own = sum(one.session.request.owner == request.owner for one in self._of_clients())
         return 0 < self._key_sessions <= own
 
     def _comes_later(self, request: Request, target: Worker) -> bool:
-        """Return whether a request waits until its target has read what it begins with for
-        another."""
+        """Return whether a request waits until its target has prefilled its prefix for another."""
         return self._reuse and comes_later(request, target, self._running)
 
     def _held_by_keys(self) -> dict[str, int]:
@@ -285,7 +282,7 @@ class Starting:
 
 
 def give_back(running: RunningRequest) -> None:
-    """Have workers keep what a session was to go on from that does not begin."""
+    """Give the bases of a session that does not begin back to its workers' prefix caches."""
     for role, worker in (("target", running.target), ("draft", running.draft)):
         if worker is not None and (base := running.session.base(role)) is not None:
             worker.shelf.give_back(base)

@@ -1,4 +1,4 @@
-"""The answer to Status: who is here, what runs, and what does not do its work."""
+"""The answer to Status: peers, running sessions, and faults."""
 
 import os
 import socket
@@ -54,12 +54,11 @@ class Status:
         self._queue, self._journal = shared.queue, shared.journal
         self._attempt, self._lacks, self._began_ns = attempt, lacks, shared.now_ns()
         self._lost_drafts: dict[str, tuple[str, int]] = {}
-        """By the names of those that were lost and that no other draft has replaced: what became of
-        them, and when."""
+        """By name, the lost drafts that no other has replaced: why and when."""
         self._decisions: deque[str] = deque(maxlen=MAX_DECISIONS)
 
     def decided(self, words: str) -> None:
-        """Keep a change of how is speculated."""
+        """Keep a decision about speculation."""
         self._decisions.append(words[:MAX_WORDS])
 
     def draft_lost(self, draft: Worker, why: str) -> None:
@@ -67,7 +66,7 @@ class Status:
         self._lost_drafts[draft.name] = why, self._now_ns()
 
     def draft_there(self) -> None:
-        """Note that a draft is there."""
+        """Note that there is a draft again."""
         self._lost_drafts.clear()
 
     def _unplayed(self) -> tuple[Role, ...]:
@@ -81,7 +80,7 @@ class Status:
         )
 
     def _faults(self, now_ns: int) -> tuple[Fault, ...]:
-        """The faulty parts, from our records and from the supervisor's report, which has
+        """Return the faulty parts, from our records and from the supervisor's report, which has
         precedence."""
         told_s = (now_ns - self._service.supervised_ns) / 1e9
         told = [
@@ -107,7 +106,7 @@ class Status:
         return tuple([*told, *(fault for fault in ours if fault.part not in known)][:MAX_FAULTS])
 
     def report(self) -> Reported:
-        """The answer to Status."""
+        """Return the answer to Status."""
         now_ns = self._now_ns()
         faults = self._faults(now_ns)
         reasons = [self._service.given_up] if self._service.given_up else []
@@ -214,6 +213,6 @@ class Status:
 
 
 def label_of(key: str) -> str:
-    """Return the name of an API key in metrics, which does not reveal it: the beginning of its
-    digest; empty for requests without a key."""
+    """Return an API key's name in metrics, which does not reveal it: the beginning of its digest;
+    empty for requests without a key."""
     return key.rpartition("/")[2][:LABEL]

@@ -1,5 +1,5 @@
-"""What a coordinator asks of its extras: of a journal, which stores replies for the next
-coordinator, and of a recorder of messages. Both are arguments, and it runs without either."""
+"""The interfaces of a coordinator's optional parts: the journal, which stores replies for the next
+coordinator, and the recorder of messages. The coordinator runs without either."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol

@@ -7,12 +7,12 @@ from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.event_log import Waits
 
-LATE = 0.25  # a proposal that is overdue is expected to take such a share of what it has taken yet
+LATE = 0.25  # an overdue proposal is expected to take this share of its elapsed time longer
 
 
 def waits(worker: Worker, requests: Iterable[RunningRequest]) -> Waits:
-    """Return what a worker waits for: nothing while it owes an answer; else what the sessions wait
-    for that it holds."""
+    """Return what a worker waits for: nothing while it owes an answer; else what its sessions wait
+    for."""
     if worker.turns.owed:
         return ""
     states = {one.session.state for one in requests if worker in one.workers}
@@ -44,8 +44,8 @@ def due_s(target: Worker, requests: Mapping[int, RunningRequest], now_ns: int) -
 def _due_of(
     draft: Worker, target: Worker, requests: Mapping[int, RunningRequest], now_ns: int
 ) -> Sequence[float]:
-    """Return in how many seconds each proposal of a draft is expected, in their order, as far as
-    nothing else has to be read before."""
+    """Return in how many seconds each proposal of a draft is expected, in order, up to the first
+    that a prefill delays."""
     begins_s = ends_s = 0.0
     together, due = draft.turns.together, list[float]()
     room = together

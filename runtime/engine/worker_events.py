@@ -1,8 +1,7 @@
-"""Answers of workers: each event goes to the session that waits for it, and the resulting actions
-are executed at once. An answer that is not awaited is stale, and changes nothing. An invalid one
-affects its session: without a draft's proposal the target continues alone, a target's ends the
-request.
-"""
+"""Handles workers' answers: each event goes to the session that waits for it, and the resulting
+actions are carried out at once. An unexpected answer is stale and changes nothing. An invalid one
+affects its session: without a draft's proposal the target continues alone; a target's ends the
+request."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from dovetail.runtime.session.features import UnreadableFeatures, features_of_it
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State
 
 log = logging.getLogger("dovetail.coordinator")
-RECENT_NS = 60_000_000_000  # how long the owners of logs that a worker has read are kept
+RECENT_NS = 60_000_000_000  # how long the owners of logs that a worker has prefilled are kept
 E = TypeVar("E", Prefilled, Refed, Drafted)
 
 
@@ -54,8 +53,8 @@ class WorkerEvents:
         self._failures = WorkerFailures(shared, self._go_on_alone)
 
     def take(self, worker: Worker, event: Event, now_ns: int, size: int) -> None:
-        """Handle an event of `size` bytes; `StaleError` if it is not awaited. Any other exception
-        ends the session that the event is about."""
+        """Handle an event of `size` bytes; raise `StaleError` if it is not expected. Any other
+        exception ends the session that the event is about."""
         if event.epoch != worker.hello.epoch:
             raise StaleError(f"an event from another incarnation of {worker.name}")
         worker.traffic.received_bytes += size
@@ -76,7 +75,7 @@ class WorkerEvents:
     def _broken(
         self, worker: Worker, session: int, answer: Owed | None, error: BaseException
     ) -> None:
-        """An answer that we could not handle: its session ends, and the worker is free for the
+        """End the session of an answer that could not be handled, and free the worker for the
         others."""
         if answer is not None:
             worker.turns.settle(session, answer)
@@ -141,7 +140,7 @@ class WorkerEvents:
         )
 
     def _part_read(self, worker: Worker, event: Reading, now_ns: int, size: int) -> None:
-        """Note that a chunk of a log has been read; the rest waits for its turn if it is wanted."""
+        """Note that a chunk of a log was prefilled; the rest, if wanted, waits for its turn."""
         running = self._running.get(event.session)
         worker.stuck &= event.session not in worker.turns.owed
         unwanted = unwanted_by(worker, event.session)
@@ -164,7 +163,7 @@ class WorkerEvents:
             self._notes.append(partial(observe_reading, worker, rows, spans))
 
     def _prefilled(self, worker: Worker, event: Prefilled, size: int) -> None:
-        """Features of a part of a prompt; the answer to Open is still owed."""
+        """Handle features of a part of a prompt; the answer to Open is still owed."""
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
             unwanted = unwanted_by(worker, event.session)
@@ -173,7 +172,7 @@ class WorkerEvents:
         running.passed_on(size)
 
     def _scored(self, worker: Worker, event: Scored, size: int) -> None:
-        """Take the target's scores of a part of a prompt; the answer to Open is still owed."""
+        """Handle the target's scores of a part of a prompt; the answer to Open is still owed."""
         running = self._running.get(event.session)
         if running is None or running.target is not worker:
             unwanted = unwanted_by(worker, event.session)
@@ -184,8 +183,8 @@ class WorkerEvents:
     def _believe(
         self, running: RunningRequest, handle: Callable[[], list[Action]], *, asked: bool = False
     ) -> None:
-        """Do what follows from the word of a session's target; one that makes no sense ends the
-        request. `asked`: no other will come in its place."""
+        """Handle a message of a session's target; an invalid one ends the request. `asked`: no
+        other will replace it."""
         try:
             actions = handle()
         except ProtocolError as error:
@@ -223,7 +222,7 @@ class WorkerEvents:
         if worker.turns.waiting and worker is not running.target:
             self._acts.free(
                 worker
-            )  # it drafts for another session while this one's tree is handled
+            )  # so that it drafts for another session while this one's tree is handled
         self._notes.append(partial(worker.traffic.answered, worker.traffic.order_bytes + size, 1))
         running.answered(worker, now_ns, size, event.spans)
         self._sensible(running, worker, running.session.drafted, event)
@@ -231,8 +230,8 @@ class WorkerEvents:
     def _sensible(
         self, running: RunningRequest, worker: Worker, handle: Callable[[E], list[Action]], event: E
     ) -> None:
-        """Do what follows from a message that drafting needs; after one that makes no sense the
-        session goes on without its draft."""
+        """Handle a message that drafting needs; after an invalid one the session continues without
+        its draft."""
         try:
             actions = running.give(handle, event)
         except StaleError:
@@ -253,8 +252,8 @@ class WorkerEvents:
         self._moving.draft_failed(running, f"{worker.name} sent an invalid message: {why}")
 
     def _verified(self, worker: Worker, event: Verified, now_ns: int, size: int) -> None:
-        """Handle every verdict of a pass by itself: one that is stale is dropped, one that cannot
-        be or cannot be handled ends its session."""
+        """Handle every verdict of a pass separately: a stale one is dropped, an invalid one ends
+        its session."""
         if worker.passing is not None:
             self._passed(worker, event, size)
         rows = [None] * len(event.items) if event.features is None else features_of_items(event)
@@ -305,7 +304,7 @@ class WorkerEvents:
             self._relieve(running)
 
     def _passed(self, worker: Worker, event: Verified, size: int) -> None:
-        """Note what the pass took that these are the first verdicts of."""
+        """Note the time and rows of the pass whose first verdicts these are."""
         owed = worker.turns.owed
         if worker.passing is None or not any(item.session in owed for item in event.items):
             return
@@ -317,7 +316,8 @@ class WorkerEvents:
             self._shared.keep_books()
 
     def _relieve(self, running: RunningRequest) -> None:
-        """A draft that has not been asked for long would have too much to catch up with."""
+        """Drop a draft that has not been asked for so long that it would have too much to catch up
+        with."""
         if running.session.state is not State.DONE:
             self._acts.decide(
                 f"session {running.session.number} drops its draft: "
@@ -328,8 +328,8 @@ class WorkerEvents:
     def _answer(
         self, worker: Worker, session: int, answer: Owed, *roles: Literal["draft", "target"]
     ) -> RunningRequest:
-        """The session that waits for this answer of this worker in one of these roles; `StaleError`
-        if none does, and then it waits on."""
+        """Return the session that waits for this answer of this worker in one of these roles.
+        Raises `StaleError` if none does; then it keeps waiting."""
         running = self._running.get(session)
         meant = running is not None and (
             (worker is running.target and "target" in roles)
@@ -359,13 +359,13 @@ class WorkerEvents:
 
 
 def unwanted_by(worker: Worker, session: int) -> type[StaleError]:
-    """Return the kind of a worker's answer about a closed session."""
+    """Return the kind of error for a worker's answer about a closed session."""
     return OverError if session in worker.turns.void else StaleError
 
 
 def _about(worker: Worker, event: Event) -> list[tuple[int, Owed | None]]:
-    """The sessions that an event is about, and the answer that it is to each; of several only those
-    whose answer has not been looked at."""
+    """Return the sessions that an event is about, and the answer that it is to each; of several
+    only those not handled yet."""
     match event:
         case Opened() | Drafted() | Refed():
             return [(event.session, Owed(type(event), event.round))]

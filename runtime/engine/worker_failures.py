@@ -1,4 +1,4 @@
-"""Failures of workers: what follows when one could not carry out a command."""
+"""Handles workers' failures to carry out a command."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class WorkerFailures:
     def __init__(
         self, shared: Shared, go_on_alone: Callable[[RunningRequest, Worker, object], None]
     ) -> None:
-        """`go_on_alone`: done where a draft sent what cannot be."""
+        """`go_on_alone`: called if a draft has sent something invalid."""
         self._epoch, self._running, self._registry = shared.epoch, shared.running, shared.registry
         self._moving, self._failing, self._changes = shared.moving, shared.failing, shared.changes
         self._go_on_alone, self._now_ns = go_on_alone, shared.now_ns
@@ -27,7 +27,7 @@ class WorkerFailures:
 
     def failed(self, worker: Worker, event: Failed) -> None:
         """Handle a worker's failure: without its draft a session continues, a target that lacks the
-        session must read it again, and any other failure of a target ends the request."""
+        session must prefill it again, and any other failure of a target ends the request."""
         if event.session is None:
             self._failed_ahead(worker, event.text)
             return
@@ -41,7 +41,7 @@ class WorkerFailures:
             return
         gone = owed.type is Opened and event.code == "prefix"
         log.log(
-            logging.INFO if gone else logging.WARNING,  # all of the prompt is read then
+            logging.INFO if gone else logging.WARNING,  # then the whole prompt is prefilled
             "%s failed in session %d: %s (%s)",
             worker.name,
             event.session,
@@ -56,7 +56,7 @@ class WorkerFailures:
                 self._moving.resettle()
             return
         if worker is running.draft and worker is not running.target:
-            if gone:  # it joins in later, with features that are computed again
+            if gone:  # it joins later, with recomputed features
                 self._moving.drop_draft(running)
             else:
                 self._moving.draft_failed(running, event.text)
@@ -83,8 +83,8 @@ class WorkerFailures:
             self._acts.fail(running, RequestError(event.code, event.text))
 
     def _may_go_elsewhere(self, running: RunningRequest) -> bool:
-        """Return whether a session that has begun can go on on another target than the one that was
-        to read its log, at once or when there is room."""
+        """Return whether a running session can continue on another target, now or later, than the
+        one that was to prefill its log."""
         return bool(running.session.tokens) and any(
             other is not running.target
             and other.plays("target")
@@ -94,8 +94,8 @@ class WorkerFailures:
         )
 
     def _failed_ahead(self, worker: Worker, why: str) -> None:
-        """A worker failed outside of a command; sessions that it drafts for continue with its
-        answers."""
+        """Handle a worker's failure outside of a command; sessions that it drafts for continue to
+        use it."""
         log.error("%s failed while drafting ahead: %s", worker.name, why)
         now_ns = self._now_ns()
         if worker.plays("draft"):
@@ -105,8 +105,8 @@ class WorkerFailures:
                 note_failure(running, worker, why, now_ns)
 
     def _open_anew(self, running: RunningRequest, worker: Worker, event: Failed) -> bool:
-        """Have a worker read the whole prompt if it does not have what its session should have gone
-        on from; return whether that was so."""
+        """Have a worker prefill the whole prompt if it lacks its session's base; return whether
+        that was so."""
         role = "target" if worker is running.target else "draft"
         if (base := running.session.base(role)) is None:
             return False
@@ -127,14 +127,14 @@ class WorkerFailures:
             return True
         orders = worker.turns.withdraw(running.session.number, Draft)
         self._acts.perform(running, running.give(running.session.base_refused, role))
-        for order in orders:  # it may have been waiting for the prompt to be read
+        for order in orders:  # orders that waited for the prefill
             worker.turns.resume(running.session.number)
             worker.turns.ask(running.session.number, order)
         return True
 
     def _verify_without_tree(self, running: RunningRequest, why: str) -> None:
-        """The target can make nothing of what the draft proposed, such as laws that its nodes
-        cannot have been drawn from; that changed nothing there."""
+        """Verify without a tree after the target has rejected the proposal, such as distributions
+        that its nodes cannot have been drawn from; nothing has changed there."""
         if running.draft is not None:
             self._go_on_alone(running, running.draft, why)
         running.interrupted(self._now_ns())

@@ -1,1 +1,1 @@
-"""One request's life as a state machine, and the values that it is about. Pure."""
+"""One request's life as a state machine, and its values. Pure."""

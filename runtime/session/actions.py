@@ -18,14 +18,14 @@ from dovetail.protocol.messages import (
 
 
 class Ask(NamedTuple):
-    """Something for the draft or the target worker of this session to do."""
+    """A command for the draft or the target worker of this session."""
 
     role: str
     command: Open | Feed | Refeed | Draft | Verify | Close
 
 
 class Emit(NamedTuple):
-    """Newly committed tokens, the first `drafted` of which were drafted, and the text they
+    """Newly committed tokens, the first `drafted` of which were drafted, and the text that they
     complete, which is decoded lazily."""
 
     tokens: tuple[int, ...]
@@ -35,7 +35,7 @@ class Emit(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the text that the tokens complete."""
+        """The text that the tokens complete."""
         return self.read()
 
 
@@ -52,8 +52,8 @@ class NextRound:
     """A round is over and the request is not: the session waits for `next_round`. The last of its
     actions."""
 
-    may_draft: bool = False  # true if the session's draft is ready for a Draft command
-    holding: bool = False  # true if the target holds features that the draft has to read first
+    may_draft: bool = False  # True if the session's draft is ready for a Draft command
+    holding: bool = False  # True if the target holds features that the draft has to read first
 
 
 @dataclass(frozen=True)

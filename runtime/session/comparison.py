@@ -1,9 +1,8 @@
-"""Two runs of the same request: where their tokens part, and whether that is a near-tie.
+"""Compares two runs of the same request: where their tokens differ, and whether that is a near-tie.
 
 Rounding differs between a pass over one row and a pass over many, so two logits that are equal to
-the last digits may change places. Such a case is named with its margin, never hidden; anything
-wider is a fault.
-"""
+the last digits may change places. Such a case is reported with its margin; anything wider is a
+fault."""
 
 from dataclasses import dataclass
 
@@ -16,8 +15,8 @@ float32 sums of hundreds of terms err by about 1e-5."""
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token in which two runs differ, and how far the choice was from its runner-up (the
-    larger of the two runs' figures)."""
+    """The first token in which two runs differ, and the larger of their distances from the
+    runner-up."""
 
     position: int
     margin: float
@@ -28,7 +27,7 @@ class Difference:
 
 
 def first_difference(one: Finished, other: Finished) -> Difference | None:
-    """Return where two runs part; nothing if they are the same, token for token."""
+    """Return where two runs differ; None if they are the same, token for token."""
     a, b = one.result.token_ids, other.result.token_ids
     position = next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))

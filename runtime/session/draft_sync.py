@@ -1,8 +1,7 @@
 """Draft sync: which part of the token log a session's draft has, and what must be sent. A draft is
 opened with the beginning of the log, gets the features of that part if it reads its target, and
 with each command the tokens committed since the last one. Tokens of rounds without a draft are kept
-for the next command. Pure; features are opaque.
-"""
+for the next command. Pure; features are opaque."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from dovetail.runtime.session.request import Request
 
 @dataclass(frozen=True)
 class Joining:
-    """A draft that joins a running session: the features it reads, and what it goes on from."""
+    """A draft that joins a running session: the features that it reads, and its base."""
 
     reads: Reads | None = None
     base: Base | None = None
@@ -29,20 +28,19 @@ class DraftSync:
     round: int = 0  # the round of its Open
     reads: Reads | None = None  # the features that it reads of its target
     base: Base | None = None
-    """The ended session that it goes on from; if it reads its target, the features of these tokens
-    do not come again."""
+    """The ended session that it reuses; if it reads its target, the features of these tokens are
+    not sent again."""
     bonus: int = 0
-    """The token behind the `accepted` nodes of its last proposal, or behind the log that it was
+    """The token after the `accepted` nodes of its last proposal, or after the log that it was
     opened with."""
     accepted: tuple[int, ...] = ()
     more: list[int] = field(default_factory=list)
-    """Tokens that were committed behind that in rounds without an order."""
+    """Tokens committed after that in rounds without an order."""
     features: list[Array] = field(default_factory=list)
     """Features of the verdicts since the last order."""
     held_bytes: int = 0  # size of `features`, and of those that the target holds
     held: int = 0  # rows of features that the target has kept from its last verdicts
-    rows: int = 0
-    """Tokens of the log that it had when it made its last proposal; 0: it has made none."""
+    rows: int = 0  # tokens of the log at its last proposal; 0: there was none
     fed: int = field(init=False)  # positions whose features it was sent, or has from its base
 
     def __post_init__(self) -> None:
@@ -50,12 +48,12 @@ class DraftSync:
 
     @property
     def complete(self) -> bool:
-        """Return whether it has been fed all that it was opened with."""
+        """Whether it has been fed everything that it was opened with."""
         return self.reads is None or self.fed == self.tokens
 
     @property
     def row_bytes(self) -> int:
-        """Return the size of the features of one position; 0 if it reads none."""
+        """The size of the features of one position; 0 if it reads none."""
         return 0 if self.reads is None else self.reads.row * ITEM_BYTES[self.reads.dtype]
 
     def keep_held(self, rows: int) -> None:
@@ -64,8 +62,8 @@ class DraftSync:
         self.held_bytes += rows * self.row_bytes
 
     def fits(self, features: Array | None, rows: int) -> bool:
-        """True if these are this many rows of the features that it reads; always true for a draft
-        that has not requested any."""
+        """Return whether these are this many rows of the features that it reads; always True for a
+        draft that reads none."""
         if self.reads is None:
             return True
         return features is not None and (features.dtype, features.shape) == (
@@ -93,8 +91,8 @@ class DraftSync:
     def order(
         self, request: Request, plan: Plan, *, epoch: int, session: int, round: int, prefix: int
     ) -> Draft:
-        """Return the Draft of a round, with everything that was committed since the last one.
-        `prefix`: tokens of the log."""
+        """Return the Draft of a round, with everything committed since the last one. `prefix`:
+        tokens of the log."""
         more, features = tuple(self.more), stack(self.features) if self.features else None
         self.more, self.features, self.held_bytes = [], [], 0
         room = len(request.prompt) + request.max_tokens - prefix

@@ -1,5 +1,5 @@
-"""Features that a target shows of the token log while it reads it, and the draft that reads them.
-Pure; nothing looks into them."""
+"""Features that a target returns while it prefills the token log, and the draft that reads them.
+Pure; features are opaque."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -15,8 +15,8 @@ class UnreadableFeatures(ProtocolError):
 
 
 def features_of_items(event: Verified) -> Sequence[Array | None]:
-    """Return the rows of features of each verdict of a pass; None for each if they are not as many
-    as they should be."""
+    """Return the rows of features of each verdict of a pass; None for each if their number is
+    wrong."""
     stops = [*accumulate(item.held + 1 + len(item.accepted) for item in event.items)]
     features = event.features
     if features is None or features.shape[:1] != (stops[-1],):
@@ -25,12 +25,12 @@ def features_of_items(event: Verified) -> Sequence[Array | None]:
 
 
 class FeatureRows:
-    """Follows the rows of features that a target shows, one for each position of the log."""
+    """Tracks the rows of features that a target returns, one for each position of the log."""
 
     def __init__(self, session: int) -> None:
         self._session = session
         self.next = 0
-        """Position of the next row; rows behind the draft's part of the log belong to the
+        """Position of the next row; rows beyond the draft's part of the log belong to the
         verdict."""
         self.recomputing = False
         """True if the target recomputes features, for a draft that has joined."""
@@ -38,19 +38,19 @@ class FeatureRows:
 
     @property
     def of_root(self) -> Array | None:
-        """Return the rows behind the draft's part of the log, if there are any."""
+        """The rows beyond the draft's part of the log, if any."""
         return stack(self._root) if self._root else None
 
     def forget_root(self) -> None:
-        """Forget the rows behind the draft's part of the log: they come again."""
+        """Drop the rows beyond the draft's part of the log: they come again."""
         self._root = []
 
     def take(
         self, event: Prefilled, draft_sync: DraftSync, length: int
     ) -> tuple[int, Array] | None:
-        """Return the position and the rows that the draft is to be fed; None if the draft was not
-        opened with any of them. `length`: tokens of the log. Raise `ProtocolError` if the rows are
-        not those that the draft reads, `StaleError` if they came before."""
+        """Return the position and the rows to feed to the draft; None if it was not opened with any
+        of them. `length`: tokens of the log. Raises `ProtocolError` if the rows are not those that
+        the draft reads, `StaleError` if they came before."""
         features, start = event.features, event.start
         if start < self.next:
             raise StaleError(

@@ -1,4 +1,4 @@
-"""Values of sessions that have ended: what a worker keeps of one, and what another goes on from."""
+"""Ended sessions: what a worker keeps of one, and what another one reuses."""
 
 import struct
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Base:
-    """The session that another goes on from, and how many of its tokens."""
+    """The session that another one reuses, and how many of its tokens."""
 
     session: int
     tokens: int
@@ -26,11 +26,10 @@ class Kept:
     log: bytes
     rows: int
     tokens: int
-    """Tokens that the worker may have in its log: a verdict may have had some behind the end of the
-    reply."""
+    """Tokens that the worker may have in its log, including some beyond the end of the reply."""
     owner: str = ""
-    """The owner of the request: no other owner may continue from it, or learn how much of a prompt
-    was sent before."""
+    """The owner of the request: no other owner may reuse it, or learn how much of a prompt was sent
+    before."""
 
 
 def pack(tokens: Sequence[int]) -> bytes:

@@ -15,12 +15,12 @@ def check_logprobs(logprobs: Sequence[TokenLogprobs], tokens: int, request: Requ
     if len(logprobs) != expected or not _fit(logprobs, request):
         raise ProtocolError(
             f"{len(logprobs)} log-probabilities of {tokens} tokens, "
-            f"{request.logprobs} alternatives of each were asked for"
+            f"requested with {request.logprobs} alternatives of each"
         )
 
 
 def _fit(logprobs: Sequence[TokenLogprobs], request: Request) -> bool:
-    """True if each has the requested number of alternatives, all of them tokens."""
+    """Return whether each has the requested number of alternatives, all of them valid tokens."""
     size = request.vocabulary_size
     most = min(request.logprobs or 0, size)
     return all(
@@ -29,7 +29,7 @@ def _fit(logprobs: Sequence[TokenLogprobs], request: Request) -> bool:
 
 
 class PromptScores:
-    """Follows the scores of a prompt's tokens, of which another target may send some again."""
+    """Tracks the scores of a prompt's tokens, some of which another target may send again."""
 
     def __init__(self, session: int) -> None:
         self._session = session
@@ -37,13 +37,13 @@ class PromptScores:
         self.told = 1  # position of the first token whose score was not sent to the client
 
     def restart(self) -> None:
-        """Expect the scores from the beginning on: another target reads the prompt."""
+        """Expect the scores from the beginning: another target prefills the prompt."""
         self._next = 1
 
     def take(
         self, event: Scored, request: Request, *, expected: bool
     ) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
-        """Return the position and the scores that were not sent to the client yet, or None. Raise
+        """Return the position and the scores that were not sent to the client yet, or None. Raises
         `ProtocolError` unless the scores are `expected` and fit."""
         stop = event.start + len(event.logprobs)
         if event.start < self._next:

@@ -1,4 +1,4 @@
-"""The opening of a session: its workers read the token log. The target returns features for the
+"""The opening of a session: its workers prefill the token log. The target returns features for the
 draft, and scores of the prompt for the client. Pure."""
 
 from dovetail.protocol.errors import ProtocolError, StaleError
@@ -9,7 +9,7 @@ from dovetail.runtime.session.state import SessionState, State
 
 
 class OpeningSession(SessionState):
-    """Has the workers of a session read its log."""
+    """Has the workers of a session prefill its log."""
 
     def begin(self) -> list[Action]:
         """Open the session on its workers."""
@@ -17,9 +17,9 @@ class OpeningSession(SessionState):
         return [*asks, self._open_draft(self.length, self.round)] if self.speculating else asks
 
     def base_refused(self, role: str) -> list[Action]:
-        """Let a worker read everything, since it lacks the rows from which its session should have
-        continued. A draft that reads its target keeps the features of its base, so those of the
-        same positions are requested as before."""
+        """Have a worker prefill everything, since it lacks the rows of its base. A draft that reads
+        its target keeps the features of its base, so those of the same positions are requested as
+        before."""
         if role == "target":
             self.target_base = None
             return [self._open_target()]
@@ -37,7 +37,7 @@ class OpeningSession(SessionState):
         )
 
     def _open_target(self) -> Ask:
-        """Let the target read the log. It returns the features that the draft lacks, including
+        """Have the target prefill the log. It returns the features that the draft lacks, including
         those of the root, which otherwise come with a verdict."""
         self._features.forget_root()
         features_from = None
@@ -52,14 +52,13 @@ class OpeningSession(SessionState):
         return Ask("target", command)
 
     def _open_draft(self, tokens: int, round: int) -> Ask:
-        """Let the draft read this many tokens of the log; `round`: the one that ended with the
+        """Have the draft prefill this many tokens of the log; `round`: the one that ended with the
         token after them."""
         base = self.draft_sync.base if self.draft_sync is not None else None
         return Ask("draft", for_draft(self._open(tokens, round), base))
 
     def prefilled(self, event: Prefilled) -> list[Action]:
-        """The target has read a part of the log: pass on the features of the draft's part to the
-        draft."""
+        """Pass on features of the draft's part of the log from the target to the draft."""
         waits = self.state is State.OPENING or self._features.recomputing
         if event.round != self.round or not waits:
             raise StaleError(
@@ -81,7 +80,8 @@ class OpeningSession(SessionState):
         return [Ask("draft", command)]
 
     def refed(self, event: Refed) -> list[Action]:
-        """The target has computed the features of what the draft was opened with."""
+        """Note that the target has computed the features of everything that the draft was opened
+        with."""
         if not self._features.recomputing or event.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for features in round {event.round}"
@@ -95,8 +95,8 @@ class OpeningSession(SessionState):
         return []
 
     def scored(self, event: Scored) -> list[Action]:
-        """The target sends its log-probabilities of a part of the prompt; those from another target
-        are passed on where the first had not sent them."""
+        """Handle the target's log-probabilities of a part of the prompt; from a second target,
+        those that the first had not sent are passed on."""
         if self.state is not State.OPENING or event.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for scores of position {event.start}"

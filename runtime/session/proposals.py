@@ -7,19 +7,19 @@ from dovetail.runtime.session.request import Request
 
 
 def read_proposal(event: Drafted, request: Request) -> TokenTree:
-    """Return the tree of a proposal. Raise `TreeError` if it is no tree, or too large, and
-    `ProtocolError` if what goes with it does not fit."""
+    """Return the tree of a proposal. Raises `TreeError` if it is not a tree, or too large, and
+    `ProtocolError` if its other fields do not fit."""
     tree = event.tree
     nodes = len(tree)
     if nodes > request.most_nodes:
         raise TreeError(
-            f"a proposal of {nodes} nodes where at most {request.most_nodes} were requested"
+            f"a proposal of {nodes} nodes, but at most {request.most_nodes} were requested"
         )
     if len(event.scores) != nodes:
         raise ProtocolError(f"a proposal of {nodes} nodes with {len(event.scores)} scores")
     if (highest := max(event.scores, default=0.0)) > 0.0:  # its exponential is a probability
         raise ProtocolError(
-            f"a proposal with the score {highest:g}: the logarithm of a probability is 0 at most"
+            f"a proposal with the score {highest:g}: the logarithm of a probability is at most 0"
         )
     tree.check(request.vocabulary_size)
     if request.rejects and nodes:

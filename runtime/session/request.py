@@ -1,4 +1,4 @@
-"""A client's request in tokens, and the command that opens a session for it on a worker. Pure."""
+"""A client's request in tokens, and the command that opens its session on a worker. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,13 +26,13 @@ class Request:
     scored: bool = False
     owner: str = ""
     packed: bytes = field(init=False, repr=False)
-    """The prompt as the prefix cache compares it; made with the request, when a millisecond does
-    not matter."""
+    """The prompt as the prefix cache compares it; computed with the request, when a millisecond
+    does not matter."""
     most_nodes: int = field(init=False, repr=False)
     """The most nodes of a tree; stored, since every round needs it."""
     most_levels: int = field(init=False, repr=False)  # the most levels of a tree
     rejects: bool = field(init=False, repr=False)
-    """True if proposals are accepted by rejection sampling, so that the reply depends on them."""
+    """True under rejection sampling, where the reply depends on the proposals."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "packed", pack(self.prompt))
@@ -42,13 +42,13 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Return the most tokens of prompt and reply together, at least one for the reply."""
+        """The most tokens of prompt and reply together, at least one for the reply."""
         return len(self.prompt) + max(1, self.max_tokens)
 
     @property
     def may_reuse(self) -> bool:
-        """Return whether the request may go on from an ended session: not if its tokens depend on
-        the draft, nor if each token of the prompt is scored."""
+        """Whether the request may reuse an ended session: not if its tokens depend on the draft,
+        nor if each token of the prompt is scored."""
         return not (self.scored or self.rejects)
 
     def log(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
@@ -59,8 +59,8 @@ class Request:
     def open_command(
         self, log: tuple[int, ...], *, epoch: int, session: int, round: int, reads: Reads | None
     ) -> Open:
-        """Return the command for a worker to read this beginning of the token log; `round`: the one
-        that the token behind it ends; `reads`: the features that the draft reads."""
+        """Return the command for a worker to prefill this beginning of the token log; `round`: the
+        one that ended with the token after it; `reads`: the features that the draft reads."""
         sampling = {name: getattr(self.sampling, name) for name in Sampling.model_fields}
         return Open(
             epoch=epoch,
@@ -92,7 +92,7 @@ class Request:
 
 
 def for_draft(command: Open, base: Base | None) -> Open:
-    """Return the command as the draft gets it."""
+    """Return the command for the draft."""
     if base is None:
         return command
     return command.model_copy(update=_going_on_from(base))
@@ -103,7 +103,7 @@ def _going_on_from(base: Base) -> dict[str, object]:
 
 
 def base_of(command: Open) -> Base | None:
-    """Return the base from which a session continues, or None."""
+    """Return the session that a command reuses, if any."""
     if command.base is None:
         return None
     return Base(command.base, command.kept, command.shared)

@@ -1,25 +1,22 @@
 """One request's life as a state machine: an event in, actions out.
 
-The token log (`prompt + tokens`) is the only truth; a worker holds nothing that cannot be rebuilt
-from it. A round asks the draft worker for a tree, the target worker for its verdict, and commits
-the accepted tokens and the bonus one by one. An end token, a stop string or the length limit cuts
-inside an accepted path, so the output does not depend on how many tokens a round brought. Then the
+The token log (`prompt + tokens`) is the only truth; everything that a worker holds can be rebuilt
+from it. A round asks the draft worker for a tree and the target worker for its verdict, and commits
+the accepted tokens and the bonus one by one. An end token, a stop string or the length limit may
+cut an accepted path, so the output does not depend on how many tokens a round commits. Then the
 session requests its next round, which begins with a plan for drafting. Features for a draft are
-passed on as they arrive, the prompt's by Feed and those of verdicts with the next Draft; they are
+passed on as they arrive: the prompt's by Feed, those of verdicts with the next Draft. They are
 opaque here.
 
-A session outlives its workers. Without its draft it goes on with the target alone, and it takes
-another draft between two rounds: that one reads the log, and its features if it reads the target,
-which computes them anew. Without its target it waits; another one reads the log, and the token that
-it chooses behind it is the verdict of the round that was lost: none of its proposal is accepted.
-The token is the one that would have come anyway.
+A session outlives its workers. Without its draft it continues with the target alone. It takes
+another draft between two rounds: that one prefills the log, and the features if it reads its
+target, which recomputes them. Without its target it waits for another one, which prefills the log;
+the token that it chooses after the log is the verdict of the lost round, with no node accepted. It
+is the token that would have come anyway.
 
-An event is a call of a method that returns actions; nothing is called back, so the events of a
-session and their arguments are all that its actions depend on.
-
-Knows no sockets, no clock (time is an argument, in nanoseconds), no workers: an `Ask` says for
-which role it is, the scheduler decides when it leaves.
-"""
+An event is a call of a method that returns actions, without callbacks, so a session's actions
+depend only on its events and their arguments. Knows no sockets, no clock (time is an argument, in
+nanoseconds) and no workers: an `Ask` names a role, and the scheduler decides when it is sent."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,16 +48,16 @@ from dovetail.runtime.telemetry.metrics import RoundFacts, RoundTimes
 
 
 class Session(OpeningSession):
-    """Drives one request through its rounds; every event is a method that returns the actions that
-    follow."""
+    """Drives one request through its rounds; every event is a method that returns the resulting
+    actions."""
 
     def begin(self) -> list[Action]:
-        """Open the session on its workers; end it if its reply had ended."""
+        """Open the session on its workers; end it if its reply was complete already."""
         return super().begin() if self.over is None else self._finish(self.over)
 
     def opened(self, event: Opened, now_ns: int, times: RoundTimes | None = None) -> list[Action]:
-        """The target has read the prompt and chosen the first token; or another target the log, and
-        its token is the verdict of a round."""
+        """Handle the first token of a target that has prefilled the prompt; or the token of another
+        target that has prefilled the log, which is the verdict of a round."""
         if self.state is not State.OPENING or event.bonus is None or event.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for the first token of its target"
@@ -89,7 +86,7 @@ class Session(OpeningSession):
         return actions
 
     def _take_over(self) -> None:
-        """The target serves the session from now on."""
+        """Note that the target serves the session from now on."""
         if self._moved:
             self.moves, self._moved = self.moves + 1, False
             self.accounts.moved()
@@ -100,12 +97,12 @@ class Session(OpeningSession):
 
     @property
     def may_draft(self) -> bool:
-        """True if the session's draft is ready to draft the next round."""
+        """Whether the session's draft is ready to draft the next round."""
         left = self.request.max_tokens - len(self.tokens)
         return self.draft_sync is not None and self.request.tree.gamma > 0 and left > 1
 
     def wants_proposal(self, round: int) -> bool:
-        """Return whether a proposal of this round is waited for."""
+        """Return whether the session waits for a proposal of this round."""
         return self.state is State.DRAFTING and round == self.round
 
     @property
@@ -115,12 +112,12 @@ class Session(OpeningSession):
 
     @property
     def scores(self) -> Sequence[float]:
-        """Return the scores of the nodes in the target's command."""
+        """The scores of the nodes in the target's command."""
         return self.proposal.scores[: len(self.tree.tokens)] if self.proposal is not None else ()
 
     def _readable(self, item: VerifiedItem, features: Array | None) -> bool:
-        """Return whether the features that came with a verdict, or came not, are what the draft
-        needs to go on."""
+        """Return whether the features that came with a verdict, or their absence, are what the
+        draft needs."""
         if self.draft_sync is None or self.draft_sync.reads is None:
             return True  # rows kept for another draft are not needed
         if self._hold and features is None:
@@ -129,7 +126,7 @@ class Session(OpeningSession):
         return item.held == self.draft_sync.held and self.draft_sync.fits(features, rows)
 
     def drafted(self, event: Drafted) -> list[Action]:
-        """The draft worker proposes a tree: have it verified."""
+        """Handle the draft worker's proposal: have its tree verified."""
         if self.state is not State.DRAFTING or event.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for a proposal of round {event.round}"
@@ -151,8 +148,9 @@ class Session(OpeningSession):
     def verified(
         self, item: VerifiedItem, features: Array | None = None, times: RoundTimes | None = None
     ) -> list[Action]:
-        """The target's verdict: commit the accepted path and the bonus. Nothing is changed by one
-        with `UnreadableFeatures`. `times`: of the round, for its record."""
+        """Handle the target's verdict: commit the accepted path and the bonus. Raises
+        `UnreadableFeatures`, changing nothing, if its features do not fit. `times`: of the round,
+        for its record."""
         if self.state is not State.VERIFYING or item.round != self.round:
             raise StaleError(
                 f"session {self.number} was not waiting for a verdict of round {item.round}"
@@ -208,8 +206,8 @@ class Session(OpeningSession):
         self, plan: Plan | None, joining: Joining | None = None, hold: bool = False
     ) -> list[Action]:
         """Begin the next round, drafted by `plan`, or undrafted if that is None. `joining`: a draft
-        that the session gets now, not used in this round; `hold`: in this round without a draft the
-        target keeps the features, since no drafting is expected soon."""
+        that joins the session now, not used in this round; `hold`: in this round without a draft
+        the target keeps the features, since no drafting is expected soon."""
         if self.state not in (State.READY, State.BETWEEN):
             raise RuntimeError(f"session {self.number} is {self.state.value}, not between rounds")
         if joining is not None:
@@ -230,13 +228,13 @@ class Session(OpeningSession):
         return [Ask("draft", order)]
 
     def draft_lost(self) -> list[Action]:
-        """Go on with the target alone; the round in which the draft worker was lost is verified
+        """Continue with the target alone; the round in which the draft worker was lost is verified
         without a tree."""
         self.draft_sync, self._features.recomputing = None, False
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     def draft_late(self) -> list[Action]:
-        """Verify without the proposal of this round, which is stale when it arrives."""
+        """Verify without this round's proposal, which is stale when it arrives."""
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     def target_lost(self) -> list[Action]:
@@ -247,24 +245,24 @@ class Session(OpeningSession):
         return []
 
     def recovered(self, fingerprint: str, base: Base | None = None) -> list[Action]:
-        """Another target is there: it reads the log. `base`: what it goes on from."""
+        """Have another target prefill the log. `base`: the session that it reuses."""
         self.state, self._moved = State.OPENING, True
         self._scores.restart()
         self.fingerprint, self.target_base = fingerprint, base
         return [self._open_target()]
 
     def tree_refused(self) -> list[Action]:
-        """The target can make nothing of the proposal: the same round without it, and from now on
+        """Repeat the round without the proposal, which the target has rejected, and continue with
         the target alone."""
         self.draft_sync = None
         return self._verify(NO_TREE)
 
     def cancel(self) -> list[Action]:
-        """End now, with what has been committed."""
+        """End now, with the tokens committed so far."""
         return [] if self.state is State.DONE else self._finish("cancelled")
 
     def abandon(self) -> list[Ask]:
-        """The client has cancelled: both workers close the session."""
+        """Close the session on both workers: the client has cancelled."""
         return self._close(keep=False)
 
     def _close(self, *, keep: bool) -> list[Ask]:
@@ -300,8 +298,8 @@ class Session(OpeningSession):
         ]
 
     def _join(self, joining: Joining) -> list[Action]:
-        """Let a draft read the log up to the root, the first bonus that it gets. This round is not
-        drafted."""
+        """Have a draft prefill the log up to the root, the first bonus that it gets. This round is
+        not drafted."""
         reads, base = joining.reads, joining.base
         self._ordered = False
         self.draft_sync = DraftSync(
@@ -324,8 +322,8 @@ class Session(OpeningSession):
     def _verify(
         self, tree: TokenTree, drawn: Drafted | None = None, *, hold: bool = False
     ) -> list[Action]:
-        """Have the target verify a tree. `drawn`: the proposal, if the target needs to know what
-        its nodes were drawn from; `hold`: it holds the features that the draft reads."""
+        """Have the target verify a tree. `drawn`: the proposal, if the target needs the
+        distributions of its nodes; `hold`: the target holds the features that the draft reads."""
         self.state, self.tree = State.VERIFYING, tree
         self._hold = hold and self.draft_sync is not None and self.draft_sync.reads is not None
         item = VerifyItem.unchecked(
@@ -349,7 +347,7 @@ class Session(OpeningSession):
     def _finish(
         self, reason: FinishReason, begin: int | None = None, drafted: int = 0, shown: str = ""
     ) -> list[Action]:
-        """End, and show what was held back, unless a stop string was found."""
+        """End, and send the text that was held back, unless a stop string was found."""
         begin = len(self.tokens) if begin is None else begin
         by_stop_string = reason == "stop" and self.tokens[-1] not in self.request.end
         if not by_stop_string:

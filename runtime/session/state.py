@@ -15,18 +15,18 @@ from dovetail.runtime.text.tokenizer import Detokenizer, ReplyText
 
 NO_TREE = TokenTree()
 MAX_HELD_BYTES = 32 << 20
-"""The most features kept for a draft that gets no commands; beyond this the draft is closed. They
-must fit into one message."""
+"""The most bytes of features kept for a draft that gets no commands; beyond this the draft is
+closed. They must fit into one message."""
 
 
 class State(Enum):
     """The event that a session waits for."""
 
     WAITING = "waiting"  # it waits for a target
-    OPENING = "opening"  # the target reads the prompt, or another one the log
+    OPENING = "opening"  # the target prefills the prompt, or another one the log
     DRAFTING = "drafting"
     VERIFYING = "verifying"
-    READY = "ready"  # a target has just read the log, and the next round has not begun
+    READY = "ready"  # a target has just prefilled the log, and the next round has not begun
     BETWEEN = "between"  # a round is over, and the next one has not begun
     DONE = "done"
 
@@ -35,7 +35,7 @@ class State(Enum):
 
 @dataclass
 class SessionState:
-    """The token log of one request, its workers, and the round it is in. Only its session changes
+    """The token log of one request, its workers, and its current round. Only its session changes
     it."""
 
     number: int
@@ -44,32 +44,31 @@ class SessionState:
     detokenizer: InitVar[Detokenizer]
     accounts: Accounts
     fingerprint: str = ""  # the fingerprint of its target
-    draft_sync: DraftSync | None = None
-    """The part of the log that its draft has; None without a draft."""
+    draft_sync: DraftSync | None = None  # which part of the log its draft has; None without a draft
     target_base: Base | None = None
-    """The ended session that the target goes on from; as many tokens as the draft if that reads its
-    target."""
+    """The ended session that the target reuses; for a draft that reads its target, with as many
+    tokens as the draft's base."""
     state: State = State.OPENING
     round: int = 0
     tokens: list[int] = field(default_factory=list)
-    """Committed tokens; those that are there from the beginning were committed for the same request
-    by an earlier coordinator."""
+    """Committed tokens, including those committed for the same request by an earlier
+    coordinator."""
     margins: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the tokens, if requested."""
-    moves: int = 0  # times that it went on on another target
+    moves: int = 0  # how often it has moved to another target
     proposal: Drafted | None = None  # the proposal of this round; None if none was requested
     ended: RoundFacts | None = None  # the last round, until it is taken
     tree: TokenTree = NO_TREE  # the tree that is being verified, or was
-    _ordered: bool = False  # true if the draft got a command in this round
-    _hold: bool = False  # true if the target is to hold the features of this round
-    _prompt_read: bool = False  # true if a target has read the prompt
-    _reused: int = 0  # tokens of the prompt that the target had read in an earlier session
+    _ordered: bool = False  # True if the draft got a command in this round
+    _hold: bool = False  # True if the target is to hold the features of this round
+    _prompt_read: bool = False  # True if a target has prefilled the prompt
+    _reused: int = 0  # tokens of the prompt that the target reused from an earlier session
     _placement: str = ""  # the devices of its target's layers, in words
-    _read_by: str = ""  # the device that read the log for it; empty: those that compute the model
-    _moved: bool = False  # true if another target reads the log
+    _read_by: str = ""  # the device that prefilled the log; empty: those that compute the model
+    _moved: bool = False  # True if another target prefills the log
     _served: list[str] = field(default_factory=list)
-    """Fingerprints of the targets that have served it, each that differs from the one before it."""
+    """Fingerprints of the targets that have served it, without consecutive repeats."""
 
     restored: int = field(init=False)  # tokens that an earlier coordinator had committed
     over: FinishReason | None = field(init=False, default=None)
@@ -89,25 +88,23 @@ class SessionState:
 
     @property
     def text(self) -> str:
-        """Return the text that was sent to the client."""
+        """The text that was sent to the client."""
         return self.reply.shown
 
     @property
     def speculating(self) -> bool:
-        """Return whether it has a draft."""
+        """Whether it has a draft."""
         return self.draft_sync is not None
 
     @property
     def new_tokens(self) -> int:
-        """Return how many tokens of the prompt the target has to read, since it does not have them
-        from an ended session."""
+        """The number of tokens that the target has to prefill, without those of its base."""
         kept = self.target_base.tokens if self.target_base is not None else 0
         return len(self.request.prompt) + self.restored - kept
 
     @property
     def to_brief(self) -> int:
-        """Return how many tokens the draft must read before it can draft, without those that it has
-        from an ended session."""
+        """The number of tokens that the draft has to prefill, without those of its base."""
         if self.draft_sync is None:
             return 0
         return self.draft_sync.tokens - (
@@ -116,7 +113,7 @@ class SessionState:
 
     @property
     def briefed(self) -> bool:
-        """Return whether the draft has been given all that it has to read."""
+        """Whether the draft has been given everything that it has to read."""
         return self.draft_sync is not None and self.draft_sync.complete
 
     @property
@@ -126,24 +123,24 @@ class SessionState:
 
     @property
     def room(self) -> int:
-        """Return how many tokens may still come."""
+        """The number of tokens that may still come."""
         return self.request.max_tokens - len(self.tokens)
 
     @property
     def held_bytes(self) -> int:
-        """Return the size of the features that wait for the draft."""
+        """The size of the features that wait for the draft."""
         return self.draft_sync.held_bytes if self.draft_sync is not None else 0
 
     @property
     def complete(self) -> bool:
-        """Return whether the target has shown all that the draft reads of an opening."""
+        """Whether the target has returned all features that the draft reads in an opening."""
         unread = self.draft_sync is None or self.draft_sync.reads is None
         return unread or self._features.next == self.length
 
     @property
     def shown_from(self) -> int:
-        """Return the position up to which another target may go on from what it has: features of
-        what lies behind are to be shown."""
+        """The position up to which another target may reuse rows: it must return the features
+        behind it."""
         if self.draft_sync is None or self.draft_sync.reads is None:
             return self.length
         if self.draft_sync.complete and self.tokens:
@@ -152,12 +149,12 @@ class SessionState:
 
     @property
     def doubtful(self) -> bool:
-        """Return whether a proposal is being verified, in which the target may find a fault."""
+        """Whether a proposal is being verified, which the target may reject."""
         return self.state is State.VERIFYING and len(self.tree) > 0
 
     @property
     def scores_told(self) -> int:
-        """Return how many scores of the prompt were sent to the client."""
+        """The number of scores of the prompt that were sent to the client."""
         return self._scores.told - 1
 
     def told_scores(self, tokens: int) -> None:
@@ -168,11 +165,8 @@ class SessionState:
 
     def kept(self, role: str, *, idle: bool) -> Kept:
         """Return what a worker has of this session, now that it has ended. `idle`: it owes no
-        answer.
-
-        The root has no row in the target. A draft has what the last order brought that it answered;
-        without one it has read the prompt.
-        """
+        answer. The root has no row in the target. A draft has what the last order that it answered
+        brought; without one it has prefilled the prompt."""
         rows = len(self.request.prompt) + max(0, len(self.tokens) - 1)
         if role == "draft":
             draft_sync = self.draft_sync
@@ -195,7 +189,7 @@ class SessionState:
         return self.request.packed + pack(kept)
 
     def base(self, role: str) -> Base | None:
-        """Return the ended session that a worker goes on from."""
+        """Return the ended session that a worker reuses."""
         if role == "target":
             return self.target_base
         return self.draft_sync.base if self.draft_sync is not None else None

@@ -266,7 +266,7 @@ def test_over_tcp_only_an_operators_key_changes_workers(deployment_over_tcp: Dep
         refusal = changed(house, client)
         assert isinstance(refusal, Failed)
         assert refusal.code == "role"
-        assert "swapping and draining need an operator key, and 'client' is none" in refusal.text
+        assert "swapping and draining need an operator key, but 'client' is not one" in refusal.text
     assert len(house.coordinator.registry.workers) == 2
     operator.dismiss(draft.epoch)
     assert isinstance(changed(house, operator), Dismissed)

@@ -84,7 +84,7 @@ def test_tokens_of_another_vocabulary_are_refused() -> None:
             {"end": (3, VOCABULARY)},
             f"token id {VOCABULARY} of end is beyond the target's vocabulary of {VOCABULARY}",
         ),
-        ({"scored": True}, "say how many alternatives, 0 for none"),
+        ({"scored": True}, "also set the number of alternatives, 0 for none"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_by_name(
