@@ -1,1 +1,1 @@
-"""Proofs of correctness on this machine: against transformers, and against a recorded session."""
+"""Proofs of correctness on this machine: the target against transformers."""

@@ -12,16 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dovetail.launch.checks.exchanges import (
-    LAST,
-    Exchange,
-    Part,
-    Role,
-    missed_its_base,
-    parts_of,
-    round_of,
-)
-from dovetail.launch.checks.stage import EPOCH, Stage
 from dovetail.launch.processes.stack import layout_of, worker_arguments
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.configure import Configuration
@@ -49,6 +39,16 @@ from dovetail.protocol.tree import ROOT
 from dovetail.runtime.record.parts import own_verdicts
 from dovetail.runtime.record.recording import Recording
 from dovetail.runtime.record.replay import Asked, Difference, short
+from replay.exchanges import (
+    LAST,
+    Exchange,
+    Part,
+    Role,
+    missed_its_base,
+    parts_of,
+    round_of,
+)
+from replay.stage import EPOCH, Stage
 
 
 @dataclass

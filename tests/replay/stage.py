@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dovetail.launch.checks.exchanges import Exchange, answers, ended
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.codec import EVENT, INBOUND, encode
 from dovetail.protocol.links import Hub
 from dovetail.protocol.messages import Event, Hello, Message, Welcome
 from dovetail.runtime.record.replay import Asked
+from replay.exchanges import Exchange, answers, ended
 
 POLL_MS = 250
 EPOCH = 1
