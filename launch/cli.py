@@ -187,7 +187,6 @@ def _refused(error: OSError) -> str:
 
 
 def main() -> NoReturn:
-    """Run the command line of this process, and end it."""
     if sys.flags.optimize > 1:
         _restart_with_docstrings(sys.orig_argv[1:])
     _open_closed_streams()

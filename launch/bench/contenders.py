@@ -161,7 +161,6 @@ def digest_of(model: str) -> str:
 
 
 def sampling_of(method: Method, temperature: float, max_tokens: int) -> Sampling:
-    """Return the sampling of a method for replies of at most this many tokens."""
     sampling = method.configuration.settings.sampling
     return sampling.model_copy(
         update={"temperature": temperature, "min_tokens": min(sampling.min_tokens, max_tokens)}
@@ -266,7 +265,6 @@ def _start(
     layout: CoreLayout,
     say: Callable[[str], None],
 ) -> Connection:
-    """A stack of processes that is ready."""
     stack = start_stack(
         supervisor, method.configuration, layout=layout, prefix=f"{method.name}: ", anew=True
     )

@@ -51,7 +51,6 @@ ELSEWHERE = {"pass_ms": "verify_ms", "pass_ratio": "ratio", "draft_ms": "draft_m
 
 
 def csv_text(result: Mapping[str, Any]) -> str:
-    """The whole file."""
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS)
     writer.writeheader()
@@ -73,5 +72,4 @@ def csv_text(result: Mapping[str, Any]) -> str:
 
 
 def _cell(value: object) -> object:
-    """JSON's words for truth; nothing for what is not known."""
     return "" if value is None else str(value).lower() if isinstance(value, bool) else value

@@ -111,7 +111,6 @@ def against_peers(cells: Sequence[Cell], seed: int) -> list[dict[str, Any]]:
 
 
 def row(cell: Cell, baseline: Cell, contender: Contender, seed: int) -> dict[str, Any]:
-    """One line of the result, for a method on a set at a temperature."""
     results = [run.finished.result for run in cell.runs]
     seconds = sum(run.decode_s for run in cell.runs)
     tokens, rounds = (
@@ -154,7 +153,6 @@ def _place(cell: Cell) -> dict[str, Any]:
 
 
 def _shape(cell: Cell) -> dict[str, Any]:
-    """The configured tree of a method."""
     tree = cell.method.configuration.settings.tree
     if cell.method.drafts and cell.method.ours:
         return {
@@ -167,7 +165,6 @@ def _shape(cell: Cell) -> dict[str, Any]:
 
 
 def _speculation(cell: Cell, results: Sequence[Result]) -> dict[str, Any]:
-    """Return how the drafting went: what was grown, where, and for nothing."""
     rounds, plain = (
         sum(result.rounds for result in results),
         sum(result.plain_rounds for result in results),
@@ -186,7 +183,6 @@ def _speculation(cell: Cell, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _hit_rate(results: Sequence[Result]) -> float | None:
-    """Over the rounds of all replies that drafted."""
     known = [
         (result.hit_rate, result.rounds - result.plain_rounds)
         for result in results

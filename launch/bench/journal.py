@@ -75,7 +75,6 @@ class Journal:
     """True if this run has measured anything itself."""
 
     def task(self, where: Where, prompt: Prompt) -> Task | None:
-        """The prompt as it was asked, if it was."""
         kept = self.tasks.get(where)
         return Task(prompt, *kept) if kept is not None else None
 
@@ -97,11 +96,9 @@ class Journal:
         return (label, where, number) in self.replies
 
     def complete(self, labels: Iterable[str], where: Where, repeat: int) -> bool:
-        """Return whether all methods have all their replies to a prompt."""
         return all(self.has(label, where, number) for label in labels for number in range(repeat))
 
     def reply(self, label: str, where: Where, number: int, task: Task) -> Run | None:
-        """The reply of a method to a prompt, if it was measured."""
         kept = self.replies.get((label, where, number))
         return Run(task, *kept) if kept is not None else None
 
@@ -164,7 +161,6 @@ class Journal:
         }
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """The result is there."""
         if not self.whole:
             self._write(result)
         self.whole = True
@@ -274,7 +270,6 @@ def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
 
 
 def _take(journal: Journal, told: Mapping[str, Any], heading: Mapping[str, Any]) -> None:
-    """A line of the file."""
     if "bench" in told:
         _compare(told["bench"], heading)
     elif "contenders" in told:
@@ -317,7 +312,6 @@ def _finished(told: Mapping[str, Any]) -> Finished:
 
 
 def _compare(there: Any, here: Any, name: str = "") -> None:
-    """`UserError` for the first thing of a heading that is not as it was."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in (*here, *(key for key in there if key not in here)):
             _compare(there.get(key), here.get(key), f"{name}.{key}" if name else key)

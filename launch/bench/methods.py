@@ -44,7 +44,6 @@ class Method:
 
     @property
     def head(self) -> str:
-        """Return its name without the settings."""
         return self.name.partition(",")[0]
 
     @property
@@ -166,5 +165,4 @@ def read_method(base: Configuration, text: str) -> Method:
 
 
 def read_prompt_set(path: Path, limit: int | None) -> PromptSet:
-    """The first prompts of a file, under the file's name."""
     return PromptSet(path.stem, tuple(read_prompts(path)[:limit]))

@@ -10,7 +10,6 @@ from dovetail.launch.files.bars import Bar, Group, draw_bars
 
 
 def draw_speedups(methods: Sequence[Method], result: Mapping[str, Any]) -> str:
-    """The SVG; what has no speed-up is left out."""
     known = [row for row in result["rows"] if row["method"] != NONE and row["speedup"] is not None]
     several = len({row["temperature"] for row in known}) > 1
     groups = []

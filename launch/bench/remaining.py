@@ -28,7 +28,6 @@ class Remaining:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """A turn of this kind."""
         self._began = began = self._clock()
         yield
         kind = self._kinds[name]

@@ -49,7 +49,6 @@ class Sweep:
         return f"tree.{self.name}"
 
     def varies(self, method: Method) -> bool:
-        """Return whether it is a method that draws a tree of ours."""
         return method.ours and method.drafts
 
     def points(self, method: Method) -> list[Method]:
@@ -147,7 +146,6 @@ def swept(
 
 
 def show_sweep(sweep: Sweep, points: Sequence[Mapping[str, Any]]) -> None:
-    """The table of a sweep."""
     headings = (
         "method",
         "prompts",
@@ -231,7 +229,6 @@ def origin_of(settings: Sequence[Settings], rows: Sequence[Mapping[str, Any]]) -
 
 
 def _named(model: str) -> str:
-    """A model without the path of its folder, which is private."""
     return Path(model).name if Path(model).is_dir() else model
 
 

@@ -40,7 +40,6 @@ OTHER = "other arithmetic"
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """The table of all rows, and its notes."""
     differing = [
         (told["method"], told["prompts"], told["temperature"]) for told in result["differences"]
     ]
@@ -156,7 +155,6 @@ def _note_peers(result: Mapping[str, Any]) -> None:
 
 
 def _slower(told: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str:
-    """The rates with other numbers of threads, in words."""
     same = ("method", "prompts", "temperature")
     others = (
         peer for peer in told if not peer["best"] and all(peer[name] == best[name] for name in same)

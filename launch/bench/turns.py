@@ -54,7 +54,6 @@ class Cell:
 
     @property
     def tokens_per_s(self) -> float:
-        """The decoding rate."""
         seconds, tokens = self.decoding()
         return float(tokens.sum() / seconds.sum()) if seconds.sum() else 0.0
 
@@ -138,7 +137,6 @@ class _Turns:
     step: Callable[[str], None]
 
     def take(self, cells: Sequence[Cell], prompt: Prompt, number: int) -> Task:
-        """All turns at a prompt, the `number`-th of its set, each into its cell."""
         where = (cells[0].prompts.name, cells[0].temperature, prompt.id)
         task = self._task(prompt, where)
         for turn in range(self.repeat):

@@ -85,7 +85,6 @@ class Manner:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether replies are sure to be greedy."""
         return self.decides("temperature") and self.sampling.temperature == 0.0
 
 
@@ -136,7 +135,6 @@ class Conversation:
         )
 
     def with_answer(self, question: str, manner: Manner, answer: Answer) -> "Conversation":
-        """The conversation that goes on with this."""
         return Conversation((*self.exchanges, Exchange(question, manner, answer)))
 
     def taken_back(self) -> tuple["Conversation", Exchange]:

@@ -60,5 +60,4 @@ def _percent(share: float | None) -> int | None:
 
 
 def _rounded(value: float) -> float:
-    """Round a figure to the digits that people compare."""
     return round(value) if value >= 100 else round(value, 1 if value >= 10 else 2)

@@ -17,7 +17,6 @@ FLAG = "--chat-template-kwargs"
 
 
 def _read(_context: click.Context, _option: click.Parameter, text: str) -> Mapping[str, Any]:
-    """The object that the option spells."""
     try:
         return template_values(text)
     except ValueError as error:

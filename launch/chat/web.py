@@ -87,7 +87,6 @@ class Site:
         return self._parts.geturl()
 
     def get(self, path: str) -> dict[str, Any]:
-        """The object at this path."""
         with self.asked("GET", path) as response:
             return _object(response.read())
 
@@ -221,7 +220,6 @@ class WebAnswerer:
         }
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of a reply, up to the final one."""
         with self._site.asked("POST", path, json.dumps(body).encode()) as response:
             while line := response.readline():
                 said = line.strip()
@@ -249,7 +247,6 @@ class _Reply:
         self.text = ""
 
     def hear(self, event: dict[str, Any]) -> None:
-        """One event of the stream."""
         self._usage = event.get("usage") or self._usage
         self._metrics = event.get("metrics") or self._metrics
         for choice in event.get("choices", ()):
@@ -263,7 +260,6 @@ class _Reply:
             self.text += text
 
     def result(self) -> Result | None:
-        """The figures, if the server sends all of them."""
         known = {
             name: value
             for name, value in (self._metrics or {}).items()
@@ -300,7 +296,6 @@ def _checked(url: str) -> SplitResult:
 
 
 def _object(content: bytes) -> dict[str, Any]:
-    """The JSON object that a server sent."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

@@ -80,7 +80,6 @@ class Agreement:
 
     @property
     def remark(self) -> str:
-        """Describe the result in one sentence."""
         if not self.tokens:
             return f"the target was not compared with transformers: {self.why}"
         what = "mean" if self.of_mean else "largest"
@@ -198,7 +197,6 @@ def agreement_of(
 
 
 def _same(target: WorkerState, checkpoint: "Checkpoint") -> bool:
-    """True if a target reports that it has loaded this checkpoint."""
     from dovetail.workers.models.checkpoints.context import digest_of_second
 
     digest, told = checkpoint.digest, target.fingerprint.split("/")[0]

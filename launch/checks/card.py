@@ -39,7 +39,6 @@ def measure_card(
 
 
 def card_cells(line: "Line") -> tuple[str, ...]:
-    """Return the cells of a line, under CARD_COLUMNS."""
     return (
         line.weights,
         f"{line.size_bytes / 1e6:.1f}",

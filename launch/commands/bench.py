@@ -283,14 +283,12 @@ def _drawn(
     chosen: Sequence[Method],
     every: Sequence[Method],
 ) -> str:
-    """Return the plot of a comparison, or of a sweep, as SVG."""
     if sweeping is None:
         return draw_speedups(every, result)
     return draw_sweep(sweeping, chosen, result["sweep"]["points"])
 
 
 def _tell(result: dict[str, Any], sweeping: Sweep | None, *, as_json: bool) -> None:
-    """Print a result as a table, or as JSON."""
     if as_json:
         click.echo(json.dumps(result))
     elif sweeping is not None:
@@ -301,7 +299,6 @@ def _tell(result: dict[str, Any], sweeping: Sweep | None, *, as_json: bool) -> N
 
 
 def _check_alone(context: click.Context) -> None:
-    """`UserError` for an option that only a comparison prompt by prompt has."""
     for name, option in COMPARING.items():
         if context.params[name]:
             raise UserError(
@@ -324,7 +321,6 @@ def _contenders(
 
 
 def _sets(files: Sequence[Path], limit: int | None) -> list[PromptSet]:
-    """The sets of prompts by name."""
     sets = [read_prompt_set(path, limit) for path in files or (DEMO_FOLDER / "prompts.jsonl",)]
     names = [prompts.name for prompts in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -336,7 +332,6 @@ def _sets(files: Sequence[Path], limit: int | None) -> list[PromptSet]:
 
 
 def _heats(configuration: Configuration, temperatures: Sequence[float]) -> list[float]:
-    """The temperatures, each checked as a setting."""
     settings = [
         configuration.over("--temperature", {"sampling.temperature": t}).settings
         for t in dict.fromkeys(temperatures)
@@ -345,7 +340,6 @@ def _heats(configuration: Configuration, temperatures: Sequence[float]) -> list[
 
 
 def _result(measured: Sequence[Cell], found: Mapping[str, Contender], seed: int) -> dict[str, Any]:
-    """Return the findings of a run."""
     cells = figures.best_of_peers(measured)
     rows = [
         figures.row(cell, figures.baseline(cells, cell), found[cell.method.label], seed)
@@ -366,14 +360,12 @@ def _result(measured: Sequence[Cell], found: Mapping[str, Contender], seed: int)
 
 
 def _right(result: Mapping[str, Any]) -> bool:
-    """True if no draft failed and no tokens differ by more than a near-tie."""
     return not any(row["draft_failures"] for row in result["rows"]) and all(
         difference["near_tie"] or not difference["exact"] for difference in result["differences"]
     )
 
 
 def _check_outputs(out: Path | None, plot: Path | None, table: Path | None) -> None:
-    """`UserError` for files that cannot be written, or if two options name the same file."""
     check_chart(plot)
     paths = (out, plot, table)
     given = [path.expanduser().resolve() for path in paths if path is not None]

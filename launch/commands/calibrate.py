@@ -204,7 +204,6 @@ def _overhead_s(
 
 
 def _check(configuration: Configuration) -> None:
-    """Refuse settings that are wrong before a process is started."""
     target = configuration.settings.target
     for name, value in (
         ("target.resident", target.resident),
@@ -260,7 +259,6 @@ def _draft_arguments(configuration: Configuration) -> list[str]:
 def _keep_target(
     profile: Path, key: object, calibration: Calibration, found: dict[str, Any]
 ) -> None:
-    """Write what was measured of the target into the profile file."""
     read, parts = found["reading"], found["device"]
     _keep(profile, key, lambda entry: entry.with_calibration(calibration))
     if read is not None:

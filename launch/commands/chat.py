@@ -111,7 +111,6 @@ def command(
 def _answerer(
     configuration: Configuration, connect: str | None
 ) -> Iterator[tuple[Answerer, Configuration]]:
-    """The answerer, and the settings with the target's sampling defaults."""
     if connect is not None and speaks_http(connect):
         check_flags(configuration)
         yield WebAnswerer(connect, api_key(configuration)), configuration
@@ -135,7 +134,6 @@ class Chat:
         self._ended = self._talks = self._in_line = False
 
     def talk(self) -> None:
-        """Read and answer until Ctrl-D; an error is printed, and the conversation continues."""
         self._talks = True
         note(self._answerer.models())
         note(
@@ -168,7 +166,6 @@ class Chat:
                 return
 
     def _take(self, line: str) -> None:
-        """A line is a command, a question, or nothing."""
         said = parse(line)
         if isinstance(said, Command):
             self._obey(said)
@@ -223,7 +220,6 @@ class Chat:
             )
 
     def _show(self, text: str, drafted: bool) -> None:
-        """Print a piece of a reply."""
         if self._as_json:
             return
         self._in_line = not text.endswith("\n")
@@ -235,7 +231,6 @@ class Chat:
         )
 
     def _end_line(self) -> None:
-        """End the current line."""
         if self._in_line:
             click.echo()
         self._in_line = False
@@ -291,7 +286,6 @@ def harmless(text: str) -> str:
 
 
 def _changed(manner: Manner, command: Command) -> Manner:
-    """Return the request settings after a command."""
     if command.name == "draft":
         return replace(manner, speculate=command.argument == "on")
     if command.name == "seed":
@@ -304,7 +298,6 @@ def _changed(manner: Manner, command: Command) -> Manner:
 
 
 def _in_force(manner: Manner, name: str) -> str:
-    """Return the value of a setting for the next replies, as shown to the user."""
     temperature = manner.sampling.temperature
     held = {
         "draft": "on" if manner.speculate else "off: the target decodes alone",
@@ -334,7 +327,6 @@ def _seed(argument: str) -> int | None:
 
 
 def _ask() -> str:
-    """Read the user's next line."""
     if sys.stdout.isatty():
         with _woken():
             return input(PROMPT)

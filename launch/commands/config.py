@@ -108,7 +108,6 @@ def kubernetes(configuration: Configuration) -> None:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files into a folder; `UserError` if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

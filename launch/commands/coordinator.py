@@ -122,7 +122,6 @@ def command(
 
 
 def _introduce(address: str) -> None:
-    """Print the commands to type on the machines of the workers."""
     tcp = address.startswith("tcp://")
     keys = " --keys FOLDER" if tcp else ""
     for anywhere in ("//0.0.0.0:", "//[::]:"):
@@ -140,7 +139,6 @@ def _introduce(address: str) -> None:
 
 
 def _journal(settings: CoordinatorSettings, address: str) -> ReplyStore | None:
-    """Return the journal of a coordinator at this address; None if it has none."""
     if settings.journal == "off":
         return None
     named = settings.journal != "auto"

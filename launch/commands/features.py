@@ -214,7 +214,6 @@ def command(
 
 
 def _told(out: Path, index: "Index") -> dict[str, Any]:
-    """Return the contents of the folder."""
     counts = {
         "sequences": index.count,
         "tokens": index.tokens,
@@ -226,6 +225,5 @@ def _told(out: Path, index: "Index") -> dict[str, Any]:
 
 
 def _tell_left_out(left_out: Mapping[str, int]) -> None:
-    """Report which chats were left out, and why."""
     for reason, count in left_out.items():
         note(f"{count:,} {reason}")

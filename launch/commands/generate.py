@@ -150,7 +150,6 @@ def command(
 
 
 def _tell_about(wish: Wish, connection: Connection, result: Result, last: int) -> None:
-    """Write the cost of a reply to stderr, and warnings; `last`: tokens of its last round."""
     for loss in connection.stack.losses() if connection.stack else []:
         note(f"the target continued alone: {loss}")
     note(summary(result, connection.models(draft=wish.speculates)))
@@ -180,7 +179,6 @@ def _decode_prompts(
     record: Path | None,
     parallel: int,
 ) -> None:
-    """Decode a file of prompts into a file of answers."""
     if out is None:
         raise UserError("--prompts FILE needs --out FILE for the answers")
     if out.exists() and file.exists() and out.samefile(file):
@@ -197,7 +195,6 @@ def _decode_prompts(
 def _check_file_mode(
     prompt: str | None, connect: str | None, *, as_json: bool, trace: Path | None
 ) -> None:
-    """Raise `UserError` for options that do not go with --prompts."""
     if connect is not None and is_url(connect):
         raise UserError(
             "--prompts needs the coordinator: connect to its address (ipc:// or tcp://) "

@@ -166,7 +166,6 @@ def url_of(host: str, listener: socket.socket) -> str:
 
 
 def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
-    """The default values for the chat template."""
     values = template_values(settings.chat_template_kwargs)
     if ours := sorted(OWN_VALUES.intersection(values)):
         raise SettingsError(
@@ -234,7 +233,6 @@ def connections_of(configuration: Configuration) -> int:
 
 
 def _codec_in(folder: Path | None) -> TextCodec | None:
-    """Return the tokenizer of a model's folder; None if there is none, or it cannot be read."""
     if folder is None:
         return None
     from dovetail.workers.models.checkpoints.tokenizer import read_language

@@ -63,7 +63,6 @@ def command(
 
 
 def _where_to(rotated: str) -> str:
-    """Return what to do with a new pair."""
     if rotated == COORDINATOR:
         return (
             "restart the coordinator, which uses the old key until then, and copy coordinator.pub "

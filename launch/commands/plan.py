@@ -156,7 +156,6 @@ def command(
 
 
 def _here(configuration: Configuration, say: Callable[[str], None]) -> list[Subject]:
-    """The target on this machine, in every type of weights that is planned with."""
     found: list[Subject] = []
     folder = folder_of(with_target(configuration.settings.target).model)
     for weights in planned_types(configuration, folder):
@@ -176,7 +175,6 @@ def _there(found: Subject) -> list[str]:
 
 
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:
-    """Refuse wrong options before anything is read."""
     target = configuration.settings.target
     if target_size is not None and target.model:
         raise UserError(
@@ -203,7 +201,6 @@ def _check(configuration: Configuration, machine: str | None, target_size: str |
 
 
 def _file_bytes(configuration: Configuration, machine: str | None, gguf_size: str | None) -> int:
-    """Return the size of a GGUF file that is given by its size alone; 0 if there is none."""
     if gguf_size is None:
         return 0
     if machine is None or configuration.given("target.weights"):
@@ -220,7 +217,6 @@ def _file_bytes(configuration: Configuration, machine: str | None, gguf_size: st
 def _elsewhere(
     configuration: Configuration, machine: str, target_size: str | None, file_bytes: int
 ) -> Subject:
-    """A machine that is described; `file_bytes`: of a GGUF file that is not here."""
     current = configuration.settings
     found = read_machine(machine)
     design = (
@@ -320,7 +316,6 @@ def _brief(one: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _weights(result: dict[str, Any]) -> str:
-    """Return the size of a model with experts, in words; empty for other models."""
     total, active = result["parameters"], result["active_parameters"]
     return "" if total == active else f", {total / 1e9:.3g} B weights, {active / 1e9:.3g} B active"
 

@@ -144,7 +144,6 @@ def command(
 
 
 def _subject(configuration: Configuration, say: Callable[[str], None]) -> Subject | None:
-    """Return the target on this machine, as the planner takes it; None where it is no plan's."""
     try:
         return subject_here(configuration, say)
     except UserError as error:
@@ -155,7 +154,6 @@ def _subject(configuration: Configuration, say: Callable[[str], None]) -> Subjec
 def _prompts(
     text: str | None, file: Path | None, limit: int | None, *, watching: bool
 ) -> list[Prompt]:
-    """Return the prompts; none if a server is watched."""
     if text is not None and file is not None:
         raise UserError("--prompt and --prompts name two workloads: leave one of them out")
     if text is not None:
@@ -192,7 +190,6 @@ def _made(out: Path) -> Iterator[None]:
 
 
 def _clear(folders: list[Path]) -> None:
-    """Remove these folders, the innermost first, up to one that is not empty."""
     for folder in folders:
         try:
             folder.rmdir()
@@ -201,7 +198,6 @@ def _clear(folders: list[Path]) -> None:
 
 
 def _write(out: Path, found: dict[str, Any], watch: Watch) -> None:
-    """Write all files, and note their names in what was found."""
     found["files"] = [RESULT, FIGURE, TRACE]
     for name, text in ((FIGURE, draw(found)), (RESULT, json.dumps(found) + "\n")):
         _write_text(out / name, text)
@@ -218,7 +214,6 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """The tables of a profile, for people: what matters most first."""
     found = in_print(found)
     click.echo(f"{found['title']}\n{found['workload']}")
     click.echo(" · ".join(_first(found)))
@@ -249,7 +244,6 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def _first(found: Mapping[str, Any]) -> Iterator[str]:
-    """The figures that somebody looks for."""
     yield f"{_number(found['tokens_per_s'], 1)} tokens/s"
     yield f"tau {found['tau']:.2f}"
     if found["bounds"].get("drafted"):
@@ -260,7 +254,6 @@ def _first(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _devices(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A line a figure, a column a device."""
     every = devices.values()
     yield "busy", *(f"{device['busy']:.0%}" for device in every)
     yield "drafting ahead", *(f"{device['ahead']:.0%}" for device in every)
@@ -315,7 +308,6 @@ def _bounds(bounds: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _machine(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what was read of GPUs, and why something was not."""
     for name, gpu in found["gpus"].items():
         used, link = gpu["most_used_bytes"], gpu["link_gb_s"]
         yield (
@@ -337,7 +329,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _percent(value: float) -> str:
-    """Format a share in percent, with one decimal and no sign before zero."""
     return f"{value:.1%}" if abs(value) >= LEAST else "0.0%"
 
 

@@ -178,7 +178,6 @@ def command(
 def _show_card(
     configuration: Configuration, prompts: Path | None, text_tokens: int | None, *, as_json: bool
 ) -> None:
-    """Print the card of the target's weights, on a text of prompts."""
     target = with_target(configuration.settings.target)
     lines = measure_card(target, read_prompts(prompts or DEMO_PROMPTS), text_tokens)
     if as_json:
@@ -188,7 +187,6 @@ def _show_card(
 
 
 def _check_settings(configuration: Configuration) -> None:
-    """Raise `UserError` for settings that leave nothing to compare."""
     if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
         raise UserError(
             "without a draft there is nothing to compare: leave --draft none and --gamma 0 out"
@@ -233,7 +231,6 @@ def _show(checks: Sequence[Check], agreement: Agreement, *, ok: bool, as_json: b
 
 
 def _log(text: str) -> None:
-    """Write a line on stderr where no progress bar is drawn."""
     if not sys.stderr.isatty():
         note(text)
 

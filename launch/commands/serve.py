@@ -111,7 +111,6 @@ def command(configuration: Configuration, engine: str, as_json: bool) -> None:
 
 
 def _open(engine: str, configuration: Configuration, opened: ExitStack) -> Any:
-    """Return the `Service` on this machine, or the services on a cluster."""
     if engine == "local":
         site = Local(opened.enter_context(Supervisor()), configuration)
         return opened.enter_context(Service(site, configuration))
@@ -119,14 +118,12 @@ def _open(engine: str, configuration: Configuration, opened: ExitStack) -> Any:
 
 
 def _check_engine(engine: str, configuration: Configuration) -> None:
-    """`UserError` for a flag that this engine does not read."""
     flags = [origin for origin in configuration.origins.values() if origin.startswith("--ray.")]
     if engine == "local" and flags:
         raise UserError(f"{flags[0]} is for a Ray cluster: add --engine ray, or leave it out")
 
 
 def _check_addresses(configuration: Configuration) -> None:
-    """`UserError` if a requested address is in use or not available."""
     http, coordinator = configuration.settings.http, configuration.settings.coordinator
     check_port(
         http.host,
@@ -141,7 +138,6 @@ def _check_addresses(configuration: Configuration) -> None:
 
 
 def _introduce(service: Any, configuration: Configuration, *, as_json: bool) -> None:
-    """Print the URL, and commands to try it."""
     if no_chats := preflight.no_chats(configuration.settings.target):
         note(f"  {no_chats}")
     if as_json:

@@ -41,7 +41,6 @@ def command(configuration: Configuration, connect: str | None, as_json: bool) ->
 
 
 def _in_print(state: Reported) -> Reported:
-    """Return the state without control characters in texts from peers."""
     return Reported.model_validate(in_print(state.model_dump()))
 
 
@@ -104,7 +103,6 @@ def _show(state: Reported) -> None:
 
 
 def _journal(journal: JournalState) -> str:
-    """Describe the journal: its replies, size and cost."""
     kept = f"{counted(journal.replies, 'reply', 'replies')}, {journal.bytes / 1e6:.1f} MB"
     takes = [
         f"{name} takes {value:.{digits}f} {unit}"
@@ -199,14 +197,12 @@ def _whole(figure: float | None) -> int | None:
 
 
 def _clock(worker: WorkerState) -> str:
-    """Return how far its clock is ahead of the coordinator's, with the bound of the error."""
     if worker.clock_offset_us is None or worker.clock_bound_us is None:
         return "-"
     return f"{worker.clock_offset_us:+.0f} ± {worker.clock_bound_us:.0f}"
 
 
 def _standing(worker: WorkerState) -> str:
-    """Why it gets no sessions; empty if it does."""
     said = [
         word
         for word, so in (

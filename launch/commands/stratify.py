@@ -158,7 +158,6 @@ def _check(configuration: Configuration, plot: Path | None) -> None:
 
 
 def _holds_for(settings: Settings) -> dict[str, Any]:
-    """Return what the entropies depend on, and what else a rank depends on."""
     tree = {"gamma": settings.tree.gamma, **{key: getattr(settings.tree, key) for key in MADE_FOR}}
     return {**draft_facts(settings.draft), **tree, "temperature": settings.sampling.temperature}
 
@@ -195,7 +194,6 @@ def _play(
 
 
 def _answer(connection: Connection, settings: Settings, prompt: Prompt, seed: int) -> Reply:
-    """Answer all turns of a prompt."""
     tree = settings.tree.model_copy(
         update={"policy": "heterospec", "insist": True, "thresholds": ""}
     )  # one bin: the trees are those of dynamic

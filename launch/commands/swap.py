@@ -173,7 +173,6 @@ def command(
 def _check_choice(
     configuration: Configuration, role: Played, replaced: str | None, *, beside: bool
 ) -> None:
-    """Raise `UserError` for options that contradict each other."""
     if beside and replaced is not None:
         raise UserError(
             f"--beside keeps every worker, and --replace {replaced} names one that should leave: "
@@ -192,7 +191,6 @@ def _check_choice(
 
 
 def _check_models(configuration: Configuration, role: Played) -> None:
-    """Refuse models that are not there or do not fit into memory, before a process is started."""
     if role != "draft":
         check_target(configuration.settings)
     if role != "target":
@@ -204,7 +202,6 @@ def _check_models(configuration: Configuration, role: Played) -> None:
 def _wait_for_another_machine(
     change: Change, name: str, line: str, *, to_stderr: bool
 ) -> dict[str, Any]:
-    """Print the line to type there, wait for that worker and put it in place."""
     click.echo(line, err=to_stderr)
     note(
         "FOLDER holds its own NAME.key and coordinator.pub; the model has the same name as here; "
@@ -255,7 +252,6 @@ def _start_here(
 
 
 def free_name(workers: Sequence[WorkerState], role: Played) -> str:
-    """The role, or the role with the first free number."""
     taken = {
         worker.name.removesuffix("-target").removesuffix("-draft")
         if role == "unified"
@@ -270,7 +266,6 @@ def free_name(workers: Sequence[WorkerState], role: Played) -> str:
 
 
 def _free(workers: Sequence[WorkerState], name: str, old: WorkerState | None) -> str:
-    """Return the requested name, if no worker except the leaving one has it."""
     if (
         holder := next(
             (worker for worker in workers if worker.name == name and worker is not old), None
@@ -284,7 +279,6 @@ def _free(workers: Sequence[WorkerState], name: str, old: WorkerState | None) ->
 
 
 def _check_flags(configuration: Configuration, role: Played) -> None:
-    """`UserError` for a flag of the other role, which would do nothing."""
     if role == "unified":
         return
     other = "draft" if role == "target" else "target"
@@ -326,7 +320,6 @@ def settings_before(
 
 
 def _read_target(workers: Sequence[WorkerState], addresses: Collection[str]) -> WorkerNote | None:
-    """Return the settings of the draft's target."""
     target = serving(workers, "target")
     return before_of(target) if target is not None else last_before(addresses, "target")
 

@@ -146,7 +146,6 @@ class _LinkEye:
             raise
 
     def _spell(self, client: Client, state: Reported) -> Spell | None:
-        """Return the texts of the target's tokens; None while there is no target."""
         fingerprint = next(
             (worker.fingerprint for worker in state.workers if worker.fingerprint), ""
         )
@@ -197,7 +196,6 @@ class _WebEye:
 
 
 def _watch(eye: Eye) -> None:
-    """Redraw until the user quits."""
     console, standing = Console(), Standing()
     picture: Picture | None = None
     due_s, failures = 0.0, 0
@@ -220,7 +218,6 @@ def _watch(eye: Eye) -> None:
 
 
 def _press(key: bytes, standing: Standing, picture: Picture | None) -> bool:
-    """Handle a key; return whether to redraw at once."""
     sessions = (
         [session["session"] for session in picture["sessions"]] if picture is not None else []
     )

@@ -182,7 +182,6 @@ def command(
 
 
 def _model(configuration: Configuration, role: Role) -> str:
-    """Return the name of the model for the process title."""
     kind = configuration.settings.draft.kind
     if role == "draft" and not DRAFT_KINDS[kind].own_model:
         return kind

@@ -33,7 +33,6 @@ class ToStderr(logging.StreamHandler[TextIO]):
 
 
 def log_to_stderr(level: int, form: str = "%(asctime)s %(levelname)s %(message)s") -> None:
-    """Log from this level on."""
     handler = ToStderr()
     handler.setFormatter(OneLine(form))
     logging.basicConfig(handlers=[handler], level=level)

@@ -64,7 +64,6 @@ def everything(picture: Picture) -> RenderableType:
 
 
 def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> RenderableType:
-    """Return the lines that fit into the terminal, with the footer last."""
     lines = console.render_lines(Group(*parts), console.options.update(height=None), pad=False)
     room = max(1, console.height - 1)
     more = len(lines) > room
@@ -85,7 +84,6 @@ def _cut(console: Console, parts: Sequence[RenderableType], foot: Text) -> Rende
 
 
 def _parts(picture: Picture, name: str, chosen: int | None) -> Iterator[RenderableType]:
-    """Return the lines of a page; `chosen`: the marked session."""
     if name == "overview":
         yield from _overview(picture)
     elif name == "tree":
@@ -188,7 +186,6 @@ def _overview(picture: Picture) -> Iterator[RenderableType]:
 
 
 def _process(process: Picture) -> str:
-    """Describe the load of the coordinator or of an HTTP API."""
     memory = "-" if process["rss_mb"] is None else f"{process['rss_mb']:,.0f} MB"
     return f"{process['name']} (pid {process['pid']}) [b]CPU {as_percent(process['cpu'])}, {memory}"
 

@@ -81,7 +81,6 @@ def decode_file(
 
 
 def _batch_summary(prompts: int, tokens: int, seconds: float) -> str:
-    """One line on what a file of prompts cost, the reading of its prompts included."""
     return (
         f"{counted(prompts, 'prompt')} answered: {counted(tokens, 'token')} in "
         f"{seconds:.2f} s · {tokens / seconds:.1f} tokens/s"

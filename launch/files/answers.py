@@ -65,7 +65,6 @@ def _repair(path: Path, file: IO[bytes]) -> set[str]:
 
 
 def _answered(line: bytes) -> str | None:
-    """The id in a whole line of ours."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):

@@ -95,7 +95,6 @@ def shortened(name: str, width: float) -> str:
 
 
 def _bar(axes: "Axes", bar: Bar, colour: str, middle: float, left: float) -> None:
-    """Draw a name, its bar, the interval as a line with ends, and the figures."""
     axes.barh(middle, bar.value, BAR, color=colour, gid="bar")
     _label(axes, -0.012, middle, shortened(bar.name, left - MARGIN - 6), ha="right", va="center")
     told, beyond = f"{bar.value:.2f}", bar.value
@@ -110,5 +109,4 @@ def _bar(axes: "Axes", bar: Bar, colour: str, middle: float, left: float) -> Non
 
 
 def _label(axes: "Axes", x: float, y: float, text: str, **look: Any) -> None:
-    """Write a label at a share of the width of the axes, and a height of their data."""
     axes.text(x, y, plain(text), transform=axes.get_yaxis_transform(), **look)

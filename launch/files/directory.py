@@ -128,7 +128,6 @@ def note_worker(address: str, roles: Sequence[str], flags: Sequence[str], finger
 
 
 def forget_worker(address: str) -> None:
-    """Remove the note of this process."""
     _note_path(address).unlink(missing_ok=True)
 
 

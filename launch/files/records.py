@@ -26,7 +26,6 @@ class RecordFile:
         self._file, self._path = file, path
 
     def write(self, id: str, turn: int, record: RoundRecord) -> None:
-        """Append a round."""
         line = json.dumps(
             {"id": id, "turn": turn, "record": record.model_dump(mode="json")}, ensure_ascii=False
         )

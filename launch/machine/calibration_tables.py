@@ -26,7 +26,6 @@ def read_found(kind: type[ReadT], told: object) -> ReadT:
 
 
 def _active(found: Mapping[str, Any]) -> str:
-    """Return how many weights a row goes through, in words; empty where it is all of them."""
     active = found["active_parameters"]
     return "" if active == found["parameters"] else f" ({active / 1e6:.0f} M of them active)"
 
@@ -91,7 +90,6 @@ def show_found(found: dict[str, Any]) -> None:
 
 
 def _show_parts(found: dict[str, Any]) -> None:
-    """Print what prompts, layers on a device and the draft take, where they were measured."""
     if (read := found["reading"]) is not None:
         curves = zip(
             read["local"]["rows"],
@@ -129,7 +127,6 @@ def _pass(found: dict[str, Any], m: str, others: Sequence[str]) -> tuple[object,
 
 
 def _experts(experts: Mapping[str, Any]) -> str:
-    """Return in words how many experts the measured passes went through, and what each costs."""
     routing = Routing(row=experts["row"], most=experts["most"])
     shown = [m for m in TABLE_ROWS if str(m) in experts["passes"]]
     through = ", ".join(

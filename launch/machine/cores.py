@@ -205,7 +205,6 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 
 def _nodes(numbers: Iterable[int]) -> str:
-    """Return nodes in words."""
     known = sorted(numbers)
     return f"node{'' if len(known) == 1 else 's'} {format_numbers(known)}" if known else "no node"
 
@@ -246,7 +245,6 @@ def _best(nodes: Sequence[Node]) -> list[Node]:
 
 
 def _check_threads(wanted: Threads, here: Sequence[int]) -> None:
-    """`UserError` for more threads than there are hardware threads."""
     if wanted != "auto" and wanted > len(here):
         known = f"of the hardware threads that it may use ({format_numbers(sorted(here))})"
         raise UserError(
@@ -262,7 +260,6 @@ def _in_turn(lists: Iterable[Sequence[ItemT]]) -> list[ItemT]:
 
 
 def _threads(cores: Sequence[tuple[int, ...]]) -> list[int]:
-    """The hardware threads of physical cores: the first of each, then the second of each, ..."""
     return [
         core[turn] for turn in range(max(map(len, cores))) for core in cores if turn < len(core)
     ]

@@ -56,7 +56,6 @@ LOST = (
 
 
 def examine(facts: Facts) -> Iterator[Check]:
-    """Yield every check, in the order in which to fix things."""
     for check in CHECKS:
         yield from check(facts)
 
@@ -196,7 +195,6 @@ def _huge_pages(facts: Facts) -> Iterator[Check]:
 
 
 def _others(facts: Facts) -> Iterator[Check]:
-    """The load of other programs, which always passes."""
     if (load := facts.others) is not None:
         busy = "; measurements are valid only under the same load"
         yield Check("other programs", True, load.words + (busy if load.share > OTHERS else ""))
@@ -245,7 +243,6 @@ def _limits(facts: Facts) -> Iterator[Check]:
 
 
 def _environment(facts: Facts) -> Iterator[Check]:
-    """Variables that would bind, cap or spin torch's threads."""
     there = facts.environment
     disturbing = [name for name in (*PINNING, *CAPS) if there.get(name)]
     disturbing += [name for name, value in SPINNING.items() if there.get(name, "").lower() == value]

@@ -200,7 +200,6 @@ def _chosen(path: Path) -> str:
 
 
 def _profile_state() -> tuple[str, str]:
-    """Return what the profile file holds, and what is wrong with it."""
     path = writable_profile_path()
     if path is None:
         return "", f"{profile_path()} cannot be written"

@@ -57,7 +57,6 @@ class Need:
 
     @property
     def size(self) -> int:
-        """Return its bytes."""
         return self.footprint.size
 
     def without_process(self) -> "Need":
@@ -128,7 +127,6 @@ def nodes_of(place: Place | None) -> tuple[int, ...]:
 
 
 def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
-    """Return why these needs cannot be met; None if they can."""
     together = sum(need.size for need in needs)
     if room is not None and together > room.size + room.swap:
         return f"{_listed(needs)}, and there are {_gb(room.size)} {room.bound}" + (
@@ -151,7 +149,6 @@ def _refusal(needs: Sequence[Need], room: Room | None) -> str | None:
 
 
 def _refusal_of_nodes(need: Need) -> str:
-    """Return, in words, that a node has no room for its share of a need; empty if all have."""
     shares = len(need.nodes)
     share = f", {_gb(need.size // shares)} of it on each of {shares} nodes" if shares > 1 else ""
     for node in need.nodes:
@@ -186,7 +183,6 @@ def needs_of(
 
 
 def _text(folder: Path | None, share: float) -> int:
-    """Return what a process takes for the tokenizer of a model, by the size of its file."""
     file = None if folder is None else folder / "tokenizer.json"
     return round(share * file.stat().st_size) if file is not None and file.is_file() else 0
 
@@ -230,7 +226,6 @@ def _draft_need(settings: Settings, target: Sequence[Tensor]) -> Iterator[Need]:
 
 
 def _bits(settings: Settings) -> int:
-    """Return the bits of a substitute's codes."""
     return BITS.get(settings.draft.weights, 4)
 
 
@@ -243,7 +238,6 @@ def _by_library(settings: Settings, tensors: Sequence[Tensor]) -> bool:
 
 
 def _in_pieces(settings: Settings) -> bool:
-    """Return whether the target is read expert by expert."""
     folder = _folder(with_target(settings.target).model)
     return folder is not None and in_pieces(folder)
 
@@ -274,7 +268,6 @@ def _smaller(settings: Settings, roles: Sequence[str]) -> Iterator[tuple[str, st
 
 
 def _tensors(model: str) -> list[Tensor]:
-    """Return the tensors of a model that is here; of one that is not, none."""
     folder = _folder(model)
     return [] if folder is None else read_tensors(folder)
 

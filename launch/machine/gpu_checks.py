@@ -38,7 +38,6 @@ def build_of(inventory: Mapping[str, Any]) -> str:
 
 
 def examine_gpus(facts: Facts) -> Iterator[Check]:
-    """Yield the checks of every graphics card."""
     if facts.driver_problem:
         yield Check(
             "GPU driver",
@@ -59,7 +58,6 @@ def examine_gpus(facts: Facts) -> Iterator[Check]:
 
 
 def _unproved(facts: Facts) -> Iterator[Check]:
-    """Yield a line for each GPU that torch finds and that dovetail has never been run on."""
     for device in facts.inventory.get("found", ()):
         if device["unproved"]:
             said = f"torch finds {device['chip']}; {device['unproved']}"
@@ -67,7 +65,6 @@ def _unproved(facts: Facts) -> Iterator[Check]:
 
 
 def _card(facts: Facts, name: str, card: Card) -> Check:
-    """Return whether torch can use an AMD or Intel card, and what would make it."""
     memory = f", {card.memory_bytes >> 20} MiB" if card.memory_bytes else ""
     target = f" ({card.target})" if card.target else ""
     found = f"{card.name}{target}{memory}, driver {card.driver or 'none'}"
@@ -103,7 +100,6 @@ def _install(card: Card, release: str) -> str:
 
 
 def _products(index: int, products: Mapping[str, Any]) -> Check:
-    """Return which products of weights are ours on a card, and why others are torch's."""
     name = f"GPU {index}'s products"
     if missing := products["missing"]:
         lost = "torch's products alone are used, which widen 16-bit weights in memory"
@@ -112,7 +108,6 @@ def _products(index: int, products: Mapping[str, Any]) -> Check:
 
 
 def _gpu(facts: Facts, index: int, gpu: Gpu) -> Iterator[Check]:
-    """Return whether torch has code for a card, and the driver is new enough for torch."""
     release, cuda = str(facts.inventory.get("torch", "")), str(facts.inventory.get("cuda", ""))
     name, found = (
         f"GPU {index}",

@@ -101,7 +101,6 @@ def measure(
 def _measured_draft(
     draft: DraftSettings, target: TargetSettings, threads: int, seconds: float
 ) -> dict[str, Any]:
-    """Return the costs of a draft's levels, and what they hold for."""
     from dovetail.workers.calibration.draft import calibrate_draft
 
     key, levels = calibrate_draft(

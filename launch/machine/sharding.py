@@ -86,7 +86,6 @@ def choose_numa(
 
 
 def _measured(times: NodeTimes, chosen: str, other: str) -> str:
-    """Return the choice and the times that led to it, in words."""
     best, worst = (1000 * s for s in sorted((times.alone_s, times.sharded_s)))
     return (
         f"the target is {chosen}: a pass of {times.rows} rows takes {best:.3g} ms there, and "

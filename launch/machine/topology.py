@@ -163,7 +163,6 @@ def cpus_for(quota: float) -> int:
 
 
 def _cores(cpus: Path, usable: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """The usable hardware threads, grouped by physical core."""
     left = sorted(usable)
     groups = []
     while left:

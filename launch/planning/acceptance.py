@@ -299,7 +299,6 @@ class _Walk:
 
     @cached_property
     def _ranks(self) -> NDArray[np.int32]:
-        """Return the rank of each node among its siblings, which stand side by side, best first."""
         parents = self._position.parents
         first = np.flatnonzero(np.diff(parents, prepend=-2) != 0)
         starts = np.repeat(first, np.diff(np.append(first, len(parents))))

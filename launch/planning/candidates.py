@@ -73,7 +73,6 @@ class Candidate:
     def draft(
         self, level_s: Callable[[int, int], float], proposal_s: float, *, on_device: bool
     ) -> Draft:
-        """Return the draft in the planner's terms."""
         size = self.size.bytes
         return Draft(
             self.name,

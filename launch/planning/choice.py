@@ -86,7 +86,6 @@ def _with_weights(
 
 
 def _in_less(configuration: Configuration, folder: Path, own: str) -> tuple[Configuration, str]:
-    """Return settings with weights that take less than a checkpoint's own, and why these."""
     int8, int4 = (configuration.over("chosen", {"target.weights": name}) for name in ("int8", INT4))
     tensors = read_tensors(folder)
     whole = rearranged(tensors) and not in_pieces(folder)
@@ -197,7 +196,6 @@ def drafts_there(configuration: Configuration, target: Path) -> "Iterator[Candid
 
 
 def _size(folder: Path) -> tuple[Any, Any]:
-    """Return vocabulary and width as a config.json has them; None: it leaves them out."""
     try:
         config = text_part(read_json(folder / "config.json"))
     except CheckpointError:
@@ -210,7 +208,6 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _nearby(target: Path) -> Iterator[Path]:
-    """The folders of other models: next to the target, or in the Hugging Face cache."""
     files = view.files_of(target)
     place = files[0] if files else target.resolve()
     beside = sorted(place.parent.iterdir())
@@ -227,7 +224,6 @@ def _nearby(target: Path) -> Iterator[Path]:
 
 
 def _vocabulary(folder: Path) -> str:
-    """The digest of a model's vocabulary; empty where none can be read."""
     from dovetail.workers.models.checkpoints.tokenizer import table_of
 
     try:

@@ -207,7 +207,6 @@ class Design:
 
     @property
     def active(self) -> int:
-        """Return how many of them a row goes through."""
         return round(self.layers * self.block * self.mixture.active) + self.head
 
     @property

@@ -265,7 +265,6 @@ def _estimated(engine: Engine, target: Target, width: float) -> Place:
 
 
 def _experts(experts: ExpertCosts) -> Origin:
-    """Return where the cost of experts comes from: what `calibrate` measured, in words."""
     routing, rows = experts.routing, SOME_ROWS
     through = f"{experts.measured(rows):.0f} of {routing.most} over {rows} rows"
     words = f"{through}, {experts.expert_s / MICRO:.3g} us each (measured)"

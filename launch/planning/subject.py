@@ -90,7 +90,6 @@ class Subject:
         return replace(whole, apart=Planner(target, beside, host_experts=True))
 
     def _over_nodes(self) -> Planner | None:
-        """Return what places the target over memory nodes; None: it cannot be."""
         measured = self.here.spread_calibration if self.here is not None else None
         machine = over_nodes(self.prices, self.hardware, self.target, measured)
         if machine is None or self.hardware.nodes is None:
@@ -147,7 +146,6 @@ class Subject:
         return found
 
     def _place_of(self, candidate: Candidate) -> str:
-        """Return the device on which a candidate drafts."""
         return "cpu" if candidate.name in self.falls else self.draft_device
 
     def ahead(self, option: Option) -> bool:
@@ -198,7 +196,6 @@ class Subject:
         return " ".join([*target, *device, "--draft DRAFT"])
 
     def result(self, every: Sequence[Alternative]) -> dict[str, Any]:
-        """Return the comparison as `--json` prints it."""
         alone = next((one for one in every if one.candidate is None), None)
         rows = [told(one, self.device or "cpu", self._settings(one), alone) for one in every]
         choice = rows[0]
@@ -246,12 +243,10 @@ class Subject:
 
     @property
     def read_bytes(self) -> int:
-        """Return the bytes of layers and head."""
         return self.target.layers * self.target.layer + self.target.head
 
     @property
     def _in_turns(self) -> bool:
-        """Return whether a draft on the CPU has a core of the target, on this machine."""
         return self.here is not None and bool(self.here.layout.shared)
 
     def _device_says(self) -> str:

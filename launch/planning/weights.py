@@ -57,7 +57,6 @@ def planned_types(configuration: Configuration, folder: Path) -> list[str]:
 
 
 def _in_16_bits(folder: Path, tensors: Sequence[Tensor]) -> bool:
-    """Return whether matrices are stored in 16 bits, by a config.json where there is no more."""
     if tensors:
         return half_of(tensors)
     config = read_config(folder, "target model")

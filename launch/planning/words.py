@@ -24,7 +24,6 @@ WORTH = 1.02
 
 
 def placement(one: Alternative, device: str) -> str:
-    """Return where everything is."""
     option = one.option
     parts = []
     if option.on_cpu:
@@ -63,7 +62,6 @@ def why(one: Alternative) -> str:
 
 
 def tree_of(one: Alternative) -> str:
-    """Return the tree of an alternative: gamma/depth/width and policy."""
     tree = one.option.tree
     return "-" if tree is None else f"{tree.gamma}/{tree.depth}/{tree.width} {tree.policy}"
 

@@ -185,11 +185,9 @@ class Talk:
         return self._ours.recv(MAX_BYTES) == READY
 
     def prepare(self, module: str) -> None:
-        """Have it import one more module before it forks."""
         self._ours.send(module.encode())
 
     def fork(self, arguments: Sequence[str], stderr: IO[bytes]) -> Forked:
-        """Have it fork a command; we write to its stdin."""
         read, write = os.pipe()
         with os.fdopen(read, "rb") as stdin, _adopting():
             packet = json.dumps(arguments).encode()

@@ -319,7 +319,6 @@ def _bytes_beyond(sizes: Sizes, draft: DraftSettings, target: TargetSettings) ->
 
 
 def _type_of(weights: str) -> str:
-    """Return the type by which a draft's weights on a GPU are counted."""
     return "fp32" if weights == "fp32" else "half"
 
 

@@ -46,14 +46,12 @@ class Change:
         """The outcome in words."""
 
     def wait(self, child: Child | None) -> None:
-        """Wait until it is registered."""
         for part, name in self._names.items():
             self.newcomers[part] = wait_until_here(self._client, name, child, self._old[part])
         if (target := self.newcomers.get("target")) is not None:
             self._expected.check(target)
 
     def make(self) -> dict[str, Any]:
-        """Put it in place, role by role; return the outcome."""
         found: dict[str, Any] = {}
         for part, newcomer in self.newcomers.items():
             before = self._client.status().workers
@@ -136,7 +134,6 @@ def all_serving(workers: Sequence[WorkerState], role: Role) -> list[WorkerState]
 
 
 def summary_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]:
-    """Return the JSON of a new worker that has taken over no sessions."""
     nobody = {"moved": 0, "stayed": 0, "longest_pause_s": 0.0}
     worker = {"worker": newcomer.name, "pid": newcomer.pid, "model": newcomer.model}
     return {**worker, "replaced": old.name if old else None, **nobody}

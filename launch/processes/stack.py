@@ -65,7 +65,6 @@ class Stack:
         return Client(open_link(self.address, role="client"), answer_s)
 
     def losses(self) -> list[DovetailError]:
-        """Return the errors of the processes that have ended."""
         return [child.failure() for child in (self.coordinator, *self.workers) if child.ended]
 
 
@@ -175,7 +174,6 @@ def check_models(configuration: Configuration) -> None:
 
 
 def layout_of(settings: Settings) -> CoreLayout:
-    """The places of these settings' processes on this machine."""
     return layout_for(settings.target, shares=settings.draft.share is True)
 
 
@@ -238,7 +236,6 @@ def http_arguments(configuration: Configuration, address: str, url: str) -> list
 
 
 def processes_of(settings: Settings) -> tuple[Played, ...]:
-    """Return the workers' processes of these settings."""
     if settings.draft.kind == "none":
         return ("target",)
     return ("unified",) if settings.draft.share is True else ROLES

@@ -67,7 +67,6 @@ class Child:
         return self.process.stdout.readline().decode().strip() if ready else ""
 
     def last_words(self) -> list[str]:
-        """The last lines of its stderr."""
         size = os.fstat(self.log.fileno()).st_size
         tail = os.pread(self.log.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
         return [line for line in tail.decode(errors="replace").splitlines() if line.strip()][
@@ -97,11 +96,9 @@ class Child:
 
     @property
     def was_mistaken(self) -> bool:
-        """True if it ended with a user error and a message."""
         return self.process.returncode == USER_ERROR and bool(self.last_words())
 
     def how_it_ended(self) -> str:
-        """Describe its end: the signal or the exit code."""
         code = self.process.returncode
         if code >= 0:
             return f"ended with exit code {code}"
@@ -285,7 +282,6 @@ class Supervisor(Unwinding):
     def begin_coordinator(
         self, cores: Sequence[int], name: str, *, flags: Sequence[str] = ()
     ) -> Child:
-        """Begin to start a coordinator, as `start_coordinator` does."""
         where = ["--listen=ipc", f"--cores={format_numbers(cores)}"]
         return self.start(name, ["coordinator", *flags, *where], reads=True)
 
@@ -332,7 +328,6 @@ class Supervisor(Unwinding):
         self.children = [child for child in self.children if child not in children]
 
     def kill(self) -> None:
-        """Kill everything at once."""
         for child in self.children:
             if not child.ended:
                 child.process.kill()
@@ -348,7 +343,6 @@ class Supervisor(Unwinding):
             self._have_minded(warden.FOLDER, str(folder))
 
     def _have_minded(self, kind: bytes, value: str) -> None:
-        """Register a process or a folder with the warden."""
         if self._warden is None:
             command = [sys.executable, "-I", "-S", warden.__file__, str(ORPHANED_S), *self._apart]
             self._warden = subprocess.Popen(
@@ -363,7 +357,6 @@ class Supervisor(Unwinding):
             os.write(self._warden.stdin.fileno(), b"%b %b\n" % (kind, os.fsencode(value)))
 
     def _dismiss_warden(self) -> None:
-        """End the warden, whose work is done."""
         if self._warden is not None:
             assert self._warden.stdin is not None
             self._warden.stdin.close()

@@ -98,7 +98,6 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
 
 
 def parts_of(role: Role) -> tuple[Part, ...]:
-    """Return the roles of a worker, each with its own loop."""
     return ("target", "draft") if role == "unified" else (role,)
 
 
@@ -184,7 +183,6 @@ class WorkerProcess:
                     link.close()  # otherwise it belongs to its thread, and ends with the process
 
     def _load(self, links: Mapping[Part, Link]) -> "dict[Part, Worker]":
-        """Open the worker of each part, and report the progress of loading to the coordinator."""
         from dovetail.workers.progress import hearing_loads
         from dovetail.workers.serving.loading import Telling
 
@@ -261,7 +259,6 @@ class WorkerProcess:
         )
 
     def _note(self, fingerprint: str) -> None:
-        """Save the settings of this worker; a failure is reported."""
         try:
             note_worker(self.connect, parts_of(self.role), self.flags, fingerprint)
         except (OSError, UserError) as error:
@@ -330,7 +327,6 @@ def _opener(
 
 
 def model_of(configuration: Configuration, role: Role) -> str:
-    """The model of a worker of this role, from the settings."""
     settings = configuration.settings
     if role == "draft" and settings.draft.kind != "substitute":
         return with_draft(settings.draft).model

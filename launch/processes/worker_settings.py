@@ -21,7 +21,6 @@ PLACE = ("--cores=", "--memory-nodes=")
 
 
 def values_of(note: WorkerNote) -> dict[str, Any]:
-    """Return the settings of a worker, by dotted name."""
     parts = (flag.removeprefix("--").partition("=") for flag in note.flags)
     known = {name: text for name, _, text in parts if name in SETTINGS}
     found = {name: parse_setting(name, text, f"--{name}") for name, text in known.items()}
@@ -29,7 +28,6 @@ def values_of(note: WorkerNote) -> dict[str, Any]:
 
 
 def place_of(note: WorkerNote) -> list[str]:
-    """Return the flags that bind a worker."""
     return [flag for flag in note.flags if flag.startswith(PLACE)]
 
 
@@ -62,6 +60,5 @@ def last_before(addresses: Collection[str], role: str) -> WorkerNote | None:
 
 
 def _absolute(model: str) -> str:
-    """Return the absolute path of a model; a hub id is returned unchanged."""
     path = Path(model).expanduser()
     return str(path.absolute()) if model and path.exists() else model

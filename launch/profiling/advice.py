@@ -79,7 +79,6 @@ class Rates:
 
     @property
     def alone(self) -> float:
-        """Return the rate of the target without a draft."""
         return self.rate(self.planner.option(0, 0, None, None, 1.0))
 
     @property
@@ -88,7 +87,6 @@ class Rates:
         return self._factor * self.option(self.tree, ahead=False).draft_s
 
     def best(self) -> Tree:
-        """Return the fastest of the trees that the rounds have shown."""
         trees = (replace(self.evidence.tree, gamma=g, depth=d) for g, d in self.found.trees)
         return max(trees, key=lambda tree: self.rate(self.option(tree)))
 
@@ -106,7 +104,6 @@ def advise(
 
 
 def _drafting(rates: Rates, measured: float | None) -> Iterator[Advice]:
-    """Other trees, drafting ahead, and no draft."""
     evidence, now = rates.evidence, rates.tree
     best = rates.best()
     gain = rates.rate(rates.option(best)) / rates.now
@@ -142,7 +139,6 @@ def _drafting(rates: Rates, measured: float | None) -> Iterator[Advice]:
 
 
 def _weights(rates: Rates, subject: Subject, say: Callable[[str], None]) -> Iterator[Advice]:
-    """Other types of weights: passes in proportion to what the planner expects of each."""
     base = subject.configuration
     tensors = read_tensors(folder_of(with_target(base.settings.target).model))
     halves = ["half"] if half_of(tensors) and subject.weights == "fp32" else []
@@ -180,7 +176,6 @@ def _product(one: Seconds, other: Seconds) -> Seconds:
 
 
 def _placements(rates: Rates, subject: Subject) -> Iterator[Advice]:
-    """The plan's placements, compared with that of the run, with the acceptance of the run."""
     base, found = subject.configuration, rates.found
     draft, candidates = base.settings.draft, []
     if found.offers and DRAFT_KINDS[draft.kind].own_model:

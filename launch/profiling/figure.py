@@ -58,7 +58,6 @@ Bar = tuple[str, Sequence[tuple[str, float]]]
 
 
 def draw(found: Mapping[str, Any]) -> str:
-    """Return the SVG of what `findings.find` found."""
     bars = [*_bars(found)]
     shown = dict.fromkeys(look for _, parts in bars for look, part in parts if part >= LEAST_SHOWN)
     across = max(1, int((WIDTH - 2 * MARGIN) // (26 + LETTER * max(map(len, shown)))))

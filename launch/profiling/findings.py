@@ -85,7 +85,6 @@ def _share(flags: Sequence[bool]) -> float | None:
 
 
 def _at_positions(drafted: Sequence[RoundRecord]) -> list[float]:
-    """Return the share of the drafted rounds that accepted a node at depth 1, 2, ..."""
     counts: dict[int, int] = defaultdict(int)
     for record in drafted:
         for depth in range(len(record.accepted)):
@@ -97,7 +96,6 @@ def _at_positions(drafted: Sequence[RoundRecord]) -> list[float]:
 
 
 def _device(actor: Actor, use: Use, evidence: Evidence) -> dict[str, Any]:
-    """A process and what it runs on: shares of the run."""
     worker = next((worker for worker in evidence.workers if worker.name == actor.name), None)
     state = next((state for state in evidence.states if state.name == actor.name), None)
     whole = use.whole_s or 1.0
@@ -139,7 +137,6 @@ def _sampled(actor: Actor, evidence: Evidence) -> dict[str, float | None]:
 
 
 def _mean(shares: Sequence[float | None]) -> float | None:
-    """Return the mean of what is known; None where nothing is."""
     known = [share for share in shares if share is not None]
     return fmean(known) if known else None
 
@@ -176,7 +173,6 @@ def _others(evidence: Evidence) -> dict[str, Any] | None:
 
 
 def _disturbed(others: Mapping[str, Any] | None) -> bool:
-    """Return whether other programs took so much that figures of this hardware cannot be judged."""
     return others is not None and others["share"] > OTHERS
 
 
@@ -226,7 +222,6 @@ def _bounds(
 
 
 def _alone_from(plain: Sequence[RoundRecord], target: RowCosts) -> str:
-    """Return how the rate of the target alone is known."""
     if plain:
         return f"measured in {counted(len(plain), 'round')} without a draft"
     if target.seen(1):
@@ -309,7 +304,6 @@ def _caveats(evidence: Evidence, others: Mapping[str, Any] | None) -> Iterator[s
 
 
 def _verdict(bounds: Mapping[str, Any], advice: Sequence[Advice]) -> Iterator[str]:
-    """What bounds the run, whether speculation pays, and what would help most."""
     if not bounds:
         yield "No two rounds followed each other: there is nothing to judge. Use a longer reply."
         return

@@ -138,7 +138,6 @@ class Nvml:
         )
 
     def _ask(self, question: Any, handle: Any) -> Any:
-        """Return a reading that some cards do not have."""
         try:
             return question(handle)
         except self._nvml.NVMLError:
@@ -206,11 +205,9 @@ class Samplers:
 
     @property
     def taken(self) -> Sequence[Sample]:
-        """All samples, oldest first."""
         return self._taken
 
     def take(self) -> Sample:
-        """Read everything once."""
         cards = {name: gpu for card in self._cards for name, gpu in card.read().items()}
         sample = Sample(time.monotonic_ns(), _cores(), self._used(), cards)
         self._taken.append(sample)

@@ -44,7 +44,6 @@ OWN_END = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
 def own_run(
     owned: ExitStack, configuration: Configuration, prompts: Sequence[Prompt], seed: int
 ) -> tuple[Evidence, Watch]:
-    """A workload on processes of our own."""
     check_stack(configuration)
     if running := announcements():
         note(
@@ -103,7 +102,6 @@ def _evidence(watch: Watch, status: Reported, **fields: Any) -> Evidence:
 
 
 def _workload_words(settings: Settings, prompts: int, seed: int, *, drafts: bool) -> str:
-    """Return the workload in words: prompts, sampling and trees."""
     tree = settings.tree
     shape = (
         f"policy {tree.policy}, {tree.gamma}/{tree.depth}/{tree.width}" if drafts else "no draft"
@@ -200,7 +198,6 @@ def _listener(url: str) -> tuple[str, str | None, int | None]:
 
 @contextmanager
 def _watched(watch: Watch) -> Iterator[None]:
-    """Watch what happens in the block."""
     watch.begin()
     yield
     watch.end()
@@ -215,7 +212,6 @@ def _check_rounds(watch: Watch) -> None:
 
 
 def _coordinator_of(state: Reported) -> int | None:
-    """Return the process number of a coordinator, if it runs on this machine."""
     local = state.address.startswith("ipc://") and Path(f"/proc/{state.pid}").exists()
     return state.pid if local else None
 

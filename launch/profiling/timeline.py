@@ -82,14 +82,12 @@ class Use:
 
     @property
     def busy(self) -> float:
-        """Share of the time."""
         return self.busy_s / self.whole_s if self.whole_s else 0.0
 
 
 def uses(
     slices: Sequence[Slice], actors: Sequence[Actor], start_ns: int, end_ns: int
 ) -> dict[str, Use]:
-    """Return how every actor spent the time from start to end."""
     found = {actor.name: Use() for actor in actors}
     for piece in slices:
         if (
@@ -160,7 +158,6 @@ def open_spans(slices: Iterable[Slice]) -> list[tuple[int, int]]:
 
 
 def one_by_one(rounds: Iterable[SeenRound]) -> bool:
-    """Return whether sessions ran one after the other."""
     sessions: dict[int, list[int]] = defaultdict(list)
     for seen in rounds:
         sessions[seen.session].append(seen.at_ns)
@@ -193,7 +190,6 @@ def round_ms(slices: Sequence[Slice], rounds: int) -> dict[str, float]:
 
 
 def tokens_of(records: Iterable[RoundRecord]) -> int:
-    """Return the tokens that rounds added to their replies."""
     return sum(record.brought for record in records)
 
 
@@ -220,7 +216,6 @@ class Split:
 
     @property
     def unaccounted_share(self) -> float:
-        """Return the share of the time between two verdicts that stands in no part."""
         return 1.0 - sum(self.parts_s.values()) / self.wall_s
 
 

@@ -34,7 +34,6 @@ class Watch:
 
     @property
     def workers(self) -> Sequence[SeenWorker]:
-        """All workers that were registered, as they were last seen."""
         return [*self._workers.values()]
 
     def begin(self) -> None:
@@ -50,7 +49,6 @@ class Watch:
         self._looked_s = self._sampled_s = time.monotonic()
 
     def glance(self) -> None:
-        """Look, and sample, if it is time."""
         now_s = time.monotonic()
         if now_s - self._sampled_s >= SAMPLE_S:
             self.samplers.take()
@@ -76,7 +74,6 @@ class Watch:
         return seen
 
     def _notice(self, workers: Sequence[SeenWorker]) -> None:
-        """Note workers that came, left, or were replaced by another of the same name."""
         now = {worker.name: worker for worker in workers}
         for name in {*now, *self._there}:
             if name not in now:

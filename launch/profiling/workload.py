@@ -52,13 +52,11 @@ class Workload:
         return self.settings.draft.kind != "none"
 
     def warm_up(self, prompt: Prompt) -> None:
-        """One short reply: memory is touched, and what is tried at first is known."""
         self._decode(prompt, max_tokens=WARM_TOKENS)
 
     def run(
         self, prompts: Sequence[Prompt], watch: Watch, step: Callable[[str], None]
     ) -> list[Reply]:
-        """Every prompt, one after the other."""
         replies = []
         for prompt in prompts:
             replies.append(
@@ -70,7 +68,6 @@ class Workload:
         return replies
 
     def sound(self, prompts: Sequence[Prompt], step: Callable[[str], None]) -> Soundings:
-        """The soundings, on the first prompts."""
         first = prompts[0]
         plain = self._decode(first, max_tokens=LADDER_TOKENS, speculate=False, record=True).rounds
         step("the target alone")

@@ -47,7 +47,6 @@ class Setting:
 
     @cached_property
     def expected(self) -> str:
-        """Describe the values that the setting takes."""
         return " or ".join(self.alternatives)
 
     @property
@@ -73,7 +72,6 @@ class Setting:
             raise SettingsError(self.complaint(error, text, origin)) from None
 
     def complaint(self, error: ValidationError, value: Any, origin: str) -> str:
-        """Return what is wrong with a value, and which ones are valid."""
         first = error.errors(include_url=False)[0]
         if first["type"] == "value_error":
             return (
@@ -91,7 +89,6 @@ class Setting:
         return str(value)
 
     def toml(self, value: Any) -> str:
-        """The value as a TOML file has it."""
         if not self.is_table:
             return json.dumps(list(value) if isinstance(value, tuple) else value)
         return (

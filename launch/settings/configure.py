@@ -56,7 +56,6 @@ class Configuration:
         return reduce(getattr, name.split("."), self.settings)
 
     def given(self, name: str) -> bool:
-        """True if the user set it, by any means."""
         return self.origins[name] not in ("default", "demo", BY_FILE)
 
     def arguments(self, *sections: str) -> list[str]:

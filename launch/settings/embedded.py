@@ -32,5 +32,4 @@ def with_draft(settings: DraftSettings) -> DraftSettings:
 
 
 def head_folder(kind: str) -> Path:
-    """Return where the embedded head of a kind is, if there is one."""
     return DEMO_FOLDER / "heads" / kind

@@ -226,7 +226,6 @@ def _metavar(setting: Setting) -> str:
 
 
 def _kind(words: str) -> str:
-    """Return the placeholder in help for one kind of value."""
     if words.startswith("'"):
         return words.strip("'")
     kinds = {"a whole number": "INTEGER", "a number": "NUMBER", "true or false": "true|false"}

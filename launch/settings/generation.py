@@ -78,7 +78,6 @@ def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _folder(source: str) -> Path | None:
-    """Return the folder of a model; None for a hub id that has not been downloaded."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder

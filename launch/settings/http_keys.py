@@ -58,7 +58,6 @@ class KeyFile(Sequence[str]):
         return self._keys
 
     def _look(self) -> tuple[int, ...]:
-        """Return the identity of the file; empty if there is none."""
         try:
             status = Path(self._settings.api_key_file).expanduser().stat()
         except OSError:

@@ -95,7 +95,6 @@ def write_thresholds(
     sections: Mapping[str, Mapping[str, Any]],
     bins: Sequence[Mapping[str, Any]],
 ) -> None:
-    """The text of the file, with these sections."""
     lines = [
         '# Bounds between the bins of entropy (nats) of tree.policy "heterospec", made by '
         "`dovetail stratify`: name this file as tree.thresholds.",
@@ -156,7 +155,6 @@ def _is_same(facts: Mapping[str, str], made_for: Mapping[str, Any]) -> bool:
 
 
 def _shipped(settings: Settings) -> Path | None:
-    """The file of an embedded draft."""
     draft = settings.draft
     if draft.kind == "substitute":
         return None
@@ -165,7 +163,6 @@ def _shipped(settings: Settings) -> Path | None:
 
 
 def _remedy(settings: Settings) -> str:
-    """Return how to make thresholds for these settings."""
     target, draft, tree = settings.target, settings.draft, settings.tree
     models = [
         *(("--target", target.model) if target.model else ()),
@@ -180,7 +177,6 @@ def _remedy(settings: Settings) -> str:
 
 
 def _digest(folder: Path) -> str:
-    """SHA-256 over name, size and content of config.json and of the weight files."""
     digest = hashlib.sha256()
     for file in (folder / "config.json", *sorted([*weight_paths(folder), *folder.glob("*.bin")])):
         try:

@@ -49,7 +49,6 @@ the target takes at temperature 0.
 
 
 def card(kind: str, what: str, features: "Features", trained: "Trained") -> str:
-    """The README of a head's folder."""
     plan, last, shape = trained.plan, trained.checks[-1], trained.head.shape
     return CARD.format(
         title=what[0].upper() + what[1:].split(":")[0],
@@ -131,7 +130,6 @@ def _more(trained: "Trained", vocabulary: int) -> str:
 
 
 def log_of(kind: str, origin: "Origin", trained: "Trained") -> dict[str, Any]:
-    """Return everything about a training as JSON."""
     return {
         "kind": kind,
         "origin": {**asdict(origin), "target": public_name(origin.target)},
@@ -143,7 +141,6 @@ def log_of(kind: str, origin: "Origin", trained: "Trained") -> dict[str, Any]:
 
 
 def curves(trained: "Trained") -> Mapping[str, str]:
-    """The pictures of a training by file name."""
     checks = trained.checks
     shares = [
         Curve(

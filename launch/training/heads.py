@@ -145,12 +145,10 @@ COMMON: tuple[Callable[[Any], Any], ...] = (
 
 
 def head_commands() -> list[click.Command]:
-    """Return one command a kind of head that can be trained."""
     return [_command(kind, TRAINED[kind]) for kind in HEAD_KINDS]
 
 
 def _own(option: Option) -> Callable[[Any], Any]:
-    """Return an option that only one kind has."""
     listed = Rare if option.rare else click.Option
     if option.type == "flag":
         name = f"{option.name}/--no-{option.name.removeprefix('--')}"

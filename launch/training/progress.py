@@ -15,7 +15,6 @@ PLAIN_LINE_EVERY_S = 15.0
 
 
 def tell(result: Mapping[str, Any], line: str, *, as_json: bool) -> None:
-    """The result on stdout: one JSON object, or a line for people."""
     click.echo(json.dumps(result) if as_json else line)
 
 

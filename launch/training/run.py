@@ -66,7 +66,6 @@ class Wish:
 
 
 def train_head(wish: Wish) -> "Trained | None":
-    """Train what is wished and write the folder; None in all processes of a run but the first."""
     if (wish.features is None) == (not wish.data):
         raise UserError(
             "give --data FILE, or --features DIR with what `dovetail features` made of it; one "
@@ -143,7 +142,6 @@ def _train(wish: Wish, place: "Workplace", peers: "ProcessGroup") -> "Trained | 
 
 
 def _features(wish: Wish) -> "tuple[Features, str]":
-    """Return what there is to learn from, and the target's name."""
     from dovetail.workers.training.data.corpus import open_reader, read_examples
     from dovetail.workers.training.data.features import online_features, open_features
     from dovetail.workers.training.data.states import open_states
@@ -190,7 +188,6 @@ def _shape(wish: Wish, features: "Features", target: "TargetParts") -> "HeadShap
 
 
 def _plan(wish: Wish, target: "TargetParts", peers: "ProcessGroup") -> "Plan":
-    """The preset, overridden by the command line."""
     from dovetail.workers.training.recipes import plan_for
     from dovetail.workers.training.trainer import faster_number
 

@@ -66,7 +66,6 @@ def _work(
 
 
 def _taken(waiting: SimpleQueue[int]) -> Iterator[int]:
-    """Yield the numbers that are left, until there are none."""
     while True:
         try:
             yield waiting.get_nowait()

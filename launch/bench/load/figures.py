@@ -79,7 +79,6 @@ def errors(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 
 
 def _times(name: str, seconds: Sequence[float | None]) -> dict[str, float | None]:
-    """Return mean, median and 99th percentile in ms; None where nothing was measured."""
     ms = [1e3 * value for value in seconds if value is not None]
     if not ms:
         return dict.fromkeys((f"mean_{name}_ms", f"median_{name}_ms", f"p99_{name}_ms"))

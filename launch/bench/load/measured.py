@@ -43,7 +43,6 @@ class Plan:
 
     @property
     def told(self) -> dict[str, Any]:
-        """Return the plan as it is written into a result."""
         return {
             "prompts": self.prompts,
             "num_prompts": self.requests,
@@ -64,7 +63,6 @@ class Findings:
     """Why a process of ours ended meanwhile; empty: none did."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each concurrency and method."""
         methods = sorted({method for method, _ in self.loads}, key=lambda name: name != PLAIN)
         levels = dict.fromkeys(level for _, level in self.loads)
         keys = [(m, n) for n in levels for m in methods if (m, n) in self.loads]
@@ -73,7 +71,6 @@ class Findings:
         return with_speedups(rows, texts, PLAIN)
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the figures of each request, in seconds."""
         return [
             {"method": method, "max_concurrency": level, "run": number, **_told(reply)}
             for (method, level), loads in self.loads.items()
@@ -170,7 +167,6 @@ def _warm_up(server: Served, plan: Plan) -> None:
 
 
 def _texts(loads: Sequence[Load]) -> dict[int, str]:
-    """Return the text of each reply without an error, by the number of its request."""
     return {reply.number: reply.text for load in loads for reply in load.replies if not reply.error}
 
 

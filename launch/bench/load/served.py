@@ -36,7 +36,6 @@ class Served:
     """Returns the failures of our processes that have ended meanwhile."""
 
     def body(self, method: str, turn: str, *, seed: int, **fields: Any) -> dict[str, Any]:
-        """Return the body of a request."""
         wishes = {"dovetail": {"speculate": method != PLAIN, "fit": True}}
         return {
             "model": self.model,
@@ -93,7 +92,6 @@ def _methods(configuration: Configuration) -> tuple[str, ...]:
 
 
 def _url_of(child: Child) -> str:
-    """Wait until a process prints the URL at which it listens, and return that."""
     assert child.process.stdout is not None
     url = child.process.stdout.readline().decode().strip()
     if not url:
@@ -103,7 +101,6 @@ def _url_of(child: Child) -> str:
 
 
 def _model_of(site: Site) -> tuple[str, bool]:
-    """Return the model that a server serves, and whether the server is a dovetail."""
     models = site.get("/v1/models").get("data")
     first = models[0] if isinstance(models, list) and models else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):

@@ -37,7 +37,6 @@ PANELS = (
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the table of all rows, and the notes on it."""
     print_table(tuple(COLUMNS), [_line(row) for row in result["rows"]], keys=2, whole=True)
     show_notes(result)
 
@@ -64,7 +63,6 @@ def show_notes(result: Mapping[str, Any]) -> None:
 
 
 def draw(result: Mapping[str, Any]) -> str:
-    """Return an SVG of throughput and latencies over the concurrency."""
     methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
     panels = [
         Panel(
@@ -94,7 +92,6 @@ def _where(row: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return a row of the table; without figures where no request was answered."""
     times = (number(row[f"{which}_{name}_ms"], 1) for name in TIMES for which in ("median", "p99"))
     done = row["completed"] > 0
     return (

@@ -81,13 +81,11 @@ def kubernetes_manifest(configuration: Configuration) -> str:
 
 
 def _secret_files(name: str, folder: Path, api_keys: Path) -> dict[str, Path]:
-    """Return the files that the secret of a part is made of, by their names in it."""
     files = {file: folder / file for file in key_names(folder, name)}
     return {**files, "api-keys": api_keys} if name == "http" else files
 
 
 def _amounts(part: Part) -> dict[str, str]:
-    """Return the limits of a container: CPUs, memory, GPUs."""
     cpu = str(len(set(part.place.cores))) if part.is_worker else "500m"
     memory = {} if part.memory is None else {"memory": str(part.memory)}
     return {"cpu": cpu, **memory, **({"nvidia.com/gpu": "1"} if part.gpu else {})}

@@ -176,7 +176,6 @@ def _moved(command: list[str], there: Destination) -> Iterator[str]:
 
 
 def _models(settings: Settings, name: str) -> Iterator[Path]:
-    """Yield the models that a process reads and that do not come with the program."""
     target, draft = with_target(settings.target), with_draft(settings.draft)
     if name in WORKER_ROLES and settings.target.model:
         yield _here(target.model)

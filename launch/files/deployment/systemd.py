@@ -134,7 +134,6 @@ def _least_port() -> int:
 
 
 def _service(part: Part, settings: Settings) -> str:
-    """Return one unit."""
     return text(
         "unit.service",
         part=part,
@@ -152,7 +151,6 @@ def _service(part: Part, settings: Settings) -> str:
 
 
 def _resources(part: Part) -> Iterator[str]:
-    """Yield cores, memory nodes and memory."""
     cores = format_numbers(sorted(part.place.cores))
     yield f"AllowedCPUs={cores}"
     if nodes := format_numbers(sorted(set(part.place.nodes))):
@@ -169,7 +167,6 @@ def _resources(part: Part) -> Iterator[str]:
 
 
 def _folders(part: Part) -> Iterator[str]:
-    """Yield the lines for a unit's view of the file system, besides the system itself."""
     if part.name == "coordinator":
         yield from ("RuntimeDirectory=dovetail", "RuntimeDirectoryMode=0700")
         yield from ("StateDirectory=dovetail", "StateDirectoryMode=0700")
@@ -180,7 +177,6 @@ def _folders(part: Part) -> Iterator[str]:
 
 
 def _network(part: Part, settings: Settings) -> Iterator[str]:
-    """Yield what a unit may speak with."""
     tcp = settings.coordinator.listen.startswith("tcp://")
     if part.name != "http" and not tcp:
         yield from ("PrivateNetwork=yes", "RestrictAddressFamilies=AF_UNIX", "IPAddressDeny=any")
@@ -248,7 +244,6 @@ def _unit(name: str) -> str:
 
 
 def _title(part: Part) -> str:
-    """Return what a process is called in a sentence."""
     if part.is_worker:
         return f"{part.name} worker"
     return "HTTP API" if part.name == "http" else part.name

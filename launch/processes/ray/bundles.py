@@ -48,7 +48,6 @@ class Bundle:
 
     @property
     def words(self) -> str:
-        """Return its resources, as written in the setting."""
         wishes = [f"{name}={_amount(name, value)}" for name, value in self.resources.items()]
         return ",".join([*wishes, *(f"label:{key}={value}" for key, value in self.labels.items())])
 
@@ -139,12 +138,10 @@ def _wants_gpu(settings: Settings, role: Played, nodes: Sequence[Node]) -> bool:
 
 
 def _is_gpu(device: str) -> bool:
-    """True if Ray counts a device as a GPU."""
     return memory_of(device) is Memory.OWN
 
 
 def _listed(node: Node) -> str:
-    """Return a node's resources in words, without those that Ray adds."""
     own = {
         name: value
         for name, value in node.resources.items()

@@ -73,7 +73,6 @@ class Cluster:
         return self._own and any(kind == RAYLET for kind, _ in node.dead_processes())
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that are alive."""
         free = available_resources_per_node()
         return [
             Node(
@@ -88,7 +87,6 @@ class Cluster:
         ]
 
     def reserve(self, bundles: Sequence[Bundle], strategy: str) -> "Reservation":
-        """Reserve these bundles."""
         return Reservation(bundles, strategy)
 
 
@@ -108,7 +106,6 @@ class Reservation:
         return bool(self._group.wait(timeout_seconds=seconds))
 
     def nodes(self) -> list[str]:
-        """Return the ids of the nodes of the bundles, in order, once it is placed."""
         found = placement_group_table(self._group)["bundles_to_node_id"]
         return [found[index] for index in range(len(self.bundles))]
 
@@ -128,7 +125,6 @@ class Reservation:
         return RemoteSeat(ray.remote(_Seat).options(**options).remote())
 
     def close(self) -> None:
-        """Remove the placement group."""
         with suppress(RayError):
             remove_placement_group(self._group)
 
@@ -150,7 +146,6 @@ class RemoteSeat:
 
     @property
     def idle(self) -> bool:
-        """True if no call is pending."""
         return self._asked is None
 
     def ask(self, call: str, *arguments: Any, **named: Any) -> None:
@@ -158,7 +153,6 @@ class RemoteSeat:
         self._asked = getattr(self._actor, call).remote(*arguments, **named)
 
     def order(self, call: str, *arguments: Any) -> None:
-        """Call a method and ignore its result."""
         getattr(self._actor, call).remote(*arguments)
 
     def answer(self, wait_s: float = 0.0) -> Any:
@@ -193,7 +187,6 @@ def _failed(error: RayError) -> Failed:
 
 
 def _check(address: str) -> None:
-    """`UserError` for an invalid address, or if no process listens there."""
     if address in ("", "auto"):
         return
     if "://" in address:

@@ -136,7 +136,6 @@ class RemotePart:
             self._ending = Ending(LOST, why)
 
     def poll(self, now_s: float) -> None:
-        """Fetch a pending result, and make the next call."""
         if self.ended:
             return
         try:
@@ -171,7 +170,6 @@ class RemotePart:
                 self._ending = Ending(**answer["ending"])
 
     def _meet(self, answer: Mapping[str, Any]) -> None:
-        """Note its node; another release than ours is refused."""
         theirs = {key: answer[key] for key in self._release}
         if theirs != self._release:
             self._refuse(
@@ -183,7 +181,6 @@ class RemotePart:
         self.host, self.ip = answer["host"], answer["ip"]
 
     def _go_on(self, now_s: float) -> None:
-        """Start the process, or poll it."""
         command = self._command
         if self.pid and now_s >= self._look_s:
             self.seat.ask("look")

@@ -47,12 +47,10 @@ class Replicas:
 
     @property
     def address(self) -> str:
-        """Return the addresses of the coordinators."""
         return " ".join(service.address for service in self._services)
 
     @property
     def pids(self) -> dict[str, int]:
-        """The pid of each running process, by name."""
         found = {
             f"{service.name} {part}": pid
             for service in self._services
@@ -62,11 +60,9 @@ class Replicas:
 
     @property
     def state(self) -> Reported | None:
-        """Return the state of one of the coordinators."""
         return self._services[0].state
 
     def faults(self, now_s: float) -> tuple[Fault, ...]:
-        """The parts that were lost and are not back yet."""
         return tuple(
             fault.model_copy(update={"part": f"{service.name} {fault.part}"})
             for service in self._services
@@ -74,7 +70,6 @@ class Replicas:
         )
 
     def begin(self) -> None:
-        """Start all of them, without waiting."""
         for service in self._services:
             service.begin()
 
@@ -129,7 +124,6 @@ class Replicas:
     # -- the router --------------------------------------------------------------------------------
 
     def _step_router(self) -> None:
-        """Give the router the addresses of the services, and keep it running."""
         now_s, actions = time.monotonic(), list[Action]()
         urls = "".join(f"{service.url}\n" for service in self._services if service.url)
         if urls != self._listed:
@@ -179,7 +173,6 @@ class Replicas:
         self._ear = Ear(self._child)
 
     def _pass_on(self) -> None:
-        """Pass on the router's output."""
         if self._ear is not None and self._watch.serving:
             for line in self._ear.listen():
                 log.info("%s: %s", ROUTER, line)

@@ -49,7 +49,6 @@ class Seat:
         self._heard = ""
 
     def introduce(self) -> dict[str, Any]:
-        """Return the node's identity, and the installed release."""
         return {
             "host": socket.gethostname(),
             "ip": self._ip,
@@ -91,7 +90,6 @@ class Seat:
         return {"pid": self._child.process.pid}
 
     def look(self) -> dict[str, Any]:
-        """Return the output of the process since the last call, and how it has ended if it has."""
         assert self._child is not None
         assert self._ear is not None
         self._supervisor.mind()

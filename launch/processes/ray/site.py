@@ -155,7 +155,6 @@ class RaySite:
             self._let_go(part)
 
     def mind(self) -> None:
-        """Poll the processes on the nodes."""
         now_s = time.monotonic()
         self._supervisor.mind()
         if self._cluster.gone:
@@ -178,7 +177,6 @@ class RaySite:
         return why_not(self._bundles, self._cluster.nodes(), self._settings.ray.strategy)
 
     def _seat(self, name: str) -> RemotePart:
-        """Create a seat for a part, in its bundle."""
         index = [COORDINATOR, *self.workers].index(name) if name != HTTP else 0
         guest = name in (COORDINATOR, HTTP)
         seat: RemoteSeat = self._reservation.seat(index, guest=guest)
@@ -195,7 +193,6 @@ class RaySite:
     # -- commands ----------------------------------------------------------------------------------
 
     def _command(self, name: str, address: str, url: str) -> Command:
-        """Return the command of a part, with the files that it needs."""
         configuration, there = self._configuration, []
         if self.keys is not None:
             there = [f"--coordinator.keys={FOLDER}"]
@@ -224,7 +221,6 @@ class RaySite:
         )
 
     def _reachable(self) -> Configuration:
-        """Return the settings with which other machines can reach the HTTP API, if they must."""
         values: dict[str, object] = {}
         if self._behind_router:
             values |= {"http.host": "127.0.0.1", "http.port": 0}
@@ -233,13 +229,11 @@ class RaySite:
         return self._configuration.over("--engine ray", values) if values else self._configuration
 
     def _api_keys(self) -> dict[str, str]:
-        """Return the file of API keys for another machine."""
         if self._near:
             return {}
         return {API_KEYS: "".join(f"{key}\n" for key in read_keys(self._settings.http))}
 
     def _take_keys(self) -> Path:
-        """Return the folder of keys of this deployment: that of the settings, else a new one."""
         if self._settings.coordinator.keys:
             return Path(self._settings.coordinator.keys)
         self._own_keys = Path(tempfile.mkdtemp(prefix="dovetail-keys-"))
@@ -248,7 +242,6 @@ class RaySite:
         return self._own_keys
 
     def _files(self, *roles: str) -> dict[str, str]:
-        """Return the files of keys that a process of these roles needs, by name."""
         if self.keys is None:
             return {}
         names = [f"{HUB}.pub"]
@@ -260,7 +253,6 @@ class RaySite:
 
 
 def check_settings(configuration: Configuration) -> None:
-    """`UserError` for settings that do not apply to a cluster."""
     if configuration.given("coordinator.listen"):
         raise UserError(
             "--engine ray chooses where a coordinator listens, by where its workers are: leave "

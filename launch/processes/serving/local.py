@@ -152,7 +152,6 @@ class Local:
         self._supervisor.mind()
 
     def _arguments(self, name: str, address: str, url: str) -> list[str]:
-        """Return the command of a part."""
         configuration = self._configuration
         keys = [f"--coordinator.keys={self.keys}"] if self.keys else []
         if name == COORDINATOR:

@@ -87,22 +87,18 @@ class Service:
 
     @property
     def serving(self) -> bool:
-        """True if everything has been ready at least once."""
         return self._watch.serving
 
     @property
     def left(self) -> bool:
-        """True if the coordinator has received a Stop."""
         return self._left
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Return the parts that are not ready."""
         return self._watch.missing
 
     @property
     def pids(self) -> dict[str, int]:
-        """The pid of each running process, by name."""
         return {name: running.pid for name, running in self._running.items()}
 
     def begin(self) -> None:
@@ -138,7 +134,6 @@ class Service:
             time.sleep(POLL_S)
 
     def faults(self, now_s: float) -> tuple[Fault, ...]:
-        """The parts that were lost and are not back yet."""
         return tuple(
             Fault(
                 part=outage.part,
@@ -195,7 +190,6 @@ class Service:
             self._pass_on()
 
     def _look_after(self, now_s: float) -> None:
-        """Note which processes have sent heartbeats or used CPU time."""
         if (
             HTTP in self._running
             and HTTP not in self._watch.missing
@@ -228,7 +222,6 @@ class Service:
                     self._give_up(f"the {name} {why}", ended)
 
     def _give_up(self, why: str, ended: Running) -> NoReturn:
-        """Let running requests finish, end everything, and raise the reason."""
         last = ended.ending()
         failure = f"{why}; most recently it {': '.join(filter(None, (last.words, last.last_line)))}"
         log.error(
@@ -272,7 +265,6 @@ class Service:
             self._log(f"the {name} starts" + (f", pid {running.pid}" if running.pid else ""))
 
     def _misfit(self, name: str) -> str:
-        """Return why a worker cannot be started while others are loading; empty if it can."""
         loading = {
             other: self._running[other]
             for other in self._watch.waiting
@@ -308,7 +300,6 @@ class Service:
         return True
 
     def _ask(self, inquiry: Inquiry, now_s: float) -> None:
-        """Get the registered workers from the coordinator."""
         state = inquiry.news(now_s, ASK_EVERY_S if not self._watch.missing else 0.0)
         if state is not None:
             self.state = state
@@ -341,20 +332,17 @@ class Service:
             self._perform(self._watch.answered(known, now_s, filled, given, drained))
 
     def _played(self, name: str) -> Role:
-        """Return the role of a worker, the first one if it has both."""
         return "draft" if self._workers[name] == "draft" else "target"
 
     # -- what they say -----------------------------------------------------------------------------
 
     def _pass_on(self, names: Collection[str] | None = None) -> None:
-        """Pass on the output of these processes, or of all."""
         for name, running in self._running.items():
             if names is None or name in names:
                 for line in running.listen():
                     self._log(f"{name}: {line}")
 
     def _hear_out(self, name: str, gone: Running) -> None:
-        """Pass on the last output of a process that has ended."""
         for line in gone.listen():
             self._log(f"{name}: {line}")
         gone.forget()

@@ -104,7 +104,6 @@ class _State:
         self.cpu_s = self.heard_cpu_s = 0.0
 
     def hear(self, now_s: float) -> None:
-        """Note a report of the part."""
         self.heard_s, self.heard_cpu_s = now_s, self.cpu_s
 
     def lost(self, why: str, now_s: float) -> None:
@@ -161,7 +160,6 @@ class Watch:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The parts that are not ready, whether they run or not."""
         return tuple(name for name, state in self._states.items() if state.ready_s is None)
 
     @property
@@ -175,11 +173,9 @@ class Watch:
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """The parts that were dismissed and not replaced since."""
         return tuple(name for name, away in self._away.items() if away.seen_s is None)
 
     def needs(self, name: str) -> bool:
-        """True if requests cannot be served without this part."""
         return self._states[name].part.needed and name not in self._filled
 
     def due(self, now_s: float) -> list[Action]:
@@ -213,7 +209,6 @@ class Watch:
         return actions
 
     def ready(self, name: str, now_s: float) -> list[Action]:
-        """A running part is ready."""
         state = self._states[name]
         if not state.running or state.ready_s is not None:
             return []
@@ -226,7 +221,6 @@ class Watch:
         return []
 
     def heartbeat(self, name: str, now_s: float) -> None:
-        """Note a heartbeat of a part."""
         if self._states[name].ready_s is not None:
             self._states[name].hear(now_s)
 
@@ -325,7 +319,6 @@ class Watch:
         return actions
 
     def ended(self, name: str, ending: Ending, now_s: float) -> list[Action]:
-        """A process has ended."""
         state = self._states[name]
         if name == self._root and ending.code == 0:
             return [Tell(f"the {name} was told to stop"), Leave()]
