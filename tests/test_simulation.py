@@ -614,7 +614,7 @@ def test_a_name_of_no_draft_is_refused_before_models_are_loaded(
         (("--sweep=ratio", "--values=a"), "not a list of ratios"),
         (("--sweep=ratio", "--machine=heterospec-h20"), "share a device"),
         (("--machine=heterospec-h20", "--method=dynamic,ahead=true"), "share a device"),
-        (("--plot=p.png",), "a plot is written as SVG"),
+        (("--plot=p.png",), "a plot is an SVG"),
         (("--costs=nowhere.jsonl",), "nowhere.jsonl"),
     ],
 )

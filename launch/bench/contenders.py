@@ -233,10 +233,7 @@ def founder(methods: Sequence[Method], of: Method) -> Method:
         return of
     first = sharing[0]
     if any(_processes(method) != _processes(first) for method in sharing):
-        raise ValueError(
-            f"{', '.join(method.name for method in sharing)} cannot share processes: their models "
-            "differ, or how these are loaded"
-        )
+        raise ValueError(f"{', '.join(one.name for one in sharing)}: their models differ")
     waits = all(method.configuration.settings.draft.ahead is False for method in sharing)
     return (
         first

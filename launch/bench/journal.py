@@ -246,23 +246,17 @@ def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
     lines = file.read().splitlines(keepends=True)
     journal, plain = Journal(file), json.loads(json.dumps(heading))
     if lines and not (lines[0].startswith(FIRST) or FIRST.startswith(lines[0])):
-        raise UserError(
-            f"{path} was not written by `dovetail bench --out`: choose another --out, or remove it"
-        )
+        raise UserError(f"{path} is not a file of `dovetail bench --out`: choose another --out")
     whole = [line for line in lines if line.endswith(b"\n")]
     for number, line in enumerate(whole, start=1):
         try:
             _take(journal, json.loads(line), plain)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError):
             raise UserError(
-                f"{path} line {number} was not written by `dovetail bench --out`: choose another "
-                "--out, or remove the file"
+                f"{path} line {number} is not from `dovetail bench --out`: choose another --out"
             ) from None
     if journal.whole and not (journal.known and journal.tasks and journal.replies):
-        raise UserError(
-            f"{path} is marked as complete, but lacks results: choose another --out, or "
-            "remove the file"
-        )
+        raise UserError(f"{path} ends with a result but lacks replies: choose another --out")
     file.truncate(sum(map(len, whole)))
     if not whole:
         journal._write({"bench": plain})

@@ -114,14 +114,13 @@ def read_method(base: Configuration, text: str) -> Method:
         configuration = base.over(origin, {})
     elif head in NAMES:
         raise UserError(
-            f"--method {head} is part of a checkout, not of an installation: run bench from there, "
-            "or measure its server with --url"
+            f"--method {head} is part of a checkout: run bench there, or measure its server with "
+            "--url"
         )
     elif head in POLICIES:
         if base.settings.draft.kind == NONE:
             raise UserError(
-                f"--method {head} is the draft of the settings with that tree policy, and they "
-                "have none: leave --draft none out"
+                f"--method {head} is a tree policy and needs a draft: leave --draft none out"
             )
         configuration = base.over(origin, tree_of(head))
     elif head in DRAFT_KINDS:
@@ -150,10 +149,7 @@ def read_method(base: Configuration, text: str) -> Method:
             continue
         name, equals, value = setting.partition("=")
         if not equals:
-            raise UserError(
-                f"--method {text}: {setting!r} is not a setting: write NAME=VALUE, such as "
-                "tree.gamma=6"
-            )
+            raise UserError(f"--method {text}: {setting!r} is not NAME=VALUE, such as tree.gamma=6")
         values[name] = parse_setting(name, value, origin)
     return Method(
         text,

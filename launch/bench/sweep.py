@@ -55,8 +55,7 @@ class Sweep:
         """The method with each of the values, named as `--method` would have it."""
         if method.configuration.origins[self.setting].startswith("--method"):
             raise UserError(
-                f"--method {method.name} sets {self.setting}, which --sweep {self.name} "
-                "varies: leave one of the two out"
+                f"--method {method.name} sets {self.setting}, which --sweep {self.name} varies"
             )
         tree = method.configuration.settings.tree
         if (
@@ -95,8 +94,7 @@ def read_sweep(name: str, values: str | None) -> Sweep:
     numbers = tuple(parse_setting(f"tree.{name}", text, "--values") for text in texts)
     if not numbers or 0 in numbers or len(set(numbers)) < len(numbers):
         raise UserError(
-            f"--values {values!r} is not a list of different whole numbers above 0: write one such "
-            "as 1,4,16"
+            f"--values {values!r}: write different whole numbers above 0, such as 1,4,16"
         )
     return Sweep(name, tuple(sorted(numbers)))
 
@@ -105,9 +103,7 @@ def points_of(sweep: Sweep, methods: Sequence[Method]) -> list[Method]:
     """All methods of a run, each that is swept in the order of the values; `UserError` where there
     is nothing to sweep."""
     if not any(map(sweep.varies, methods)):
-        raise UserError(
-            f"--sweep {sweep.name} needs a method that drafts: add one, such as --method small"
-        )
+        raise UserError(f"--sweep {sweep.name} needs a method that drafts, such as --method small")
     return [
         point
         for method in methods

@@ -143,7 +143,7 @@ class Site:
             connection.close()
             raise UserError(
                 f"no server answers at {self.url} ({error.strerror or error}): start `dovetail "
-                "serve` there, or correct the URL"
+                "serve` there"
             ) from None
         connection.sock.settimeout(self._silence_s)
         return connection
@@ -230,9 +230,7 @@ class WebAnswerer:
                     if "error" in event:
                         raise _failure(500, event)
                     yield event
-        raise DovetailError(
-            f"the server at {self._site.url} closed the connection in the middle of a reply"
-        )
+        raise DovetailError(f"the server at {self._site.url} closed the connection within a reply")
 
 
 class _Reply:
@@ -302,7 +300,7 @@ def _object(content: bytes) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise DovetailError(
-            "the server answered with something that is not a JSON object: "
+            "the server did not answer with a JSON object: "
             f"{printable(content[:80].decode(errors='replace'))!r}"
         )
     return found

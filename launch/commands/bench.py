@@ -225,9 +225,7 @@ def command(
     printed with their margin and do not count. With --concurrency: exit code 1 if a request failed.
     """
     if values is not None and sweep is None:
-        raise UserError(
-            "--values belongs to a sweep: add --sweep gamma or --sweep depth, or leave it out"
-        )
+        raise UserError("--values needs --sweep gamma or --sweep depth")
     _check_outputs(out, plot, table)
     if url is None and configuration.origins["target.model"] == POSITIONAL:
         configuration = with_choices(configuration)
@@ -252,8 +250,7 @@ def command(
     every = points_of(sweeping, chosen) if sweeping is not None else chosen
     if plot is not None and all(method.name == NONE for method in every):
         raise UserError(
-            "--plot draws speed-ups over none, and no other method is measured: add one, such "
-            "as --method small"
+            "--plot draws speed-ups over none: add another method, such as --method small"
         )
     sets = _sets(files, limit)
     heats = _heats(configuration, temperatures)
@@ -301,10 +298,7 @@ def _tell(result: dict[str, Any], sweeping: Sweep | None, *, as_json: bool) -> N
 def _check_alone(context: click.Context) -> None:
     for name, option in COMPARING.items():
         if context.params[name]:
-            raise UserError(
-                f"{option} belongs to a comparison prompt by prompt: leave it out, or "
-                "--concurrency and --url"
-            )
+            raise UserError(f"{option} does not go with --concurrency or --url: leave it out")
 
 
 @contextmanager
@@ -324,10 +318,7 @@ def _sets(files: Sequence[Path], limit: int | None) -> list[PromptSet]:
     sets = [read_prompt_set(path, limit) for path in files or (DEMO_FOLDER / "prompts.jsonl",)]
     names = [prompts.name for prompts in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            f"two files of prompts are called {twice}, and a set has the name of its file: "
-            "rename one of them"
-        )
+        raise UserError(f"two files of prompts are called {twice}: rename one of them")
     return sets
 
 
@@ -370,8 +361,6 @@ def _check_outputs(out: Path | None, plot: Path | None, table: Path | None) -> N
     paths = (out, plot, table)
     given = [path.expanduser().resolve() for path in paths if path is not None]
     if twice := next((path for path in given if given.count(path) > 1), None):
-        raise UserError(
-            f"two of --out, --plot and --csv name the same file, {twice}: choose different files"
-        )
+        raise UserError(f"two of --out, --plot and --csv name {twice}: choose different files")
     check_output(plot, "the plot")
     check_output(table, "the table")

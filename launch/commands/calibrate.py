@@ -166,8 +166,8 @@ def command(
             click.echo(f"Other programs {most.words}.")
     if busy and most is not None and profile is not None:
         raise DovetailError(
-            f"nothing was saved because other programs {most.words}: stop them and measure again, "
-            "or add --keep-anyway"
+            f"nothing was saved because other programs {most.words}: stop them, or add "
+            "--keep-anyway"
         )
     if not as_json:
         note(
@@ -211,13 +211,12 @@ def _check(configuration: Configuration) -> None:
     ):
         if value != "auto":
             raise SettingsError(
-                f"{name} = {value!r}: calibrate measures layers one by one, wherever they will be "
-                "placed; leave it out"
+                f"{name} = {value!r}: calibrate measures layers one by one; leave it out"
             )
     if target.weights == BLOCKS and (device := beside_cpu(configuration)):
         raise SettingsError(
-            f"layers on {device} are measured with random weights, and target.weights = {BLOCKS!r} "
-            "takes blocks of a file: leave target.split.device and target.device out"
+            f"layers on {device} are measured with random weights, not with target.weights = "
+            f"{BLOCKS!r}"
         )
     folder = Path(target.model).expanduser() if target.model else None
     if (
@@ -226,8 +225,8 @@ def _check(configuration: Configuration) -> None:
         and not (folder / "config.json").is_file()
     ):
         raise CheckpointError(
-            f"the target model {target.model} has no config.json: name a folder that has one, "
-            "or the id of a hub (OWNER/NAME)"
+            f"the target model {target.model} has no config.json: name a folder that has one, or a "
+            "hub id"
         )
     if folder is not None and not folder.exists():
         check_source("target", target.model)

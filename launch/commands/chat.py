@@ -176,9 +176,7 @@ class Chat:
         """Answer a question in the context of the conversation, which is unchanged if there is no
         answer."""
         if not is_unicode(question):
-            raise UserError(
-                "this is not valid UTF-8 text: set your terminal to UTF-8, or type it again"
-            )
+            raise UserError("this is not valid UTF-8 text: set your terminal to UTF-8")
         self._unanswered, self._in_line = None, False
         try:
             answer = self._answerer.answer(before.turns_with(question), self._manner, self._show)
@@ -319,10 +317,7 @@ def _seed(argument: str) -> int | None:
     if argument == "random":
         return None
     if not (argument.isascii() and argument.isdigit() and int(argument) <= MAX_SEED):
-        raise UserError(
-            f"/seed {argument} is not possible: write a whole number from 0 to {MAX_SEED}, or "
-            "random"
-        )
+        raise UserError(f"/seed {argument}: write a whole number from 0 to {MAX_SEED}, or random")
     return int(argument)
 
 

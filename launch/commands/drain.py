@@ -49,8 +49,8 @@ def command(
             done = wait_for(client, client.dismiss(leaver.worker_epoch, last=last))
         except LinkError as error:
             raise DovetailError(
-                f"{error} during the drain: if `dovetail status` still shows {leaver.name}, "
-                "drain it again"
+                f"{error} during the drain: if `dovetail status` still shows {leaver.name}, drain "
+                "it again"
             ) from None
         empty = [role for role in client.status().drained if role in leaver.roles]
     if as_json:

@@ -123,8 +123,8 @@ def command(
     if connect is not None and speaks_http(connect):
         if trace is not None or record is not None:
             raise UserError(
-                "--trace and --record need the coordinator: connect to its address (ipc:// or "
-                "tcp://) instead of the server's URL"
+                "--trace and --record need the coordinator: connect to ipc:// or tcp://, not to a "
+                "URL"
             )
         decode_over_http(wish, connect, text, as_json=as_json)
         return
@@ -182,9 +182,7 @@ def _decode_prompts(
     if out is None:
         raise UserError("--prompts FILE needs --out FILE for the answers")
     if out.exists() and file.exists() and out.samefile(file):
-        raise UserError(
-            f"--out {out} is the file of --prompts itself: choose another one for the answers"
-        )
+        raise UserError(f"--out {out} is the file of --prompts: choose another one")
     if record is not None and record.resolve() == out.resolve():
         raise UserError(f"--out and --record both name {out}: choose a file for each")
     asked = read_prompts(file)
@@ -197,13 +195,9 @@ def _check_file_mode(
 ) -> None:
     if connect is not None and is_url(connect):
         raise UserError(
-            "--prompts needs the coordinator: connect to its address (ipc:// or tcp://) "
-            f"instead of {connect}"
+            f"--prompts needs the coordinator: connect to ipc:// or tcp:// instead of {connect}"
         )
     if prompt is not None:
         raise UserError("a prompt and --prompts FILE are two different jobs: leave one of them out")
     if as_json or trace is not None:
-        raise UserError(
-            "--json and --trace are for a single prompt: the answers to --prompts are JSON "
-            "lines anyway"
-        )
+        raise UserError("--json and --trace are for a single prompt: leave them out")

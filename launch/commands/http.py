@@ -169,7 +169,7 @@ def _template_values(settings: HttpSettings) -> Mapping[str, Any]:
     values = template_values(settings.chat_template_kwargs)
     if ours := sorted(OWN_VALUES.intersection(values)):
         raise SettingsError(
-            f"http.chat_template_kwargs may not name {', '.join(ours)}: these follow from a request"
+            f"http.chat_template_kwargs may not name {', '.join(ours)}: requests set these"
         )
     return values
 

@@ -177,18 +177,15 @@ def _there(found: Subject) -> list[str]:
 def _check(configuration: Configuration, machine: str | None, target_size: str | None) -> None:
     target = configuration.settings.target
     if target_size is not None and target.model:
-        raise UserError(
-            f"--target-size {target_size} takes the place of a target: leave --target out"
-        )
+        raise UserError(f"--target-size {target_size} replaces --target: leave one of the two out")
     if target_size is not None and machine is None:
         raise UserError(
-            f"--target-size {target_size} goes with --machine: name the folder of a "
-            "config.json with --target, or a machine"
+            f"--target-size {target_size} needs --machine; for this machine name a --target"
         )
     if target.weights not in (*WEIGHT_BYTES, FILE, INT4):
         raise UserError(
-            f"target.weights = {target.weights!r} cannot be split or streamed, and is not "
-            "planned with: use fp32, half, int8, int4 or bf16"
+            f"target.weights = {target.weights!r} is not planned with: use fp32, half, int8, int4 "
+            "or bf16"
         )
     if machine is not None and (target.split.device or target.device != "cpu"):
         raise UserError(f"--machine {machine} has its own device: leave target's devices out")
@@ -205,8 +202,8 @@ def _file_bytes(configuration: Configuration, machine: str | None, gguf_size: st
         return 0
     if machine is None or configuration.given("target.weights"):
         raise UserError(
-            f"--gguf-size {gguf_size} goes with --machine and without --weights: name the file "
-            "itself with --target to plan for this machine"
+            f"--gguf-size {gguf_size} needs --machine, and no --weights; here name the file with "
+            "--target"
         )
     try:
         return byte_count(gguf_size)
@@ -235,19 +232,16 @@ def _elsewhere(
     )
     if arithmetic(weights) not in found.target.peak_gflop_s:
         raise UserError(
-            f"{found.title} has no figures for {weights} weights: choose "
+            f"{found.title} has no figures for {weights}: choose "
             f"{' or '.join(found.target.peak_gflop_s)}"
         )
     hardware = described(found, weights, current.memory.vram_bytes, current.memory.ram_bytes)
     if (numa := current.target.numa) not in ("auto", "shard"):
-        raise UserError(
-            f"target.numa = {numa!r}: a plan does not choose nodes of a described machine; "
-            "write shard, or leave it out"
-        )
+        raise UserError(f"target.numa = {numa!r} with --machine: write shard, or leave it out")
     if numa == "shard" and hardware.nodes is None:
         raise UserError(
-            f"target.numa = 'shard': {found.title} has one memory node by its description: give "
-            "their number (nodes), or leave target.numa out"
+            f"target.numa = 'shard': {found.title} has one memory node: set its nodes, or leave "
+            "numa out"
         )
     device = GPU if hardware.device is not None else None
     subject = Subject(configuration, design, hardware, device, device or "cpu", weights)

@@ -120,8 +120,7 @@ def command(
     prompts = _prompts(prompt, file, limit, watching=connect is not None)
     if seconds is not None and (connect is None or prompts):
         raise UserError(
-            "--seconds is how long others are watched: name them with --connect, and leave "
-            "prompts out, or leave --seconds out"
+            "--seconds needs --connect, and no prompts: it is how long a server is watched"
         )
     check_charts("the figure")
     with _made(out):

@@ -87,7 +87,7 @@ def command(
     if not urls and replicas is None:
         raise UserError(
             "a router needs services: name each with --connect URL, or a file of them with "
-            "--replicas FILE"
+            "--replicas"
         )
     listed = Listed(urls, replicas)
     listed()
@@ -164,7 +164,6 @@ class Listed:
 def _url(text: str, where: str) -> str:
     if not REPLICA.fullmatch(text):
         raise UserError(
-            f"{where}: {text!r} is not the URL of a service: write one such as "
-            "http://127.0.0.1:8000"
+            f"{where}: {text!r} is not the URL of a service, such as http://127.0.0.1:8000"
         )
     return text.rstrip("/")

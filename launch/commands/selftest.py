@@ -156,8 +156,8 @@ def command(
             checks.append(runs.check(case))
         if not runs.drafted and not any(check.failure for check in checks):
             raise DovetailError(
-                "the draft worker proposed nothing, so nothing was compared: `dovetail status` "
-                "shows whether one is there"
+                "the draft proposed nothing, so nothing was compared: `dovetail status` shows the "
+                "workers"
             )
         note(connection.models())
         agreement = Agreement(why="--text-tokens is 0")
@@ -188,13 +188,11 @@ def _show_card(
 
 def _check_settings(configuration: Configuration) -> None:
     if configuration.settings.draft.kind == "none" or configuration.settings.tree.gamma == 0:
-        raise UserError(
-            "without a draft there is nothing to compare: leave --draft none and --gamma 0 out"
-        )
+        raise UserError("nothing to compare without a draft: leave --draft none and --gamma 0 out")
     if configuration.settings.sampling.acceptance == "rejection":
         raise UserError(
-            "rejection keeps the target's distribution and not its tokens, so there is nothing to "
-            "compare: leave --sampling.acceptance out"
+            "rejection does not keep tokens, so there is nothing to compare: leave "
+            "--sampling.acceptance out"
         )
 
 
@@ -240,8 +238,8 @@ def refuse_lossy(workers: Iterable[WorkerState]) -> None:
     for worker in workers:
         if is_lossy(worker):
             raise UserError(
-                f"{LOSSY} weights are not lossless even against themselves, so there is "
-                "nothing to test: use --weights int8, half or fp32"
+                f"{LOSSY} weights are not lossless even against themselves: use --weights int8, "
+                "half or fp32"
             )
 
 

@@ -143,13 +143,11 @@ def _check(configuration: Configuration, plot: Path | None) -> None:
     settings = configuration.settings
     if settings.draft.kind in ("none", "ngram"):
         raise UserError(
-            f"draft.kind = {settings.draft.kind!r} has no distributions, so no entropy: name a "
-            "draft with a model"
+            f"draft.kind = {settings.draft.kind!r} has no entropy: name a draft with a model"
         )
     if settings.tree.gamma == 0 or settings.tree.width == 1:
         raise UserError(
-            f"a tree of gamma {settings.tree.gamma} and width {settings.tree.width} has no "
-            "entropy: choose larger ones"
+            f"a tree of gamma {settings.tree.gamma} and width {settings.tree.width} has no entropy"
         )
     if settings.sampling.acceptance == "rejection":
         raise UserError("sampling.acceptance 'rejection' draws its trees at random: leave it out")
@@ -274,9 +272,7 @@ def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
             for content in contents[1:]
         ]
     except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{path} is not a file of rounds of an earlier run: choose another --rounds"
-        ) from None
+        raise UserError(f"{path} is not a file of rounds: choose another --rounds") from None
     if different := [key for key in holds_for if there.get(key) != holds_for[key]]:
         key = different[0]
         raise UserError(
@@ -285,9 +281,7 @@ def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
         )
     if torn:
         if not torn.startswith((b'{"id": ', b'{"holds_for": ')[: 1 if lines else 2]):
-            raise UserError(
-                f"{path} is not a file of rounds of an earlier run: choose another --rounds"
-            )
+            raise UserError(f"{path} is not a file of rounds: choose another --rounds")
         path.write_bytes(whole + newline)
     return {reply.id: reply for reply in replies}
 

@@ -174,19 +174,15 @@ def _check_choice(
     configuration: Configuration, role: Played, replaced: str | None, *, beside: bool
 ) -> None:
     if beside and replaced is not None:
-        raise UserError(
-            f"--beside keeps every worker, and --replace {replaced} names one that should leave: "
-            "leave one of them out"
-        )
+        raise UserError(f"--beside keeps every worker: leave it out, or --replace {replaced}")
     _check_flags(configuration, role)
     if role == "draft" and configuration.settings.draft.kind == "none":
         raise UserError(
-            "--draft none is not a worker: drain the one that is there with `dovetail drain WORKER`"
+            "--draft none is not a worker: drain the present one with `dovetail drain WORKER`"
         )
     if role == "unified" and replaced is not None:
         raise UserError(
-            f"--replace {replaced} names one worker, and a process with both roles takes "
-            "the place of two: leave it out"
+            f"--replace {replaced} names one worker, and --role unified replaces two: leave it out"
         )
 
 
@@ -272,8 +268,7 @@ def _free(workers: Sequence[WorkerState], name: str, old: WorkerState | None) ->
         )
     ) is not None:
         raise UserError(
-            f"--name {name} is that of another worker (pid {holder.pid} on {holder.host}): "
-            "choose one that is free, or leave it out"
+            f"--name {name} is taken (pid {holder.pid} on {holder.host}): choose another"
         )
     return name
 
@@ -293,9 +288,7 @@ def _check_flags(configuration: Configuration, role: Played) -> None:
         remedy = (
             f"leave it out, or write --{own}" if own in configuration.origins else "leave it out"
         )
-        raise UserError(
-            f"--{idle} is a setting of a {other}, and --role {role} starts none: {remedy}"
-        )
+        raise UserError(f"--{idle} is a setting of a {other}, not of a {role}: {remedy}")
 
 
 def settings_before(
@@ -312,8 +305,8 @@ def settings_before(
     if before is None and not any(configuration.given(name) for name in MODELS[role]):
         whose = f"of {model.name} on {model.host}" if model is not None else f"of an earlier {role}"
         raise UserError(
-            f"the settings {whose} are not known on this machine: give the model with "
-            f"--{role} MODEL, and any other settings"
+            f"the settings {whose} are not known on this machine: give the model with --{role} "
+            "MODEL"
         )
     noted = before.fingerprint if before else ""
     return before, noted if model is None else model.fingerprint
@@ -348,8 +341,8 @@ def as_before(
         kind = configuration.given("draft.kind") and configuration.settings.draft.kind
         if kind in (*HEAD_KINDS, "substitute"):
             raise UserError(
-                f"a draft of kind {kind} reads its target, whose model is not known on this "
-                "machine: give it with --target MODEL"
+                f"a {kind} draft reads its target, whose model is not known here: give it with "
+                "--target MODEL"
             )
     own = (*MODELS[role], *(KINDS_OWN if role == "draft" else ())) if named else ()
     if named and values.get("target.weights") == FILE:
@@ -374,8 +367,8 @@ def _command_for_another_machine(
     machine reaches."""
     if not leaves_the_machine(address):
         raise UserError(
-            f"no other machine reaches the coordinator at {address}: start it with "
-            "--listen tcp://HOST:PORT --keys FOLDER (dovetail keygen --out FOLDER makes them)"
+            f"no other machine reaches {address}: start the coordinator with --listen "
+            "tcp://HOST:PORT --keys FOLDER"
         )
     for anywhere in EVERYWHERE:
         address = address.replace(anywhere, f"//{socket.gethostname()}:")

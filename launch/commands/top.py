@@ -186,8 +186,8 @@ class _WebEye:
             ) from None
         if picture.get("format") != FORMAT:
             raise UserError(
-                f"the server at {self._site.url} shows its state in a form that this dovetail "
-                "cannot read: use the same release on both"
+                f"the server at {self._site.url} is another release of dovetail: use the same on "
+                "both"
             )
         return picture
 

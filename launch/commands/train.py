@@ -194,10 +194,7 @@ def train_small(
     if out.resolve() in {
         folder.resolve() for folder in (target, init, tokenizer) if folder is not None
     }:
-        raise UserError(
-            f"--out {out} is what the training begins with, and would be replaced: give "
-            "another folder"
-        )
+        raise UserError(f"--out {out} is what the training begins with: give another folder")
     from dovetail.workers.training import distil, small
     from dovetail.workers.training.data.corpus import open_reader
     from dovetail.workers.training.regenerate import Writing, regenerate_files
@@ -249,33 +246,20 @@ def _check_sources(
     if prompts is not None and target is None:
         raise UserError("--prompts needs --target, which answers them")
     if target is None and not texts:
-        raise UserError(
-            "nothing to learn from: give --text FILE, or --target DIR with --prompts FILE"
-        )
+        raise UserError("nothing to learn from: give --text FILE, or --target with --prompts FILE")
     if target is not None and prompts is None and not texts:
-        raise UserError(
-            "--target needs --prompts FILE, or --text FILE with what it has written already"
-        )
+        raise UserError("--target needs --prompts FILE, or --text FILE with its own answers")
     if target is None and init is None and tokenizer is None:
-        raise UserError(
-            "a new model needs --tokenizer DIR; or give --init DIR to begin with the weights "
-            "of another"
-        )
+        raise UserError("a new model needs --tokenizer DIR, or --init DIR")
 
 
 def _check_shape(shape: "small.Shape", vocabulary: int, limit: int | None) -> None:
     if shape.hidden % shape.heads or shape.heads % shape.kv_heads:
-        raise UserError(
-            f"--hidden {shape.hidden} must be a multiple of --heads {shape.heads}, and that of "
-            f"--kv-heads {shape.kv_heads}"
-        )
+        raise UserError("--hidden must be a multiple of --heads, and --heads one of --kv-heads")
     if shape.hidden // shape.heads % 2:
-        raise UserError(
-            f"--hidden {shape.hidden} / --heads {shape.heads} must be even: positions turn "
-            "pairs of numbers"
-        )
+        raise UserError(f"--hidden {shape.hidden} / --heads {shape.heads} must be even")
     if limit is not None and shape.parameters(vocabulary) > limit:
         raise UserError(
             f"this shape has {shape.parameters(vocabulary):,} parameters, more than "
-            f"--max-parameters {limit:,}"
+            "--max-parameters"
         )

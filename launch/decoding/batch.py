@@ -44,10 +44,7 @@ def decode_file(
     wish: Wish, connect: str | None, prompts: list[Prompt], out: Path, parallel: int
 ) -> None:
     if wish.raw and (several := next((p for p in prompts if len(p.turns) > 1), None)):
-        raise UserError(
-            f"prompt {several.id!r} has {len(several.turns)} turns, and --raw continues a "
-            "single text: leave --raw out"
-        )
+        raise UserError(f"prompt {several.id!r} has {len(several.turns)} turns: leave --raw out")
     with open_answers(out) as answers:
         left = [prompt for prompt in prompts if prompt.id not in answers.done]
         if len(left) < len(prompts):

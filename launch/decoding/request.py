@@ -87,25 +87,18 @@ def tell_what_travels(connection: Connection) -> None:
 def check_stops(stops: Sequence[str]) -> None:
     """`UserError` for stop strings that no request may have."""
     if len(stops) > MAX_STOPS:
-        raise UserError(
-            f"--stop is given {len(stops)} times, and {MAX_STOPS} stops are possible: leave "
-            "some out"
-        )
+        raise UserError(f"--stop is given {len(stops)} times: {MAX_STOPS} are possible")
     for stop in stops:
         if not stop:
-            raise UserError(
-                "--stop '' would end every reply before its first character: give some text, "
-                "or leave it out"
-            )
+            raise UserError("--stop '' would end every reply at once: leave it out")
         if len(stop) > STOP_CHARACTERS:
             raise UserError(
-                f"--stop {stop[:20]!r}... has {len(stop)} characters, and {STOP_CHARACTERS} "
-                "are possible: a part of it will do"
+                f"--stop {stop[:20]!r}... has {len(stop)} characters: {STOP_CHARACTERS} are "
+                "possible"
             )
         if not is_unicode(stop):
             raise UserError(
-                f"--stop {stop[:40]!r} is not valid UTF-8 text: set your terminal to UTF-8, or "
-                "type it again"
+                f"--stop {stop[:40]!r} is not valid UTF-8 text: set your terminal to UTF-8"
             )
 
 
@@ -113,7 +106,7 @@ def read_prompt(prompt: str | None) -> str:
     """The argument, or standard input where there is none or it is "-"."""
     if prompt is None and sys.stdin.isatty():
         raise UserError(
-            "there is no prompt: write it as an argument, pipe it in, or name a file with --prompts"
+            "there is no prompt: give it as an argument, on stdin, or in a file with --prompts"
         )
     if prompt is None or prompt == "-":
         prompt = decode(sys.stdin.buffer.read(), "the prompt on standard input", zeros=True)
@@ -121,11 +114,8 @@ def read_prompt(prompt: str | None) -> str:
         raise UserError("the prompt is empty: write it as an argument, or pipe it in")
     if not is_unicode(prompt):
         raise UserError(
-            "the prompt is not valid UTF-8 text: set your terminal to UTF-8, or convert the text "
-            "with iconv"
+            "the prompt is not valid UTF-8 text: set your terminal to UTF-8, or use iconv"
         )
     if len(prompt) > MAX_TEXT:
-        raise UserError(
-            f"the prompt has {len(prompt)} characters, and {MAX_TEXT} are possible: shorten it"
-        )
+        raise UserError(f"the prompt has {len(prompt)} characters: {MAX_TEXT} are possible")
     return prompt

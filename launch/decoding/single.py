@@ -66,8 +66,7 @@ def decode_one(
         if connection.stack is not None:
             raise
         raise LinkClosed(
-            f"{lost}, and the reply is not finished: start a coordinator (`dovetail serve`) "
-            "and try again"
+            f"{lost}, and the reply is not finished: start a coordinator (`dovetail serve`)"
         ) from None
     except KeyboardInterrupt:
         cancelled = [] if request is None else cancel(connection, [request])
@@ -127,8 +126,7 @@ def decode_over_http(wish: Wish, url: str, text: str, *, as_json: bool) -> None:
         click.echo()
     if answer.result is None:
         raise DovetailError(
-            f"the server at {url} sends no figures with its replies: it is not a dovetail server, "
-            "or of another version"
+            f"the server at {url} sends no figures: it is not a dovetail server, or another version"
         )
     note(summary(answer.result, server.models()))
     if answer.result.fingerprints:

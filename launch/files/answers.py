@@ -53,8 +53,7 @@ def _repair(path: Path, file: IO[bytes]) -> set[str]:
         id = _answered(line)
         if id is None and not _torn(line):
             raise UserError(
-                f"{path} line {number} is not an answer of an earlier run: choose another --out, "
-                "or remove the line"
+                f"{path} line {number} is not an answer of an earlier run: choose another --out"
             )
         if id is not None:
             done.add(id)

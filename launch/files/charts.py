@@ -102,10 +102,7 @@ class Panel:
 def check_charts(what: str) -> None:
     """Raise `UserError` if matplotlib, which `what` needs, is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(
-            f"{what} needs matplotlib, which is not installed: pip install 'dovetail[plot]', or "
-            "pip install matplotlib"
-        )
+        raise UserError(f"{what} needs matplotlib: pip install 'dovetail[plot]'")
 
 
 def check_chart(path: Path | None) -> None:
@@ -114,8 +111,7 @@ def check_chart(path: Path | None) -> None:
         return
     if path.suffix.lower() != ".svg":
         raise UserError(
-            f"a plot is written as SVG, and {path} does not end in .svg: name "
-            f"{path.with_suffix('.svg')}, which every browser shows"
+            f"a plot is an SVG, and {path} does not end in .svg: name {path.with_suffix('.svg')}"
         )
     check_charts(f"the plot {path}")
 

@@ -87,8 +87,8 @@ def runtime_directory() -> Path:
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise UserError(
-            f"the runtime directory {folder} is not a folder that only you can enter: remove "
-            "it, or set XDG_RUNTIME_DIR"
+            f"the runtime directory {folder} must be yours, mode 0700: remove it, or set "
+            "XDG_RUNTIME_DIR"
         )
     return folder
 

@@ -48,10 +48,7 @@ def held_file(path: Path, what: str) -> Iterator[IO[bytes]]:
     """Open a file of --out for appending and reading, held against a second run; `what` it holds is
     for the errors, such as "answers"."""
     if path.exists() and not path.is_file():
-        raise UserError(
-            f"{path} is not a regular file, and a run that is continued reads it again: name a "
-            "file with --out"
-        )
+        raise UserError(f"{path} is not a regular file, which --out needs to continue a run")
     try:
         file = path.open("a+b")
     except OSError as error:
@@ -61,7 +58,7 @@ def held_file(path: Path, what: str) -> Iterator[IO[bytes]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another run is writing its {what} to {path}: wait for it, or choose another --out"
+                f"another run is writing its {what} to {path}: choose another --out"
             ) from None
         file.seek(0)
         yield file

@@ -42,10 +42,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise UserError(
-                f"{path} has two prompts of id {prompt.id!r}: ids mark finished prompts, so give "
-                "each its own"
-            )
+            raise UserError(f"{path} has two prompts of id {prompt.id!r}: give each its own")
         seen.add(prompt.id)
     return prompts
 
@@ -60,27 +57,16 @@ def _prompt(where: str, line: str) -> Prompt:
     try:
         content: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where} is not JSON ({error.msg}, column {error.colno}): {REMEDY}"
-        ) from None
+        raise UserError(f"{where} is not JSON ({error.msg}, column {error.colno})") from None
     except ValueError as error:  # a number of more digits than Python reads
         raise UserError(f"{where} has a number that is too long: {REMEDY}") from error
     except RecursionError:
         raise UserError(f"{where} is nested too deeply to be a prompt: {REMEDY}") from None
     if not isinstance(content, dict) or not isinstance(content.get("id"), str) or not content["id"]:
-        raise UserError(
-            f'{where} is not a prompt, an object with an "id" that is not empty and "turns": '
-            f"{REMEDY}"
-        )
+        raise UserError(f"{where} is not a prompt: {REMEDY}")
     turns = content.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise UserError(
-            f'{where}: the "turns" of {content["id"]!r} are not a list of texts: write "turns": '
-            '["..."]'
-        )
+        raise UserError(f'{where}: the "turns" of {content["id"]!r} are not a list of texts')
     if not all(is_unicode(text) for text in (content["id"], *turns)):
-        raise UserError(
-            f'{where}: the "id" {content["id"]!r} or its "turns" have lone surrogates: they '
-            "are not valid Unicode text"
-        )
+        raise UserError(f'{where}: "id" or "turns" of {content["id"]!r} have lone surrogates')
     return Prompt(content["id"], tuple(turns))

@@ -37,9 +37,7 @@ def open_records(path: Path, *, go_on: bool = False) -> Iterator[RecordFile]:
     """Open for writing; `go_on`: what an earlier run wrote stays, but for a torn last line.
     `UserError` if the file is something else."""
     if path.exists() and not path.is_file():
-        raise UserError(
-            f"{path} is not a regular file, and records are read again: name a file with --record"
-        )
+        raise UserError(f"{path} is not a regular file: name one with --record")
     whole = _whole_bytes(path) if path.exists() else 0
     try:
         file = path.open("r+b" if path.exists() else "w+b")
@@ -75,10 +73,7 @@ def _round(line: bytes, where: str) -> tuple[str, int, RoundRecord]:
             RoundRecord.model_validate_json(json.dumps(content["record"])),
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, ValidationError):
-        raise UserError(
-            f"{where} is not a round that `dovetail generate --record` wrote: "
-            '{"id", "turn", "record"}'
-        ) from None
+        raise UserError(f"{where} is not a round of `dovetail generate --record`") from None
 
 
 def _whole_bytes(path: Path) -> int:

@@ -59,8 +59,7 @@ def claim(count: int, *, last: bool = False, topology: Topology | None = None) -
         Claim(Place(()), [*taken.values()]).close()
     known = format_numbers(sorted(core for own in lists for _, core in own))
     raise UserError(
-        f"{count} cores were asked for, and of the cores {known} no other process has claimed "
-        f"{free or 'any'}: ask for fewer, or end what runs there"
+        f"{count} cores were asked for, and {free} of the cores {known} are free: ask for fewer"
     )
 
 

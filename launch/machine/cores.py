@@ -98,8 +98,8 @@ def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
     nodes = [node for node in topology.computing if node.memory_bytes]
     if len(nodes) < 2:
         raise UserError(
-            "target.numa = 'shard' spreads a target over several memory nodes, and this process "
-            f"may use cores and memory of {_nodes(n.number for n in nodes)} alone: leave it out"
+            "target.numa = 'shard' needs several memory nodes; this process may use "
+            f"{_nodes(n.number for n in nodes)}"
         )
     most = cpus_for(topology.quota) if topology.quota is not None else len(topology.threads)
     cores = _in_turn([(node, core) for core in node.cores] for node in nodes)[:most]
@@ -117,8 +117,8 @@ def lay_out_shards(topology: Topology, threads: Threads) -> CoreLayout:
     shards = [(node, tuple(core for at, core in taken if at == node)) for node in nodes]
     if not all(own for _, own in shards):
         raise UserError(
-            f"target.numa = 'shard': only {len(taken)} of {len(nodes)} memory nodes would have a "
-            "thread of the target: raise target.threads, or leave one of the two out"
+            f"target.numa = 'shard': {len(taken)} threads for {len(nodes)} memory nodes: raise "
+            "target.threads"
         )
     last, core = cores[-1]
     return CoreLayout(
@@ -158,13 +158,11 @@ def parse_cores(text: str) -> tuple[int, ...]:
     may not use."""
     cores = _parse_list(text)
     if cores is None:
-        raise UserError(
-            f"--cores {text!r} is not a list of cores: write numbers and ranges, such as 0,2-3"
-        )
+        raise UserError(f"--cores {text!r} is not a list of cores, such as 0,2-3")
     known = os.sched_getaffinity(0)
     if missing := sorted(set(cores) - known):
         raise UserError(
-            f"--cores {text}: there is no core {missing[0]} for this process; it may use "
+            f"--cores {text}: no core {missing[0]} for this process; it may use "
             f"{format_numbers(sorted(known))}"
         )
     return cores
@@ -175,9 +173,7 @@ def parse_place(cores: str, nodes: str) -> Place:
     "0,1"; `UserError` for a malformed list, a core that is not there or is in two shards, and a
     number of nodes that is not that of the shards."""
     if "/" in cores and not all(cores.split("/")):
-        raise UserError(
-            f"--cores {cores!r} is not a list of cores for each shard: write one such as 0-3/4-7"
-        )
+        raise UserError(f"--cores {cores!r} is not a list of cores for each shard, such as 0-3/4-7")
     shards = tuple(map(parse_cores, cores.split("/")))
     every, numbers = tuple(core for own in shards for core in own), parse_nodes(nodes)
     if len(shards) == 1:
@@ -186,8 +182,7 @@ def parse_place(cores: str, nodes: str) -> Place:
         raise UserError(f"--cores {cores}: a core cannot be in two shards: name each once")
     if numbers and len(numbers) != len(shards):
         raise UserError(
-            f"--memory-nodes {nodes}: name as many nodes as there are shards in --cores {cores}, "
-            f"{len(shards)}, or none"
+            f"--memory-nodes {nodes}: --cores {cores} needs {len(shards)} of them, or none"
         )
     return Place(every, numbers, shards)
 
@@ -197,10 +192,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     Whether they exist is checked elsewhere."""
     nodes = _parse_list(text) if text else ()
     if nodes is None:
-        raise UserError(
-            f"--memory-nodes {text!r} is not a list of nodes: write numbers and ranges, such as 0 "
-            "or 0,2-3"
-        )
+        raise UserError(f"--memory-nodes {text!r} is not a list of nodes, such as 0 or 0,2-3")
     return nodes
 
 
@@ -213,21 +205,13 @@ def _named(topology: Topology, numa: str) -> list[Node]:
     known = {node.number: node for node in topology.nodes}
     numbers = _parse_list(numa)
     if numbers is None:
-        raise UserError(
-            f"target.numa = {numa!r} is not possible: write auto, off, shard, a node such as 0, or "
-            "a list of nodes such as 0,1"
-        )
+        raise UserError(f"target.numa = {numa!r}: write auto, off, shard, or nodes such as 0,1")
     here = f"this process may use {_nodes(known)}"
     if missing := sorted(set(numbers) - set(known)):
-        raise UserError(
-            f"target.numa = {numa}: there is no node {missing[0]} for this process; {here}"
-        )
+        raise UserError(f"target.numa = {numa}: there is no node {missing[0]}; {here}")
     nodes = [known[number] for number in sorted(set(numbers))]
     if not any(node.cores for node in nodes):
-        raise UserError(
-            f"target.numa = {numa}: there are no cores for this process there, only memory; "
-            f"add the node of the cores ({here})"
-        )
+        raise UserError(f"target.numa = {numa}: no cores there; add the node of the cores ({here})")
     return nodes
 
 

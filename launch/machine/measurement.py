@@ -90,8 +90,7 @@ def measure(
     except Exception as error:
         if is_out_of_memory(error):
             raise DovetailError(
-                "memory ended while the model was loaded or measured: name a smaller model, or "
-                "other weights"
+                "memory ended while the model was measured: name a smaller model or other weights"
             ) from None
         raise
     load = others.load(lambda pid, _: pid == parent)

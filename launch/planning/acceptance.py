@@ -91,8 +91,7 @@ def figures_of(kind: str) -> Figures:
     """Return the figures that a paper reports of a kind of head; `UserError` where none does."""
     if (figures := KINDS[kind].figures) is None:
         raise UserError(
-            f"no figures are known for a {kind} head: run dovetail bench --draft {kind}, or "
-            "give the kind its figures under workers/heads"
+            f"no figures are known for a {kind} head: run dovetail bench --draft {kind}"
         )
     return figures
 

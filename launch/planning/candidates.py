@@ -160,10 +160,7 @@ class Reader:
             if not any(candidate.acceptance is one for candidate in found)
         ]:
             about = unused[0].library.about
-            raise UserError(
-                f"--rounds: the rounds of {about.draft_model} belong to none of the drafts "
-                "that are planned with: name it with --draft"
-            )
+            raise UserError(f"--rounds of {about.draft_model}: name that draft with --draft, too")
         return found
 
     def _read(self, name: str) -> Iterator[Candidate]:
@@ -171,31 +168,26 @@ class Reader:
             return
         if name == "auto":
             raise UserError(
-                f"--draft {name} is what a plan finds out: give a kind of "
-                f"{', '.join(HEAD_KINDS)}, small, {LOOKUP}, substitute or a folder"
+                f"--draft {name}: name {', '.join(HEAD_KINDS)}, small, {LOOKUP}, substitute or a "
+                "folder"
             )
         if name == LOOKUP:
             yield self._candidate(LOOKUP, f"look-up ({LOOKUP})", NOTHING, {"kind": LOOKUP})
             return
         if name == "substitute" and (parts := self._uncoded):
             raise UserError(
-                f"--draft substitute: layers with {parts} are computed operation by operation on a "
-                "GPU, and no plan knows the time of that; name a head or a small model"
+                f"--draft substitute is not planned on a GPU with layers that have {parts}"
             )
         if name == "substitute":
             weights = self._configuration.settings.draft.weights
             if weights != "auto" and weights not in BITS:
-                raise UserError(
-                    f"draft.weights = {weights!r} is for other drafts: a substitute is in "
-                    f"{', '.join(BITS)}; set one of these, or leave it out"
-                )
+                raise UserError(f"draft.weights = {weights!r}: a substitute has {', '.join(BITS)}")
             yield self._substitute()
         elif name in DRAFT_KINDS and self._embedded and self._is_embedded(name):
             yield self._folder(with_draft(DraftSettings(kind=name)).model, {"kind": name})
         elif name == "small":
             raise UserError(
-                "--draft small: no small model comes with this target; name the folder of one, "
-                "--draft FOLDER"
+                "--draft small: no small model comes with this target; name one with --draft FOLDER"
             )
         elif name in HEAD_KINDS:
             yield from self._to_be_trained(name)
@@ -254,15 +246,14 @@ class Reader:
             if own.vocabulary != self._target.vocabulary:
                 raise UserError(
                     f"the draft {source} has {own.vocabulary} tokens and the target "
-                    f"{self._target.vocabulary}: name one of the same vocabulary"
+                    f"{self._target.vocabulary}"
                 )
             return self._candidate(
                 "small", f"small model {folder.name}", small_size(own), settings, source=source
             )
         if own.hidden != self._target.hidden:
             raise UserError(
-                f"the head {source} is {own.hidden} wide and the target {self._target.hidden}: "
-                "name a head of this target"
+                f"the head {source} is {own.hidden} wide and the target {self._target.hidden}"
             )
         blocks = own.layers
         name = f"{kind} head {folder.name} of {blocks} block{'s' if blocks > 1 else ''}"

@@ -83,13 +83,10 @@ def read_config(folder: Path, what: str) -> Mapping[str, Any]:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
         raise CheckpointError(
-            f"the {what} {folder} has no config.json: name a folder that has one, or the id of "
-            "a hub (OWNER/NAME)"
+            f"the {what} {folder} has no config.json: name a folder that has one, or a hub id"
         ) from None
     except (ValueError, RecursionError):
-        raise CheckpointError(
-            f"{folder / 'config.json'} is not JSON: take the one that belongs to the model"
-        ) from None
+        raise CheckpointError(f"{folder / 'config.json'} is not JSON") from None
     config = text_part(config) if isinstance(config, dict) else config
     if isinstance(config, dict) and (config.get("model_type") not in SAID or not has_sizes(config)):
         config = _completed(config, folder / "config.json")

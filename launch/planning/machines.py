@@ -188,8 +188,7 @@ def read_machine(name: str) -> Machine:
         return Machine.model_validate(table)
     except FileNotFoundError:
         raise UserError(
-            f"there is no machine {name!r}: choose {', '.join(machine_names())}, or name a "
-            "file that ends in .toml"
+            f"there is no machine {name!r}: choose {', '.join(machine_names())} or a .toml file"
         ) from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"the machine in {path} cannot be read: {error}") from None

@@ -101,8 +101,7 @@ def read_about(path: Path) -> About:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         raise UserError(
-            f"{path / ABOUT} is damaged or of another version ({first['msg']}): record again into "
-            "another folder"
+            f"{path / ABOUT} is damaged or of another version ({first['msg']})"
         ) from None
 
 
@@ -111,10 +110,7 @@ def read_library(path: Path, limit: int | None = None) -> Library:
     about = read_about(path)
     files = sorted(path.glob(f"*{SUFFIX}"))[:limit]
     if not files:
-        raise UserError(
-            f"the recording {path} has no reply yet: let `python tests/simulation record` finish "
-            "one"
-        )
+        raise UserError(f"the recording {path} has no reply yet")
     return Library(about, tuple(_read(file) for file in files))
 
 
@@ -128,9 +124,7 @@ def _read(file: Path) -> Recording:
             raise ValueError(f"{len(positions)} trees of {len(tokens)} tokens")
         return Recording(str(found["id"]), tuple(found["prompt"].tolist()), tokens, positions)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{file} is damaged ({error}): remove it, and record that prompt again"
-        ) from None
+        raise UserError(f"{file} is damaged ({error}): remove it, and record again") from None
 
 
 def _positions(found: dict[str, Any]) -> Iterator[Position]:

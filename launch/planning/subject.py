@@ -317,8 +317,7 @@ def folder_of(source: str) -> Path:
     folder = Path(resolved(source)).expanduser()
     if not folder.is_dir() and (folder.exists() or is_path(source)):
         raise CheckpointError(
-            f"{source} is not a folder: name one that has a config.json, a GGUF file, or a hub id "
-            "(OWNER/NAME)"
+            f"{source} is not a folder with a config.json, a GGUF file or a hub id (OWNER/NAME)"
         )
     from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder  # half a second
 

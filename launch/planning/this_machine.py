@@ -133,10 +133,7 @@ def look_here(configuration: Configuration, say: Say, before: Here | None = None
         kernels.use_isa(kernels.isa_of(target.isa))
     config = planned_config(target)
     if not has_sizes(config):
-        raise UserError(
-            f"the config.json of a {config.get('model_type')} model does not say how large it "
-            "is: no plan can be made for it"
-        )
+        raise UserError(f"the config.json of a {config.get('model_type')} model lacks its sizes")
     profile = profile_path()
     known = known_costs(target, profile, device=device or "cpu")
     spread_calibration = None

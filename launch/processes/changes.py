@@ -21,10 +21,7 @@ def named(workers: Sequence[WorkerState], name: str) -> WorkerState:
         f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in found or workers
     )
     if found:
-        raise UserError(
-            f"{len(found)} workers are called {name!r}, {choices}: name the one that you mean "
-            "by its pid"
-        )
+        raise UserError(f"{len(found)} workers are called {name!r}: choose by pid from {choices}")
     raise UserError(
         f"there is no worker {name!r}: "
         + (f"choose one of {choices}" if workers else "none is registered")

@@ -118,10 +118,7 @@ def connected(configuration: Configuration, address: str | None) -> Iterator[Con
     keys = configuration.settings.coordinator.keys
     models_named = names_models(configuration)
     if address is not None and models_named:
-        raise UserError(
-            f"{models_named} is a setting of the workers and has no effect with --connect: leave "
-            "one of the two out"
-        )
+        raise UserError(f"{models_named} has no effect with --connect: leave one of the two out")
     if address is None and not models_named and (found := only_announcement()) is not None:
         address, keys = found.address, keys or found.keys
         note(f"using the coordinator at {address} ({found.process})")
@@ -310,8 +307,8 @@ def only_coordinator(
     `UserError` if there is none, with the command that starts one."""
     if (found := only_announcement()) is None:
         raise UserError(
-            f"you have no coordinator running on this machine: start one with `dovetail {command}`,"
-            " or name one with --connect ADDRESS"
+            f"you have no coordinator on this machine: run `dovetail {command}`, or --connect "
+            "ADDRESS"
         )
     keys = configuration.settings.coordinator.keys or found.keys
     return found.address, configuration.over("the coordinator's", {"coordinator.keys": keys})

@@ -42,9 +42,7 @@ class Notifier:
         if int(environment.pop("WATCHDOG_PID", os.getpid())) != os.getpid():
             most_us = 0
         if name and name[0] not in "/@":
-            raise UserError(
-                f"NOTIFY_SOCKET = {name!r} is not a socket of this machine: it begins with / or @"
-            )
+            raise UserError(f"NOTIFY_SOCKET = {name!r} does not begin with / or @")
         self._name = "\0" + name[1:] if name.startswith("@") else name
         self._every_s, self._clock_s = most_us / 1e6 / FEEDS, clock_s
         self._parts, self._ready, self._heard = frozenset(parts), set[str](), set[str]()

@@ -87,8 +87,7 @@ def check_shards(settings: Settings) -> None:
     why = why_not_sharded(settings.target) or (shares if settings.draft.share is True else "")
     if why:
         raise SettingsError(
-            "target.numa = 'shard' spreads a target that the kernels compute on the CPU alone, and "
-            f"{why}: leave one of the two out"
+            f"target.numa = 'shard' needs a target that the CPU kernels compute alone, and {why}"
         )
 
 
@@ -97,8 +96,7 @@ def check_draft(settings: Settings) -> None:
     kernels.check_isa("draft.isa", settings.draft.isa)
     if settings.draft.kind == "ngram" and settings.draft.model:
         raise SettingsError(
-            "draft.kind = 'ngram' has no model, and draft.model names "
-            f"{settings.draft.model!r}: leave one of the two out"
+            f"draft.kind = 'ngram' has no model: leave draft.model {settings.draft.model!r} out"
         )
     if settings.draft.kind == "substitute":
         check_substitute(settings)
@@ -107,8 +105,7 @@ def check_draft(settings: Settings) -> None:
         return
     if settings.draft.share is True:
         raise SettingsError(
-            "draft.share = true is for a substitute of the target, and draft.kind is "
-            f"{settings.draft.kind!r}: leave one of the two out"
+            f"draft.share = true needs draft.kind = 'substitute', and it is {settings.draft.kind!r}"
         )
     check_model("draft", with_draft(settings.draft).model, pickled=settings.draft.pickled)
 
@@ -119,13 +116,12 @@ def check_substitute(settings: Settings) -> None:
     draft = settings.draft
     if draft.model:
         raise SettingsError(
-            "draft.kind = 'substitute' is made of the target, and draft.model names "
-            f"{draft.model!r}: leave one of the two out"
+            f"draft.kind = 'substitute' is made of the target: leave draft.model {draft.model!r} "
+            "out"
         )
     if draft.weights not in SUBSTITUTE_WEIGHTS:
         raise SettingsError(
-            f"draft.weights = {draft.weights!r} is not a type of a substitute's weights: use int8, "
-            "int4, int3 or int2"
+            f"draft.weights = {draft.weights!r}: a substitute has int8, int4, int3 or int2"
         )
 
 
@@ -134,24 +130,21 @@ def check_unified(settings: Settings) -> None:
     target, draft = settings.target, settings.draft
     if draft.kind != "substitute":
         raise SettingsError(
-            "one process with both roles drafts with a substitute of its target: set "
-            f"draft.kind to 'substitute', not {draft.kind!r}"
+            f"a process with both roles needs draft.kind = 'substitute', not {draft.kind!r}"
         )
     check_substitute(settings)
     if draft.isa not in ("auto", target.isa):
         raise SettingsError(
-            "a target and a substitute that share are one process with one instruction set, and "
-            f"draft.isa is {draft.isa!r}: leave it out, or set draft.share to false"
+            f"draft.isa is {draft.isa!r}, and a shared substitute has the target's: leave it out"
         )
     if draft.device not in ("auto", target.device):
         raise SettingsError(
-            "a target and a substitute that share are on one device, and draft.device is "
-            f"{draft.device!r}: leave it out, or set draft.share to false"
+            f"draft.device is {draft.device!r}, and a shared substitute has the target's: leave it "
+            "out"
         )
     if target.split.device not in ("", "cpu"):
         raise SettingsError(
-            "a target that is split shares nothing with a substitute: set target.device to the "
-            "GPU in place of target.split, or draft.share to false"
+            "a split target shares nothing with a substitute: set target.device to the GPU instead"
         )
 
 

@@ -175,8 +175,8 @@ def leaver(workers: Sequence[WorkerState], role: Role, replaced: str | None) -> 
             f"{worker.name} (pid {worker.pid} on {worker.host})" for worker in serving
         )
         raise UserError(
-            f"there are {len(serving)} {role} workers, {choices}: choose with --replace WORKER "
-            "which one leaves, or --beside for none"
+            f"there are {len(serving)} {role} workers, {choices}: choose with --replace, or "
+            "--beside for none"
         )
     return serving[0] if serving else None
 

@@ -72,10 +72,7 @@ def place_of(
     if cores is not None:
         return parse_place(cores, memory_nodes)
     if memory_nodes:
-        raise UserError(
-            "--memory-nodes goes with --cores: name the cores too, or leave both out and set "
-            "target.numa"
-        )
+        raise UserError("--memory-nodes needs --cores; or leave it out and set target.numa")
     if role == "draft":  # the target's settings may hold for another machine
         return None
     place = layout_for(target).target
@@ -88,8 +85,8 @@ def thread_count(role: Role, target: TargetSettings, place: Place | None) -> int
     if role != "draft" and target.threads != "auto":
         if place is not None and target.threads > len(place.cores):
             raise UserError(
-                f"target.threads = {target.threads} is more than the cores "
-                f"{format_numbers(place.cores)} that it is bound to: leave it out"
+                f"target.threads = {target.threads} is more than its cores, "
+                f"{format_numbers(place.cores)}"
             )
         return target.threads
     if place is not None:
@@ -302,10 +299,7 @@ def _opener(
         )
     draft = configuration.settings.draft
     if draft.kind == "none":
-        raise UserError(
-            "draft.kind = 'none' is not a worker: leave the draft worker out to decode with the "
-            "target alone"
-        )
+        raise UserError("draft.kind = 'none' is not a worker: start no draft worker")
     draft = with_draft(draft)
     from dovetail.workers.drafters.registry import open_draft_worker
 

@@ -123,10 +123,7 @@ def attached(
     """A coordinator that runs: some prompts of ours on it, or what others have decoded
     meanwhile."""
     if named := names_models(configuration):
-        raise UserError(
-            f"{named} is a setting of the workers and has no effect with --connect: leave one of "
-            "the two out"
-        )
+        raise UserError(f"{named} has no effect with --connect: leave one of the two out")
     address = _behind(address)
     client = owned.enter_context(find_coordinator(configuration, address))
     state = client.status()
@@ -175,8 +172,7 @@ def _behind(address: str) -> str:
     )
     if found is None:
         raise UserError(
-            f"none of your servers on this machine serves {address}: name its coordinator's "
-            "address instead (`dovetail status` shows it)"
+            f"none of your servers here serves {address}: name its coordinator's address instead"
         )
     return found
 
@@ -205,10 +201,7 @@ def _watched(watch: Watch) -> Iterator[None]:
 
 def _check_rounds(watch: Watch) -> None:
     if not watch.rounds:
-        raise UserError(
-            "nothing was decoded beyond the first token of a reply: take a prompt with a "
-            "longer one, or allow more tokens"
-        )
+        raise UserError("no reply had a second token: take longer ones, or allow more tokens")
 
 
 def _coordinator_of(state: Reported) -> int | None:

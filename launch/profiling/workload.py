@@ -183,6 +183,5 @@ def watch_others(watch: Watch, seconds: float, step: Callable[[str], None]) -> N
         watch.glance()
     if not watch.rounds:
         raise UserError(
-            f"nothing was decoded in {seconds:g} s: send the server a request "
-            "meanwhile, or give a --prompt"
+            f"nothing was decoded in {seconds:g} s: send the server a request, or give a --prompt"
         )

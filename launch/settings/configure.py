@@ -155,8 +155,7 @@ def read_file(path: Path) -> dict[str, Any]:
             name = names_in([section])[0]
             example = f"{name.split('.')[1]} = {json.dumps(SETTINGS[name].default)}"
             raise SettingsError(
-                f"{section} in {path} must be a table: write [{section}] on a line, and below "
-                f"it lines such as {example}"
+                f"{section} in {path} must be a table: [{section}] and lines such as {example}"
             )
         if section not in ALL_SECTIONS:
             raise SettingsError(
@@ -240,10 +239,8 @@ def _with_queues(settings: Settings, origins: Mapping[str, str]) -> Settings:
         return settings
     if (origin := origins["coordinator.key_queue"]) != "default":
         raise SettingsError(
-            f"coordinator.key_queue = {own.key_queue} ({origin}): the requests of one API key that "
-            f"wait are among those of coordinator.queue = {own.queue} "
-            f"({origins['coordinator.queue']}): write at most {own.queue}, or raise "
-            "coordinator.queue"
+            f"coordinator.key_queue = {own.key_queue} ({origin}) is more than coordinator.queue = "
+            f"{own.queue} ({origins['coordinator.queue']})"
         )
     coordinator = own.model_copy(update={"key_queue": own.queue})
     return settings.model_copy(update={"coordinator": coordinator})

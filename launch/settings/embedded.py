@@ -24,9 +24,8 @@ def with_draft(settings: DraftSettings) -> DraftSettings:
     folder = head_folder(settings.kind)
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"draft.kind = {settings.kind!r}: no head of this kind comes with the program; "
-            f"make one with `dovetail train {settings.kind} --data CHATS.jsonl --out FOLDER`, "
-            "and name it: --draft FOLDER"
+            f"draft.kind = {settings.kind!r}: no such head is embedded; make one with `dovetail "
+            f"train {settings.kind}`, and name its folder with --draft"
         )
     return settings.model_copy(update={"model": str(folder)})
 

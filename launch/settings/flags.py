@@ -140,8 +140,7 @@ def take_settings(parameters: dict[str, Any]) -> dict[str, str]:
         _check_misspelling(draft_short)
         if given.setdefault(name, draft_short) != draft_short:
             raise SettingsError(
-                f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one "
-                "of them out"
+                f"--draft {draft_short} and --{name} {given[name]} name two drafts: leave one out"
             )
     return given
 

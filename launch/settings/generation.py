@@ -63,8 +63,7 @@ def _defaults(file: Path) -> Iterator[tuple[str, Any]]:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         raise SettingsError(
-            f"{file} cannot be read as JSON: correct it, or leave it out with "
-            "--sampling.generation_config none"
+            f"{file} is not JSON: correct it, or use --sampling.generation_config none"
         ) from None
     if not isinstance(content, dict):
         raise SettingsError(f"{file} is no JSON object: take the one that belongs to the model")

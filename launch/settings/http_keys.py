@@ -80,10 +80,7 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):  # reading a pipe would block
-            raise SettingsError(
-                f"http.api_key_file {path} is not a regular file, and keys are read again when "
-                "they change: write them into a file, and name that"
-            )
+            raise SettingsError(f"http.api_key_file {path} is not a regular file")
         text = read_text(path, f"http.api_key_file {path}")
     except OSError as error:
         raise SettingsError(
@@ -102,9 +99,8 @@ def read_keys(settings: HttpSettings) -> tuple[str, ...]:
     if wrong or not keys:
         place, what = next(iter(wrong.items()), (1, "holds no key"))
         raise SettingsError(
-            f"http.api_key_file {path}, line {place}, {what}: write one key a line and nothing "
-            f"else, of at least {SHORTEST_KEY} ASCII characters, such as `openssl rand -hex 32` "
-            "prints"
+            f"http.api_key_file {path}, line {place}, {what}: write one key of at least "
+            f"{SHORTEST_KEY} ASCII characters a line, such as `openssl rand -hex 32` prints"
         )
     return tuple(keys.values())
 

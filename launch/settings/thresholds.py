@@ -57,8 +57,7 @@ def thresholds_of(
     path = Path(named).expanduser() if named else _shipped(settings) if local else None
     if path is None:
         raise SettingsError(
-            "tree.policy 'heterospec' needs thresholds that were made for its draft: "
-            f"{_remedy(settings)}"
+            f"tree.policy 'heterospec' needs thresholds for its draft: {_remedy(settings)}"
         )
     found = read_thresholds(path)
     _check(path, found, settings, local)
@@ -77,14 +76,12 @@ def read_thresholds(path: Path) -> Thresholds:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(
-            f"the thresholds in {path} are damaged ({error}): make them again with `dovetail "
-            "stratify`"
+            f"the thresholds in {path} are damaged ({error}): run `dovetail stratify` again"
         ) from None
     bounds, holds_for = _bounds(content.get("thresholds")), content.get("holds_for")
     if not bounds or not isinstance(holds_for, dict):
         raise SettingsError(
-            f"{path} is not a file of thresholds, or is damaged: make it again with `dovetail "
-            "stratify`"
+            f"{path} is not a file of thresholds: make it again with `dovetail stratify`"
         )
     return Thresholds(bounds, holds_for)
 

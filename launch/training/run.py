@@ -67,14 +67,10 @@ class Wish:
 
 def train_head(wish: Wish) -> "Trained | None":
     if (wish.features is None) == (not wish.data):
-        raise UserError(
-            "give --data FILE, or --features DIR with what `dovetail features` made of it; one "
-            "of them"
-        )
+        raise UserError("give either --data FILE, or --features DIR from `dovetail features`")
     if wish.regenerate and not wish.data:
         raise UserError(
-            "--regenerate answers the chats of --data; with --features it is `dovetail "
-            "features --regenerate` that lets the target write"
+            "--regenerate needs --data; for --features use `dovetail features --regenerate`"
         )
     check_charts("the card of a head, which has pictures,")
     from dovetail.workers.training.folder import workplace
@@ -166,8 +162,8 @@ def _features(wish: Wish) -> "tuple[Features, str]":
 def _check_features(features: "Features", target: "TargetParts", name: str) -> None:
     if features.origin.digest != target.digest:
         raise UserError(
-            f"the features are those of {features.origin.target} (checkpoint "
-            f"{features.origin.digest[:12]}), and {name} is another model ({target.digest[:12]})"
+            f"the features are of {features.origin.target} (checkpoint "
+            f"{features.origin.digest[:12]}), not of {name} ({target.digest[:12]})"
         )
 
 

@@ -105,5 +105,5 @@ def test_without_ray_the_engine_is_refused_with_its_remedy(
         monkeypatch.delitem(sys.modules, module)
     done = invoke("serve", "--engine=ray", "--http.port=0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--engine ray needs Ray, which is not installed" in done.stderr
+    assert "--engine ray needs Ray on every node" in done.stderr
     assert "pip install 'dovetail[ray]'" in done.stderr

@@ -179,7 +179,7 @@ def test_a_wrong_setting_is_named_with_value_origin_and_remedy(
         ("[tree]\ngama = 6\n", ("tree.gama", "did you mean 'tree.gamma'")),
         ("[tre]\ngamma = 6\n", ("tre ", "did you mean 'tree'")),
         ("gamma = 6\n", ("gamma ", "not a section")),
-        ("tree = 3\n", ("tree in ", "must be a table: write [tree]", 'policy = "goodput"')),
+        ("tree = 3\n", ("tree in ", "must be a table: [tree]", 'policy = "goodput"')),
         ("[[tree]]\ngamma = 6\n", ("tree in ", "must be a table")),
         ("[tree]\ngamma = '6'\n", ("tree.gamma = '6'", "whole number")),
         ("[tree\n", ("is not TOML",)),

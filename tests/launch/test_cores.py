@@ -217,7 +217,7 @@ def test_shards_have_as_many_threads_as_they_are_given_in_turn(tmp_path: Path) -
     ("nodes", "threads", "words"),
     [
         (ONE_NODE, "auto", r"cores and memory of node 0 alone: leave it out"),
-        (TWO_SOCKETS, 1, r"1 of 2 memory nodes would have a thread"),
+        (TWO_SOCKETS, 1, r"1 threads for 2 memory nodes"),
         (TWO_SOCKETS, 17, r"target.threads = 17 is more than .* \(0-15\), 16"),
     ],
 )
@@ -236,7 +236,7 @@ def test_a_place_of_shards_is_read_as_it_is_written() -> None:
     assert parse_place(str(first), "3") == Place((first,), (3,))
     for cores, nodes, words in (
         (f"{first}/{first}", "", "in two shards"),
-        (f"{first}/{last}", "0", "as many nodes as there are shards"),
+        (f"{first}/{last}", "0", "of them, or none"),
         (f"{first}/", "", "not a list of cores"),
     ):
         with pytest.raises(UserError, match=words):

@@ -746,7 +746,7 @@ def test_the_answers_do_not_go_to_the_file_of_the_prompts(
     (tmp_path / "link").symlink_to(prompts)
     before = Path(prompts).read_bytes()
     assert cli.run(["generate", "--prompts", prompts, "--out", str(tmp_path / "link")]) == 2
-    assert "is the file of --prompts itself" in capsys.readouterr().err
+    assert "is the file of --prompts" in capsys.readouterr().err
     assert Path(prompts).read_bytes() == before
 
 

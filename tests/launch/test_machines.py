@@ -148,7 +148,7 @@ def test_a_target_over_shards_says_so_and_is_the_one_that_it_would_be_undivided(
 def test_a_place_that_makes_no_sense_is_refused_before_anything_is_loaded(run: Run) -> None:
     target = ("worker", "--role", "target", "--connect", "ipc:///tmp/nowhere")
     for arguments, words in (
-        (("--memory-nodes", "0"), "--memory-nodes goes with --cores"),
+        (("--memory-nodes", "0"), "--memory-nodes needs --cores"),
         (("--cores", CORES[0], "--memory-nodes", "x"), "is not a list of nodes"),
         (("--target.numa", "63"), "there is no node 63"),
         (("--cores", f"{CORES[0]}/{CORES[0]}"), "in two shards"),

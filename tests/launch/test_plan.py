@@ -357,28 +357,28 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
     ("arguments", "words"),
     [
         (("--machine", "nowhere"), "there is no machine 'nowhere'"),
-        (("--target-size", "7B"), "goes with --machine"),
-        (("--gguf-size", "4GiB"), "goes with --machine"),
+        (("--target-size", "7B"), "needs --machine"),
+        (("--gguf-size", "4GiB"), "needs --machine"),
         (("--machine", "two-xeons", "--gguf-size", "big"), "is not a size"),
         (
             ("--machine", "dovetail-server", "--target-size", "7B", "--target", "x"),
-            "leave --target",
+            "replaces --target",
         ),
         (
             ("--machine", "dovetail-server", "--target-size", "7B", "--target.numa", "shard"),
-            "has one memory node by its description",
+            "has one memory node",
         ),
         (
             ("--machine", "two-xeons", "--target-size", "7B", "--target.numa", "1"),
             "write shard, or leave it out",
         ),
         (("--target", "/nowhere"), "/nowhere"),
-        (("--weights", "int8-per-tensor"), "cannot be split or streamed"),
+        (("--weights", "int8-per-tensor"), "is not planned with"),
         (("--target.resident", "3"), "a plan chooses this"),
-        (("--machine", "dovetail-server", "--draft", "auto"), "is what a plan finds out"),
+        (("--machine", "dovetail-server", "--draft", "auto"), "--draft auto: name"),
         (
             ("--machine", "dovetail-server", "--target-size", "7B", "--draft", "small"),
-            "name the folder of one",
+            "name one with --draft FOLDER",
         ),
         (
             (
@@ -389,7 +389,7 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
                 "--draft",
                 str(DEMO_FOLDER / "draft"),
             ),
-            "of the same vocabulary",
+            "tokens and the target",
         ),
         (("--machine", "dovetail-server", "--rounds", "/nowhere"), "is not a recording"),
         (

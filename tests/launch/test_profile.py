@@ -124,9 +124,9 @@ def test_a_server_is_watched_while_somebody_asks_it(
     [
         (("--prompt", "a", "--prompts", "b"), "name two workloads"),
         (("--prompt", "  "), "--prompt is empty"),
-        (("--connect", "http://127.0.0.1:9"), "none of your servers on this machine serves"),
+        (("--connect", "http://127.0.0.1:9"), "none of your servers here serves"),
         (("--connect", "http://127.0.0.1:nine"), "is not an address"),
-        (("--seconds", "3"), "--seconds is how long others are watched"),
+        (("--seconds", "3"), "--seconds needs --connect"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -233,7 +233,7 @@ def test_the_coordinator_is_on_another_machine_only_with_an_api_key(
         )
         done = run("serve", *flags)
         assert done.returncode == 2, done.stderr
-        assert "beyond loopback an API key is required" in done.stderr.splitlines()[-1]
+        assert "requires http.api_key_file" in done.stderr.splitlines()[-1]
         keys = tmp_path / "keys"
         keys.touch(mode=0o600)
         keys.write_text("0123456789abcdef\n")

@@ -432,8 +432,7 @@ def test_a_worker_is_named_by_its_name_or_its_pid() -> None:
     assert named(workers, "12").pid == 12
     with pytest.raises(
         UserError,
-        match=r"2 workers are called 'draft', draft \(pid 11 on here\), draft \(pid 12 on "
-        r"here\): name the one",
+        match=r"2 workers are called 'draft': choose by pid from draft \(pid 11 on here\), ",
     ):
         named(workers, "draft")
     with pytest.raises(

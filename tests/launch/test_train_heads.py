@@ -322,7 +322,7 @@ def test_two_processes_train_one_head(tokens: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("otherwise", "complaint"),
     [
-        ({"data": ()}, "give --data FILE, or --features DIR"),
+        ({"data": ()}, "give either --data FILE, or --features DIR"),
         ({"features": Path("somewhere")}, "one of them"),
         ({"draft_vocabulary": 5000}, "more than the target's 4096"),
         ({"processes": 2}, r"pip install 'dovetail\[train\]'"),

@@ -125,15 +125,15 @@ def test_a_server_that_tells_nothing_of_drafts_is_taken_at_its_word() -> None:
             "the server cannot answer now: no target",
         ),
         (429, b'{"error": {"message": "full"}}', False, "the server cannot answer now: full"),
-        (500, b"<html>", False, "something that is not a JSON object: '<html>'"),
-        (200, chunk("Hi"), False, "closed the connection in the middle of a reply"),
+        (500, b"<html>", False, "did not answer with a JSON object: '<html>'"),
+        (200, chunk("Hi"), False, "closed the connection within a reply"),
         (
             200,
             chunk("Hi") + event({"error": {"message": "lost"}}),
             False,
             "the server failed: lost",
         ),
-        (200, b"data: [1]\n\n", False, "something that is not a JSON object"),
+        (200, b"data: [1]\n\n", False, "did not answer with a JSON object"),
     ],
 )
 def test_what_goes_wrong_is_told(status: int, body: bytes, mistake: bool, words: str) -> None:

@@ -112,8 +112,8 @@ def levels_of(text: str) -> tuple[int, ...]:
     possible = all(0 < level <= MOST_AT_ONCE for level in levels)
     if len(levels) < len(parts) or not possible or len(set(levels)) < len(levels):
         raise UserError(
-            f"--concurrency {text!r} is not a list of different whole numbers from 1 to "
-            f"{MOST_AT_ONCE}: write one such as {DEFAULT_LEVELS}"
+            f"--concurrency {text!r}: write different numbers from 1 to {MOST_AT_ONCE}, such as "
+            f"{DEFAULT_LEVELS}"
         )
     return levels
 

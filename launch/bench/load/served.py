@@ -105,7 +105,6 @@ def _model_of(site: Site) -> tuple[str, bool]:
     first = models[0] if isinstance(models, list) and models else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):
         raise DovetailError(
-            f"the server at {site.url} names no model at /v1/models: give --url that of a server "
-            "with the OpenAI API"
+            f"the server at {site.url} lists no model at /v1/models: is it an OpenAI API?"
         )
     return first["id"], first.get("owned_by") == "dovetail"

@@ -33,8 +33,7 @@ def compose_file(configuration: Configuration) -> str:
     `KeysError` for existing keys that would be refused."""
     if (listen := configuration.settings.coordinator.listen) != "ipc":
         raise UserError(
-            f"coordinator.listen = {listen!r}, and the containers of a compose file use a socket "
-            "by themselves: leave it out, or export kubernetes for several machines"
+            f"coordinator.listen = {listen!r}: the containers use their own socket; leave it out"
         )
     asked = configuration.settings.http
     keys = str(Path(asked.api_key_file or "api-keys").expanduser())

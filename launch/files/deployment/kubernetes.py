@@ -40,10 +40,7 @@ def kubernetes_manifest(configuration: Configuration) -> str:
     `SettingsError` and `KeysError` for existing keys that would be refused."""
     listen = configuration.settings.coordinator.listen
     if listen not in ("ipc", LISTEN):
-        raise UserError(
-            f"coordinator.listen = {listen!r}, and in its pod the coordinator listens at {LISTEN}, "
-            "where the containers find it: leave it out"
-        )
+        raise UserError(f"coordinator.listen = {listen!r}: the pods use {LISTEN}; leave it out")
     folder = Path(configuration.settings.coordinator.keys or "keys").expanduser()
     asked = configuration.settings.http.api_key_file
     api_keys = Path(asked).expanduser() if asked else folder / "api-keys"

@@ -94,10 +94,7 @@ def keeping(configuration: Configuration, origin: str, folder: str) -> Configura
         if given in ("off", ""):
             continue
         if given not in ("auto", own):
-            raise UserError(
-                f"{name} = {given!r}: in {origin} the coordinator can write to {folder} only; "
-                f"use --{name} {own}"
-            )
+            raise UserError(f"{name} = {given!r}: in {origin} use --{name} {own}")
         taken[name] = own
     return configuration.over(origin, taken)
 
@@ -194,10 +191,7 @@ def _here(model: str) -> Path:
     if (folder := local_folder(model)) is None:
         hosted = Hosted.of(model)
         fetch = f" with `{hosted.command()}`" if hosted is not None else ""
-        raise UserError(
-            f"the model {model} is not on this machine, and a service downloads nothing: fetch it "
-            f"first{fetch}"
-        )
+        raise UserError(f"the model {model} is not on this machine: fetch it first{fetch}")
     return Path(spelled(str(folder)))
 
 

@@ -62,14 +62,13 @@ def systemd_units(configuration: Configuration) -> dict[str, str]:
     tcp = listen.startswith("tcp://")
     if not tcp and listen not in ("ipc", SOCKET):
         raise UserError(
-            f"coordinator.listen = {listen!r}, and the units speak over {SOCKET}, or over tcp: "
-            "leave it out, or write --listen tcp://HOST:PORT"
+            f"coordinator.listen = {listen!r}: leave it out ({SOCKET} is used), or write "
+            "tcp://HOST:PORT"
         )
     if settings.http.port < (least := _least_port()):
         raise UserError(
-            f"http.port = {settings.http.port}: the units run without privileges, and this "
-            f"machine gives ports below {least} to root alone: name a higher one, or lower "
-            "net.ipv4.ip_unprivileged_port_start"
+            f"http.port = {settings.http.port}: ports below {least} are root's; choose a higher "
+            "one, or lower net.ipv4.ip_unprivileged_port_start"
         )
     if settings.http.api_key_file:
         configuration = configuration.over(

@@ -21,8 +21,7 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ModuleNotFoundError as missing:
     raise UserError(
-        f"--engine ray needs Ray, which is not installed ({missing}): pip install 'dovetail[ray]', "
-        "on every node, or leave --engine out"
+        f"--engine ray needs Ray on every node ({missing}): pip install 'dovetail[ray]'"
     ) from None
 
 CONNECT_S = 5.0
@@ -54,8 +53,8 @@ class Cluster:
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
-                f"ray.address = {address!r}: this machine cannot join that cluster ({why}): run "
-                "`ray start --address HOST:PORT` on it first, or leave ray.address out"
+                f"ray.address = {address!r}: cannot join ({why}): run `ray start --address "
+                "HOST:PORT` here first"
             ) from None
         self.here: str = ray.get_runtime_context().get_node_id()
         """The id of the node on which this process runs."""
@@ -191,8 +190,7 @@ def _check(address: str) -> None:
         return
     if "://" in address:
         raise UserError(
-            f"ray.address = {address!r} is not HOST:PORT: `dovetail serve` joins a cluster from "
-            "one of its machines, and Ray's client (ray://) does not"
+            f"ray.address = {address!r} is not HOST:PORT: Ray's client (ray://) is not used"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -201,6 +199,6 @@ def _check(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"ray.address = {address!r}: no answer ({error}): start the cluster with "
-            "`ray start --head`, or leave ray.address out and one is started on this machine"
+            f"ray.address = {address!r}: no answer ({error}): run `ray start --head` there, or "
+            "leave it out"
         ) from None

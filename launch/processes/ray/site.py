@@ -99,9 +99,8 @@ class RaySite:
         self._near = nodes[0] == self._cluster.here
         if not self._near and not self._settings.http.api_key_file:
             raise UserError(
-                "ray.coordinator puts the HTTP API on another machine than this one, and beyond "
-                "loopback an API key is required: set http.api_key_file, or leave ray.coordinator "
-                "out"
+                "ray.coordinator puts the HTTP API on another machine, which requires "
+                "http.api_key_file"
             )
         if {*nodes} != {self._cluster.here}:
             self.keys = self._take_keys()
@@ -160,8 +159,8 @@ class RaySite:
         if self._cluster.gone:
             lost = ", the ".join([COORDINATOR, HTTP, *self.workers])
             raise SiteLost(
-                "the Ray cluster that this command had started was lost: the process of its only "
-                f"node (raylet) has ended, and with it the {lost}; start the command again"
+                "the Ray cluster of this command was lost (raylet has ended), and with it the "
+                f"{lost}"
             )
         if now_s >= self._mind_s:
             self._mind_s = now_s + LOOK_EVERY_S
@@ -255,15 +254,11 @@ class RaySite:
 def check_settings(configuration: Configuration) -> None:
     if configuration.given("coordinator.listen"):
         raise UserError(
-            "--engine ray chooses where a coordinator listens, by where its workers are: leave "
-            "coordinator.listen out"
+            "--engine ray chooses where the coordinator listens: leave coordinator.listen out"
         )
     numa = configuration.settings.target.numa
     if numa != "auto":
-        raise UserError(
-            f"target.numa = {numa!r} names memory nodes of one machine, and with --engine ray the "
-            "target may be on any: leave it out; cores come with the memory of their node"
-        )
+        raise UserError(f"target.numa = {numa!r} has no effect with --engine ray: leave it out")
 
 
 def _remote(running: Running) -> RemotePart:

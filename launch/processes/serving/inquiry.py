@@ -70,9 +70,7 @@ class Inquiry:
             try:
                 reply = REPLY.decode(frames)
             except DecodeError as error:
-                raise LinkClosed(
-                    f"the coordinator's answer cannot be understood: {error}"
-                ) from None
+                raise LinkClosed(f"the coordinator's answer is malformed: {error}") from None
             self._registered |= isinstance(reply, Welcome)
             if isinstance(reply, Reported):
                 self._asked, found = False, reply
