@@ -18,13 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import ValidationError
-
 from dovetail.launch.bench.contenders import Contender, Run, Task, Theirs
 from dovetail.launch.bench.methods import Method, PromptSet
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.terminal import counted, note
-from dovetail.launch.files.outputs import held_file
+from dovetail.launch.files.outputs import continued
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.protocol.errors import UserError
@@ -71,6 +69,8 @@ class Journal:
     peaks: dict[str, float] = field(default_factory=dict)
     whole: bool = False
     """True if the result is in the file."""
+    headed: bool = False
+    """True if the file has its first line."""
     begun: bool = False
     """True if this run has measured anything itself."""
 
@@ -184,8 +184,22 @@ def open_journal(path: Path | None, heading: Mapping[str, Any]) -> Iterator[Jour
     if path is None:
         yield Journal()
         return
-    with held_file(path, "measurements") as file:
-        journal = _read(path, file, heading)
+    journal, plain = Journal(), json.loads(json.dumps(heading))
+
+    def take(line: bytes) -> None:
+        if not (journal.headed or line.startswith(FIRST)):
+            raise ValueError
+        _take(journal, json.loads(line), plain)
+
+    def torn(line: bytes) -> bool:
+        return journal.headed or line.startswith(FIRST) or FIRST.startswith(line)
+
+    with continued(path, "measurements", take, torn) as file:
+        if journal.whole and not (journal.known and journal.tasks and journal.replies):
+            raise UserError(f"{path} ends with a result but lacks replies: choose another --out")
+        journal.file = file
+        if not journal.headed:
+            journal._write({"bench": plain})
         try:
             yield journal
         except UserError:
@@ -240,32 +254,10 @@ def _digest(prompts: PromptSet) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
-def _read(path: Path, file: IO[bytes], heading: Mapping[str, Any]) -> Journal:
-    """Return the journal of an earlier run, and cut off a torn last line once all others have been
-    checked."""
-    lines = file.read().splitlines(keepends=True)
-    journal, plain = Journal(file), json.loads(json.dumps(heading))
-    if lines and not (lines[0].startswith(FIRST) or FIRST.startswith(lines[0])):
-        raise UserError(f"{path} is not a file of `dovetail bench --out`: choose another --out")
-    whole = [line for line in lines if line.endswith(b"\n")]
-    for number, line in enumerate(whole, start=1):
-        try:
-            _take(journal, json.loads(line), plain)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError):
-            raise UserError(
-                f"{path} line {number} is not from `dovetail bench --out`: choose another --out"
-            ) from None
-    if journal.whole and not (journal.known and journal.tasks and journal.replies):
-        raise UserError(f"{path} ends with a result but lacks replies: choose another --out")
-    file.truncate(sum(map(len, whole)))
-    if not whole:
-        journal._write({"bench": plain})
-    return journal
-
-
 def _take(journal: Journal, told: Mapping[str, Any], heading: Mapping[str, Any]) -> None:
     if "bench" in told:
         _compare(told["bench"], heading)
+        journal.headed = True
     elif "contenders" in told:
         journal.known = {
             str(label): {name: known[name] for name in ("name", "threads", "identity")}

@@ -6,7 +6,6 @@ up the caches, and shows which prompts must be cut to fit the context.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,7 +14,6 @@ import numpy as np
 from dovetail.launch.bench.contenders import Contender, Ours, Run, Task, sampling_of
 from dovetail.launch.bench.journal import Journal, Where
 from dovetail.launch.bench.methods import NONE, Method, PromptSet
-from dovetail.launch.bench.remaining import Remaining
 from dovetail.launch.console.terminal import counted, note, progress_bar
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.processes.connection import Connection
@@ -25,8 +23,6 @@ from dovetail.runtime.session.comparison import Difference, first_difference
 
 T = TypeVar("T")
 LOOP_TOKENS = 20
-HOW_FAR = "how far"
-"""The name of the reply of `none` that is not timed, while it is under way."""
 SHORTER = 0.8
 """A prompt that does not fit is tried again with this share of its characters."""
 
@@ -70,19 +66,13 @@ def measure(
     what the journal has is not measured again."""
     journal = journal or Journal()
     left = replies_left(found, sets, temperatures, repeat, journal)
-    remaining = Remaining(left)
-    if not sum(left.values()):
-        note(
-            f"all {counted(len(journal.replies), 'reply', 'replies')} are already in the file of "
-            "--out: nothing was measured"
-        )
+    saved = counted(len(journal.replies), "reply", "replies")
+    if not left:
+        note(f"all {saved} are already in the file of --out: nothing was measured")
     elif journal.replies:
-        note(
-            f"{counted(len(journal.replies), 'measured reply', 'measured replies')} from an "
-            f"earlier run: {sum(left.values())} to go"
-        )
-    with progress_bar(sum(left.values()), "replies", remaining.seconds) as step:
-        turns = _Turns(found, repeat, seed, journal, remaining, step)
+        note(f"{saved} from an earlier run: {left} to go")
+    with progress_bar(left, "replies") as step:
+        turns = _Turns(found, repeat, seed, journal, step)
         for prompts in sets:
             for temperature in temperatures:
                 cells = [
@@ -100,29 +90,20 @@ def replies_left(
     temperatures: Sequence[float],
     repeat: int,
     journal: Journal,
-) -> dict[str, int]:
-    """Return how many replies of each method are still to be measured, and of how many prompts it
-    is to be found how far they go."""
+) -> int:
+    """Return how many replies are still to be decoded, those that set the lengths included."""
     everywhere = [
         (prompts.name, temperature, prompt.id)
         for prompts in sets
         for temperature in temperatures
         for prompt in prompts.prompts
     ]
-    left = {
-        label: sum(
-            not journal.has(label, where, turn) for where in everywhere for turn in range(repeat)
-        )
-        for label in found
-    }
-    begins = next(
-        (where for where in everywhere if not journal.complete(found, where, repeat)), None
+    left = [where for where in everywhere if not journal.complete(found, where, repeat)]
+    return (
+        sum(not journal.has(label, at, n) for label in found for at in left for n in range(repeat))
+        + sum(where not in journal.tasks for where in everywhere)
+        + any(where in journal.tasks for where in left[:1])
     )
-    return {
-        HOW_FAR: sum(where not in journal.tasks for where in everywhere)
-        + (begins in journal.tasks),
-        **left,
-    }
 
 
 @dataclass(frozen=True)
@@ -133,7 +114,6 @@ class _Turns:
     repeat: int
     seed: int
     journal: Journal
-    remaining: Remaining
     step: Callable[[str], None]
 
     def take(self, cells: Sequence[Cell], prompt: Prompt, number: int) -> Task:
@@ -153,8 +133,8 @@ class _Turns:
         ):
             alone = self.found[NONE]
             assert isinstance(alone, Ours)
-            with self._timed(HOW_FAR, where):
-                task = prepare(alone.connection, alone.method, prompt, where[1], self.seed)
+            self.step(f"{where[0]} {where[2]}: its length")
+            task = prepare(alone.connection, alone.method, prompt, where[1], self.seed)
             self.journal.keep_task(where, task)
         return task
 
@@ -162,16 +142,10 @@ class _Turns:
         run = self.journal.reply(label, where, turn, task)
         if run is None:
             contender = self.found[label]
-            with self._timed(label, where):
-                run = contender.decode(task, where[1], self.seed)
+            self.step(f"{where[0]} {where[2]}: {label}")
+            run = contender.decode(task, where[1], self.seed)
             self.journal.keep_reply(label, where, turn, run, contender.peak_rss_mb())
         return run
-
-    @contextmanager
-    def _timed(self, what: str, where: Where) -> Iterator[None]:
-        self.step(f"{where[0]} {where[2]}: {what}")
-        with self.remaining.timed(what):
-            yield
 
 
 def rotated(those: Sequence[T], by: int) -> list[T]:

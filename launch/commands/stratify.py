@@ -7,7 +7,8 @@ itself, which any draft foretells.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
 from dovetail.launch.console.terminal import note, print_table, progress_bar, spinner
 from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
-from dovetail.launch.files.outputs import check_output
+from dovetail.launch.files.outputs import check_output, continued
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import Connection
 from dovetail.launch.processes.stack import start_stack, wait_until_ready
@@ -29,7 +30,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DECODING_SECTIONS, settings_flags
 from dovetail.launch.settings.thresholds import MADE_FOR, draft_facts, write_thresholds
 from dovetail.protocol.errors import RequestError, UserError
-from dovetail.protocol.files import writing
+from dovetail.protocol.files import append, writing
 from dovetail.protocol.messages import Result, RoundRecord
 from dovetail.protocol.settings import Settings, TreeSettings
 
@@ -95,10 +96,10 @@ def command(
     check_output(plot, "the plot")
     chosen = read_prompts(prompts)[:limit]
     holds_for = _holds_for(configuration.settings)
-    replies = _read_kept(kept, holds_for) if kept is not None else {}
-    left = [prompt for prompt in chosen if prompt.id not in replies]
-    if left:
-        replies |= _play(configuration, left, seed, _keeper(kept, holds_for))
+    with _kept(kept, holds_for) as (replies, keep):
+        left = [prompt for prompt in chosen if prompt.id not in replies]
+        if left:
+            replies |= _play(configuration, left, seed, keep)
     rounds = [
         round for prompt in chosen if prompt.id in replies for round in replies[prompt.id].rounds
     ]
@@ -235,55 +236,45 @@ def rounds_of(
 # -- the file of rounds ----------------------------------------------------------------------------
 
 
-def _keeper(path: Path | None, holds_for: dict[str, Any]) -> Callable[[Reply], None]:
-    """Appends replies to the file, one a line, after a header with the settings that they hold
-    for."""
-
-    def keep(reply: Reply) -> None:
-        if path is None:
-            return
-        with writing(path, "the rounds"), path.open("a", encoding="utf-8") as file:
-            if not file.tell():
-                file.write(json.dumps({"holds_for": holds_for}) + "\n")
-            file.write(json.dumps(asdict(reply)) + "\n")
-
-    return keep
-
-
-def _read_kept(path: Path, holds_for: dict[str, Any]) -> dict[str, Reply]:
-    """The replies in a file, without an incomplete last line; `UserError` if they belong to other
-    settings."""
+@contextmanager
+def _kept(
+    path: Path | None, holds_for: dict[str, Any]
+) -> Iterator[tuple[dict[str, Reply], Callable[[Reply], None]]]:
+    """Yield the replies of an earlier run, and what appends one to their file, whose first line has
+    the settings that they hold for."""
+    replies: dict[str, Reply] = {}
+    if path is None:
+        yield replies, lambda _: None
+        return
     from dovetail.workers.training.stratify import Round
 
-    check_output(path, "the rounds")
-    content = path.read_bytes() if path.exists() else b""
-    whole, newline, torn = content.rpartition(b"\n")
-    lines = whole.split(b"\n") if whole else []
-    try:
-        contents = [json.loads(line) for line in lines]
-        there = contents[0]["holds_for"] if contents else holds_for
-        replies = [
-            Reply(
-                content["id"],
-                tuple(
-                    Round(float(e), int(rank), bool(full)) for e, rank, full in content["rounds"]
-                ),
+    headed = False
+
+    def take(line: bytes) -> None:
+        nonlocal headed
+        content = json.loads(line)
+        if headed:
+            rounds = (Round(float(e), int(rank), bool(full)) for e, rank, full in content["rounds"])
+            replies[content["id"]] = Reply(content["id"], tuple(rounds))
+            return
+        there, headed = content["holds_for"], True
+        if key := next((key for key in holds_for if there.get(key) != holds_for[key]), None):
+            raise UserError(
+                f"the rounds in {path} were played with {key} = {there.get(key)!r}, not "
+                f"{holds_for[key]!r}: choose another --rounds"
             )
-            for content in contents[1:]
-        ]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not a file of rounds: choose another --rounds") from None
-    if different := [key for key in holds_for if there.get(key) != holds_for[key]]:
-        key = different[0]
-        raise UserError(
-            f"the rounds in {path} were played with {key} = {there.get(key)!r}, and it is "
-            f"{holds_for[key]!r}: choose another --rounds"
-        )
-    if torn:
-        if not torn.startswith((b'{"id": ', b'{"holds_for": ')[: 1 if lines else 2]):
-            raise UserError(f"{path} is not a file of rounds: choose another --rounds")
-        path.write_bytes(whole + newline)
-    return {reply.id: reply for reply in replies}
+
+    def torn(line: bytes) -> bool:
+        return line.startswith((b'{"id": ', b'{"holds_for": ')[: 1 if headed else 2])
+
+    with continued(path, "rounds", take, torn, "--rounds") as file:
+
+        def keep(told: dict[str, Any]) -> None:
+            append(file, path, "the rounds", json.dumps(told).encode() + b"\n")
+
+        if not headed:
+            keep({"holds_for": holds_for})
+        yield replies, lambda reply: keep(asdict(reply))
 
 
 # -- what is shown ---------------------------------------------------------------------------------

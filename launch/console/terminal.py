@@ -128,11 +128,9 @@ def spinner() -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress_bar(
-    total: int, unit: str, remaining: Callable[[], float | None] | None = None
-) -> Iterator[Callable[[str], None]]:
+def progress_bar(total: int, unit: str) -> Iterator[Callable[[str], None]]:
     """A bar over `total` steps; call what it yields after each step with the name of the next.
-    `remaining` returns the seconds left, if steps differ. Without steps there is no bar."""
+    Without steps there is no bar."""
     if not total or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -141,28 +139,12 @@ def progress_bar(
         BarColumn,
         MofNCompleteColumn,
         Progress,
-        ProgressColumn,
-        Task,
         TextColumn,
+        TimeRemainingColumn,
     )
-    from rich.text import Text
 
-    class Left(ProgressColumn):
-        """The time left by `remaining`, updated with the bar; without it, by the steps so far."""
-
-        def render(self, task: Task) -> Text:
-            return Text(
-                f"{clock_text(remaining() if remaining is not None else task.time_remaining)} left",
-                style="progress.remaining",
-            )
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        Left(),
-        TextColumn("{task.description}"),
-    )
+    names = TextColumn(unit), TimeRemainingColumn(), TextColumn("{task.description}")
+    columns = BarColumn(), MofNCompleteColumn(), *names
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda text: progress.update(task, advance=1, description=text)
@@ -188,15 +170,6 @@ def counting_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
 
     with ExitStack() as stack:
         yield tell
-
-
-def clock_text(seconds: float | None) -> str:
-    """A duration such as 0:07 or 1:02:03; dashes if it is not known."""
-    if seconds is None:
-        return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def print_table(

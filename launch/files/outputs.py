@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +27,12 @@ class _Folder(click.Path):
         return super().convert(value, param, ctx)
 
 
+FOREIGN = (
+    *(ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+"""What reading a line raises that is not one of ours."""
+
 OUT_FOLDER = _Folder(file_okay=False, path_type=Path)
 
 
@@ -44,11 +50,19 @@ def check_output(path: Path | None, what: str) -> None:
 
 
 @contextmanager
-def held_file(path: Path, what: str) -> Iterator[IO[bytes]]:
-    """Open a file of --out for appending and reading, held against a second run; `what` it holds is
-    for the errors, such as "answers"."""
+def continued(
+    path: Path,
+    what: str,
+    take: Callable[[bytes], None],
+    torn: Callable[[bytes], bool],
+    option: str = "--out",
+) -> Iterator[IO[bytes]]:
+    """Open a file of lines for appending, held against a second run; `what` names its content.
+    `take` gets each whole line that is there, and raises ValueError, KeyError or TypeError for a
+    foreign one; `torn` tells whether an incomplete last line is ours, which is then cut off.
+    `UserError` for any other file, which is left as it is."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a regular file, which --out needs to continue a run")
+        raise UserError(f"{path} is not a regular file, which {option} needs to continue a run")
     try:
         file = path.open("a+b")
     except OSError as error:
@@ -58,7 +72,20 @@ def held_file(path: Path, what: str) -> Iterator[IO[bytes]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another run is writing its {what} to {path}: choose another --out"
+                f"another run is writing its {what} to {path}: choose another {option}"
             ) from None
         file.seek(0)
+        whole = 0
+        for number, line in enumerate(file, start=1):
+            try:
+                if line.endswith(b"\n"):
+                    take(line)
+                    whole += len(line)
+                elif not torn(line):
+                    raise ValueError
+            except FOREIGN:
+                raise UserError(
+                    f"{path} line {number} is not of an earlier run: choose another {option}"
+                ) from None
+        file.truncate(whole)
         yield file

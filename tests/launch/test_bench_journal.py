@@ -105,7 +105,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_has_and_goes_on_there(
     )
     alone, drafted = Scripted(), Scripted()
     cells = run(path, alone, drafted)
-    assert capsys.readouterr().err == "2 measured replies from an earlier run: 6 to go\n"
+    assert capsys.readouterr().err == "2 replies from an earlier run: 6 to go\n"
     assert drafted.asked == ["say b", "say c"]
     assert alone.asked == ["say b", "say b", "say c", "say c"], "b to be warm, b; how far c goes, c"
     assert [[run.task.prompt.id for run in cell.runs] for cell in cells] == [

@@ -688,7 +688,7 @@ def test_a_torn_last_line_is_dropped_and_a_foreign_file_is_refused(tmp_path: Pat
         assert opened.done == {"a"}
     assert path.read_text() == '{"id": "a", "results": []}\n'
     path.write_text("my diary\n")
-    with pytest.raises(UserError, match="line 1 is not an answer"), open_answers(path):
+    with pytest.raises(UserError, match="line 1 is not of an earlier run"), open_answers(path):
         pass
 
 
@@ -728,7 +728,7 @@ def test_a_file_that_holds_anything_else_is_refused_and_stays_as_it_is(
 ) -> None:
     path = tmp_path / "notes"
     path.write_text(content)
-    with pytest.raises(UserError, match="is not an answer of an earlier run"), open_answers(path):
+    with pytest.raises(UserError, match="is not of an earlier run"), open_answers(path):
         pass
     assert path.read_text() == content
 

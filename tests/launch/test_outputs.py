@@ -52,8 +52,8 @@ def journal(path: Path) -> None:
 
 
 def rounds(path: Path) -> None:
-    with no_room():
-        stratify._keeper(path, {"target": "x"})(stratify.Reply("a", ()))
+    with no_room(), stratify._kept(path, {"target": "x"}) as (_, keep):
+        keep(stratify.Reply("a", ()))
 
 
 def thresholds(path: Path) -> None:

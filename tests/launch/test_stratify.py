@@ -284,7 +284,7 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
     assert rounds.read_bytes() == content
     other = stratified(run, tmp_path, *small, "--tree.depth", "5")
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
-    assert "were played with depth = 3, and it is 5: choose another --rounds" in other.stderr
+    assert "were played with depth = 3, not 5: choose another --rounds" in other.stderr
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
         (("--draft", "none"), "draft.kind = 'none' has no distributions"),
         (("--tree.width", "1"), "has no entropy"),
         (("--plot", "t.png"), "does not end in .svg"),
-        (("--rounds", str(DEMO_FOLDER / "prompts.jsonl")), "is not a file of rounds"),
+        (("--rounds", str(DEMO_FOLDER / "prompts.jsonl")), "is not of an earlier run"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_decoded(

@@ -15,7 +15,6 @@ from dovetail.launch.bench.table import COLUMNS, SWEPT, show
 from dovetail.launch.console import terminal
 from dovetail.launch.console.terminal import (
     beside_each_other,
-    clock_text,
     counted,
     explained,
     progress_bar,
@@ -57,7 +56,7 @@ def test_a_bar_on_a_terminal_says_how_long_it_still_takes(monkeypatch: pytest.Mo
     with os.fdopen(writer, "w") as screen:
         monkeypatch.setattr(sys, "stderr", screen)
         monkeypatch.setenv("TERM", "xterm")
-        with progress_bar(4, "replies", lambda: 83.4) as step:
+        with progress_bar(4, "replies") as step:
             step("a prompt")
     shown = everything(reader)
     assert "1/4" in shown
@@ -87,16 +86,9 @@ def test_a_bar_without_a_forecast_says_how_long_it_takes_by_its_steps(
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar(4, "replies", lambda: 83.4) as step:
+    with progress_bar(4, "replies") as step:
         step("a prompt")
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-:--"), (0.4, "0:00"), (67.0, "1:07"), (3723.0, "1:02:03")]
-)
-def test_a_duration_is_told_as_a_clock_shows_it(seconds: float | None, text: str) -> None:
-    assert clock_text(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """The rounds of a file that `generate --record` wrote, reply by reply."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.launch.files.records import rounds_in
+from dovetail.launch.files.records import read_round
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 
@@ -16,6 +17,19 @@ class RecordedReply:
     id: str
     turn: int
     rounds: tuple[RoundRecord, ...]
+
+
+def rounds_in(path: Path) -> Iterator[tuple[str, int, RoundRecord]]:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"the records in {path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        if line.endswith(b"\n"):
+            try:
+                yield read_round(line)
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                raise UserError(f"{path} line {number} is not a round") from None
 
 
 def read_records(path: Path) -> list[RecordedReply]:
