@@ -19,7 +19,7 @@ import numpy as np
 from dovetail.launch.bench.contenders import Contender
 from dovetail.launch.bench.methods import NONE
 from dovetail.launch.bench.turns import Cell
-from dovetail.launch.console.draft_failure import first_failure
+from dovetail.launch.console.terminal import first_failure
 from dovetail.protocol.messages import Result
 
 RESAMPLES = 2000

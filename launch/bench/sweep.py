@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.launch.bench.methods import Method
+from dovetail.launch.bench.methods import NONE, Method
 from dovetail.launch.bench.table import interval, number, share
 from dovetail.launch.console.terminal import print_table
+from dovetail.launch.files.bars import Bar, Group, draw_bars
 from dovetail.launch.files.charts import Curve, Panel, draw_panels
 from dovetail.launch.settings.configure import parse_setting
 from dovetail.protocol.errors import UserError
@@ -261,3 +262,26 @@ def _lines(
         ]
         if group:
             yield " ".join(words), group
+
+
+def draw_speedups(methods: Sequence[Method], result: Mapping[str, Any]) -> str:
+    known = [row for row in result["rows"] if row["method"] != NONE and row["speedup"] is not None]
+    several = len({row["temperature"] for row in known}) > 1
+    groups = []
+    for prompts, temperature in dict.fromkeys(
+        (row["prompts"], row["temperature"]) for row in known
+    ):
+        bars = [
+            Bar(row["method"], row["speedup"], row["speedup_low"], row["speedup_high"])
+            for row in known
+            if (row["prompts"], row["temperature"]) == (prompts, temperature)
+        ]
+        groups.append(Group(f"{prompts}, T {temperature:g}" if several else prompts, bars))
+    ours = [method.configuration.settings for method in methods if method.ours and method.drafts]
+    origin = origin_of(ours or [method.configuration.settings for method in methods], known)
+    return draw_bars(
+        f"Speed-up over the target alone\n{origin}",
+        "times; lines: 95 % interval over prompts",
+        groups,
+        level=1.0,
+    )

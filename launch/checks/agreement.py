@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from dovetail.launch.console.terminal import progress_bar
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.processes.connection import Connection, cache_of, weights_of
-from dovetail.protocol.errors import CheckpointError, DovetailError
+from dovetail.protocol.errors import CheckpointError, DovetailError, UserError
 from dovetail.protocol.messages import (
     Emitted,
     Failed,
@@ -23,7 +24,7 @@ from dovetail.protocol.messages import (
     TokenLogprobs,
     WorkerState,
 )
-from dovetail.protocol.settings import Sampling
+from dovetail.protocol.settings import Sampling, TargetSettings
 from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 
 if TYPE_CHECKING:
@@ -239,3 +240,41 @@ def _scored(connection: Connection, ids: Sequence[int]) -> tuple[list[TokenLogpr
             f"the target scored {len(scores)} of {len(ids) + len(reply) - 1} tokens"
         )
     return scores, reply
+
+
+if TYPE_CHECKING:
+    from dovetail.workers.models.parity.card import Line
+
+CARD_COLUMNS = ("weights", "MB", "logits off by", "KL, nats", "same first choice")
+
+
+def measure_card(
+    settings: TargetSettings, prompts: Sequence[Prompt], text_tokens: int | None
+) -> list["Line"]:
+    """Return a line for each type of weights that the target of settings can have; `text_tokens`:
+    of the text, None: 256. `UserError` where there is nothing to compare with."""
+    from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
+    from dovetail.workers.models.checkpoints.configured import read_config
+    from dovetail.workers.models.checkpoints.context import context_of
+    from dovetail.workers.models.parity.card import TYPES, card_of
+    from dovetail.workers.models.parity.following import UnprovableError
+
+    checkpoint = open_checkpoint(settings.model)
+    context = context_of(read_config(checkpoint.folder / "config.json"))
+    codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary)
+    text = text_of(codec, prompts, min(text_tokens or LEAST_TEXT, context))
+    with progress_bar(1 + len(TYPES), "types of weights") as step:
+        try:
+            return [*card_of(checkpoint, text, context, settings.activations, step)]
+        except UnprovableError as error:
+            raise UserError(f"{settings.model}: nothing can be compared: {error}") from None
+
+
+def card_cells(line: "Line") -> tuple[str, ...]:
+    return (
+        line.weights,
+        f"{line.size_bytes / 1e6:.1f}",
+        f"{line.error:.1e}",
+        f"{line.divergence:.1e}",
+        f"{line.same:.1%}",
+    )

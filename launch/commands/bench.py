@@ -27,8 +27,12 @@ from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
 from dovetail.launch.bench.csv import csv_text
 from dovetail.launch.bench.journal import Journal, heading_of, open_journal
 from dovetail.launch.bench.load import table as load_table
-from dovetail.launch.bench.load.measured import DEFAULT_LEVELS, DEFAULT_REQUESTS, plan_of
-from dovetail.launch.bench.load.run import measure_and_tell
+from dovetail.launch.bench.load.measured import (
+    DEFAULT_LEVELS,
+    DEFAULT_REQUESTS,
+    measure_and_tell,
+    plan_of,
+)
 from dovetail.launch.bench.methods import (
     NONE,
     SERVER,
@@ -38,10 +42,10 @@ from dovetail.launch.bench.methods import (
     read_methods,
     read_prompt_set,
 )
-from dovetail.launch.bench.plot import draw_speedups
 from dovetail.launch.bench.sweep import (
     VALUES,
     Sweep,
+    draw_speedups,
     draw_sweep,
     points_of,
     read_sweep,

@@ -19,8 +19,7 @@ import click
 from dovetail.launch.bench.load.request import PLAIN_PATH, ask
 from dovetail.launch.bench.load.served import PLAIN, served
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.numbers import Number
-from dovetail.launch.console.options import COUNT, FILE, json_instead_of
+from dovetail.launch.console.options import COUNT, FILE, Number, json_instead_of
 from dovetail.launch.console.terminal import note, progress_bar
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.directory import profile_path, writable_profile_path

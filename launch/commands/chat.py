@@ -20,16 +20,14 @@ from dovetail.launch.chat.conversation import COMMANDS, Answer, Command, Convers
 from dovetail.launch.chat.stats import print_stats
 from dovetail.launch.chat.templates import template_option
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
-from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import json_option
-from dovetail.launch.console.terminal import note, unwound_by_signals
-from dovetail.launch.decoding.by_target import connected_by_target
+from dovetail.launch.console.options import connect_option, json_option
+from dovetail.launch.console.terminal import failure_told, note, unwound_by_signals
 from dovetail.launch.decoding.request import check_stops
 from dovetail.launch.files.directory import history_path
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import is_unicode
-from dovetail.launch.processes.connection import ahead_of, speaks_http
+from dovetail.launch.processes.connection import ahead_of, connected_by_target, speaks_http
 from dovetail.launch.settings.configure import Configuration, parse_setting
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError
@@ -44,11 +42,10 @@ WAKE_S = 0.5
 
 
 @click.command(cls=HelpCommand)
-@click.option(
-    "--connect",
-    metavar="ADDRESS|URL",
-    help="The coordinator or server to use.  [default: the only coordinator of this user, else one "
+@connect_option(
+    "The coordinator or server to use.  [default: the only coordinator of this user, else one "
     "is started]",
+    "ADDRESS|URL",
 )
 @click.option(
     "--seed",

@@ -11,15 +11,14 @@ import click
 
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.console.options import parent_option
 from dovetail.launch.extras import extra, installed
 from dovetail.launch.files.directory import announced, journal_path, remove_old_journals
 from dovetail.launch.machine.binding import Place, bind
 from dovetail.launch.machine.cores import parse_cores
 from dovetail.launch.processes.child import (
-    end_when_told,
-    end_with,
+    handle_signals,
     name_process,
-    show_stacks_when_asked,
 )
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration
@@ -44,12 +43,7 @@ STDIN = 0
     hidden=True,
     help="The folder of an ipc address belongs to this coordinator alone and is removed with it.",
 )
-@click.option(
-    "--parent",
-    type=int,
-    hidden=True,
-    help="End when this process, which started us, ends; announce nothing.",
-)
+@parent_option
 @click.option(
     "--supervised",
     is_flag=True,
@@ -74,10 +68,7 @@ def command(
 
     Started again at the same address, it continues the requests in its journal.
     """
-    if parent is not None:
-        end_with(parent)
-    end_when_told()
-    show_stacks_when_asked()
+    handle_signals(parent)
     name_process("coordinator")
     if cores is not None:
         bind(Place(parse_cores(cores)))

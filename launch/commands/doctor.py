@@ -14,9 +14,8 @@ import click
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.options import json_option
 from dovetail.launch.console.terminal import spinner
-from dovetail.launch.machine.check import Check
 from dovetail.launch.machine.examination import examine
-from dovetail.launch.machine.facts import gather
+from dovetail.launch.machine.facts import Check, gather
 
 
 @click.command(cls=HelpCommand)

@@ -6,10 +6,10 @@ import json
 import click
 
 from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import json_option
+from dovetail.launch.console.options import connect_option, json_option
 from dovetail.launch.console.terminal import note
-from dovetail.launch.processes.changes import figures, named, told, wait_for
 from dovetail.launch.processes.connection import find_coordinator
+from dovetail.launch.processes.replacement import figures, named, told, wait_for
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import DovetailError, LinkError
@@ -17,11 +17,7 @@ from dovetail.protocol.errors import DovetailError, LinkError
 
 @click.command(cls=HelpCommand)
 @click.argument("worker")
-@click.option(
-    "--connect",
-    metavar="ADDRESS",
-    help="The coordinator of the worker.  [default: the only one of this user]",
-)
+@connect_option("The coordinator of the worker.  [default: the only one of this user]")
 @click.option(
     "--last",
     is_flag=True,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.numbers import Number
-from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option
 from dovetail.launch.console.terminal import note, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.processes.preflight import check_model

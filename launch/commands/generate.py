@@ -10,12 +10,10 @@ from typing import Any
 import click
 
 from dovetail.launch.chat.templates import FLAG, template_option
-from dovetail.launch.console.draft_failure import failure_told
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import FILE, SEED, json_option
-from dovetail.launch.console.terminal import note
+from dovetail.launch.console.options import FILE, SEED, connect_option, json_option
+from dovetail.launch.console.terminal import failure_told, note
 from dovetail.launch.decoding.batch import decode_file
-from dovetail.launch.decoding.by_target import connected_by_target
 from dovetail.launch.decoding.request import Wish, check_stops, read_prompt, tell_what_travels
 from dovetail.launch.decoding.single import decode_one, decode_over_http
 from dovetail.launch.decoding.summary import (
@@ -28,7 +26,12 @@ from dovetail.launch.decoding.summary import (
 from dovetail.launch.files.outputs import check_output
 from dovetail.launch.files.prompts import read_prompts
 from dovetail.launch.files.records import open_records
-from dovetail.launch.processes.connection import Connection, is_url, speaks_http
+from dovetail.launch.processes.connection import (
+    Connection,
+    connected_by_target,
+    is_url,
+    speaks_http,
+)
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import DEMONSTRATED, HERE, settings_flags
 from dovetail.protocol.errors import UserError
@@ -38,11 +41,10 @@ from dovetail.protocol.noise import random_seed
 
 @click.command(cls=HelpCommand)
 @click.argument("prompt", required=False)
-@click.option(
-    "--connect",
-    metavar="ADDRESS|URL",
-    help="The coordinator or server to use.  [default: the only coordinator of this user, else one "
+@connect_option(
+    "The coordinator or server to use.  [default: the only coordinator of this user, else one "
     "is started]",
+    "ADDRESS|URL",
 )
 @click.option("--prompts", type=FILE, help='File of prompts, one {"id", "turns"} per line.')
 @click.option(

@@ -19,12 +19,11 @@ import uvloop
 from dovetail.launch.cli import installed_version
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
+from dovetail.launch.console.options import connect_option, parent_option
 from dovetail.launch.processes.child import (
     claim_stdout,
-    end_when_told,
-    end_with,
+    handle_signals,
     name_process,
-    show_stacks_when_asked,
 )
 from dovetail.launch.processes.connection import ahead_of, call_model, only_coordinator
 from dovetail.launch.processes.notification import Notifier
@@ -59,14 +58,10 @@ log = logging.getLogger("dovetail.http")
 
 
 @click.command(cls=HelpCommand)
-@click.option(
-    "--connect",
-    metavar="ADDRESS",
-    help="The coordinator: ipc://PATH or tcp://HOST:PORT.  [default: the only one of this user]",
+@connect_option(
+    "The coordinator: ipc://PATH or tcp://HOST:PORT.  [default: the only one of this user]"
 )
-@click.option(
-    "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
-)
+@parent_option
 @click.option(
     "--supervised",
     is_flag=True,
@@ -101,10 +96,7 @@ def command(
     defaults of requests, and so are draft.ahead and draft.kind none. The other settings of the
     draft belong to the draft worker.
     """
-    if parent is not None:
-        end_with(parent)
-    end_when_told()
-    show_stacks_when_asked()
+    handle_signals(parent)
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     if connect is None:

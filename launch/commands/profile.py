@@ -15,8 +15,14 @@ from typing import Any
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.numbers import Number
-from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
+from dovetail.launch.console.options import (
+    COUNT,
+    FILE,
+    Number,
+    connect_option,
+    json_instead_of,
+    seed_option,
+)
 from dovetail.launch.console.terminal import (
     counted,
     explained,
@@ -80,11 +86,9 @@ WORDS = {
     cls=Rare,
     help=f"Prompts taken of the file.  [default: all; {SHIPPED} of the shipped ones]",
 )
-@click.option(
-    "--connect",
-    metavar="ADDRESS|URL",
-    help="What to watch, or to run prompts on; a URL: of this machine.  [default: processes of "
-    "our own]",
+@connect_option(
+    "What to watch, or to run prompts on; a URL: of this machine.  [default: processes of our own]",
+    "ADDRESS|URL",
 )
 @click.option(
     "--seconds",

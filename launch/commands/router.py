@@ -14,13 +14,11 @@ import uvloop
 from dovetail.launch.commands.http import connections_of, url_of
 from dovetail.launch.console.help import HelpCommand
 from dovetail.launch.console.logs import log_to_stderr
-from dovetail.launch.console.options import EXISTING_FILE
+from dovetail.launch.console.options import EXISTING_FILE, parent_option
 from dovetail.launch.processes.child import (
     claim_stdout,
-    end_when_told,
-    end_with,
+    handle_signals,
     name_process,
-    show_stacks_when_asked,
 )
 from dovetail.launch.processes.notification import Notifier
 from dovetail.launch.settings.configure import Configuration
@@ -53,9 +51,7 @@ REPLICA = re.compile(r"http://[^/?#@\s]+:[0-9]{1,5}/?")
     type=EXISTING_FILE,
     help="File of such URLs, one a line, which is reread whenever it changes.",
 )
-@click.option(
-    "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
-)
+@parent_option
 @settings_flags(
     "http.host",
     "http.port",
@@ -77,10 +73,7 @@ def command(
     passed on: the services need the same ones. A URL that is taken out of the file of --replicas
     gets no further requests, and those that run there end undisturbed.
     """
-    if parent is not None:
-        end_with(parent)
-    end_when_told()
-    show_stacks_when_asked()
+    handle_signals(parent)
     name_process("router")
     log_to_stderr(logging.WARNING if parent else logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)

@@ -14,12 +14,16 @@ from pathlib import Path
 
 import click
 
-from dovetail.launch.checks.agreement import Agreement, agreement_of
-from dovetail.launch.checks.card import CARD_COLUMNS, card_cells, measure_card
-from dovetail.launch.console.draft_failure import first_failure
+from dovetail.launch.checks.agreement import (
+    CARD_COLUMNS,
+    Agreement,
+    agreement_of,
+    card_cells,
+    measure_card,
+)
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.options import COUNT, FILE, json_option
-from dovetail.launch.console.terminal import note, print_table, progress_bar
+from dovetail.launch.console.options import COUNT, FILE, connect_option, json_option
+from dovetail.launch.console.terminal import first_failure, note, print_table, progress_bar
 from dovetail.launch.files.prompts import Prompt, read_prompts
 from dovetail.launch.processes.connection import LOSSY, Connection, connected, is_lossy
 from dovetail.launch.settings.configure import Configuration
@@ -93,11 +97,8 @@ class Check:
 
 
 @click.command(cls=HelpCommand)
-@click.option(
-    "--connect",
-    metavar="ADDRESS",
-    help="The coordinator to test.  [default: the only one of this user, else one that is started "
-    "here]",
+@connect_option(
+    "The coordinator to test.  [default: the only one of this user, else one that is started here]"
 )
 @click.option("--prompts", type=FILE, help="File of prompts.  [default: the demonstration's]")
 @click.option("--limit", type=COUNT, default=3, show_default=True, help="Number of prompts taken.")

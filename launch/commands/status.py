@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 
 from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import json_option
+from dovetail.launch.console.options import connect_option, json_option
 from dovetail.launch.console.terminal import counted, format_cell, in_print, print_table
 from dovetail.launch.files.directory import announcements
 from dovetail.launch.processes.connection import find_coordinator, shorten_model, slow_kernels
@@ -21,9 +21,7 @@ SHOWN_DECISIONS = 8
 
 
 @click.command(cls=HelpCommand)
-@click.option(
-    "--connect", metavar="ADDRESS", help="The coordinator. [default: the only one of this user]"
-)
+@connect_option()
 @json_option()
 @settings_flags("coordinator.keys", "coordinator.answer_s", shown=("coordinator.keys",))
 def command(configuration: Configuration, connect: str | None, as_json: bool) -> None:

@@ -14,7 +14,7 @@ import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.network_notice import leaves_the_machine
-from dovetail.launch.console.options import json_option
+from dovetail.launch.console.options import connect_option, json_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.files.directory import WorkerNote, announcements
 from dovetail.launch.machine.fit import check_memory, nodes_of
@@ -86,9 +86,7 @@ LOCAL = (*PLACED, "target.isa", "draft.isa", "memory.", STUCK)
     is_flag=True,
     help="Start nothing: print what to type on another machine, and wait for that worker.",
 )
-@click.option(
-    "--connect", metavar="ADDRESS", help="The coordinator.  [default: the only one of this user]"
-)
+@connect_option()
 @json_option()
 @settings_flags(
     "target",

@@ -23,7 +23,7 @@ from rich.live import Live
 
 from dovetail.launch.chat.web import Site, api_key
 from dovetail.launch.console.help import HelpCommand
-from dovetail.launch.console.options import json_option
+from dovetail.launch.console.options import connect_option, json_option
 from dovetail.launch.console.screen import PAGES, Standing, everything, page
 from dovetail.launch.console.terminal import in_print, unwound_by_signals
 from dovetail.launch.machine.others import Others
@@ -54,10 +54,9 @@ Picture = dict[str, Any]
 
 
 @click.command(cls=HelpCommand)
-@click.option(
-    "--connect",
-    metavar="ADDRESS|URL",
-    help="The coordinator to look at, or a server over HTTP.  [default: the only one of this user]",
+@connect_option(
+    "The coordinator to look at, or a server over HTTP.  [default: the only one of this user]",
+    "ADDRESS|URL",
 )
 @click.option("--once", is_flag=True, help="Show what happens within a second, and end.")
 @json_option("The same as one JSON object on stdout.")

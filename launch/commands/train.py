@@ -8,13 +8,12 @@ imported when a training begins, so that help is fast.
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.numbers import Number
-from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.heads import head_commands
 from dovetail.launch.training.progress import show_progress, tell
@@ -130,22 +129,15 @@ for head_command in head_commands():
 )
 @json_option()
 def small_command(
-    texts: tuple[Path, ...],
-    target: Path | None,
-    prompts: Path | None,
-    init: Path | None,
-    tokenizer: Path | None,
+    *,
     out: Path,
-    minutes: float,
-    seed: int,
     hidden: int,
     layers: int,
     heads: int,
     kv_heads: int,
     mlp: int,
-    max_parameters: int | None,
-    compiled: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Train a small model on chats or token files, or distil a draft from a target.
 
@@ -154,19 +146,7 @@ def small_command(
     dovetail train small --target MODEL --prompts prompts.jsonl --out DRAFT
     """
     shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
-    result = train_small(
-        texts=texts,
-        target=target,
-        prompts=prompts,
-        init=init,
-        tokenizer=tokenizer,
-        out=out,
-        minutes=minutes,
-        seed=seed,
-        shape=shape,
-        max_parameters=max_parameters,
-        compiled=compiled,
-    )
+    result = train_small(out=out, shape=shape, **options)
     line = (
         f"{out}: {result.parameters:,} parameters, {result.tokens:,} tokens in "
         f"{result.minutes:.1f} minutes, loss {result.loss:.3f}"

@@ -11,18 +11,16 @@ import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
 from dovetail.launch.console.logs import keep_stderr_short, remove_stderr
-from dovetail.launch.console.numbers import Number
+from dovetail.launch.console.options import Number, connect_option, parent_option
 from dovetail.launch.console.terminal import note
 from dovetail.launch.machine.binding import Binding, Place, bind
 from dovetail.launch.machine.fit import check_memory, nodes_of
 from dovetail.launch.machine.sharding import choice_of
 from dovetail.launch.processes.child import (
     LET_GO,
-    end_when_told,
-    end_with,
     ending_at_once,
+    handle_signals,
     name_process,
-    show_stacks_when_asked,
 )
 from dovetail.launch.processes.connection import call_model, only_coordinator
 from dovetail.launch.processes.notification import Notifier
@@ -54,12 +52,10 @@ RECONNECT_S = 300.0
     required=True,
     help="What this worker does; unified: both.",
 )
-@click.option(
-    "--connect",
-    metavar="ADDRESS",
-    help="The coordinator: ipc://PATH or tcp://HOST:PORT; -: a "
+@connect_option(
+    "The coordinator: ipc://PATH or tcp://HOST:PORT; -: a "
     "line of standard input.  "
-    "[default: the only one of this user]",
+    "[default: the only one of this user]"
 )
 @click.option(
     "--cores",
@@ -90,9 +86,7 @@ RECONNECT_S = 300.0
     help="Wait on standby, without sessions, until `dovetail swap` puts this worker in place.",
 )
 @click.option("--own-log", is_flag=True, hidden=True, help="stderr is a file; keep it short.")
-@click.option(
-    "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
-)
+@parent_option
 @settings_flags(
     "target",
     "draft",
@@ -126,10 +120,7 @@ def command(
     takes all of it. The draft of a unified worker is a substitute, which shares embedding, norms,
     head, resident layers, keys and values with the target.
     """
-    if parent is not None:
-        end_with(parent)
-    end_when_told()
-    show_stacks_when_asked()
+    handle_signals(parent)
     notifier = Notifier(parts_of(role))
     if connect is None:
         connect, configuration = only_coordinator(configuration)

@@ -1,5 +1,6 @@
 """Options that several commands have, and the types of their values."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,32 @@ def json_instead_of(shown: str) -> Decorator:
     return json_option(f"One JSON object on stdout instead of {shown}.")
 
 
+def connect_option(
+    text: str = "The coordinator.  [default: the only one of this user]", metavar: str = "ADDRESS"
+) -> Decorator:
+    """`--connect`, None by default."""
+    return click.option("--connect", metavar=metavar, help=text)
+
+
+parent_option = click.option(
+    "--parent", type=int, hidden=True, help="End when this process, which started us, ends."
+)
+
+
 def seed_option(text: str) -> Decorator:
     """`--seed`, 0 by default."""
     return click.option("--seed", type=SEED, default=0, show_default=True, cls=Rare, help=text)
+
+
+class Number(click.FloatRange):
+    """A number in a range; nan is refused."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number; `click.BadParameter` for text that is no number, or is out of
+        range."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number: write digits", param, ctx)
+        return number

@@ -6,13 +6,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
 from dovetail.protocol.errors import printable
-from dovetail.protocol.messages import LoadingState
+from dovetail.protocol.messages import DraftFailure, LoadingState, Result
 
 SAY_EVERY_S = 10.0
 BAR_CELLS = 24
@@ -275,3 +275,18 @@ def format_cell(cell: object) -> str:
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+def failure_told(failure: DraftFailure) -> str:
+    """Return a warning of one line."""
+    when = f"in round {failure.round}, {failure.after_s:.2f} s after the request arrived"
+    return (
+        f"warning: the draft worker {printable(failure.draft)} failed {when}: "
+        f"{printable(failure.error)}; all tokens are still the target's"
+    )
+
+
+def first_failure(results: Iterable[Result]) -> tuple[int, DraftFailure | None]:
+    """Return the number of replies whose draft failed, and the first failure."""
+    found = [result.draft_failure for result in results if result.draft_failure is not None]
+    return len(found), next(iter(found), None)

@@ -6,8 +6,7 @@ import click
 
 from dovetail.launch.chat.conversation import Manner
 from dovetail.launch.chat.web import WebAnswerer, api_key, check_flags, said_to_server
-from dovetail.launch.console.draft_failure import failure_told
-from dovetail.launch.console.terminal import note, uninterrupted
+from dovetail.launch.console.terminal import failure_told, note, uninterrupted
 from dovetail.launch.decoding.request import Wish
 from dovetail.launch.decoding.summary import other_targets, summary, tell_full_context
 from dovetail.launch.processes.connection import Connection

@@ -4,13 +4,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dovetail.launch.console.terminal import counted
-from dovetail.launch.machine.check import Check
 from dovetail.launch.machine.cores import lay_out
 from dovetail.launch.machine.facts import (
     HUGE_PAGES,
     LEAST_FILES,
     LEAST_SHARED,
     SHARED_MEMORY,
+    Check,
     Facts,
 )
 from dovetail.launch.machine.fit import HUBS, needs_of

@@ -26,6 +26,17 @@ from dovetail.protocol.files import cache_folder
 from dovetail.protocol.profile import ProfileError, cpu_flags, load_profile
 from dovetail.workers.kernels.build import compiler
 
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; `advice` is what to do, empty where nothing is."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
 TIMEOUT_S = 120
 WATCHED_S = 0.5
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

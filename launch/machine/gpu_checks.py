@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dovetail.launch.machine.cards import Card
-from dovetail.launch.machine.check import Check
-from dovetail.launch.machine.facts import Facts, Gpu
+from dovetail.launch.machine.facts import Check, Facts, Gpu
 from dovetail.launch.machine.wheels import (
     LIKE_GFX1030,
     ROCM,

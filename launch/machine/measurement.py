@@ -15,7 +15,7 @@ from dovetail.launch.files.directory import substitutes_path, writable_profile_p
 from dovetail.launch.machine.binding import bind
 from dovetail.launch.machine.cores import parse_place
 from dovetail.launch.machine.others import Others
-from dovetail.launch.processes.child import claim_stdout, end_when_told, end_with
+from dovetail.launch.processes.child import claim_stdout, handle_signals
 from dovetail.launch.processes.nursery import thread_environment
 from dovetail.launch.processes.preflight import free_memory_bytes
 from dovetail.launch.settings.configure import Configuration
@@ -54,8 +54,7 @@ def measure(
     parent: int,
 ) -> None:
     """Bind this process, and only then import torch and measure."""
-    end_with(parent)
-    end_when_told()
+    handle_signals(parent)
     said = claim_stdout()
     place = parse_place(cores, memory_nodes)
     bind(place)

@@ -72,8 +72,12 @@ def end_when_told() -> None:
         signal.signal(signal.SIGHUP, hang_up)
 
 
-def show_stacks_when_asked() -> None:
-    """On SIGUSR1 this process writes the stacks of all its threads to stderr."""
+def handle_signals(parent: int | None) -> None:
+    """End with the process that started this one, if any, and on SIGTERM; write the stacks of all
+    threads to stderr on SIGUSR1."""
+    if parent is not None:
+        end_with(parent)
+    end_when_told()
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 

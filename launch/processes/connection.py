@@ -2,8 +2,9 @@
 for itself."""
 
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,15 @@ from dovetail.launch.processes.supervise import Child, Supervisor
 from dovetail.launch.settings.blocks import blocks_in_words
 from dovetail.launch.settings.configure import POSITIONAL, Configuration
 from dovetail.launch.settings.embedded import DEMO_FOLDER
-from dovetail.protocol.errors import DovetailError, LinkClosed, RequestError, UserError, printable
+from dovetail.launch.settings.generation import by_folder, with_generation_config
+from dovetail.protocol.errors import (
+    CheckpointError,
+    DovetailError,
+    LinkClosed,
+    RequestError,
+    UserError,
+    printable,
+)
 from dovetail.protocol.links import open_link
 from dovetail.protocol.messages import (
     Failed,
@@ -36,6 +45,7 @@ from dovetail.workers.models.checkpoints.gguf.names import is_gguf
 MISTAKES = ("settings", "prompt_too_long", "vocabulary", "version", "role")
 """The codes of `messages.Failed` that are user errors."""
 LOSSY = "int8-per-tensor"
+GLANCE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,11 @@ class Connection:
         speculate: bool = True,
         ahead: bool | None = None,
         record: Callable[[RoundRecord], None] | None = None,
+        glance: Callable[[], None] | None = None,
     ) -> Finished:
-        """Decode one request to its end; `record` is called with every round. Errors are raised by
-        `failure`. So is the loss of one of our processes, even if the request survived it, since
-        measurements and comparisons need all of them.
-        """
+        """Decode one request to its end; `record` is called with every round, `glance` at least
+        every `GLANCE_S`. Errors are raised by `failure`, and so is the loss of one of our
+        processes, even if the request survived it."""
         request = self.client.submit(
             turns=turns,
             sampling=sampling,
@@ -79,7 +89,9 @@ class Connection:
             record=record is not None,
         )
         while True:
-            reply = self.client.receive(None)
+            reply = self.client.receive(None if glance is None else GLANCE_S)
+            if glance is not None:
+                glance()
             if isinstance(reply, Recorded) and reply.request == request and record is not None:
                 record(reply.record)
             if isinstance(reply, Finished) and reply.request == request:
@@ -372,3 +384,40 @@ def shorten_model(model: str) -> str:
 def call_model(model: str) -> str:
     """Return the name of a model in a live view: that of `shorten_model`, without its folder."""
     return folder_name(shorten_model(model))
+
+
+@contextmanager
+def connected_by_target(
+    configuration: Configuration, address: str | None
+) -> Iterator[tuple[Connection, Configuration]]:
+    """A connection as `connected` makes it, and the settings with the sampling defaults of its
+    target; what is taken over is noted. A target elsewhere brings none: its folder is not here."""
+    if names_models(configuration):  # a damaged file is reported before a model is loaded
+        with suppress(CheckpointError):  # a model that is not there, by who looks for it
+            with_generation_config(configuration)
+    with connected(configuration, address) as connection:
+        if connection.stack is not None:
+            configuration, taken = with_generation_config(configuration)
+            note(ends_of(connection.state))
+        else:
+            configuration, taken = by_folder(configuration, _folder(connection.state.workers))
+        if taken:
+            note(taken)
+        yield connection, configuration
+
+
+def _folder(workers: tuple[WorkerState, ...]) -> Path | None:
+    """The folder of the target that serves; None where it is on another machine, or not found."""
+    for worker in workers:
+        if "target" not in worker.roles or worker.standby or worker.leaving:
+            continue
+        if worker.host != socket.gethostname():
+            return None
+        with suppress(OSError):
+            if (folder := Path(f"/proc/{worker.pid}/cwd", worker.model)).is_dir():
+                return folder
+        from dovetail.workers.models.checkpoints.hub import local_folder
+
+        with suppress(CheckpointError):
+            return local_folder(worker.model)
+    return None

@@ -4,13 +4,14 @@ gain of a larger tree."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from dovetail.launch.files.prompts import Prompt
 from dovetail.launch.processes.connection import Connection, ahead_of
 from dovetail.launch.profiling.watching import EVERY_S, Watch
-from dovetail.protocol.errors import DovetailError, UserError
-from dovetail.protocol.messages import Emitted, Failed, Finished, Recorded, Result, RoundRecord
+from dovetail.protocol.errors import UserError
+from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import MAX_DEPTH, Settings, TreeSettings
 
 WIDE, DEEPER = 63, 4
@@ -19,14 +20,6 @@ LADDER = (1, 3, 7, 31)
 """Nodes of the trees that passes are measured with, in addition to 0, that of the run, and WIDE."""
 WIDE_TOKENS, LADDER_TOKENS, WARM_TOKENS = 96, 24, 12
 WIDE_PROMPTS = 4
-
-
-@dataclass
-class Reply:
-    """One that was decoded."""
-
-    result: Result
-    rounds: list[RoundRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,48 +45,28 @@ class Workload:
         return self.settings.draft.kind != "none"
 
     def warm_up(self, prompt: Prompt) -> None:
-        self._decode(prompt, max_tokens=WARM_TOKENS)
+        self._decode(prompt, WARM_TOKENS)
 
-    def run(
-        self, prompts: Sequence[Prompt], watch: Watch, step: Callable[[str], None]
-    ) -> list[Reply]:
-        replies = []
+    def run(self, prompts: Sequence[Prompt], watch: Watch, step: Callable[[str], None]) -> None:
         for prompt in prompts:
-            replies.append(
-                self._decode(
-                    prompt, max_tokens=self.settings.sampling.max_tokens, glance=watch.glance
-                )
-            )
+            self._decode(prompt, self.settings.sampling.max_tokens, glance=watch.glance)
             step(prompt.id)
-        return replies
 
     def sound(self, prompts: Sequence[Prompt], step: Callable[[str], None]) -> Soundings:
-        first = prompts[0]
-        plain = self._decode(first, max_tokens=LADDER_TOKENS, speculate=False, record=True).rounds
+        first, depth = prompts[0], self.settings.tree.depth
+        plain = self._recorded(first, LADDER_TOKENS, speculate=False)
         step("the target alone")
         if not self.drafts:
             return Soundings(plain=plain)
         others: list[RoundRecord] = []
         for gamma in LADDER:
-            others += self._decode(
-                first,
-                max_tokens=LADDER_TOKENS,
-                tree=self._fixed(gamma, self.settings.tree.depth),
-                ahead=False,
-                record=True,
-            ).rounds
+            tree = self._fixed(gamma, depth)
+            others += self._recorded(first, LADDER_TOKENS, tree=tree, ahead=False)
             step(f"gamma {gamma}")
         wide = []
+        tree = self._fixed(max(WIDE, self.settings.tree.gamma), min(MAX_DEPTH, depth + DEEPER))
         for prompt in prompts[:WIDE_PROMPTS]:
-            tree = self._fixed(
-                max(WIDE, self.settings.tree.gamma),
-                min(MAX_DEPTH, self.settings.tree.depth + DEEPER),
-            )
-            wide.append(
-                self._decode(
-                    prompt, max_tokens=WIDE_TOKENS, tree=tree, ahead=False, record=True
-                ).rounds
-            )
+            wide.append(self._recorded(prompt, WIDE_TOKENS, tree=tree, ahead=False))
             step("a wide tree")
         return Soundings(wide, plain, others)
 
@@ -117,55 +90,33 @@ class Workload:
             }
         )
 
+    def _recorded(self, prompt: Prompt, max_tokens: int, **fields: Any) -> list[RoundRecord]:
+        rounds: list[RoundRecord] = []
+        self._decode(prompt, max_tokens, record=rounds.append, **fields)
+        return rounds
+
     def _decode(
         self,
         prompt: Prompt,
-        *,
         max_tokens: int,
+        *,
         tree: TreeSettings | None = None,
         speculate: bool = True,
         ahead: bool | None = None,
-        record: bool = False,
-        glance: Callable[[], None] = lambda: None,
-    ) -> Reply:
-        """One reply; `glance` is called at least every EVERY_S."""
-        settings, client = self.settings, self.connection.client
-        sampling = settings.sampling
-        request = client.submit(
-            turns=prompt.turns[:1],
-            sampling=sampling.model_copy(
-                update={"min_tokens": min(sampling.min_tokens, max_tokens)}
-            ),
+        **calls: Any,
+    ) -> None:
+        settings = self.settings
+        least = min(settings.sampling.min_tokens, max_tokens)
+        self.connection.decode(
+            prompt.turns[:1],
+            sampling=settings.sampling.model_copy(update={"min_tokens": least}),
             tree=tree or settings.tree,
             max_tokens=max_tokens,
             seed=self.seed,
             speculate=speculate and self.drafts,
             ahead=ahead if ahead is not None else ahead_of(settings.draft),
-            record=record,
+            **calls,
         )
-        rounds: list[RoundRecord] = []
-        while True:
-            reply = client.receive(EVERY_S)
-            glance()
-            match reply:
-                case Recorded(request=number) if number == request:
-                    rounds.append(reply.record)
-                case Finished(request=number) if number == request:
-                    if (
-                        losses := self.connection.stack.losses()
-                        if self.connection.stack is not None
-                        else []
-                    ):
-                        raise losses[0]
-                    return Reply(reply.result, rounds)
-                case Failed():
-                    raise self.connection.failure(reply)
-                case None | Emitted() | Recorded():
-                    pass
-                case _:
-                    raise DovetailError(
-                        f"the coordinator answered a completion with {type(reply).__name__}"
-                    )
 
 
 def watch_others(watch: Watch, seconds: float, step: Callable[[str], None]) -> None:

@@ -21,13 +21,35 @@ from pydantic import ValidationError
 from dovetail.launch.processes import ahead
 from dovetail.launch.settings.blocks import keeps_blocks
 from dovetail.launch.settings.catalog import ALL_SECTIONS, PREFIX, SETTINGS, Setting, names_in
-from dovetail.launch.settings.devices import check_devices
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.launch.settings.thresholds import thresholds_of
 from dovetail.protocol.errors import SettingsError
 from dovetail.protocol.files import read_text
 from dovetail.protocol.settings import Settings, misfit
+from dovetail.workers.devices.registry import entry_of, known
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved, spelled
+
+OTHERS: Mapping[str, Sequence[str]] = {
+    "target.device": (),
+    "target.split.device": ("",),
+    "target.prefill": ("auto", "local"),
+    "draft.device": ("auto",),
+}
+"""The settings that name a device -> their other values."""
+
+
+def check_devices(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Refuse a setting that does not name a device; `SettingsError` has its name, value and origin.
+    The worker finds out whether the device exists."""
+    target, draft = settings.target, settings.draft
+    given = (target.device, target.split.device, target.prefill, draft.device)
+    for (name, others), value in zip(OTHERS.items(), given, strict=True):
+        if value in others or entry_of(value) is not None:
+            continue
+        words = known(*filter(None, others))
+        empty = ", or leave it empty" if "" in others else ""
+        raise SettingsError(f"{name} = {value!r} ({origins[name]}): write {words}{empty}")
+
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
 BY_FILE = "the GGUF file"

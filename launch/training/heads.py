@@ -8,21 +8,17 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.numbers import Number
-from dovetail.launch.console.options import COUNT, EXISTING_FILE, json_option
+from dovetail.launch.console.options import COUNT, EXISTING_FILE, Number, json_option
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.training.progress import tell
+from dovetail.launch.training.run import Wish, train_head
 from dovetail.protocol.settings import HEAD_KINDS
 from dovetail.workers.training.recipes import TRAINED, Option, TrainedKind
-
-if TYPE_CHECKING:
-    pass
-from dovetail.launch.training.run import Wish, train_head
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 HELP = """Train {what}.

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dovetail.launch.machine.cards import Card, read_cards
-from dovetail.launch.machine.check import Check
 from dovetail.launch.machine.examination import examine
-from dovetail.launch.machine.facts import Facts
+from dovetail.launch.machine.facts import Check, Facts
 from dovetail.launch.profiling.samplers import Absent, SysfsCards
 from support.healthy import AMPERE, HEALTHY, inventory
 from support.sysfs import write, write_card, write_cards

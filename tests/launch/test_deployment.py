@@ -19,8 +19,7 @@ from dovetail.launch.files.deployment.kubernetes import kubernetes_manifest
 from dovetail.launch.files.deployment.parts import Part
 from dovetail.launch.files.deployment.systemd import _bound, _quoted, _resources, systemd_units
 from dovetail.launch.machine.binding import Place
-from dovetail.launch.machine.fit import needs_of
-from dovetail.launch.machine.limits import memory_limit
+from dovetail.launch.machine.fit import memory_limit, needs_of
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import KeysError, UserError
 from dovetail.protocol.keys import generate_keys

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.launch.machine.check import Check
 from dovetail.launch.machine.examination import examine
-from dovetail.launch.machine.facts import Gpu, read_gpus, sizes_in
+from dovetail.launch.machine.facts import Check, Gpu, read_gpus, sizes_in
 from dovetail.launch.machine.others import Load
 from dovetail.launch.machine.topology import Node, Topology, read_topology
 from support.healthy import AMPERE, HEALTHY, VOLTA, inventory

@@ -10,9 +10,8 @@ import pytest
 
 from dovetail.launch.chat.answering import PLAIN, CoordinatorAnswerer
 from dovetail.launch.chat.templates import Templated, templated
-from dovetail.launch.decoding.by_target import connected_by_target
 from dovetail.launch.decoding.request import Wish
-from dovetail.launch.processes.connection import connected
+from dovetail.launch.processes.connection import connected, connected_by_target
 from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.generation import FILE, with_generation_config
 from dovetail.protocol.errors import SettingsError, UserError

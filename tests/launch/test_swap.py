@@ -20,8 +20,8 @@ import pytest
 
 from dovetail.launch.commands.swap import free_name
 from dovetail.launch.files.directory import runtime_directory
-from dovetail.launch.processes.changes import named
 from dovetail.launch.processes.child import LET_GO
+from dovetail.launch.processes.replacement import named
 from dovetail.launch.processes.stack import Stack, layout_of, worker_arguments
 from dovetail.launch.processes.supervise import USER_ERROR
 from dovetail.protocol.errors import RequestError, UserError

@@ -16,8 +16,7 @@ import click
 
 from dovetail.launch.cli import run as run_command
 from dovetail.launch.console.help import NAMES_OF_HELP, HelpCommand, Rare
-from dovetail.launch.console.numbers import Number
-from dovetail.launch.console.options import COUNT, FILE, json_instead_of, json_option
+from dovetail.launch.console.options import COUNT, FILE, Number, json_instead_of, json_option
 from dovetail.launch.console.terminal import counted, explained, print_table
 from dovetail.launch.files.charts import check_chart
 from dovetail.launch.files.outputs import check_output

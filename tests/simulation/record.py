@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.numbers import Number
-from dovetail.launch.console.options import COUNT, FILE, seed_option
+from dovetail.launch.console.options import COUNT, FILE, Number, seed_option
 from dovetail.launch.console.terminal import counted, note, progress_bar, spinner
 from dovetail.launch.files.outputs import OUT_FOLDER
 from dovetail.launch.files.prompts import read_prompts

@@ -1,20 +1,27 @@
 """`dovetail bench --concurrency`: the same requests at every concurrency, decoded with each method
 in turn, over HTTP."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import click
 
 from dovetail.launch.bench.load.crew import Load, run
 from dovetail.launch.bench.load.figures import row, with_speedups
 from dovetail.launch.bench.load.request import Reply, ask
-from dovetail.launch.bench.load.served import OTHER, PLAIN, Served
+from dovetail.launch.bench.load.served import OTHER, PLAIN, Served, served
+from dovetail.launch.bench.load.table import draw, show
 from dovetail.launch.bench.methods import PromptSet
 from dovetail.launch.bench.turns import rotated
 from dovetail.launch.console.terminal import progress_bar
+from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.files import writing
 
 DEFAULT_LEVELS = "1,2,4,8,16"
 DEFAULT_REQUESTS = 32
@@ -180,3 +187,42 @@ def _told(reply: Reply) -> dict[str, Any]:
         "latency": reply.latency_s,
         "error": reply.error,
     }
+
+
+INTERRUPTED = 130
+
+
+def measure_and_tell(
+    configuration: Configuration,
+    url: str | None,
+    plan: Plan,
+    out: Path | None,
+    plot: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Measure a server under load and show the result; return the exit code. `out` gets the figures
+    of every request too."""
+    with served(configuration, url) as server:
+        found = measure(server, plan)
+        result = {
+            "url": server.site.url,
+            "model": server.model,
+            **plan.told,
+            "rows": found.rows(),
+            "interrupted": found.interrupted,
+            "lost": found.lost,
+        }
+    if out is not None:
+        with writing(out, "the result"):
+            out.write_text(json.dumps({**result, "requests": found.requests()}), encoding="utf-8")
+    if plot is not None:
+        with writing(plot, "the plot"):
+            plot.write_text(draw(result), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        show(result)
+    if found.interrupted:
+        return INTERRUPTED
+    return 1 if found.lost or any(row["failed"] for row in result["rows"]) else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cards import read_cards
-from dovetail.launch.machine.limits import memory_limit
+from dovetail.launch.machine.fit import memory_limit
 from dovetail.launch.machine.topology import format_numbers
 from dovetail.launch.processes.connection import with_choices
 from dovetail.launch.processes.stack import (

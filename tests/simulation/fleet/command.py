@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from dovetail.launch.console.help import HelpCommand, Rare
-from dovetail.launch.console.numbers import Number
-from dovetail.launch.console.options import COUNT, FILE, json_instead_of, seed_option
+from dovetail.launch.console.options import COUNT, FILE, Number, json_instead_of, seed_option
 from dovetail.launch.console.terminal import explained, note, print_table, progress_bar
 from dovetail.launch.files.charts import Curve, Panel, check_chart, draw_panels
 from dovetail.launch.files.outputs import check_output
