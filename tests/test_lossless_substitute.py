@@ -221,7 +221,7 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
     for flags, words in (
         (
             {"draft.share": "true"},
-            "draft.share = true is for a substitute of the target, and draft.kind is 'auto'",
+            "draft.share = true needs draft.kind = 'substitute', and it is 'auto'",
         ),
         (
             {**SUBSTITUTE, "draft.model": str(tmp_path)},
@@ -234,7 +234,7 @@ def test_a_draft_that_shares_is_of_a_substitute(tmp_path: Path) -> None:
         ),
         (
             {**SHARED, "target.device": "cuda:0"},
-            "a target and a substitute that share are on one device, and draft.device is 'cpu'",
+            "draft.device is 'cpu', and a shared substitute has the target's",
         ),
     ):
         with pytest.raises(SettingsError, match=words), running(flags):

@@ -231,7 +231,7 @@ def test_on_a_busy_machine_nothing_is_saved_and_the_busy_programs_are_reported(
         (("--target.resident", "3"), "leave it out"),
         (
             ("--weights", "file", "--target.split.device", "cpu"),
-            "layers on cpu are measured with random weights, and target.weights = 'file' takes",
+            "layers on cpu are measured with random weights, not with target.weights = 'file'",
         ),
         (("--plot", "plot.png"), "plot.svg"),
         (("--target.numa", "7"), "there is no node 7"),

@@ -147,7 +147,7 @@ def test_the_demo_has_settings_of_its_own_below_the_users(tmp_path: Path) -> Non
             (
                 "coordinator.key_queue = 9 (DOVETAIL_COORDINATOR__KEY_QUEUE)",
                 "coordinator.queue = 8 (--coordinator.queue)",
-                "write at most 8, or raise coordinator.queue",
+                "is more than coordinator.queue = 8",
             ),
         ),
         ({"memory.vram": "much"}, {}, ("memory.vram = 'much'", "such as 512MiB or 7GB")),

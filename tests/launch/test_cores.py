@@ -216,7 +216,7 @@ def test_shards_have_as_many_threads_as_they_are_given_in_turn(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("nodes", "threads", "words"),
     [
-        (ONE_NODE, "auto", r"cores and memory of node 0 alone: leave it out"),
+        (ONE_NODE, "auto", r"this process may use node 0"),
         (TWO_SOCKETS, 1, r"1 threads for 2 memory nodes"),
         (TWO_SOCKETS, 17, r"target.threads = 17 is more than .* \(0-15\), 16"),
     ],

@@ -229,9 +229,9 @@ def test_a_prompt_that_is_too_long_is_one_line_and_exit_code_2(
         (("hello", "--stop", ""), "--stop '' would end every reply"),
         (
             ("hello", "--stop", "x" * (STOP_CHARACTERS + 1)),
-            "has 1025 characters, and 1024 are possible",
+            "has 1025 characters: 1024 are possible",
         ),
-        (("hello", *("--stop", "x") * 17), "--stop is given 17 times, and 16 stops are possible"),
+        (("hello", *("--stop", "x") * 17), "--stop is given 17 times: 16 are possible"),
         (("hello", "--stop", "\udcff"), "is not valid UTF-8 text"),
         (("hel\udcfflo",), "the prompt is not valid UTF-8 text"),
         (("x" * (MAX_TEXT + 1),), f"the prompt has {MAX_TEXT + 1} characters"),

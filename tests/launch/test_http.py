@@ -49,7 +49,7 @@ def test_without_an_address_the_only_coordinator_is_looked_for(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert run(["http"]) == 2
-    assert "start one with `dovetail coordinator`, or name one with --connect" in (
+    assert "run `dovetail coordinator`, or --connect" in (
         capsys.readouterr().err
     )
 

@@ -139,7 +139,7 @@ def test_without_the_only_node_of_its_own_cluster_it_ends_with_one_sentence(
     _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, said
     (told_last,) = [line for line in said.splitlines() if line.startswith("dovetail: ")]
-    assert "its only node (raylet) has ended, and with it the coordinator, the http" in told_last
+    assert "was lost (raylet has ended), and with it the coordinator, the http" in told_last
     assert_nothing_is_left([*found["pids"].values()], tmp_path)
 
 

@@ -290,7 +290,7 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--draft", "none"), "draft.kind = 'none' has no distributions"),
+        (("--draft", "none"), "draft.kind = 'none' has no entropy"),
         (("--tree.width", "1"), "has no entropy"),
         (("--plot", "t.png"), "does not end in .svg"),
         (("--rounds", str(DEMO_FOLDER / "prompts.jsonl")), "is not of an earlier run"),

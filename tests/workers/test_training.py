@@ -161,5 +161,5 @@ def test_command_refuses_what_it_cannot_train(tokens: Path, tmp_path: Path) -> N
         train_small(out=tmp_path / "out", prompts=tokens)
     with pytest.raises(UserError, match="nothing to learn from"):
         train_small(out=tmp_path / "out")
-    with pytest.raises(UserError, match="--max-parameters 1,000"):
+    with pytest.raises(UserError, match="--max-parameters"):
         train_small(out=tmp_path / "out", texts=[tokens], tokenizer=TOKENIZER, max_parameters=1000)
