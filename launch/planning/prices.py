@@ -143,26 +143,27 @@ def arithmetic(weights: str) -> str:
 
 def described(machine: Described, weights: str, vram: int | None, ram: int | None) -> Hardware:
     """A described machine, for a target with these weights."""
-    weights = arithmetic(weights)
-    target, draft, memory = machine.target, machine.draft, machine.memory
-    source = "its description"
-    near = target.resident_bandwidth_gb_s
-    on_device = machine.shared
+    weights, source = arithmetic(weights), "its description"
+    target, draft, memory, own = machine.target, machine.draft, machine.memory, machine.host
     peak = target.peak_gflop_s[weights]  # type: ignore[index]  # checked by who asks
-    if on_device:
-        device = Engine(near or target.bandwidth_gb_s, peak, target.layer_us, source=source)
-        own = machine.host
-        host = (
-            None
-            if own is None
-            else Engine(own.bandwidth_gb_s, own.peak_gflop_s[weights], own.layer_us, source=source)  # type: ignore[index]
+    host: Engine | None
+    if machine.shared:
+        near = target.resident_bandwidth_gb_s or target.bandwidth_gb_s
+        device = Engine(near, peak, target.layer_us, source=source)
+        host = own and Engine(
+            own.bandwidth_gb_s,
+            own.peak_gflop_s[weights],  # type: ignore[index]
+            own.layer_us,
+            source=source,
         )
     else:
         share = FP32_SHARE if weights == "fp32" else 1.0
-        device = Engine(
-            draft.bandwidth_gb_s, share * draft.peak_gflop_s, draft.block_us, source=source
-        )
+        gflop_s = share * draft.peak_gflop_s
+        device = Engine(draft.bandwidth_gb_s, gflop_s, draft.block_us, source=source)
         host = Engine(target.bandwidth_gb_s, peak, target.layer_us, source=source)
+    if memory is not None:
+        vram = round(memory.vram_gb * GIGA) if vram is None else vram
+        ram = round(memory.ram_gb * GIGA) if ram is None else ram
     return Hardware(
         title=machine.title,
         host=host,
@@ -172,21 +173,13 @@ def described(machine: Described, weights: str, vram: int | None, ram: int | Non
         ),
         link_gb_s=memory.link_gb_s if memory is not None else 0.0,
         link=source,
-        device_bytes=vram
-        if vram is not None
-        else round(memory.vram_gb * GIGA)
-        if memory is not None
-        else None,
-        host_bytes=ram
-        if ram is not None
-        else round(memory.ram_gb * GIGA)
-        if memory is not None
-        else None,
+        device_bytes=vram,
+        host_bytes=ram,
         messages=machine.link.messages,
         messages_from=Origin(source, estimated=True),
         level_s=0.0,
         proposal_s=0.0,
-        nodes=target.spread if not on_device else None,
+        nodes=None if machine.shared else target.spread,
     )
 
 
@@ -206,54 +199,44 @@ def price(
     parts: DeviceCosts | None = None,
 ) -> Prices:
     """Costs of a target's parts, measured ones where there are any; `width`: bytes of a weight."""
-    origins: dict[str, Origin] = {"messages of a round": hardware.messages_from}
-    host = _host(hardware, target, width, calibration, parts, origins)
-    device = _device(hardware, target, width, parts, origins)
-    link = _link(hardware, target, parts, origins) if device is not None else None
-    machine = Machine(
-        host, device, link, hardware.device_bytes, hardware.host_bytes, hardware.messages
-    )
-    return Prices(machine, origins)
+    origins = {"messages of a round": hardware.messages_from}
+    host: Place | None = None
+    device: Place | None = None
+    link: Link | None = None
+    if hardware.host is not None:
+        if calibration is not None:
+            passes, host = _measured(calibration), _shared(calibration, target)
+            if calibration.experts is not None and calibration.experts.passes:
+                origins["experts of a pass"] = _experts(calibration.experts)
+        elif parts is not None:
+            passes, host = MEASURED, Place(cache(parts.host_layer.at), cache(parts.host_head.at))
+        else:
+            passes, host = hardware.host.origin, _estimated(hardware.host, target, width)
+            if target.mixture.share:
+                origins["experts of a pass"] = INDEPENDENT
+        origins["passes of the CPU"] = passes
+    if hardware.device is not None:
+        rate = parts.link_gb_s if parts is not None else hardware.link_gb_s
+        copy_s = target.layer / (rate * GIGA)
+        link = Link(lambda rows: copy_s, hardware.overlaps)
+        if parts is not None:
+            origins["layers on the device"] = MEASURED
+            origins["the link"] = Origin(f"{rate:.4g} GB/s (measured)")
+            device = Place(cache(parts.layer.at), cache(parts.head.at))
+            if not hardware.overlaps:
+                streamed, layer = parts.streamed, parts.layer
+                wait_s = cache(lambda rows: max(0.0, streamed.at(rows) - layer.at(rows)))
+                link = Link(wait_s, overlaps=False)
+        else:
+            origins["layers on the device"] = hardware.device.origin
+            origins["the link"] = Origin(f"{rate:.4g} GB/s ({hardware.link})", estimated=True)
+            device = _estimated(hardware.device, target, width)
+    limits = hardware.device_bytes, hardware.host_bytes, hardware.messages
+    return Prices(Machine(host, device, link, *limits), origins)
 
 
-def _host(
-    hardware: Hardware,
-    target: Target,
-    width: float,
-    calibration: Calibration | None,
-    parts: DeviceCosts | None,
-    origins: dict[str, Origin],
-) -> Place | None:
-    if hardware.host is None:
-        return None
-    if calibration is not None:
-        origins["passes of the CPU"] = Origin(f"measured, {calibration.measured[:10]}")
-        if calibration.experts is not None and calibration.experts.passes:
-            origins["experts of a pass"] = _experts(calibration.experts)
-        return _shared(calibration, target)
-    if parts is not None:
-        origins["passes of the CPU"] = MEASURED
-        return Place(cache(parts.host_layer.at), cache(parts.host_head.at))
-    origins["passes of the CPU"] = hardware.host.origin
-    if target.mixture.share:
-        origins["experts of a pass"] = INDEPENDENT
-    return _estimated(hardware.host, target, width)
-
-
-def _device(
-    hardware: Hardware,
-    target: Target,
-    width: float,
-    parts: DeviceCosts | None,
-    origins: dict[str, Origin],
-) -> Place | None:
-    if hardware.device is None:
-        return None
-    if parts is not None:
-        origins["layers on the device"] = MEASURED
-        return Place(cache(parts.layer.at), cache(parts.head.at))
-    origins["layers on the device"] = hardware.device.origin
-    return _estimated(hardware.device, target, width)
+def _measured(calibration: Calibration) -> Origin:
+    return Origin(f"measured, {calibration.measured[:10]}")
 
 
 def _estimated(engine: Engine, target: Target, width: float) -> Place:
@@ -282,23 +265,6 @@ def _shared(calibration: Calibration, target: Target) -> Place:
     )
 
 
-def _link(
-    hardware: Hardware, target: Target, parts: DeviceCosts | None, origins: dict[str, Origin]
-) -> Link:
-    if parts is None:
-        rate = f"{hardware.link_gb_s:.4g} GB/s ({hardware.link})"
-        origins["the link"] = Origin(rate, estimated=True)
-        copy_s = target.layer / (hardware.link_gb_s * GIGA)
-        return Link(lambda rows: copy_s, hardware.overlaps)
-    origins["the link"] = Origin(f"{parts.link_gb_s:.4g} GB/s (measured)")
-    if hardware.overlaps:
-        copy_s = target.layer / (parts.link_gb_s * GIGA)
-        return Link(lambda rows: copy_s, overlaps=True)
-    return Link(
-        cache(lambda rows: max(0.0, parts.streamed.at(rows) - parts.layer.at(rows))), overlaps=False
-    )
-
-
 def over_nodes(
     prices: Prices, hardware: Hardware, target: Target, calibration: Calibration | None = None
 ) -> Machine | None:
@@ -309,7 +275,7 @@ def over_nodes(
         return None
     name = f"passes over {nodes.count} memory nodes"
     if calibration is not None:
-        origins[name] = Origin(f"measured, {calibration.measured[:10]}")
+        origins[name] = _measured(calibration)
         place = _shared(calibration, target)
     else:
         origins[name] = nodes.origin_of(origins["passes of the CPU"])

@@ -7,7 +7,6 @@ from typing import Any
 
 from dovetail.launch.planning.alternatives import Alternative
 from dovetail.launch.planning.designs import LOOKUP
-from dovetail.launch.planning.offloading import Offloading
 from dovetail.launch.settings.catalog import SETTINGS
 from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import SHORT_FORMS
@@ -192,10 +191,12 @@ def verdict(
         said.append(over)
     mixed = next((one for one in found if one.option.on_cpu and one.candidate is not None), None)
     if mixed is not None and dense:
-        offloading = _offloading(mixed.option, size, link, layer_bytes)
+        copy_s = 0.0 if link is None else link.layer_s(1)
+        bus = layer_bytes / copy_s / GIGA if copy_s else None
+        judged = against_offloading(size * mixed.option.tokens_per_s / GIGA, bus)
         said.append(
             f"heterogeneous speculation ({mixed.name}) against offloading (Appendix B, "
-            f"equation 6): {offloading.in_words()}"
+            f"equation 6): {judged}"
         )
     return said
 
@@ -214,10 +215,24 @@ def _over_nodes(found: Sequence[Alternative]) -> str | None:
     )
 
 
-def _offloading(option: Option, size: int, link: Link | None, layer_bytes: int) -> Offloading:
-    copy_s = 0.0 if link is None else link.layer_s(1)
-    bus = layer_bytes / copy_s / GIGA if copy_s else None
-    return Offloading(size * option.tokens_per_s / GIGA, bus)
+def against_offloading(needed_gb_s: float, bus_gb_s: float | None) -> str:
+    """Return whether heterogeneous speculation is right here, and why (Dovetail paper, equation 6).
+    `needed_gb_s`: the rate at which offloading, a token a pass, would draw level; `bus_gb_s`: the
+    bus's; None: there is no accelerator."""
+    if bus_gb_s is None:
+        return (
+            "there is no accelerator here to stream the weights to (its bus would have to carry "
+            f"{needed_gb_s:.1f} GB/s)"
+        )
+    if bus_gb_s < needed_gb_s:
+        return (
+            f"right: offloading a token a pass would need {needed_gb_s:.1f} GB/s over a bus that "
+            f"carries {bus_gb_s:.1f} at best"
+        )
+    return (
+        f"wrong: the bus carries up to {bus_gb_s:.1f} GB/s, and offloading a token a pass draws "
+        f"level at {needed_gb_s:.1f}"
+    )
 
 
 def told(

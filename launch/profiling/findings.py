@@ -10,8 +10,8 @@ from typing import Any
 from dovetail.launch.console.terminal import counted
 from dovetail.launch.machine.others import OTHERS
 from dovetail.launch.machine.topology import format_numbers
-from dovetail.launch.planning.offloading import Offloading
 from dovetail.launch.planning.subject import Subject
+from dovetail.launch.planning.words import against_offloading
 from dovetail.launch.profiling import timeline
 from dovetail.launch.profiling.advice import Advice, Rates, advise
 from dovetail.launch.profiling.evidence import Evidence
@@ -216,8 +216,9 @@ def _bounds(
         found["pass"] = _pass(evidence, subject, t_v_s)
         links = [card.link_gb_s for one in evidence.samples for card in one.gpus.values()]
         bus = max((link for link in links if link is not None), default=None)
-        offloading = Offloading(subject.read_bytes * tau / split.wall_s / 1e9, bus)
-        found["offloading"] = {**asdict(offloading), "in_words": offloading.in_words()}
+        needed = subject.read_bytes * tau / split.wall_s / 1e9
+        words = against_offloading(needed, bus)
+        found["offloading"] = {"needed_gb_s": needed, "bus_gb_s": bus, "in_words": words}
     return found
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dovetail.launch.planning.offloading import Offloading
+from dovetail.launch.planning.words import against_offloading
 from dovetail.launch.profiling import figure, timeline
 from dovetail.launch.profiling.advice import Rates, advise
 from dovetail.launch.profiling.evidence import Evidence
@@ -160,7 +160,7 @@ def test_sessions_that_ran_side_by_side_are_told_from_those_that_took_turns() ->
 
 
 def test_offloading_wins_where_the_bus_carries_the_weights_faster_than_a_token_takes() -> None:
-    slow, fast, none = (Offloading(40.0, bus).in_words() for bus in (16.0, 64.0, None))
+    slow, fast, none = (against_offloading(40.0, bus) for bus in (16.0, 64.0, None))
     assert (slow[:6], fast[:6]) == ("right:", "wrong:")
     assert "40.0 GB/s" in none
 
