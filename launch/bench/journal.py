@@ -30,10 +30,8 @@ from dovetail.protocol.files import append
 from dovetail.protocol.messages import Finished
 from dovetail.protocol.profile import machine_key
 
-FIRST = b'{"bench": '
-"""The beginning of every file of ours."""
-Where = tuple[str, float, str]
-"""Set of prompts, temperature, id of the prompt."""
+FIRST = b'{"bench": '  # the beginning of every file of ours
+Where = tuple[str, float, str]  # set of prompts, temperature, id of the prompt
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,9 @@ class Journal:
     replies: dict[tuple[str, Where, int], tuple[Finished, int]] = field(default_factory=dict)
     """Label, where, number -> the reply, and the tokens that came with its first round."""
     peaks: dict[str, float] = field(default_factory=dict)
-    whole: bool = False
-    """True if the result is in the file."""
-    headed: bool = False
-    """True if the file has its first line."""
-    begun: bool = False
-    """True if this run has measured anything itself."""
+    whole: bool = False  # true if the result is in the file
+    headed: bool = False  # true if the file has its first line
+    begun: bool = False  # true if this run has measured anything itself
 
     def task(self, where: Where, prompt: Prompt) -> Task | None:
         kept = self.tasks.get(where)

@@ -37,10 +37,8 @@ class Method:
     shares: str = ""
     """Methods with the same text share a stack of processes; those with an empty one have their
     own."""
-    peer: PeerKind | None = None
-    """The kind of the other engine; None: a method of ours."""
-    options: Any = None
-    """The options of the peer."""
+    peer: PeerKind | None = None  # the kind of the other engine; None: a method of ours
+    options: Any = None  # the options of the peer
 
     @property
     def head(self) -> str:

@@ -59,8 +59,7 @@ class Room:
     supervisor: Supervisor
     programs: Mapping[str, Path | None]
     """Method -> the program or the Python that the command line names for it."""
-    made: dict[str, Any] = field(default_factory=dict)
-    """What peers create once and share."""
+    made: dict[str, Any] = field(default_factory=dict)  # what peers create once and share
 
 
 class PeerKind(Protocol):

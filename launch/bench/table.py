@@ -25,8 +25,7 @@ COLUMNS = {
     "MB": "the most memory that the processes held, 10^6 bytes",
 }
 """Heading of the table -> its meaning; the most important first."""
-KEYS = 3
-"""The headings that identify a row."""
+KEYS = 3  # the headings that identify a row
 SWEPT = {
     "T_V ms": "with --sweep: a pass of the target",
     "T_V/T_T": "with --sweep: the same as pass",
@@ -35,8 +34,7 @@ SWEPT = {
 """Further headings of the table of a sweep."""
 
 
-OTHER = "other arithmetic"
-"""The name of a difference to an engine that computes with its own types."""
+OTHER = "other arithmetic"  # the name of a difference to an engine that computes with its own types
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -23,8 +23,7 @@ from dovetail.runtime.session.comparison import Difference, first_difference
 
 T = TypeVar("T")
 LOOP_TOKENS = 20
-SHORTER = 0.8
-"""A prompt that does not fit is tried again with this share of its characters."""
+SHORTER = 0.8  # a prompt that does not fit is tried again with this share of its characters
 
 
 @dataclass

@@ -73,8 +73,7 @@ class Manner:
     stop: tuple[str, ...] = ()
     speculate: bool = True
     ahead: bool | None = None
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Values for the chat template."""
+    template: Mapping[str, Any] = field(default_factory=dict)  # values for the chat template
     said: frozenset[str] | None = None
     """The names of the sampling settings that are sent to a server; it decides the others. None:
     all."""

@@ -27,11 +27,9 @@ from dovetail.runtime.text.tokenizer import NO_TEMPLATE
 CONNECT_S = 10.0
 SILENCE_S = 120.0
 """A server that is silent for this long, during prefill or within a reply, counts as lost."""
-MOST_WORDS = 200
-"""Characters that are shown of an answer that is none."""
+MOST_WORDS = 200  # characters that are shown of an answer that is none
 KEY_VARIABLE = "DOVETAIL_API_KEY"
-SERVERS = ("acceptance", "generation_config")
-"""Settings of sampling that the server decides on."""
+SERVERS = ("acceptance", "generation_config")  # settings of sampling that the server decides on
 LATER = (429, 503)
 """The target is full, or there is none, as while its worker starts again: the same request may be
 answered a little later."""
@@ -154,8 +152,7 @@ class WebAnswerer:
 
     def __init__(self, url: str, key: str) -> None:
         self._site = Site(url, key)
-        self.plain = False
-        """Whether it continues plain text, without a chat template."""
+        self.plain = False  # whether it continues plain text, without a chat template
         models = self._site.get("/v1/models").get("data") or [{}]
         self._model = str(models[0].get("id", ""))
         held = models[0].get("sampling")

@@ -30,15 +30,12 @@ from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 if TYPE_CHECKING:
     from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 
-TOP = 20
-"""Tokens of each position whose log-probabilities are compared."""
-REPLY = 32
-"""Tokens that the target adds to the text by itself."""
+TOP = 20  # tokens of each position whose log-probabilities are compared
+REPLY = 32  # tokens that the target adds to the text by itself
 LEAST_TEXT, MOST_TEXT = 256, 2048
 """Least and most tokens of a text; between them, enough to cross the positions that the
 configuration names."""
-BEYOND = 16
-"""Tokens behind the last of these positions."""
+BEYOND = 16  # tokens behind the last of these positions
 EXACT = 2e-3
 """Largest accepted difference of a log-probability where the checkpoint's own function is computed:
 rounding alone."""
@@ -68,10 +65,8 @@ class Agreement:
     tolerance: float = 0.0
     of_mean: bool = False
     """True if the mean difference, and not the largest, has to stay below the tolerance."""
-    first: int | None = None
-    """The first position that differs too much."""
-    beyond: int | None = None
-    """A position that the configuration names and the text does not reach."""
+    first: int | None = None  # the first position that differs too much
+    beyond: int | None = None  # a position that the configuration names and the text does not reach
     why: str = ""
 
     @property

@@ -57,8 +57,7 @@ from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 
 SECONDS, MOST_SECONDS = 30.0, 3600.0
-BLOCKS = "file"
-"""Weights that are read from a file and cannot be random."""
+BLOCKS = "file"  # weights that are read from a file and cannot be random
 PERCENT = 100
 REPLIES, MOST_TOKENS = 3, 64
 """Replies that are streamed to measure the overhead of a round; the fastest counts."""

@@ -122,8 +122,7 @@ class Chat:
     def __init__(self, answerer: Answerer, manner: Manner, *, as_json: bool) -> None:
         self._answerer, self._manner, self._as_json = answerer, manner, as_json
         self._conversation = Conversation()
-        self._unanswered: str | None = None
-        """The last question, if it could not be answered."""
+        self._unanswered: str | None = None  # the last question, if it could not be answered
         self._terminal = sys.stdout.isatty()
         self._colours = (
             self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

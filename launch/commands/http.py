@@ -52,8 +52,7 @@ from dovetail.runtime.text.tokenizer import OWN_VALUES, TextCodec
 
 OTHER_FILES, FEWEST_OTHER_FILES = 128, 48
 """Descriptors reserved for a server's other files; it has 24 when it begins."""
-HEARTBEAT = b"heartbeat\n"
-"""The line that a supervised server writes to stdout once a second."""
+HEARTBEAT = b"heartbeat\n"  # the line that a supervised server writes to stdout once a second
 log = logging.getLogger("dovetail.http")
 
 

@@ -48,13 +48,11 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import refusal, writing
 from dovetail.runtime.telemetry.trace import write_trace
 
-SHIPPED = 4
-"""Prompts of the shipped file that are used by default."""
+SHIPPED = 4  # prompts of the shipped file that are used by default
 SECONDS = 10.0
 RESULT, FIGURE, TRACE = "profile.json", "profile.svg", "trace.json"
 NOT_AVAILABLE = "not available"
-LEAST = 5e-4
-"""A share that is not 0.0 %."""
+LEAST = 5e-4  # a share that is not 0.0 %
 WORDS = {
     "busy": "share of the time in which a process worked, by its spans",
     "drafting ahead": "of the time, not of busy: drafting that no round waited for",

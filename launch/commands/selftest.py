@@ -36,8 +36,7 @@ from dovetail.runtime.session.comparison import Difference, first_difference
 
 SEED = 20260101
 DEMO_PROMPTS = DEMO_FOLDER / "prompts.jsonl"
-TOKENS = 48
-"""The default length of each reply: enough for a dozen rounds."""
+TOKENS = 48  # the default length of each reply: enough for a dozen rounds
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.7),
@@ -290,8 +289,7 @@ class _Runs:
 
     def __init__(self, connection: Connection, prompts: list[Prompt], tokens: int) -> None:
         self._connection, self._prompts, self._tokens = connection, prompts, tokens
-        self.drafted = 0
-        """Nodes that were verified in all; without any, nothing was tested."""
+        self.drafted = 0  # nodes that were verified in all; without any, nothing was tested
         self._alone: dict[tuple[Sampling, str], Finished] = {}
 
     def check(self, case: Case) -> Check:

@@ -48,8 +48,7 @@ from dovetail.runtime.http.listening import listen
 
 log = logging.getLogger("dovetail.serve")
 
-ANYWHERE = ("0.0.0.0", "[::]")
-"""Hosts that mean all addresses of a machine."""
+ANYWHERE = ("0.0.0.0", "[::]")  # hosts that mean all addresses of a machine
 
 
 @click.command(cls=HelpCommand)

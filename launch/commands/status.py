@@ -16,8 +16,7 @@ from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.calibration import RowsSeconds
 from dovetail.protocol.messages import JournalState, PairState, ProcessState, Reported, WorkerState
 
-SHOWN_DECISIONS = 8
-"""The number of latest decisions shown; `--json` has all."""
+SHOWN_DECISIONS = 8  # the number of latest decisions shown; `--json` has all
 
 
 @click.command(cls=HelpCommand)

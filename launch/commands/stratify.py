@@ -37,8 +37,7 @@ from dovetail.protocol.settings import Settings, TreeSettings
 if TYPE_CHECKING:
     from dovetail.workers.training.stratify import Round, Strata
 
-GROUPS = 20
-"""Points of the plot; each averages the same number of rounds."""
+GROUPS = 20  # points of the plot; each averages the same number of rounds
 
 
 @dataclass(frozen=True)

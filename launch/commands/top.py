@@ -38,11 +38,9 @@ from dovetail.runtime.telemetry.picture import Spell, label
 from dovetail.runtime.text.tokenizer import codec_of
 
 EVERY_S = 1.0
-MOST_WAIT_S = 15.0
-"""Seconds between two attempts if there is no answer; at first it is EVERY_S."""
+MOST_WAIT_S = 15.0  # seconds between two attempts if there is no answer; at first it is EVERY_S
 SILENCE_S = 10.0
-MOST_LOOKS = 8
-"""Messages read at a time; the rest follows in the next poll."""
+MOST_LOOKS = 8  # messages read at a time; the rest follows in the next poll
 UP, DOWN, RIGHT, LEFT = (
     (b"\x1b[A", b"\x1bOA"),
     (b"\x1b[B", b"\x1bOB"),

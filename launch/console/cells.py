@@ -11,8 +11,7 @@ from rich.text import Text
 Picture = dict[str, Any]
 BLOCKS = " ▁▂▃▄▅▆▇█"
 BAR = 8
-TREND, WIDE_TREND = 14, 48
-"""Characters of a curve; each is a sample, about a second."""
+TREND, WIDE_TREND = 14, 48  # characters of a curve; each is a sample, about a second
 
 
 def as_bar(share: float) -> str:

@@ -12,8 +12,7 @@ import click
 
 from dovetail.launch.console.migration import advice, extra_argument
 
-FEW = 13
-"""A command with at most this many options shows all of them."""
+FEW = 13  # a command with at most this many options shows all of them
 HELP_ALL = "--help-all"
 NAMES_OF_HELP = ["-h", "--help", HELP_ALL]
 """Help options of groups of commands, whose help has one length."""

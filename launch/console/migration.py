@@ -17,8 +17,7 @@ import click
 class Foreign:
     """Options of another program with the same meaning, and what to write here instead."""
 
-    written: str
-    """Their names, separated by spaces."""
+    written: str  # their names, separated by spaces
     whose: str
     here: str
 
@@ -32,10 +31,8 @@ class Names:
     """What `foreign.toml` has."""
 
     options: Sequence[Foreign]
-    commands: Mapping[str, str]
-    """Commands of ollama and vLLM, and what to write here."""
-    removed: Mapping[str, str]
-    """Options of earlier releases, and what replaces them."""
+    commands: Mapping[str, str]  # commands of ollama and vLLM, and what to write here
+    removed: Mapping[str, str]  # options of earlier releases, and what replaces them
 
     def option(self, name: str) -> Foreign | None:
         """Return the entry of an option of another program."""

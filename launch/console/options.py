@@ -9,8 +9,7 @@ import click
 
 from dovetail.launch.console.help import Rare
 
-FILE = click.Path(dir_okay=False, path_type=Path)
-"""A file, which need not exist."""
+FILE = click.Path(dir_okay=False, path_type=Path)  # a file, which need not exist
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
 SEED = click.IntRange(0, (1 << 63) - 1)

@@ -42,12 +42,10 @@ class Standing:
     """The user's choices, and the state of the connection."""
 
     page: int = 0
-    session: int | None = None
-    """The session whose tree is shown; None for the newest."""
+    session: int | None = None  # the session whose tree is shown; None for the newest
     paused: bool = False
     ended: bool = False
-    lost: str = ""
-    """Why there is no answer; empty while connected."""
+    lost: str = ""  # why there is no answer; empty while connected
 
 
 def page(picture: Picture, standing: Standing, console: Console) -> RenderableType:

@@ -16,8 +16,7 @@ from dovetail.protocol.messages import DraftFailure, LoadingState, Result
 
 SAY_EVERY_S = 10.0
 BAR_CELLS = 24
-QUANTISED = "layers quantised"
-"""The end of a worker's line of progress."""
+QUANTISED = "layers quantised"  # the end of a worker's line of progress
 WIDTH_WITHOUT_TERMINAL, HEIGHT_WITHOUT_TERMINAL = 200, 50
 GAP, MOST_WORD = 2, 24
 """Letters between two columns of a table, and the longest word that is not broken."""

@@ -88,10 +88,8 @@ class _Batch:
     def __init__(self, wish: Wish, connection: Connection, answers: Answers) -> None:
         self._wish, self._connection, self._answers = wish, connection, answers
         self._flying: dict[int, _Dialogue] = {}
-        self.tokens = 0
-        """Tokens of all replies so far."""
-        self.failures = 0
-        """Replies whose draft failed, and the failure of the first one."""
+        self.tokens = 0  # tokens of all replies so far
+        self.failures = 0  # replies whose draft failed, and the failure of the first one
         self.failure: DraftFailure | None = None
 
     def run(

@@ -19,8 +19,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import decode
 from dovetail.protocol.messages import MAX_STOPS, MAX_TEXT
 
-STOP_CHARACTERS = 1024
-"""The longest stop that `messages.Submit` takes."""
+STOP_CHARACTERS = 1024  # the longest stop that `messages.Submit` takes
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,8 @@ class Wish:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     trace: bool = False
-    records: RecordFile | None = None
-    """Gets every round."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """Values for the chat template."""
+    records: RecordFile | None = None  # gets every round
+    values: Mapping[str, Any] = field(default_factory=dict)  # values for the chat template
     template: Templated | None = None
     """Makes tokens of turns with these values; None: the coordinator does, without any."""
 

@@ -14,8 +14,7 @@ from dovetail.protocol.errors import DovetailError, LinkClosed, printable
 from dovetail.protocol.messages import Emitted, Failed, Finished, Recorded, Reported
 
 CANCEL_GRACE_S = 2.0
-QUIET_S = 1.0
-"""Silence after which the coordinator is asked whether the reply waits for a target."""
+QUIET_S = 1.0  # silence after which the coordinator is asked whether the reply waits for a target
 
 
 # -- one prompt ------------------------------------------------------------------------------------

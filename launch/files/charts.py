@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-WIDTH, HEIGHT = 760, 440
-"""Size of a chart in units of the SVG; letters are 12 of them high."""
+WIDTH, HEIGHT = 760, 440  # size of a chart in units of the SVG; letters are 12 of them high
 COLOURS = ("#0b62a4", "#d1495b", "#3a7d44", "#8a5a9e", "#c77f00", "#4d4d4d")
 """Distinct in print and for the colour-blind."""
 INK, PAGE, GRID, AXIS = "#222222", "#ffffff", "#dddddd", "#333333"
@@ -39,17 +38,14 @@ AT_NIGHT = {
     ),
 }
 """Colour -> the one that takes its place on a dark page."""
-ACROSS = 2
-"""Small charts in a line."""
+ACROSS = 2  # small charts in a line
 PANEL_WIDTH, PANEL_HEIGHT = 400, 270
 TITLE, SECOND = 15, 12
 """Sizes of the lines of a title; a bold letter is about TITLE_LETTER of its size wide, and one of
 the second line SECOND_LETTER."""
 TITLE_LETTER, SECOND_LETTER = 0.62, 0.55
-LETTER = 6.9
-"""Width of a letter of 12 units, about."""
-HEAD, MARGIN = 46, 14
-"""Height of the title, and the space around it."""
+LETTER = 6.9  # width of a letter of 12 units, about
+HEAD, MARGIN = 46, 14  # height of the title, and the space around it
 STYLE = {
     "axes.edgecolor": AXIS,
     "axes.labelcolor": INK,

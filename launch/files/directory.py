@@ -36,10 +36,8 @@ class Announcement:
     address: str
     pid: int
     started_ticks: int
-    keys: str = ""
-    """Folder of keys of a tcp address."""
-    url: str = ""
-    """The URL of its HTTP API, if there is one."""
+    keys: str = ""  # folder of keys of a tcp address
+    url: str = ""  # the URL of its HTTP API, if there is one
 
     @property
     def process(self) -> str:
@@ -65,12 +63,9 @@ class WorkerNote:
     address: str
     pid: int
     roles: Sequence[str]
-    flags: Sequence[str]
-    """Its settings and binding as flags of `dovetail worker`."""
-    fingerprint: str
-    """A target's fingerprint, else empty."""
-    since_s: float
-    """When it was registered, in Unix time."""
+    flags: Sequence[str]  # its settings and binding as flags of `dovetail worker`
+    fingerprint: str  # a target's fingerprint, else empty
+    since_s: float  # when it was registered, in Unix time
 
 
 def runtime_directory() -> Path:

@@ -16,10 +16,8 @@ DRM, PCI = "sys/class/drm", "sys/bus/pci/devices"
 KFD = "sys/class/kfd/kfd/topology/nodes"
 NAMES = ("usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids")
 """The list of the PCI SIG's numbers, in one of the places where distributions have it."""
-CARD_CLASSES = ("0x03", "0x12")
-"""Display controllers and processing accelerators."""
-MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}
-"""Numbers of the PCI SIG."""
+CARD_CLASSES = ("0x03", "0x12")  # display controllers and processing accelerators
+MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # numbers of the PCI SIG
 CARVED = 3 << 30
 """Bytes: graphics that are part of an AMD processor have a share of the machine's memory, by
 default less than this."""
@@ -34,18 +32,12 @@ class Card:
 
     maker: str
     name: str
-    driver: str
-    """The kernel's driver, such as amdgpu, i915 or xe; empty: none is bound to it."""
-    integrated: bool
-    """True if it is a part of the processor and has the machine's memory."""
-    memory_bytes: int | None
-    """None if its driver does not report it."""
-    target: str
-    """AMD's name of its instruction set, such as gfx1031; empty: not known."""
-    link_gb_s: float | None
-    """The rate that its slot carries one way at best, 10^9 bytes a second."""
-    folder: Path
-    """The folder of the card's device below /sys."""
+    driver: str  # the kernel's driver, such as amdgpu, i915 or xe; empty: none is bound to it
+    integrated: bool  # true if it is a part of the processor and has the machine's memory
+    memory_bytes: int | None  # none if its driver does not report it
+    target: str  # AMD's name of its instruction set, such as gfx1031; empty: not known
+    link_gb_s: float | None  # the rate that its slot carries one way at best, 10^9 bytes a second
+    folder: Path  # the folder of the card's device below /sys
 
     def used_bytes(self) -> int | None:
         """Return how much of its memory is in use."""

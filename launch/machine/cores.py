@@ -31,8 +31,7 @@ from dovetail.protocol.errors import UserError
 Threads = int | Literal["auto"]
 ItemT = TypeVar("ItemT")
 
-MOST_SHARED = 2
-"""Cores of which the target leaves none to its draft."""
+MOST_SHARED = 2  # cores of which the target leaves none to its draft
 SMALL_BYTES = 50e6
 """Bytes of weights below which a target's pass is as short as drafting is, so that of two cores
 each gets one."""

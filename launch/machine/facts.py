@@ -65,14 +65,12 @@ class Facts:
     flags: frozenset[str]
     topology: Topology
     online_cores: int
-    memory_refusal: str
-    """Why memory cannot be bound to a node; empty if it can."""
+    memory_refusal: str  # why memory cannot be bound to a node; empty if it can
     inventory: Mapping[str, Any]
     """The result of `calibration/inventory.py` in workers; with the key `broken` alone where that
     could not run."""
     gpus: Sequence[Gpu] = ()
-    cards: Sequence[Card] = ()
-    """The graphics cards of AMD and Intel."""
+    cards: Sequence[Card] = ()  # the graphics cards of AMD and Intel
     driver_problem: str = ""
     huge_pages: str = "madvise"
     memory_bytes: int = 0
@@ -81,12 +79,10 @@ class Facts:
     shared_bytes: int = LEAST_SHARED
     environment: Mapping[str, str] = field(default_factory=dict)
     compiler: str = ""
-    others: Load | None = None
-    """CPU time that other programs used while this process was idle."""
+    others: Load | None = None  # CPU time that other programs used while this process was idle
     profile: str = ""
     profile_problem: str = ""
-    cache: Path = Path()
-    """The folder of this user's caches."""
+    cache: Path = Path()  # the folder of this user's caches
     caches: Mapping[str, int] = field(default_factory=dict)
     """The bytes on disk of each folder and file in it."""
 

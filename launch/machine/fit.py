@@ -40,8 +40,7 @@ HUBS = {
 }
 """Processes without a model: what they are called, the bytes of each, and bytes for each byte of
 the target's tokenizer.json."""
-LOOKUP_BYTES = 30_000_000
-"""The size of a draft that looks up."""
+LOOKUP_BYTES = 30_000_000  # the size of a draft that looks up
 BITS = {"auto": 4, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 DRAFT_TYPES = {"fp16": "half", "bf16": "half", "int4": "int8"}
 """Types of a draft's weights in the words of a target's, by their sizes."""
@@ -300,8 +299,7 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-CONVERSATIONS = 8
-"""Long conversations for whose keys and values there is to be room."""
+CONVERSATIONS = 8  # long conversations for whose keys and values there is to be room
 SESSIONS_SHARE = 4 / 3
 """A target offers three quarters of what is free to sessions (`ROOM_SHARE` of its prefix cache)."""
 MARGIN = 1.1

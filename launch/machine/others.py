@@ -11,8 +11,7 @@ from dovetail.launch.machine.topology import format_numbers
 OTHERS = 0.1
 """Share of the cores' time that other programs may use before measurements are unreliable."""
 MOST_NAMED = 3
-LEAST_CORES = 0.05
-"""Load in cores from which on a program is named."""
+LEAST_CORES = 0.05  # load in cores from which on a program is named
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class Load:
     share: float
     """Share of these cores' time, including what a virtual machine's host took (`stolen`)."""
     stolen: float
-    programs: list[tuple[str, int, float]]
-    """Name, pid and load in cores of the busiest."""
+    programs: list[tuple[str, int, float]]  # name, pid and load in cores of the busiest
 
     @property
     def words(self) -> str:
@@ -43,8 +41,7 @@ class Look:
     stolen: float
     every: float
     processes: Mapping[int, tuple[str, int, float]]
-    ended: Mapping[int, float]
-    """CPU seconds of the descendants of each process that have ended."""
+    ended: Mapping[int, float]  # CPU seconds of the descendants of each process that have ended
 
     def lineage(self, pid: int) -> list[int]:
         """Return a process and its ancestors."""

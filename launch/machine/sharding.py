@@ -14,8 +14,7 @@ from dovetail.protocol.profile import NodeTimes, Profile, load_profile, machine_
 from dovetail.protocol.settings import TargetSettings
 from dovetail.runtime.costs.nodes import Nodes, measured_meeting_s
 
-ROWS = 16
-"""Rows of the pass by which it is decided, about those of a usual tree."""
+ROWS = 16  # rows of the pass by which it is decided, about those of a usual tree
 
 
 @dataclass(frozen=True)

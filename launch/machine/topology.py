@@ -15,8 +15,7 @@ from pathlib import Path
 
 from dovetail.protocol.groups import ROOT, GroupFolders, read_text
 
-MAX_NUMBER = 1 << 16
-"""The largest number of a core or a node, beyond what any kernel counts to."""
+MAX_NUMBER = 1 << 16  # the largest number of a core or a node, beyond what any kernel counts to
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,7 @@ class Node:
     number: int
     cores: tuple[tuple[int, ...], ...]
     """Physical cores, each as the numbers of its hardware threads, lowest first."""
-    memory_bytes: int
-    """0 if we may not take memory here."""
+    memory_bytes: int  # 0 if we may not take memory here
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class Topology:
     CPUs' worth of time we are given."""
 
     nodes: tuple[Node, ...]
-    quota: float | None = None
-    """CPUs' worth of time that the control group may use; None: no limit."""
+    quota: float | None = None  # CPUs' worth of time that the control group may use; None: no limit
 
     @property
     def computing(self) -> tuple[Node, ...]:

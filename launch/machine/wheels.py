@@ -26,8 +26,7 @@ RELEASES = {
 LEAST_DRIVER = {12: 525, 13: 580}
 """CUDA's major version -> the least driver (NVIDIA, CUDA Compatibility, minor version
 compatibility)."""
-ROCM = ("rocm6.4", "rocm7.1")
-"""The builds for AMD's GPUs."""
+ROCM = ("rocm6.4", "rocm7.1")  # the builds for AMD's GPUs
 LIKE_GFX1030 = ("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036")
 """AMD chips that have no code in any build, but the same instructions as gfx1030, which is in all
 of them (LLVM, User Guide for AMDGPU Backend)."""

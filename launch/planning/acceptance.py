@@ -27,8 +27,7 @@ from dovetail.workers.heads.registry import KINDS
 
 KEPT = 32
 """Children of a node that a small model keeps, drafting ahead (`workers/drafters/tree.py`)."""
-STEPS = 40
-"""Halvings of the interval in which p is."""
+STEPS = 40  # halvings of the interval in which p is
 
 
 class Acceptance(Protocol):
@@ -100,8 +99,7 @@ def figures_of(kind: str) -> Figures:
 class Assumed:
     """Children with their own probabilities of being right."""
 
-    first: float
-    """p."""
+    first: float  # p
     decay: float
     origin: str
 

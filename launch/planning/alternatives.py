@@ -10,8 +10,7 @@ from dovetail.launch.planning.designs import LOOKUP
 from dovetail.runtime.planner import Draft, Option, Places, Planner, by_budget
 
 Step = Callable[[str], None]
-KINDS = 15
-"""The largest number of kinds of placements, for the bar."""
+KINDS = 15  # the largest number of kinds of placements, for the bar
 
 
 @dataclass(frozen=True)

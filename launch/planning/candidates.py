@@ -37,8 +37,7 @@ from dovetail.runtime.planner import Draft, Tree
 from dovetail.workers.heads.registry import kind_of_architecture, setting_of
 from dovetail.workers.models.checkpoints.gguf.view import spelled, weight_paths
 
-NOTHING = DraftSize(0, 0, 0, 0, 0, 0)
-"""The size of a draft without a model."""
+NOTHING = DraftSize(0, 0, 0, 0, 0, 0)  # the size of a draft without a model
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GAMMAS = (1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 31, 47, 63)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
@@ -61,13 +60,10 @@ class Candidate:
     kind: str
     name: str
     size: DraftSize
-    settings: DraftSettings
-    """The settings that start it, but for its device."""
+    settings: DraftSettings  # the settings that start it, but for its device
     acceptance: Acceptance
-    blocks: int | None = None
-    """Blocks of a head."""
-    lacks: str = ""
-    """The steps to take before it can be started; empty: none."""
+    blocks: int | None = None  # blocks of a head
+    lacks: str = ""  # the steps to take before it can be started; empty: none
     trees: Sequence[Tree] = field(default=())
 
     def draft(

@@ -37,8 +37,7 @@ from dovetail.workers.models.checkpoints.hub import cached_folders, local_folder
 if TYPE_CHECKING:
     from dovetail.launch.planning.candidates import Candidate, Reader
 
-SMALLER = 2
-"""A model may draft for another one that has at least this multiple of its parameters."""
+SMALLER = 2  # a model may draft for another one that has at least this multiple of its parameters
 OWN = {
     "half": "the checkpoint's own 16 bits",
     FILE: "the file's own blocks",

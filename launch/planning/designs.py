@@ -44,16 +44,12 @@ from dovetail.workers.models.recurrent.sizes import traffic_of
 if TYPE_CHECKING:
     from dovetail.workers.serving import design
 
-LOOKUP = "ngram"
-"""The kind of draft that proposes what followed the last tokens earlier."""
-HALF = 2
-"""Bytes of a draft's number."""
+LOOKUP = "ngram"  # the kind of draft that proposes what followed the last tokens earlier
+HALF = 2  # bytes of a draft's number
 SAID = ("llama", "gpt2", "gpt_bigcode")
 """Model types whose config.json, if it has all sizes, determines everything that is counted."""
-DEVICE = "cuda:0"
-"""The device that a draft's pass is priced for: it takes the longest on a GPU."""
-GROUP_BITS = 0.5
-"""A weight, of the scale and the offset that a group of 64 has (HQQ)."""
+DEVICE = "cuda:0"  # the device that a draft's pass is priced for: it takes the longest on a GPU
+GROUP_BITS = 0.5  # a weight, of the scale and the offset that a group of 64 has (HQQ)
 CONTEXT = 4096
 HEAD_DIM = 128
 
@@ -137,10 +133,8 @@ class Design:
     weighed: "design.Design | None" = None
     """Its parts, as transformers builds it; None if its config.json determines everything that is
     counted."""
-    tensors: Sequence[Tensor] = ()
-    """The tensors of its checkpoint; empty where it is not here."""
-    file_bytes: int = 0
-    """The size of a GGUF file of it that is not here; 0: none was named."""
+    tensors: Sequence[Tensor] = ()  # the tensors of its checkpoint; empty where it is not here
+    file_bytes: int = 0  # the size of a GGUF file of it that is not here; 0: none was named
 
     @property
     def uncoded(self) -> str:
@@ -241,12 +235,10 @@ class DraftSize:
 
     layers: int
     layer_weights: int
-    other_weights: int
-    """Weights of its fusion and output head."""
+    other_weights: int  # weights of its fusion and output head
     layer_bytes: int
     other_bytes: int
-    beside_bytes: int
-    """Bytes that are not read in every pass: embedding, keys and values, a pass."""
+    beside_bytes: int  # bytes that are not read in every pass: embedding, keys and values, a pass
     shared_bytes: Callable[[int], int] = lambda _resident: 0
     """Returns the bytes that a substitute takes in one process with its target, with this many
     resident layers, and the room that the worker leaves."""

@@ -52,8 +52,7 @@ device, and 16 rows of 4096 numbers on a link of 16 GB/s. An estimate: none has 
 MEASURED = Origin("measured")
 ASSUMED = Origin("assumed; dovetail calibrate measures them", estimated=True)
 INDEPENDENT = Origin("as if rows chose independently of each other", estimated=True)
-SOME_ROWS = 8
-"""Rows of the pass for which `plan` prints the number of experts."""
+SOME_ROWS = 8  # rows of the pass for which `plan` prints the number of experts
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class Engine:
     gflop_s: float
     layer_us: float = 0.0
     pass_us: float = 0.0
-    source: str = "measured"
-    """The origin of these figures."""
+    source: str = "measured"  # the origin of these figures
     products: RowsSeconds | None = None
     """Seconds of one weight over rows, where products with such weights were measured."""
 
@@ -113,13 +111,10 @@ class Hardware:
 
     title: str
     host: Engine | None
-    device: Engine | None
-    """The GPU; None: there is only the CPU."""
-    draft: Engine
-    """The device of drafts: the device, or a separate core."""
+    device: Engine | None  # the GPU; None: there is only the CPU
+    draft: Engine  # the device of drafts: the device, or a separate core
     link_gb_s: float = 0.0
-    link: str = ""
-    """The origin of that."""
+    link: str = ""  # the origin of that
     overlaps: bool = True
     device_bytes: int | None = None
     host_bytes: int | None = None

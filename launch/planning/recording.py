@@ -61,12 +61,9 @@ class Position:
     """A draft's tree below one root; the children of a node stand side by side, best first."""
 
     tokens: Ints
-    parents: Ints
-    """Index of the parent, -1: the root."""
-    gains: Floats
-    """Log-probability given the parent."""
-    expanded: NDArray[np.bool_]
-    """[N] whether the node's children are here. The root's are."""
+    parents: Ints  # index of the parent, -1: the root
+    gains: Floats  # log-probability given the parent
+    expanded: NDArray[np.bool_]  # [N] whether the node's children are here. The root's are
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,8 @@ class Recording:
 
     id: str
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Tokens of the reply; the first comes with the prompt."""
-    positions: tuple[Position, ...]
-    """[P] one for each token but the last."""
+    tokens: tuple[int, ...]  # tokens of the reply; the first comes with the prompt
+    positions: tuple[Position, ...]  # [P] one for each token but the last
 
 
 @dataclass(frozen=True)

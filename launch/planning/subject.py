@@ -39,8 +39,7 @@ from dovetail.runtime.planner import Draft, Option, Planner
 from dovetail.workers import kernels
 from dovetail.workers.models.checkpoints.gguf.view import FILE, resolved
 
-GPU = "cuda:0"
-"""The GPU of a described machine."""
+GPU = "cuda:0"  # the GPU of a described machine
 
 
 class Subject:
@@ -61,12 +60,10 @@ class Subject:
         self.cache = target.cached
         self.target = design.target(weights, device or GPU, self.cache)
         self.embedded = self.unnamed = False
-        self.left_out: list[str] = []
-        """Kinds of placements for which there is too little memory."""
+        self.left_out: list[str] = []  # kinds of placements for which there is too little memory
         self.prices: Prices = price(hardware, self.target, design.width(weights))
         self.here: Here | None = None
-        self.levels: dict[str, Origin] = {}
-        """The origin of t_D of each draft."""
+        self.levels: dict[str, Origin] = {}  # the origin of t_D of each draft
         self.falls: dict[str, str] = {}
         """Draft -> why `draft.device = auto` puts it on the CPU, though there is a GPU."""
 

@@ -58,11 +58,9 @@ class Here:
     parts: DeviceCosts | None
     layout: CoreLayout
     """The places of the processes where the target is not spread over memory nodes."""
-    spread: CoreLayout | None
-    """The places where it is; None: it cannot be."""
+    spread: CoreLayout | None  # the places where it is; None: it cannot be
     spread_calibration: Calibration | None
-    limits: tuple[MachineLimits, str]
-    """The limits of the cores in use, and their origin."""
+    limits: tuple[MachineLimits, str]  # the limits of the cores in use, and their origin
 
     def fall(self, candidate: Candidate) -> str:
         """Return why `draft.device = auto` puts a draft on the CPU, though there is a GPU: it did

@@ -16,10 +16,8 @@ from dovetail.workers.models.checkpoints.gguf.view import FILE, spelled
 
 MS = 1e3
 GIGA = 1e9
-SHARD = "shard"
-"""The value of target.numa that spreads a target over memory nodes."""
-WORTH = 1.02
-"""Times the target alone: less is within what two runs differ by."""
+SHARD = "shard"  # the value of target.numa that spreads a target over memory nodes
+WORTH = 1.02  # times the target alone: less is within what two runs differ by
 
 
 def placement(one: Alternative, device: str) -> str:

@@ -13,8 +13,7 @@ from dovetail.launch.files.directory import announcements
 from dovetail.protocol.errors import UserError
 
 LAST_PORT = 65535
-SERVE = "dovetail:serve"
-"""The process name of `dovetail serve`."""
+SERVE = "dovetail:serve"  # the process name of `dovetail serve`
 
 
 def check_port(host: str, port: int, *, remedy: str) -> None:

@@ -22,8 +22,7 @@ class Begun:
 
     process: Process
     talk: Talk
-    log: IO[bytes]
-    """The file that its stderr goes to."""
+    log: IO[bytes]  # the file that its stderr goes to
 
 
 _begun: list[Begun] = []

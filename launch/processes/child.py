@@ -17,8 +17,7 @@ from typing import NoReturn, TextIO
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 15, 22, 38
 SECCOMP_MODE_FILTER, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 2, 0x50000, 0x7FFF0000
-CLONE3 = 435
-"""The number of the system call, on every architecture."""
+CLONE3 = 435  # the number of the system call, on every architecture
 PROGRAM = "dovetail"
 LET_GO = 3
 """Exit code of a worker that was drained, replaced or dismissed: it must not be restarted."""

@@ -11,8 +11,7 @@ from dovetail.launch.processes.supervise import Child
 from dovetail.protocol.errors import printable
 from dovetail.protocol.messages import WorkerState
 
-LAST_WORDS_S = 0.3
-"""Seconds that a stuck process has to dump its stacks."""
+LAST_WORDS_S = 0.3  # seconds that a stuck process has to dump its stacks
 LOG_BYTES = 1 << 20
 """The file of a process's output is truncated after this many bytes have been read."""
 

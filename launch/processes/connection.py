@@ -55,8 +55,7 @@ class Connection:
     client: Client
     state: Reported
     stack: Stack | None = None
-    address: str = ""
-    """The address at which it was reached; empty for the one that it reports."""
+    address: str = ""  # the address at which it was reached; empty for the one that it reports
 
     def models(self, *, draft: bool = True) -> str:
         """Describe the models that decode; `draft`: whether the draft's is one."""

@@ -27,10 +27,8 @@ from dovetail.launch.processes.nursery import MAX_BYTES, READY, count_threads
 from dovetail.protocol.errors import DovetailError
 
 PR_SET_CHILD_SUBREAPER = 36
-PROGRAMS = ("dovetail", "cli.py")
-"""The files from which a command is run."""
-OURS = (nursery.COMMAND, nursery.__name__)
-"""The modules that a command runs in forked processes."""
+PROGRAMS = ("dovetail", "cli.py")  # the files from which a command is run
+OURS = (nursery.COMMAND, nursery.__name__)  # the modules that a command runs in forked processes
 LOOK_S = 0.005
 """Interval at which a child is polled until it ends: pidfd_open(2) is newer than Linux 4.18."""
 

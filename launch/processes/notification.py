@@ -16,8 +16,7 @@ from dovetail.protocol.errors import UserError
 
 log = logging.getLogger("dovetail.notify")
 
-FEEDS = 4
-"""Notifications of progress within the watchdog's limit."""
+FEEDS = 4  # notifications of progress within the watchdog's limit
 LOADING_S = 900
 """A process that still reads its model has so long to read more, or to make use of what it has
 read."""
@@ -94,8 +93,7 @@ class Part:
 
     notifier: Notifier
     name: str
-    serves: Callable[[], None]
-    """Called when the worker starts to serve."""
+    serves: Callable[[], None]  # called when the worker starts to serve
 
     def ready(self) -> None:
         """Notify that this loop is ready."""

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from dovetail.launch.processes.child import end_with, name_process
 
-MAX_BYTES = 1 << 16
-"""Bytes of a worker's command."""
+MAX_BYTES = 1 << 16  # bytes of a worker's command
 READY = b"ready"
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -31,8 +30,7 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 """Environment variables with the number of threads that a library starts."""
-COMMAND = "dovetail.launch.cli"
-"""The module that commands run in."""
+COMMAND = "dovetail.launch.cli"  # the module that commands run in
 MODULES = (
     "dovetail.launch.commands.worker",
     "dovetail.workers.loop",

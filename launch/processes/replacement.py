@@ -18,8 +18,7 @@ from dovetail.runtime.client import Client
 
 PARTS = ("checkpoint", "weights", "kernels", "split", "prefill", "cache")
 """The names of the parts of a fingerprint."""
-OTHERS = ("target.", "memory.")
-"""Settings that may change any part except the first."""
+OTHERS = ("target.", "memory.")  # settings that may change any part except the first
 
 
 class Change:
@@ -42,8 +41,7 @@ class Change:
         }
         self.newcomers: dict[Role, WorkerState] = {}
         self._placed = False
-        self.words: list[str] = []
-        """The outcome in words."""
+        self.words: list[str] = []  # the outcome in words
 
     def wait(self, child: Child | None) -> None:
         for part, name in self._names.items():
@@ -143,10 +141,8 @@ def summary_of(newcomer: WorkerState, old: WorkerState | None) -> dict[str, Any]
 class Expected:
     """What a replacing target must compute."""
 
-    fingerprint: str
-    """The other target's fingerprint; empty if unknown."""
-    asked: Collection[str]
-    """The dotted names of settings given for the new one."""
+    fingerprint: str  # the other target's fingerprint; empty if unknown
+    asked: Collection[str]  # the dotted names of settings given for the new one
 
     def check(self, newcomer: WorkerState) -> None:
         """Raise `UserError` for a target that computes other bytes unless that was requested."""

@@ -37,10 +37,8 @@ from dovetail.protocol.settings import DRAFT_KINDS, Settings
 from dovetail.runtime.client import Client
 
 POLL_S = 0.05
-LOADING_POLL_S = 0.02
-"""Seconds between two polls of parts that are not ready yet."""
-LEAST_FILES = 64
-"""Open files that a worker or the HTTP API needs, with room to spare."""
+LOADING_POLL_S = 0.02  # seconds between two polls of parts that are not ready yet
+LEAST_FILES = 64  # open files that a worker or the HTTP API needs, with room to spare
 Played = Literal["target", "draft", "unified"]
 ROLES: tuple[Played, ...] = ("target", "draft")
 SECTIONS: dict[str, tuple[str, ...]] = {

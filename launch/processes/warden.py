@@ -19,8 +19,7 @@ import time
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 CHILD, FOLDER = b"child", b"folder"
 APART = "apart"
-LOOK_S = 0.02
-"""Interval at which the children of a lost supervisor are polled."""
+LOOK_S = 0.02  # interval at which the children of a lost supervisor are polled
 
 
 def main() -> None:

@@ -48,8 +48,7 @@ ANSWER_S, ANSWER_FACTOR = 1.0, 3.0
 """Seconds to wait for a lost coordinator's answer, or this multiple of the first connection's time,
 before the next attempt; a handshake takes three and a half round trips."""
 
-TOLD = "-"
-"""The address argument of a worker that reads its address from standard input."""
+TOLD = "-"  # the address argument of a worker that reads its address from standard input
 NOWHERE = Place(())
 
 
@@ -104,18 +103,15 @@ class WorkerProcess:
 
     configuration: Configuration
     role: Role
-    connect: str
-    """Address of the coordinator."""
-    reconnect_s: float
-    """Time for which a lost coordinator is looked for."""
+    connect: str  # address of the coordinator
+    reconnect_s: float  # time for which a lost coordinator is looked for
     name: str
     threads: int
     binding: Binding
     say: Callable[[str], None]
     standby: bool
     notifier: Notifier
-    flags: Sequence[str]
-    """Its settings and binding, for a worker that replaces it."""
+    flags: Sequence[str]  # its settings and binding, for a worker that replaces it
     told: bool = False
     """True if the command that started this worker sends the address on standard input; it has
     checked the tokenizer already if that is on this machine."""

@@ -22,8 +22,7 @@ from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.planner import Option, Planner, Seconds, Tree
 from dovetail.workers.models.checkpoints.footprint import half_of, read_tensors
 
-WORTH = 1.02
-"""A smaller gain is none: it is within what two runs differ by."""
+WORTH = 1.02  # a smaller gain is none: it is within what two runs differ by
 REPLAYED = "replayed from the offered trees, with the measured passes"
 
 
@@ -31,17 +30,12 @@ REPLAYED = "replayed from the offered trees, with the measured passes"
 class Advice:
     """A change, and what it would bring."""
 
-    name: str
-    """The kind of change, in a word: tree, policy, ahead, alone, weights, placement."""
+    name: str  # the kind of change, in a word: tree, policy, ahead, alone, weights, placement
     what: str
-    flags: tuple[str, ...]
-    """The settings to change, as a command line has them."""
-    gain: float
-    """Tokens a second over those of the settings in force."""
-    basis: str
-    """The way the gain was found."""
-    same: bool = True
-    """True if the target stays the same function."""
+    flags: tuple[str, ...]  # the settings to change, as a command line has them
+    gain: float  # tokens a second over those of the settings in force
+    basis: str  # the way the gain was found
+    same: bool = True  # true if the target stays the same function
 
     @property
     def worth(self) -> bool:

@@ -18,33 +18,26 @@ class Evidence:
     slices: Sequence[Slice]
     rounds: Sequence[SeenRound]
     workers: Sequence[SeenWorker]
-    states: Sequence[WorkerState]
-    """The states of the same workers, as status has them."""
+    states: Sequence[WorkerState]  # the states of the same workers, as status has them
     pairs: Sequence[PairState]
     start_ns: int
     end_ns: int
     samples: Sequence[Sample]
-    absent: Mapping[str, str]
-    """Reading -> why there is none."""
-    here: str
-    """The name of this host: workers of others are beyond the samplers."""
-    tree: Tree
-    """The tree in force, or the largest that was seen."""
+    absent: Mapping[str, str]  # reading -> why there is none
+    here: str  # the name of this host: workers of others are beyond the samplers
+    tree: Tree  # the tree in force, or the largest that was seen
     ahead: bool
     title: str
     workload: str
     soundings: Soundings = field(default_factory=Soundings)
-    adapts: bool = False
-    """True if the size of the tree follows what pays."""
+    adapts: bool = False  # true if the size of the tree follows what pays
     set_here: bool = True
     """True if the tree is set by this command, and not by whoever asks a server."""
-    own_device: bool = True
-    """True if the draft has a separate device, or separate cores."""
+    own_device: bool = True  # true if the draft has a separate device, or separate cores
     missed: int = 0
     changes: Mapping[str, str] = field(default_factory=dict)
     """Workers that came or went meanwhile, and what of it they did."""
-    coordinator: int | None = None
-    """Process number of the coordinator, if it runs on this machine."""
+    coordinator: int | None = None  # process number of the coordinator, if it runs on this machine
 
     @property
     def records(self) -> list[RoundRecord]:

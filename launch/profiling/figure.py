@@ -53,8 +53,7 @@ OF_A_ROUND = dict(
     )
 )
 
-Bar = tuple[str, Sequence[tuple[str, float]]]
-"""A name, and (look, share) from left to right."""
+Bar = tuple[str, Sequence[tuple[str, float]]]  # a name, and (look, share) from left to right
 
 
 def draw(found: Mapping[str, Any]) -> str:

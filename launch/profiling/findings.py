@@ -28,8 +28,7 @@ took the cores."""
 BALANCED = 0.1
 """If they are closer than this, neither reading nor arithmetic is reported as the bound of a
 pass."""
-FEW = 30
-"""Rounds of which no figure should be trusted."""
+FEW = 30  # rounds of which no figure should be trusted
 
 
 def find(

@@ -21,10 +21,8 @@ from dovetail.launch.machine.cards import CARD_CLASSES, LANE_GB_S, Card, read_ca
 
 ROOT = Path("/")
 DEVICES = "sys/bus/pci/devices"
-NVIDIA = "0x10de"
-"""The number of the PCI SIG."""
-GUESTS = ("dev/dxg", "dev/nvidia0")
-"""Ways to a card that is on no bus of ours."""
+NVIDIA = "0x10de"  # the number of the PCI SIG
+GUESTS = ("dev/dxg", "dev/nvidia0")  # ways to a card that is on no bus of ours
 NO_CARD = "no such card is on this machine's bus"
 LANES_GT_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """The rate of a lane by the generation of PCIe, GT/s."""
@@ -38,8 +36,7 @@ class Absent(Exception):
 class Process:
     """The time and memory that a process has used."""
 
-    cpu_s: float
-    """CPU seconds of all its threads, since it began."""
+    cpu_s: float  # CPU seconds of all its threads, since it began
     rss_bytes: int
 
 
@@ -48,14 +45,11 @@ class Gpu:
     """The figures of a card; None if it does not report them."""
 
     name: str
-    busy: float | None
-    """Share of the driver's last window, which is coarse: up to a second."""
+    busy: float | None  # share of the driver's last window, which is coarse: up to a second
     used_bytes: int | None
     memory_bytes: int | None
-    link_gb_s: float | None
-    """The rate that its slot carries one way at best."""
-    integrated: bool = False
-    """True if it is a part of the processor."""
+    link_gb_s: float | None  # the rate that its slot carries one way at best
+    integrated: bool = False  # true if it is a part of the processor
 
 
 @dataclass(frozen=True)
@@ -188,8 +182,7 @@ class Samplers:
     def __init__(self, pids: Sequence[int] = (), *, root: Path = ROOT) -> None:
         """`pids`: the processes of this machine that are looked at."""
         self._processes = {pid: psutil.Process(pid) for pid in pids}
-        self.absent: dict[str, str] = {}
-        """Reading -> why there is none."""
+        self.absent: dict[str, str] = {}  # reading -> why there is none
         nvidia = self._open("NVIDIA cards (NVML)", Nvml)
         others = partial(SysfsCards, root, beside_nvidia=nvidia is not None)
         cards = (nvidia, self._open("AMD and Intel cards (sysfs)", others))

@@ -17,10 +17,8 @@ from dovetail.protocol.messages import RoundRecord, SeenRound, SeenSpan
 COORDINATOR = "coordinator"
 PARTS = ("draft", "verify", "transport", "queue", "coordinator")
 """The parts of a round, as its record has them."""
-BESIDE = frozenset({"queue", "link", "lost"})
-"""Spans without work."""
-AHEAD = frozenset({"grow", "prepare"})
-"""Work that no round waits for."""
+BESIDE = frozenset({"queue", "link", "lost"})  # spans without work
+AHEAD = frozenset({"grow", "prepare"})  # work that no round waits for
 NS = 1e9
 
 
@@ -70,8 +68,7 @@ class Use:
     """The use of a stretch of time on a device, in seconds. `busy_s` and the waits add up to it."""
 
     busy_s: float = 0.0
-    ahead_s: float = 0.0
-    """The part of the busy time that is growth no round waited for."""
+    ahead_s: float = 0.0  # the part of the busy time that is growth no round waited for
     waiting_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_name_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of all spans by name; parts of a span are also counted in it."""

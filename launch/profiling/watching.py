@@ -7,8 +7,7 @@ from dovetail.launch.profiling.samplers import Samplers
 from dovetail.protocol.messages import Seen, SeenRound, SeenSpan, SeenWorker
 from dovetail.runtime.client import Client
 
-EVERY_S = 0.1
-"""Between two looks: the coordinator answers one in a millisecond or two."""
+EVERY_S = 0.1  # between two looks: the coordinator answers one in a millisecond or two
 SAMPLE_S = 0.25
 """Between two readings of the samplers: the kernel counts busy time in hundredths of a second."""
 
@@ -20,8 +19,7 @@ class Watch:
         """`client`: used for nothing else. Earlier events are skipped."""
         self._client, self.samplers = client, samplers
         self._next = 0
-        self.missed = 0
-        """Rounds and spans that were gone before they were looked at."""
+        self.missed = 0  # rounds and spans that were gone before they were looked at
         self.rounds: list[SeenRound] = []
         self.spans: list[SeenSpan] = []
         self._workers: dict[str, SeenWorker] = {}

@@ -14,8 +14,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import MAX_DEPTH, Settings, TreeSettings
 
-WIDE, DEEPER = 63, 4
-"""Nodes, and further levels, of the trees that larger ones are judged by."""
+WIDE, DEEPER = 63, 4  # nodes, and further levels, of the trees that larger ones are judged by
 LADDER = (1, 3, 7, 31)
 """Nodes of the trees that passes are measured with, in addition to 0, that of the run, and WIDE."""
 WIDE_TOKENS, LADDER_TOKENS, WARM_TOKENS = 96, 24, 12

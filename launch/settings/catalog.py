@@ -115,8 +115,7 @@ def _leaves(name: str, info: FieldInfo) -> dict[str, Setting]:
     }
 
 
-SETTINGS = _settings()
-"""Dotted name -> setting, in the order of the model."""
+SETTINGS = _settings()  # dotted name -> setting, in the order of the model
 
 
 def _expected(kind: Any) -> list[str]:

@@ -52,10 +52,8 @@ def check_devices(settings: Settings, origins: Mapping[str, str]) -> None:
 
 
 DEMO_SETTINGS = DEMO_FOLDER / "settings.toml"
-BY_FILE = "the GGUF file"
-"""The origin of weights chosen by a target's file."""
-POSITIONAL = "MODEL"
-"""The origin of a target given as an argument."""
+BY_FILE = "the GGUF file"  # the origin of weights chosen by a target's file
+POSITIONAL = "MODEL"  # the origin of a target given as an argument
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ BASIC = (*MODELS, "memory.vram", "tree.policy", *REPLIES)
 """Settings in `--help` unless a command names its own; `--help-all` has the others."""
 DEMONSTRATED = (*MODELS, *REPLIES)
 """Settings in `--help` of commands that newcomers run with the embedded pair."""
-LONGEST_METAVAR = 24
-"""Characters; kinds of values that take more are called TEXT in help."""
+LONGEST_METAVAR = 24  # characters; kinds of values that take more are called TEXT in help
 LISTENING = ("http.host", "http.port", "http.api_key_file", "http.model")
 SERVING = (*MODELS, *LISTENING, "coordinator.listen", "coordinator.keys")
 """Settings in `--help` of `serve` and of exports: models, and where clients and workers connect."""

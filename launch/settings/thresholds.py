@@ -30,10 +30,8 @@ from dovetail.protocol.files import read_text, unread, writing
 from dovetail.protocol.settings import HEAD_KINDS, MAX_BINS, DraftSettings, Settings
 from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 
-MADE_FOR = ("depth", "width", "sharpening")
-"""The tree's settings that an entropy depends on."""
-MOST_NATS = 1e6
-"""The largest threshold, as in tree.thresholds."""
+MADE_FOR = ("depth", "width", "sharpening")  # the tree's settings that an entropy depends on
+MOST_NATS = 1e6  # the largest threshold, as in tree.thresholds
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ class Load:
     """The replies of requests that ran at once, in the order in which they ended."""
 
     replies: tuple[Reply, ...]
-    seconds: float
-    """From the start of the first request to the end of the last."""
+    seconds: float  # from the start of the first request to the end of the last
     interrupted: bool = False
     """True if Ctrl-C came; requests that were in flight then are not among the replies."""
 

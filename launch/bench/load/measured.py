@@ -25,8 +25,7 @@ from dovetail.protocol.files import writing
 
 DEFAULT_LEVELS = "1,2,4,8,16"
 DEFAULT_REQUESTS = 32
-MOST_AT_ONCE = 4096
-"""Requests at once, each with a thread and a connection."""
+MOST_AT_ONCE = 4096  # requests at once, each with a thread and a connection
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,9 @@ class Plan:
 
     turns: tuple[str, ...]
     """Prompts, in the order of the requests; after the last comes the first again."""
-    prompts: str
-    """Names of their files."""
+    prompts: str  # names of their files
     levels: tuple[int, ...]
-    requests: int
-    """Requests at each concurrency; at least as many as run at once."""
+    requests: int  # requests at each concurrency; at least as many as run at once
     repeat: int
     max_tokens: int
     temperature: float
@@ -66,8 +63,7 @@ class Findings:
 
     loads: dict[tuple[str, int], list[Load]] = field(default_factory=dict)
     interrupted: bool = False
-    lost: str = ""
-    """Why a process of ours ended meanwhile; empty: none did."""
+    lost: str = ""  # why a process of ours ended meanwhile; empty: none did
 
     def rows(self) -> list[dict[str, Any]]:
         methods = sorted({method for method, _ in self.loads}, key=lambda name: name != PLAIN)

@@ -17,16 +17,12 @@ WORDS = ("content", "reasoning_content", "reasoning")
 """The fields of a streamed choice that hold text of the model: OpenAI's; llama-server's and older
 vLLM's; vLLM's."""
 DONE = b"[DONE]"
-BROKEN_OFF = "broken off"
-"""The error of a stream that ended without [DONE]."""
-TOO_LONG = "too long"
-"""The error of a stream that does not end."""
+BROKEN_OFF = "broken off"  # the error of a stream that ended without [DONE]
+TOO_LONG = "too long"  # the error of a stream that does not end
 MOST_BYTES = 64 << 20
 """The most bytes that are read of a stream, or of a line of it: more than any reply has."""
-MOST_WORDS = 300
-"""Characters that are kept of a server's error message."""
-MOST_COUNTED = 1 << 40
-"""The most tokens that a server can report; a larger number counts as none."""
+MOST_WORDS = 300  # characters that are kept of a server's error message
+MOST_COUNTED = 1 << 40  # the most tokens that a server can report; a larger number counts as none
 
 
 @dataclass
@@ -37,14 +33,11 @@ class Reply:
     began_s: float
     chunks_s: list[float] = field(default_factory=list)
     """The time of each chunk that carries text of the model."""
-    ended_s: float = 0.0
-    """The time of the last event before [DONE]."""
+    ended_s: float = 0.0  # the time of the last event before [DONE]
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""
-    """The kind of failure, such as "HTTP 429"; empty: none."""
-    words: str = ""
-    """The server's own words for it."""
+    error: str = ""  # the kind of failure, such as "HTTP 429"; empty: none
+    words: str = ""  # the server's own words for it
 
     @property
     def prompt_tokens(self) -> int:

@@ -18,8 +18,7 @@ PLAIN, DRAFTED, OTHER = "none", "draft", "server"
 SILENCE_S = 600.0
 """A server that is silent for so long counts as lost; a request may wait behind others."""
 
-FIRST_S = 30.0
-"""Seconds to wait for a server's model before the first request."""
+FIRST_S = 30.0  # seconds to wait for a server's model before the first request
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class Served:
     model: str
     methods: tuple[str, ...]
     """The methods by which requests are decoded, `PLAIN` first if it is among them."""
-    sampling: Mapping[str, Any]
-    """The sampling fields of a request that the user has set."""
+    sampling: Mapping[str, Any]  # the sampling fields of a request that the user has set
     lost: Callable[[], list[DovetailError]] = list
     """Returns the failures of our processes that have ended meanwhile."""
 

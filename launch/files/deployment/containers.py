@@ -12,11 +12,9 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.http_keys import read_keys
 from dovetail.protocol.settings import HttpSettings
 
-USER = 10001
-"""The user and the group in the container, as the Dockerfile has them."""
+USER = 10001  # the user and the group in the container, as the Dockerfile has them
 RUN, MODELS, CACHE = "/run/dovetail", "/models", "/cache"
-PORT = 5555
-"""The port of a coordinator that is reached over tcp."""
+PORT = 5555  # the port of a coordinator that is reached over tcp
 DOCKERFILE = "launch/files/deployment/Dockerfile"
 CONFINED: Mapping[str, Any] = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": CACHE}
 """Variables of a worker: it downloads nothing, and keeps what it has measured."""

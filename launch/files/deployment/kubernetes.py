@@ -28,8 +28,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.protocol.errors import UserError
 
 LISTEN = f"tcp://0.0.0.0:{PORT}"
-PROBE_S = 5
-"""A server that has half a core may take so long to answer under load."""
+PROBE_S = 5  # a server that has half a core may take so long to answer under load
 LEADER = "$(LWS_LEADER_ADDRESS)"
 """The address of the leader, which the controller puts into every container's environment."""
 

@@ -40,34 +40,23 @@ PLACES = ("--target.model=", "--draft.model=")
 class Destination:
     """The surroundings in which the processes of a deployment find themselves."""
 
-    address: str
-    """The coordinator, as the other processes reach it."""
-    listen: str
-    """The address at which it listens."""
-    keys: Callable[[str], str]
-    """Part -> its folder of keys; asked only over tcp."""
-    model: Callable[[Path], str]
-    """Folder or file of a model on this machine -> its path there."""
-    bound: bool = True
-    """False if it is another machine, whose cores are not these."""
+    address: str  # the coordinator, as the other processes reach it
+    listen: str  # the address at which it listens
+    keys: Callable[[str], str]  # part -> its folder of keys; asked only over tcp
+    model: Callable[[Path], str]  # folder or file of a model on this machine -> its path there
+    bound: bool = True  # false if it is another machine, whose cores are not these
 
 
 @dataclass(frozen=True)
 class Part:
     """A process of a deployment."""
 
-    name: str
-    """The role: coordinator, http, target, draft or unified."""
-    arguments: tuple[str, ...]
-    """Its command, behind `dovetail`."""
-    place: Place
-    """Its cores and memory nodes on this machine."""
-    memory: int | None
-    """Bytes that it may take; None: not known."""
-    gpu: bool
-    """True if it may use a GPU."""
-    models: tuple[Path, ...]
-    """The folders and files of models on this machine that it reads."""
+    name: str  # the role: coordinator, http, target, draft or unified
+    arguments: tuple[str, ...]  # its command, behind `dovetail`
+    place: Place  # its cores and memory nodes on this machine
+    memory: int | None  # bytes that it may take; None: not known
+    gpu: bool  # true if it may use a GPU
+    models: tuple[Path, ...]  # the folders and files of models on this machine that it reads
 
     @property
     def is_worker(self) -> bool:

@@ -35,8 +35,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import Settings
 
 GROUP = "dovetail.target"
-USER = "dovetail"
-"""The user of the units, who is there while they run."""
+USER = "dovetail"  # the user of the units, who is there while they run
 SOCKET = "ipc:///run/dovetail/coordinator"
 STATE = "/var/lib/dovetail"
 """A folder for what the coordinator keeps; systemd makes it for the unit's user."""
@@ -45,8 +44,7 @@ HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 WATCHDOG = 3
 """A worker ends itself after `coordinator.stuck_s`, and dumps its stacks; systemd ends one that
 cannot, after this multiple of that."""
-DEPTH = 3
-"""The number of the package's folders above this file."""
+DEPTH = 3  # the number of the package's folders above this file
 UNPRIVILEGED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 STOP_S = round(3 * GRACE_S)
 UNPLAIN = re.compile(r"[^\w@%+=:,./-]")

@@ -12,8 +12,7 @@ from dovetail.protocol.settings import Settings, node_wishes
 from dovetail.workers.devices.registry import Memory, memory_of
 
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"
-NODE_ID = "ray.io/node-id"
-"""The label that Ray gives each node."""
+NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 LEAST_BYTES = 256e6
 """Bytes reserved for a part of unknown size: two processes without torch, and some room."""
 
@@ -24,11 +23,9 @@ class Node:
 
     id: str
     name: str
-    resources: Mapping[str, float]
-    """All of its resources, in use or not."""
+    resources: Mapping[str, float]  # all of its resources, in use or not
     labels: Mapping[str, str]
-    free: Mapping[str, float]
-    """Its free resources."""
+    free: Mapping[str, float]  # its free resources
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,7 @@ class Bundle:
     part: str
     resources: Mapping[str, float]
     labels: Mapping[str, str]
-    setting: str
-    """The setting that changes it."""
+    setting: str  # the setting that changes it
 
     @property
     def cores(self) -> int:

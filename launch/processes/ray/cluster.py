@@ -25,10 +25,8 @@ except ModuleNotFoundError as missing:
     ) from None
 
 CONNECT_S = 5.0
-LOCAL = "local"
-"""Ray's address of a cluster that it starts for us."""
-RAYLET = "raylet"
-"""Ray's name of a node's process."""
+LOCAL = "local"  # ray's address of a cluster that it starts for us
+RAYLET = "raylet"  # ray's name of a node's process
 DOVETAIL_MISSING = "No module named 'dovetail"
 
 

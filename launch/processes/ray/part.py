@@ -12,10 +12,8 @@ from dovetail.protocol.errors import DovetailError, UserError
 
 LOOK_EVERY_S, LOOK_SELDOM_S = 0.1, 1.0
 """Seconds between two polls of a process: at first, and later."""
-YOUNG_S = 30.0
-"""Seconds after which a process is polled less often."""
-LOST = 1
-"""The exit code of a process that was lost with its node."""
+YOUNG_S = 30.0  # seconds after which a process is polled less often
+LOST = 1  # the exit code of a process that was lost with its node
 MISTAKEN = 2
 
 
@@ -54,10 +52,8 @@ class Command:
     arguments: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict)
     cores: int = 0
-    last: bool = False
-    """True if the cores are claimed from the last one on."""
-    reads: bool = False
-    """True if the process prints its address on stdout."""
+    last: bool = False  # true if the cores are claimed from the last one on
+    reads: bool = False  # true if the process prints its address on stdout
 
 
 class RemotePart:

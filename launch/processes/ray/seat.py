@@ -24,13 +24,11 @@ from dovetail.launch.settings.catalog import PREFIX
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.messages import VERSION
 
-MOST_LINES = 200
-"""Lines of stderr in one result."""
+MOST_LINES = 200  # lines of stderr in one result
 LOOK_S, ALONE_S = 1.0, 10.0
 """Seconds between two checks of the node's process, and the grace for our process once that has
 ended."""
-FOLDER, IP = "{folder}", "{ip}"
-"""Placeholders of a command that the node replaces."""
+FOLDER, IP = "{folder}", "{ip}"  # placeholders of a command that the node replaces
 
 
 class Seat:

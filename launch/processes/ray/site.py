@@ -43,8 +43,7 @@ PARTS_OF: Mapping[Played, tuple[str, ...]] = {
     "unified": ("target", "draft"),
 }
 """The roles of the keys that a worker needs."""
-END_S = 2.0
-"""Beyond the grace of a process: after this we do not wait for its node."""
+END_S = 2.0  # beyond the grace of a process: after this we do not wait for its node
 
 
 class RaySite:
@@ -71,11 +70,9 @@ class RaySite:
         self._reservation = cluster.reserve(self._bundles, self._settings.ray.strategy)
         self._parts: list[RemotePart] = []
         self._early: dict[str, RemotePart] = {}
-        self._own_keys: Path | None = None
-        """The keys that were made for this run."""
+        self._own_keys: Path | None = None  # the keys that were made for this run
         self.keys: Path | None = None
-        self._near = True
-        """True if the coordinator and the HTTP API are on this machine."""
+        self._near = True  # true if the coordinator and the HTTP API are on this machine
         self._mind_s = 0.0
 
     def __enter__(self) -> "RaySite":

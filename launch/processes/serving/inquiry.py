@@ -10,8 +10,7 @@ from dovetail.protocol.errors import DecodeError, LinkClosed, LinkError
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import Hello, Message, Reported, Status, Welcome
 
-RETRY_S = 0.2
-"""Between two attempts to connect."""
+RETRY_S = 0.2  # between two attempts to connect
 
 
 class Inquiry:

@@ -9,12 +9,9 @@ class Part:
 
     name: str
     after: tuple[str, ...] = ()
-    known: bool = False
-    """True if it is ready exactly while it is registered with the root."""
-    needed: bool = True
-    """True if requests cannot be served without it or a replacement."""
-    beats: bool = False
-    """True if it sends heartbeats once it is ready."""
+    known: bool = False  # true if it is ready exactly while it is registered with the root
+    needed: bool = True  # true if requests cannot be served without it or a replacement
+    beats: bool = False  # true if it sends heartbeats once it is ready
 
 
 @dataclass(frozen=True)
@@ -23,12 +20,9 @@ class Ending:
 
     code: int
     words: str
-    mistake: bool = False
-    """True for a user error, which no restart mends."""
-    let_go: bool = False
-    """True if the root dismissed it."""
-    last_line: str = ""
-    """The last line that it wrote to stderr."""
+    mistake: bool = False  # true for a user error, which no restart mends
+    let_go: bool = False  # true if the root dismissed it
+    last_line: str = ""  # the last line that it wrote to stderr
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,10 @@ log = logging.getLogger("dovetail.serve")
 DRAIN_S = 4.0
 """Beyond the grace of a process for its requests; the HTTP API uses two seconds of it to answer
 waiting clients."""
-ASK_EVERY_S = 1.0
-"""Seconds between two polls of the coordinator once all workers are registered."""
-LEAST_S = 2.0
-"""The least time without progress that counts as stuck; parts report every second."""
+ASK_EVERY_S = 1.0  # seconds between two polls of the coordinator once all workers are registered
+LEAST_S = 2.0  # the least time without progress that counts as stuck; parts report every second
 CONNECT_S = 0.5
-MAX_WHY = 500
-"""The most characters of a fault's reason."""
+MAX_WHY = 500  # the most characters of a fault's reason
 
 
 class Service:
@@ -66,14 +63,11 @@ class Service:
         self._left = False
         self._told: object = None
         """The last faults that were sent to the coordinator, and its process at that time."""
-        self._begun: set[str] = set()
-        """The parts that have been started at least once."""
+        self._begun: set[str] = set()  # the parts that have been started at least once
         self.address = self.url = ""
-        self._look_s = 0.0
-        """Time of the next reading of CPU times."""
+        self._look_s = 0.0  # time of the next reading of CPU times
         self._intervals = Intervals(self._log)
-        self.state: Reported | None = None
-        """The last state that the coordinator reported."""
+        self.state: Reported | None = None  # the last state that the coordinator reported
 
     def __enter__(self) -> "Service":
         return self

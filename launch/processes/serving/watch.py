@@ -41,15 +41,13 @@ LONGEST_SPARED_PAUSE_S = 300.0
 """The longest pause of a part that serving does not need at present: loading it takes time and
 memory from the others."""
 HEALTHY_S = 60.0
-MOST_RESTARTS = 5
-"""The most restarts of one part within `WITHIN_S`."""
+MOST_RESTARTS = 5  # the most restarts of one part within `WITHIN_S`
 WITHIN_S = 300.0
 MOST_DOUBLINGS = 32
 BUSY = 6.0
 """Multiple of the patience, in CPU time, for a silent part that computes; and, in wall time, for
 one that is not ready yet and does not."""
-STANDSTILL_S = 2.0
-"""The longest time between two polls, normally much less."""
+STANDSTILL_S = 2.0  # the longest time between two polls, normally much less
 
 
 RESTARTED = "; it has been restarted and is not ready yet"
@@ -65,31 +63,23 @@ class _State:
     part: Part
     due_s: float
     running: bool = False
-    been_ready: bool = False
-    """True if the root has been ready since it was started last."""
-    ready_s: float | None = None
-    """Since when it has been ready."""
+    been_ready: bool = False  # true if the root has been ready since it was started last
+    ready_s: float | None = None  # since when it has been ready
     heard_s: float | None = None
     """Time at which it was last known to run; of the root, at which it last answered. None if not
     since its start, or while it is being replaced."""
-    worked_s: float = -math.inf
-    """When it was last seen to compute."""
-    cpu_s: float = 0.0
-    """CPU time that it has used; `heard_cpu_s`: at its last report."""
+    worked_s: float = -math.inf  # when it was last seen to compute
+    cpu_s: float = 0.0  # CPU time that it has used; `heard_cpu_s`: at its last report
     heard_cpu_s: float = 0.0
     down_s: float | None = None
     """Since when it has been lost; None if it is ready, or is starting for the first time."""
-    why: str = ""
-    """Why it was lost, or is about to be ended."""
-    stuck: bool = False
-    """True if it is about to be ended because it is stuck."""
+    why: str = ""  # why it was lost, or is about to be ended
+    stuck: bool = False  # true if it is about to be ended because it is stuck
     beside: bool = False
     """True if another worker was serving with it when it was lost, and so is not its
     replacement."""
-    losses: int = 0
-    """Losses since it was last healthy."""
-    drained: bool = False
-    """True from when an operator drains the part until its process ends."""
+    losses: int = 0  # losses since it was last healthy
+    drained: bool = False  # true from when an operator drains the part until its process ends
     ends: deque[float] = field(default_factory=deque)
     """Times within the last `WITHIN_S` at which it ended."""
 
@@ -130,8 +120,7 @@ class _Away:
     """A part that the root dismissed."""
 
     part: Part
-    seen_s: float | None = None
-    """Time at which another worker last replaced it; None if none did."""
+    seen_s: float | None = None  # time at which another worker last replaced it; None if none did
 
 
 class Watch:
@@ -144,8 +133,7 @@ class Watch:
         self._away: dict[str, _Away] = {}
         self._filled: Collection[str] = ()
         """The parts that another worker replaces, as reported by the root."""
-        self._given: Collection[str] = ()
-        """Parts that were replaced by a worker from standby."""
+        self._given: Collection[str] = ()  # parts that were replaced by a worker from standby
         self._looked_s = now_s
         self.serving = False
         """True if everything has been ready at least once, except lost parts that are not
