@@ -1,6 +1,7 @@
 """`dovetail bench`: methods side by side."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -105,27 +106,15 @@ def report_of(folder: Path, methods: Sequence[str]) -> Mapping[str, Any]:
         )
     )
     options = (
-        "--limit",
-        "2",
-        "--max-tokens",
-        "12",
-        "--draft.device",
-        "cpu",
-        "--temperature",
-        "0",
-        "--temperature",
-        "1",
-        "--out",
+        *shlex.split(
+            "--limit 2 --max-tokens 12 --draft.device cpu --temperature 0 --temperature 1 --out"
+        ),
         str(folder / "out.json"),
     )
     named = [word for method in methods for word in ("--method", method)]
     command = [
         sys.executable,
-        "-P",
-        "-m",
-        "dovetail.launch.cli",
-        "bench",
-        "--prompts",
+        *shlex.split("-P -m dovetail.launch.cli bench --prompts"),
         str(folder / "few.jsonl"),
         *named,
         *options,
@@ -167,10 +156,7 @@ def test_two_files_that_are_one_are_refused_before_anything_is_written(tmp_path:
     out.write_text("kept")
     command = [
         sys.executable,
-        "-P",
-        "-m",
-        "dovetail.launch.cli",
-        "bench",
+        *shlex.split("-P -m dovetail.launch.cli bench"),
         f"--out={out}",
         f"--csv={tmp_path}/../{tmp_path.name}/out.json",
     ]

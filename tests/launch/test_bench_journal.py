@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -250,16 +251,7 @@ def test_a_table_for_other_programs_has_a_line_a_row_and_nothing_for_what_is_not
     assert list(told) == list(COLUMNS)
     assert {
         name: told[name]
-        for name in (
-            "method",
-            "tau",
-            "pass_ms",
-            "draft_ms",
-            "replies",
-            "differ",
-            "ahead",
-            "hit_rate",
-        )
+        for name in (*shlex.split("method tau pass_ms draft_ms replies differ ahead hit_rate"),)
     } == {
         "method": "small",
         "tau": "2.5",
@@ -288,11 +280,7 @@ def test_ctrl_c_keeps_the_replies_and_the_same_command_goes_on(
         "bench",
         "--prompts",
         str(prompts),
-        "--method",
-        "ngram",
-        "--max-tokens",
-        "24",
-        "--out",
+        *shlex.split("--method ngram --max-tokens 24 --out"),
         str(out),
         "--csv",
         str(tmp_path / "t.csv"),

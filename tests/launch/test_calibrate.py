@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,12 +130,7 @@ def test_an_instruction_set_is_kept_and_what_a_library_prints_is_not_taken_for_a
     result = calibrate(
         "--target",
         model,
-        "--target.isa",
-        "plain",
-        "--keep-anyway",
-        "--backend",
-        "library",
-        "--json",
+        *shlex.split("--target.isa plain --keep-anyway --backend library --json"),
         ONEDNN_VERBOSE="1",
         MKL_VERBOSE="1",
     )

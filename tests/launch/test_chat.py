@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -394,10 +395,7 @@ def test_ctrl_c_interrupts_a_reply_and_keeps_what_was_said(
 ) -> None:
     cancelled = client.status().cancelled
     person = terminal(
-        "--max-tokens",
-        "450",
-        "--temperature",
-        "50",
+        *shlex.split("--max-tokens 450 --temperature 50"),
         connect=url if over_http else stack.address,
         NO_COLOR="1",
     )
@@ -460,13 +458,9 @@ def test_over_http_a_conversation_is_the_same(invoke: Run, stack: Stack, url: st
     assert done.returncode == 0, done.stderr
     there = [json.loads(line) for line in done.stdout.splitlines()]
     same = (
-        "text",
-        "token_ids",
-        "prompt_tokens",
-        "completion_tokens",
-        "finish_reason",
-        "seed",
-        "fingerprint",
+        *shlex.split(
+            "text token_ids prompt_tokens completion_tokens finish_reason seed fingerprint"
+        ),
     )
     assert [[reply[name] for name in same] for reply in there] == [
         [reply[name] for name in same] for reply in here

@@ -1,6 +1,7 @@
 """Flag over environment over file over default, and every value with its origin."""
 
 import json
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -257,18 +258,7 @@ def test_config_show_prints_a_file_that_gives_the_same_settings(
     biases = ("--logit-bias", "9=-2.5", "--logit-bias", "5=3")
     assert (
         run(
-            [
-                "config",
-                "show",
-                "--origin",
-                "--gamma",
-                "9",
-                "--draft",
-                "none",
-                "--temperature",
-                "0.5",
-                *biases,
-            ]
+            [*shlex.split("config show --origin --gamma 9 --draft none --temperature 0.5"), *biases]
         )
         == 0
     )

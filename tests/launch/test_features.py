@@ -3,6 +3,7 @@ and what is wrong in one line."""
 
 import contextlib
 import json
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -55,12 +56,7 @@ def test_answers_and_features_in_two_commands(run: Run, chats: Path, tmp_path: P
         "features",
         "--data",
         str(chats),
-        "--regenerate",
-        "--temperature",
-        "0",
-        "--new-tokens",
-        "24",
-        "--out",
+        *shlex.split("--regenerate --temperature 0 --new-tokens 24 --out"),
         str(tmp_path / "out"),
     )
     first = run(*command)
@@ -84,14 +80,7 @@ def test_features_of_what_is_there_without_taps(run: Run, chats: Path, tmp_path:
         "features",
         "--data",
         str(chats),
-        "--taps",
-        "none",
-        "--context",
-        "40",
-        "--long",
-        "drop",
-        "--json",
-        "--out",
+        *shlex.split("--taps none --context 40 --long drop --json --out"),
         str(tmp_path / "out"),
     )
     assert done.returncode == 0, done.stderr
@@ -115,12 +104,7 @@ def test_killed_command_goes_on(run: Run, start: Start, chats: Path, tmp_path: P
         "features",
         "--data",
         str(chats),
-        "--regenerate",
-        "--new-tokens",
-        "24",
-        "--sessions",
-        "4",
-        "--out",
+        *shlex.split("--regenerate --new-tokens 24 --sessions 4 --out"),
         str(tmp_path / "out"),
     )
     process = start(*command)

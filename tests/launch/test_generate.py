@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -84,13 +85,9 @@ RESULT_FIELDS = [
     "draft_failure",
 ]
 ACCOUNTS = (
-    "prefill_s",
-    "draft_exposed_s",
-    "verify_s",
-    "transport_s",
-    "queue_s",
-    "coordinator_s",
-    "unaccounted_s",
+    *shlex.split(
+        "prefill_s draft_exposed_s verify_s transport_s queue_s coordinator_s unaccounted_s"
+    ),
 )
 STORY = "Tell me a story about a small owl who is afraid of the dark."
 
@@ -139,14 +136,9 @@ def test_penalties_biases_and_a_least_length_are_flags(invoke: Run, stack: Stack
     banned = ids(f"--logit-bias={plain[0]}=-100", f"--logit-bias={plain[1]}=-100")
     assert not {*plain[:2]} & {*banned}
     pressed = ids(
-        "--min-tokens",
-        "40",
-        "--presence-penalty",
-        "2",
-        "--frequency-penalty",
-        "2",
-        "--repetition-penalty",
-        "1.5",
+        *shlex.split(
+            "--min-tokens 40 --presence-penalty 2 --frequency-penalty 2 --repetition-penalty 1.5"
+        )
     )
     assert len(set(pressed)) > 34
 
@@ -157,13 +149,7 @@ def test_json_is_one_object_of_exactly_the_promised_fields(run: Run, stack: Stac
         STORY,
         "--connect",
         stack.address,
-        "--json",
-        "--max-tokens",
-        "24",
-        "--seed",
-        "7",
-        "--temperature",
-        "1",
+        *shlex.split("--json --max-tokens 24 --seed 7 --temperature 1"),
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -177,16 +163,7 @@ def test_json_is_one_object_of_exactly_the_promised_fields(run: Run, stack: Stac
 def test_the_streamed_text_is_that_of_the_result_and_the_draft_changes_nothing(
     run: Run, stack: Stack
 ) -> None:
-    options = (
-        "--connect",
-        stack.address,
-        "--max-tokens",
-        "24",
-        "--seed",
-        "7",
-        "--temperature",
-        "1",
-    )
+    options = ("--connect", stack.address, *shlex.split("--max-tokens 24 --seed 7 --temperature 1"))
     streamed = run("generate", STORY, *options)
     alone = json.loads(
         run("generate", "-", *options, "--json", "--draft", "none", input=STORY).stdout
@@ -423,10 +400,7 @@ def test_the_rounds_of_a_request_are_recorded_as_they_were(
     options = (
         "--connect",
         stack.address,
-        "--max-tokens",
-        "24",
-        "--json",
-        "--record",
+        *shlex.split("--max-tokens 24 --json --record"),
         str(tmp_path / "rounds.jsonl"),
     )
     result = json.loads(invoke("generate", STORY, *options, "--draft.ahead", "false").stdout)
@@ -453,11 +427,7 @@ def test_records_of_a_file_of_prompts_are_kept_reply_by_reply_and_never_where_th
     options = (
         "--connect",
         stack.address,
-        "--max-tokens",
-        "8",
-        "--parallel",
-        "2",
-        "--prompts",
+        *shlex.split("--max-tokens 8 --parallel 2 --prompts"),
         prompts,
         "--out",
         str(tmp_path / "answers"),
@@ -482,13 +452,7 @@ def test_a_trace_shows_the_spans_of_the_workers(invoke: Run, stack: Stack, tmp_p
             STORY,
             "--connect",
             stack.address,
-            "--max-tokens",
-            "8",
-            "--policy",
-            "dynamic",
-            "--tree.insist",
-            "true",
-            "--trace",
+            *shlex.split("--max-tokens 8 --policy dynamic --tree.insist true --trace"),
             str(tmp_path / "trace.json"),
         ).returncode
         == 0
@@ -516,11 +480,7 @@ def test_interrupting_a_request_cancels_it(start: Start, invoke: Run, stack: Sta
             STORY,
             "--connect",
             stack.address,
-            "--max-tokens",
-            "450",
-            "--temperature",
-            "50",
-            "--seed",
+            *shlex.split("--max-tokens 450 --temperature 50 --seed"),
             str(seed),
         )
         assert process.stdout is not None
@@ -630,12 +590,7 @@ def test_a_file_of_prompts_is_answered_turn_by_turn_and_continued_where_it_stopp
         str(out),
         "--connect",
         stack.address,
-        "--max-tokens",
-        "8",
-        "--seed",
-        "3",
-        "--parallel",
-        "2",
+        *shlex.split("--max-tokens 8 --seed 3 --parallel 2"),
     )
     done = invoke(*command)
     first = answers(out)
@@ -879,13 +834,7 @@ def test_without_a_coordinator_generate_starts_its_own_and_leaves_nothing_behind
     process = start(
         "generate",
         STORY,
-        "--max-tokens",
-        "8",
-        "--draft",
-        "none",
-        "--weights",
-        "int8-per-tensor",
-        "--json",
+        *shlex.split("--max-tokens 8 --draft none --weights int8-per-tensor --json"),
     )
     output, notes = process.communicate()
     assert process.returncode == 0, notes

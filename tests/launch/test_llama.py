@@ -3,6 +3,7 @@ environment or in that of LLAMA_PYTHON."""
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -269,13 +270,7 @@ def test_it_takes_its_turns_in_a_run(run: RunCommand, tmp_path: Path) -> None:
     options = (
         "--llama-python",
         str(PYTHON),
-        "--limit",
-        "2",
-        "--max-tokens",
-        "16",
-        "--draft.device",
-        "cpu",
-        "--plot",
+        *shlex.split("--limit 2 --max-tokens 16 --draft.device cpu --plot"),
         str(tmp_path / "bars.svg"),
     )
     done = run("bench", "--method", "llama.cpp,threads=1", *options)

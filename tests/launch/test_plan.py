@@ -149,14 +149,9 @@ def test_of_several_heads_the_number_of_blocks_is_decided_too(
     assert "has to be trained" in alone["lacks"]
     laptop = named(
         plan(
-            "--machine",
-            "dovetail-laptop",
-            "--target-size",
-            "13B",
-            "--draft",
-            "dovetail",
-            "--memory.ram",
-            "24GB",
+            *shlex.split(
+                "--machine dovetail-laptop --target-size 13B --draft dovetail --memory.ram 24GB"
+            )
         ),
         "Dovetail",
     )
@@ -382,11 +377,7 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
         ),
         (
             (
-                "--machine",
-                "dovetail-server",
-                "--target-size",
-                "7B",
-                "--draft",
+                *shlex.split("--machine dovetail-server --target-size 7B --draft"),
                 str(DEMO_FOLDER / "draft"),
             ),
             "tokens and the target",
@@ -394,14 +385,9 @@ def test_weights_of_4_bits_are_compared_with_the_others_of_a_checkpoint(
         (("--machine", "dovetail-server", "--rounds", "/nowhere"), "is not a recording"),
         (
             (
-                "--machine",
-                "dovetail-server",
-                "--target-size",
-                "7B",
-                "--memory.vram",
-                "1MB",
-                "--memory.ram",
-                "1MB",
+                *shlex.split(
+                    "--machine dovetail-server --target-size 7B --memory.vram 1MB --memory.ram 1MB"
+                ),
             ),
             "nothing fits",
         ),
@@ -421,14 +407,9 @@ def test_the_settings_of_the_winner_start_it(
     run: Run, plan: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     limits = (
-        "--target.split.device",
-        "cpu",
-        "--memory.vram",
-        "64MiB",
-        "--draft",
-        "small",
-        "--draft",
-        "dovetail",
+        *shlex.split(
+            "--target.split.device cpu --memory.vram 64MiB --draft small --draft dovetail"
+        ),
     )
     for one in {found["name"]: found for found in plan(*limits)["alternatives"]}.values():
         flags = [
@@ -436,10 +417,7 @@ def test_the_settings_of_the_winner_start_it(
             for name, value in one["settings"].items()
         ]
         result = run(
-            "generate",
-            "--json",
-            "--max-tokens",
-            "8",
+            *shlex.split("generate --json --max-tokens 8"),
             *flags,
             "Could you tell me a story about a young hedgehog?",
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -213,13 +214,9 @@ def test_nothing_is_started_for_what_cannot_be_loaded(flags: dict[str, str]) -> 
     [
         ("generate", "hello", "--target", "/no/such/model", "--draft", "none"),
         (
-            "worker",
-            "--role",
-            "target",
-            "--connect",
-            "ipc:///no/such/socket",
-            "--target",
-            "/no/such/model",
+            *shlex.split(
+                "worker --role target --connect ipc:///no/such/socket --target /no/such/model"
+            ),
         ),
     ],
 )

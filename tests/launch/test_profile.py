@@ -3,6 +3,7 @@ page that it writes."""
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
@@ -33,11 +34,7 @@ def test_a_run_of_its_own_says_for_every_device_where_its_time_went_and_what_wou
         "Tell me a story.",
         "--out",
         str(out),
-        "--max-tokens",
-        "48",
-        "--json",
-        "--draft.device",
-        "cpu",
+        *shlex.split("--max-tokens 48 --json --draft.device cpu"),
         *fixed,
     )
     assert result.returncode == 0, result.stderr

@@ -6,6 +6,7 @@ Needs the extra `ray`. Each cluster is the test's own, and ends with it.
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import threading
@@ -226,10 +227,10 @@ def test_the_coordinator_is_on_another_machine_only_with_an_api_key(
         flags = (
             "--engine=ray",
             f"--ray.address={made.address}",
-            "--ray.coordinator=label:zone=front",
-            "--ray.target=CPU=1,t=1",
-            "--draft=none",
-            "--http.port=0",
+            *shlex.split(
+                "--ray.coordinator=label:zone=front --ray.target=CPU=1,t=1 --draft=none "
+                "--http.port=0"
+            ),
         )
         done = run("serve", *flags)
         assert done.returncode == 2, done.stderr

@@ -2,6 +2,7 @@
 said where it goes another way."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -334,13 +335,7 @@ def test_what_a_real_pair_did_is_done_again_by_each_of_its_workers(
         "--draft",
         draft,
         *DETERMINED,
-        "--temperature",
-        "1",
-        "--seed",
-        "3",
-        "--max-tokens",
-        "40",
-        "--record-messages",
+        *shlex.split("--temperature 1 --seed 3 --max-tokens 40 --record-messages"),
         str(tmp_path / "made"),
     ]
     assert run("generate", *asked, "Tell me about a fox.").returncode == 0

@@ -1,6 +1,7 @@
 """`dovetail selftest`: token ids with and without speculation."""
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable
 
@@ -41,13 +42,7 @@ def test_the_embedded_pair_passes_and_its_target_agrees_with_transformers(
         "selftest",
         "--connect",
         stack.address,
-        "--limit",
-        "1",
-        "--max-tokens",
-        "10",
-        "--text-tokens",
-        "40",
-        "--json",
+        *shlex.split("--limit 1 --max-tokens 10 --text-tokens 40 --json"),
     )
     assert done.returncode == 0, done.stderr
     assert "comparing the target's log-probabilities of a text" in done.stderr
@@ -68,12 +63,7 @@ def test_the_table_names_the_cases(invoke: Run, stack: Stack) -> None:
         "selftest",
         "--connect",
         stack.address,
-        "--limit",
-        "1",
-        "--max-tokens",
-        "4",
-        "--text-tokens",
-        "0",
+        *shlex.split("--limit 1 --max-tokens 4 --text-tokens 0"),
     )
     assert "temperature 1 top_p 0.9 · gamma 15 depth 8 width 10" in done.stdout
     assert "temperature 0 repetition_penalty 1.2 min_tokens 4 · " in done.stdout

@@ -1,5 +1,7 @@
 """`dovetail status` on a narrow terminal."""
 
+import shlex
+
 import pytest
 
 from dovetail.launch.commands.status import _show
@@ -9,23 +11,14 @@ from support.golden import representative
 
 WHY = "this processor has no SSE4.1, and they are many times slower"
 HEADINGS = (
-    "worker",
-    "roles",
-    "model",
-    "weights",
-    "host",
-    "device",
-    "kernels",
+    *shlex.split("worker roles model weights host device kernels"),
     "CPU s",
     "MB",
     "busy",
     "sessions",
     "trip us",
     "clock us",
-    "bytes/round",
-    "drafting",
-    "tokens/s",
-    "predicted",
+    *shlex.split("bytes/round drafting tokens/s predicted"),
 )
 
 

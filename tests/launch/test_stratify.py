@@ -2,6 +2,7 @@
 they do not hold."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -233,10 +234,7 @@ def stratified(run: Run, folder: Path, *arguments: str) -> subprocess.CompletedP
         "stratify",
         "--out",
         str(folder / "t.toml"),
-        "--sampling.max_tokens",
-        "96",
-        "--draft.device",
-        "cpu",
+        *shlex.split("--sampling.max_tokens 96 --draft.device cpu"),
         *arguments,
     )
 
@@ -249,13 +247,7 @@ def test_prompts_become_thresholds_and_a_second_run_goes_on_with_the_rounds_of_t
     anew with every process."""
     prompts, rounds = tmp_path / "prompts.jsonl", tmp_path / "rounds.jsonl"
     small = (
-        "--tree.gamma",
-        "4",
-        "--tree.depth",
-        "3",
-        "--tree.sharpening",
-        "1.0",
-        "--prompts",
+        *shlex.split("--tree.gamma 4 --tree.depth 3 --tree.sharpening 1.0 --prompts"),
         str(prompts),
         "--rounds",
         str(rounds),

@@ -1,6 +1,7 @@
 """`dovetail bench --sweep`: one size of the tree over a list of values."""
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -58,13 +59,7 @@ def test_a_sweep_of_gamma_measures_each_value_on_the_same_processes_and_draws_th
     options = (
         "--prompts",
         str(prompts),
-        "--method",
-        "small",
-        "--max-tokens",
-        "12",
-        "--draft.device",
-        "cpu",
-        "--plot",
+        *shlex.split("--method small --max-tokens 12 --draft.device cpu --plot"),
         str(plot),
         "--json",
     )
@@ -93,12 +88,9 @@ def test_every_value_is_a_method_of_its_own_name_that_shares_the_processes_of_th
     points = points_of(
         read_sweep("gamma", "8, 2"), [method("none"), method("small"), method("assisted")]
     )
-    assert [point.name for point in points] == [
-        "none",
-        "small,tree.gamma=2",
-        "small,tree.gamma=8",
-        "assisted",
-    ]
+    assert [point.name for point in points] == shlex.split(
+        "none small,tree.gamma=2 small,tree.gamma=8 assisted"
+    )
     assert [point.shares for point in points] == ["", "small", "small", ""]
     assert [point.configuration.settings.tree.gamma for point in points[1:3]] == [2, 8]
 
@@ -159,10 +151,7 @@ def test_heterospec_is_swept_over_depth_only_with_thresholds_that_are_numbers() 
     ("options", "words"),
     [
         (("--values", "1"), "--values needs --sweep"),
-        (
-            ("--plot", "a.svg", "--method", "none"),
-            "--plot draws speed-ups over none",
-        ),
+        (("--plot", "a.svg", "--method", "none"), "--plot draws speed-ups over none"),
     ],
 )
 def test_options_without_what_they_belong_to_are_refused(

@@ -13,12 +13,7 @@ from dovetail.launch.bench.csv import COLUMNS as CSV_COLUMNS
 from dovetail.launch.bench.load import table as load_table
 from dovetail.launch.bench.table import COLUMNS, SWEPT, show
 from dovetail.launch.console import terminal
-from dovetail.launch.console.terminal import (
-    beside_each_other,
-    counted,
-    explained,
-    progress_bar,
-)
+from dovetail.launch.console.terminal import beside_each_other, counted, explained, progress_bar
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 replies"), (1, "1 reply"), (2, "2 replies")])

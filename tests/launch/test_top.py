@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import socket
 import subprocess
 import sys
@@ -74,14 +75,7 @@ def test_once_shows_workers_figures_and_sessions_within_80_columns(
         word in shown.stdout
         for word in (
             "coordinator pid",
-            "speculation",
-            "tokens/s",
-            "tau",
-            "target",
-            "draft",
-            "fingerprint",
-            "binding",
-            "memory",
+            *shlex.split("speculation tokens/s tau target draft fingerprint binding memory"),
             f"coordinator (pid {os.getpid()}) CPU ",
             "epoch",
         )

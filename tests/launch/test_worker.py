@@ -4,6 +4,7 @@ of it when its coordinator goes or it is stuck."""
 import contextlib
 import os
 import select
+import shlex
 import signal
 import subprocess
 import time
@@ -114,12 +115,7 @@ def test_a_worker_tells_who_looks_after_it_whether_it_was_let_go_or_told_to_end(
 ) -> None:
     coordinator = coordinate(start, address)
     arguments = (
-        "worker",
-        "--role",
-        "draft",
-        "--draft",
-        "ngram",
-        "--connect",
+        *shlex.split("worker --role draft --draft ngram --connect"),
         address,
         "--parent",
         str(os.getpid()),
