@@ -41,10 +41,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "gains.gains",
         "What `dovetail profile` predicts of its advice beside what the advice brings.",
     ),
-    "gaps": (
-        "gaps.gaps",
-        "Pauses of a stream while prompts are prefilled, over those without.",
-    ),
+    "gaps": ("gaps.gaps", "Pauses of a stream while prompts are prefilled, over those without."),
     "gguf-pair": (
         "same_file.gguf_pair",
         "Write the GGUF files of a target and a draft, and print where they are.",
@@ -61,10 +58,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "legacy.legacy",
         "What `dovetail plan --machine` predicted of legacy.toml over what was measured.",
     ),
-    "links": (
-        "links.links",
-        "Tokens/s over slow and distant lines, over those of one machine.",
-    ),
+    "links": ("links.links", "Tokens/s over slow and distant lines, over those of one machine."),
     "loading": (
         "loading.loading",
         "The first start of a model, which checks and proves it, and the next one.",
@@ -81,10 +75,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "passes.passes",
         "Our passes over M rows of a tree, and over prompts, beside llama-bench's.",
     ),
-    "pictures": (
-        "pictures.pictures",
-        "Make pictures of speed-ups and sweeps.",
-    ),
+    "pictures": ("pictures.pictures", "Make pictures of speed-ups and sweeps."),
     "ray": (
         "replicas.ray",
         "A service that Ray has placed on this machine beside one that `serve` starts.",
@@ -113,10 +104,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "targets.targets",
         "Tokens a second of streams on two targets behind one draft, over one target.",
     ),
-    "users": (
-        "users.users",
-        "Many users with a few keys: waits, failures and memory.",
-    ),
+    "users": ("users.users", "Many users with a few keys: waits, failures and memory."),
 }
 """Name -> the module in this folder and what the command is called there; what help says of it."""
 

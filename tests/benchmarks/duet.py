@@ -195,10 +195,7 @@ def open_target(folder: str) -> TargetWorker:
 def open_draft(folder: str, target: str) -> DraftWorker[Any]:
     """A draft worker for a target, on the CPU with one thread."""
     return open_draft_worker(
-        DraftSettings(model=folder, device="cpu"),
-        name="draft",
-        threads=1,
-        target=target,
+        DraftSettings(model=folder, device="cpu"), name="draft", threads=1, target=target
     )
 
 

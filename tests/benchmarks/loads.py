@@ -193,11 +193,7 @@ def running(weights: str, draft: str, inflate: str) -> Iterator[Client]:
 
 
 def beside(
-    before: str,
-    about: Sequence[str],
-    methods: Sequence[str],
-    counts: Sequence[int],
-    repeat: int,
+    before: str, about: Sequence[str], methods: Sequence[str], counts: Sequence[int], repeat: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every load and method: our installation over plain decoding and over another
     one. `DovetailError` if a reply differs."""

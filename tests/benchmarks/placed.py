@@ -112,11 +112,7 @@ def prepare(folder: Path, warm_up: Path, weights: str, device: str) -> tuple[Any
         before, peak = anonymous_bytes(), Peak()
         with peak.watched():
             model = load_language_model(
-                str(folder),
-                weights=weights,
-                device="cpu",
-                stage=spread.stage,
-                cache=spread.cache,
+                str(folder), weights=weights, device="cpu", stage=spread.stage, cache=spread.cache
             )
             loaded = anonymous_bytes() - before
             work(Verifier(model, Spans()), model.context, model.vocabulary_size)

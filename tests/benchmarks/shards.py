@@ -9,15 +9,7 @@ import click
 
 from benchmarks.child import Side
 from benchmarks.measure import estimate, ratio
-from benchmarks.options import (
-    BEHIND,
-    Command,
-    Numbers,
-    option,
-    options,
-    report,
-    written_model,
-)
+from benchmarks.options import BEHIND, Command, Numbers, option, options, report, written_model
 from benchmarks.verification import Turn
 from dovetail.launch.console.terminal import print_table, progress_bar
 from dovetail.launch.machine.cores import parse_place

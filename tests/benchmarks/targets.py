@@ -22,12 +22,7 @@ from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.machine.binding import Place
 from dovetail.launch.machine.cores import CoreLayout
-from dovetail.launch.processes.stack import (
-    POLL_S,
-    start_stack,
-    wait_until_ready,
-    worker_arguments,
-)
+from dovetail.launch.processes.stack import POLL_S, start_stack, wait_until_ready, worker_arguments
 from dovetail.launch.processes.supervise import Supervisor
 from dovetail.protocol.errors import DovetailError
 from dovetail.runtime.client import Client

@@ -74,12 +74,7 @@ Replies = Mapping[tuple[int, float], Finished]
 
 
 def replies_of(
-    client: Client,
-    prompts: int,
-    tokens: int,
-    tree: TreeSettings | None,
-    *,
-    together: bool = False,
+    client: Client, prompts: int, tokens: int, tree: TreeSettings | None, *, together: bool = False
 ) -> Replies:
     """Return the replies to the first prompts by their numbers and temperatures, one after the
     other or all `together`; without a tree those of the target alone."""

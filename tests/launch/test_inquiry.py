@@ -6,6 +6,7 @@ from dovetail.protocol.codec import REQUEST, encode
 from dovetail.protocol.errors import LinkClosed
 from dovetail.protocol.links import Link
 from dovetail.protocol.messages import Hello, Message, Reported, Status, Welcome
+from support.golden import representative
 from support.memory_links import MemoryHub, memory_links
 
 EVERY_S = 1.0
@@ -40,23 +41,8 @@ class Place:
 
 
 def report(uptime_s: float) -> Reported:
-    return Reported(
-        epoch=1,
-        address="memory",
-        pid=7,
-        uptime_s=uptime_s,
-        workers=(),
-        sessions=0,
-        finished=0,
-        failed=0,
-        cancelled=0,
-        rounds=0,
-        tau=None,
-        stale=0,
-        refused=0,
-        degraded=False,
-        reasons=(),
-    )
+    told: Reported = representative()["reported"]
+    return told.model_copy(update={"uptime_s": uptime_s, "address": "memory"})
 
 
 def types(messages: list[Message]) -> list[type[Message]]:

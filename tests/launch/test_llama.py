@@ -1,7 +1,6 @@
 """llama.cpp as a peer of `dovetail bench`; what needs it is tried where it is installed, in this
 environment or in that of LLAMA_PYTHON."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -22,10 +21,9 @@ from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.protocol.errors import SettingsError, UserError
 from dovetail.protocol.settings import Sampling
 from dovetail.runtime.session.comparison import NEAR_TIE, Difference
-from peers.llama.kinds import type_of, uncut, unfit
 from peers.llama.peer import LlamaOptions, LlamaPeer, Preparation, read_option
 from peers.llama.start import find_python
-from support.models import tiny_llama, tiny_qwen2
+from support.models import tiny_qwen2
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 NAMED = os.environ.get("LLAMA_PYTHON")
@@ -103,81 +101,6 @@ def test_where_it_is_not_installed_one_line_says_so_and_how_to_get_it(
     assert "--llama-python" in line
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"model_type": "llama"}, ""),
-        (
-            {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}},
-            "a rotary embedding of type 'llama3'",
-        ),
-        ({"model_type": "llama", "attention_bias": True}, "biases"),
-        ({"model_type": "mistral"}, "a model of type 'mistral'"),
-    ],
-)
-def test_a_llama_with_nothing_beside_is_what_is_written_for_it(
-    config: dict[str, Any], reason: str
-) -> None:
-    assert unfit(config) == reason
-
-
-@pytest.mark.parametrize(
-    ("shape", "reason"),
-    [
-        ({}, ""),
-        ({"intermediate_size": 100}, "an MLP width of 100"),
-        ({"hidden_size": 72, "head_dim": 32}, "a hidden size of 72"),
-        ({"head_dim": 12}, "an attention width of 48"),
-    ],
-)
-def test_rows_that_are_not_of_whole_blocks_are_refused_where_its_type_has_blocks(
-    shape: dict[str, Any], reason: str
-) -> None:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        **shape,
-    }
-    said = uncut(config, "Q8_0")
-    assert said == (
-        f"{reason}, which the blocks of 32 weights of Q8_0 do not divide" if reason else ""
-    )
-    assert [uncut(config, kind) for kind in ("F32", "F16", "BF16")] == ["", "", ""]
-
-
-def test_an_odd_width_is_refused_in_one_sentence_unless_it_is_not_quantised(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 100,
-        "num_attention_heads": 4,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-    def check(**settings: Any) -> None:
-        check_methods(
-            [read_method(base(target__model=str(tmp_path), **settings), "llama.cpp")], LAYOUT
-        )
-
-    with pytest.raises(
-        UserError,
-        match="has an MLP width of 100, which the blocks of 32 weights of Q8_0 do not divide: "
-        "leave",
-    ):
-        check(target__weights="int8")
-    check(target__weights="fp32")
-
-
-def test_it_gets_a_type_of_as_many_bytes_a_weight() -> None:
-    assert [type_of("half", {"dtype": dtype}) for dtype in ("float16", "bfloat16")] == [
-        "F16",
-        "BF16",
-    ]
-    assert [type_of(weights, {}) for weights in ("fp32", "bf16", "int8")] == ["F32", "BF16", "Q8_0"]
-
-
 def test_its_differences_are_told_with_their_margin_and_are_no_fault_of_ours() -> None:
     told = []
     for name in ("llama.cpp", "assisted"):
@@ -235,25 +158,6 @@ def test_it_says_what_the_target_says_with_its_lookup_or_without(preparation: Pr
 
 @installed
 @pytest.mark.slow
-def test_its_rounds_are_told_in_the_words_of_ours(preparation: Preparation) -> None:
-    peer = LlamaPeer(preparation, base(), lay_out_here(), LlamaOptions(threads=1, draft="lookup"))
-    result = peer.decode(
-        ["Count: one two three one two three one two three one two"],
-        sampling=Sampling(),
-        max_tokens=24,
-        seed=0,
-        threads=1,
-    ).result
-    assert result.completion_tokens == len(result.token_ids)
-    assert result.verified_rows >= result.rounds > 0
-    assert 0 < result.time_to_first_token_s <= result.wall_s
-    assert result.drafted_tokens >= result.accepted_tokens
-    assert peer.peak_rss_mb() > 50
-    assert "llama-cpp-python" in peer.identity
-
-
-@installed
-@pytest.mark.slow
 def test_a_seed_gives_the_same_reply_again_and_what_it_cannot_do_is_told(
     preparation: Preparation,
 ) -> None:
@@ -278,17 +182,3 @@ def test_it_takes_its_turns_in_a_run(run: RunCommand, tmp_path: Path) -> None:
     assert "llama.cpp,threads=1" in done.stdout
     assert "times as fast as llama.cpp,threads=1" in done.stderr
     assert "llama.cpp" in (tmp_path / "bars.svg").read_text()
-
-
-@installed
-@pytest.mark.slow
-def test_a_model_of_fewer_heads_than_usual_is_written_as_it_is(
-    preparation: Preparation, tmp_path: Path
-) -> None:
-    """Grouped heads, no tied embedding, fp32: the conversion's other branches."""
-    folder = tiny_llama(tmp_path)
-    peer = LlamaPeer(
-        preparation, base(target__model=str(folder)), lay_out_here(), LlamaOptions(threads=1)
-    )
-    reply = peer.decode(["a b"], sampling=Sampling(), max_tokens=4, seed=0, threads=1)
-    assert reply.result.completion_tokens > 0

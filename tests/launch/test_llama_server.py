@@ -20,7 +20,6 @@ from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from peers.llama.served import ServerOptions, find_program, read_option
-from peers.llama.server import rounds_of
 from support.gguf_files import tokens_of, write_gguf
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
@@ -88,18 +87,6 @@ def test_without_it_one_line_says_how_to_get_it(
         find_program(tmp_path)
     shutil.copy("/bin/sh", tmp_path / "llama-server")
     assert find_program(None) == tmp_path / "llama-server"
-
-
-def test_passes_add_up_to_what_it_tells_of_a_reply() -> None:
-    timings = {"prompt_ms": 3.0, "predicted_ms": 10.0, "draft_n": 12, "draft_n_accepted": 7}
-    first, *later = rounds_of(timings, made=21, prompt=5, began_ns=100)
-    assert first == (100 + 3_000_000, 1, 5, 3_000_000)
-    assert len(later) == 13
-    assert sum(committed for _, committed, _, _ in later) == 20
-    assert sum(rows - 1 for _, _, rows, _ in later) == 12
-    assert later[-1][0] == 100 + 13_000_000
-    (only,) = rounds_of({"prompt_ms": 3.0, "predicted_ms": 0.0}, made=1, prompt=5, began_ns=0)
-    assert only[1] == 1
 
 
 @pytest.mark.skipif(not NAMED, reason="LLAMA_SERVER names no llama-server")

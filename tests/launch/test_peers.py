@@ -13,17 +13,13 @@ from dovetail.launch.settings.configure import Configuration, configure
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import DovetailError, UserError
 from dovetail.protocol.settings import Sampling
-from dovetail.runtime.text.tokenizer import TextCodec
-from dovetail.workers.models.checkpoints.tokenizer import read_tokenizer
 from peers.assisted import (
     AssistedPeer,
     assistant_of,
     check,
     near_the_fastest,
-    result_of,
     thread_counts_of,
 )
-from peers.generated import Generated, Round
 from support.heads import write_head
 
 TURNS = ["Tell me a story about a small owl."]
@@ -115,29 +111,6 @@ def test_where_the_draft_is_no_whole_model_the_embedded_one_assists_the_embedded
     assert assistant_of(settings(draft__model=whole).settings) == whole
     with pytest.raises(UserError, match="needs a whole model for the assistant"):
         assistant_of(settings(draft__model=head, target__model=whole).settings)
-
-
-def test_the_round_that_computes_the_prompt_is_none_of_decoding() -> None:
-    ms = 1_000_000
-    rounds = (
-        Round(10 * ms, 3, 30, 9 * ms),
-        Round(14 * ms, 1, 5, 3 * ms),
-        Round(18 * ms, 4, 4, 2 * ms),
-    )
-    codec = TextCodec(*read_tokenizer(DEMO_FOLDER / "target"))
-    result = result_of(
-        Generated(tuple(range(300, 308)), 0, rounds), codec, prompt=[5] * 27, seed=1, ends=(2,)
-    )
-    assert (result.rounds, result.tau, result.drafted_tokens, result.accepted_tokens) == (
-        2,
-        2.5,
-        7,
-        3,
-    )
-    assert (result.time_to_first_token_s, result.wall_s) == (0.010, 0.018)
-    assert (result.verify_s, result.draft_exposed_s) == (0.005, pytest.approx(0.003))
-    assert result.finish_reason == "length"
-    assert result.tokens_per_s == pytest.approx(5 / 0.008)
 
 
 def test_an_installation_has_no_peers_and_reports_where_they_are(

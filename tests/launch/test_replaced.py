@@ -28,32 +28,12 @@ from dovetail.launch.settings.configure import configure
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Role, WorkerState
 from dovetail.protocol.settings import Settings
-from support.golden import representative
+from support.golden import a_worker, representative
 
 
 def state(role: Role, pid: int, host: str = "") -> WorkerState:
-    nothing = {
-        "threads": 1,
-        "worker_epoch": pid,
-        "sessions": 0,
-        "busy_share": 0.0,
-        "rss_mb": 0.0,
-        "stale": 0,
-        "model": "",
-        "device": "",
-        "fingerprint": "",
-    }
-    unknown = dict.fromkeys(("round_trip_us", "clock_offset_us", "clock_bound_us"))
-    return WorkerState.model_validate(
-        {
-            "name": role,
-            "roles": (role,),
-            "host": host or socket.gethostname(),
-            "pid": pid,
-            **nothing,
-            **unknown,
-        }
-    )
+    worker: WorkerState = a_worker(role, pid, roles=(role,), host=host or socket.gethostname())
+    return worker
 
 
 def noted(

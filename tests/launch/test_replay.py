@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 
-from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import (
     Close,
     Draft,
     Event,
-    Fingerprint,
     Finished,
     Hello,
     Message,
     Open,
-    Opened,
-    Prefilled,
     Reads,
     Verified,
 )
@@ -35,12 +31,10 @@ from support.houses import House
 from support.recorded import recordings
 from support.scripted import (
     READS,
-    ROOMY,
     ScriptedDraft,
     ScriptedTarget,
     ScriptedWorker,
     hello,
-    tokenizer_bytes,
 )
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -149,24 +143,6 @@ def test_a_session_that_moved_is_played_to_one_worker_in_parts(
     assert sum(isinstance(command, Open) for command in player.asked) == 2
 
 
-def test_a_target_reads_what_its_session_went_on_from(tmp_path: Path) -> None:
-    """It was kept of an earlier session, which this worker has not seen."""
-    for reads in (None, READS):
-        options = {"prompt": tuple(range(3, 40)), "max_tokens": 20}
-        _, second = recorded(
-            tmp_path / str(reads), requests=2, limits=ROOMY, reads=reads, options=options
-        )
-        assert second.begin.target_base is not None
-        assert rehearsed(second, "target", a_target(limits=ROOMY)).difference is None
-
-
-def test_a_draft_cannot_do_without_features_that_are_not_recorded(tmp_path: Path) -> None:
-    options = {"prompt": tuple(range(3, 40)), "max_tokens": 20}
-    _, second = recorded(tmp_path, requests=2, limits=ROOMY, reads=READS, options=options)
-    with pytest.raises(UserError, match=r"coordinator\.reuse false"):
-        rehearsed(second, "draft", a_draft(READS))
-
-
 def test_another_token_of_a_target_is_named_and_ends_it(tmp_path: Path) -> None:
     (recording,) = recorded(tmp_path)
 
@@ -186,42 +162,6 @@ def test_another_token_of_a_target_is_named_and_ends_it(tmp_path: Path) -> None:
     assert len(player.asked) == 4, "what came later was asked of something else"
 
 
-def more_sure(event: Event) -> Event:
-    return event.model_copy(update={"margin": 2.0}) if isinstance(event, Opened) else event
-
-
-def with_other_features(event: Event) -> Event:
-    if not isinstance(event, Prefilled):
-        return event
-    return event.model_copy(
-        update={
-            "features": event.features.model_copy(
-                update={"data": b"\x01" + event.features.data[1:]}
-            )
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("otherwise", "what"),
-    [
-        (more_sure, "open of round 0, margins"),
-        (with_other_features, "open of round 0, features, row 0 of 3"),
-    ],
-)
-def test_other_bytes_are_a_difference_where_the_fingerprints_are_equal(
-    tmp_path: Path, otherwise: Callable[[Event], Event], what: str
-) -> None:
-    (recording,) = recorded(tmp_path, reads=READS)
-    same = rehearsed(recording, "target", a_target(say_otherwise=otherwise))
-    assert same.difference is not None
-    assert same.difference.where == what
-    other = Fingerprint(checkpoint="1" * 64, weights="fp32", kernels="scripted")
-    outcome = rehearsed(recording, "target", a_target(say_otherwise=otherwise, fingerprint=other))
-    assert not outcome.same_fingerprint
-    assert outcome.difference is None
-
-
 @pytest.mark.parametrize("reads", [None, READS])
 @pytest.mark.parametrize("wrong_after", [0, 1, 5])
 def test_a_draft_that_proposes_otherwise_is_told_what_was_committed_all_the_same(
@@ -237,21 +177,6 @@ def test_a_draft_that_proposes_otherwise_is_told_what_was_committed_all_the_same
     assert outcome.proposals == sum(
         isinstance(exchange.command, Draft) for exchange in part.exchanges
     ), "it went on to the end"
-
-
-def test_a_worker_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    (recording,) = recorded(tmp_path)
-    with pytest.raises(
-        UserError,
-        match="a different vocabulary from the recorded one, whose model was 'scripted-target'",
-    ):
-        rehearsed(recording, "target", a_target(tokenizer=tokenizer_bytes(prefix="x")))
-
-
-def test_a_role_that_had_no_part_is_told(tmp_path: Path) -> None:
-    (recording,) = recorded(tmp_path, draft=False)
-    with pytest.raises(UserError, match="no draft worker was asked anything"):
-        parts_of(recording, "draft")
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from dovetail.launch.processes.supervise import Supervisor
 from dovetail.launch.settings.embedded import DEMO_FOLDER
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.links import open_link
-from dovetail.protocol.messages import WorkerState
 from dovetail.runtime.client import Client
 from dovetail.runtime.http.listening import refusal
+from support.golden import a_worker
 from support.inflated import as_flags, inflated, kept_pair
 from support.models import tiny_llama
 from support.patience import PATIENCE_S
@@ -550,23 +550,7 @@ def test_a_draft_that_is_swapped_in_while_the_former_one_waits_to_be_started_aga
 
 
 def test_a_worker_of_another_machine_is_not_taken_for_ours_that_has_its_number() -> None:
-    nothing = {
-        "threads": 1,
-        "sessions": 0,
-        "busy_share": 0.0,
-        "rss_mb": 0.0,
-        "stale": 0,
-        "round_trip_us": None,
-        "clock_offset_us": None,
-        "clock_bound_us": None,
-    }
-    about = {"roles": ("target",), "model": "", "device": "cpu", "fingerprint": "", **nothing}
-    workers = [
-        WorkerState.model_validate(
-            {"name": host, "host": host, "pid": pid, "worker_epoch": pid, **about}
-        )
-        for host, pid in (("box", 7), ("here", 8))
-    ]
+    workers = [a_worker(host, pid, host=host) for host, pid in (("box", 7), ("here", 8))]
     ours = {"target worker": ("here", 7), "draft worker": ("here", 8)}
     assert registered(ours, workers) == {"draft worker"}
 

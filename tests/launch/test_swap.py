@@ -25,10 +25,11 @@ from dovetail.launch.processes.replacement import named
 from dovetail.launch.processes.stack import Stack, layout_of, worker_arguments
 from dovetail.launch.processes.supervise import USER_ERROR
 from dovetail.protocol.errors import RequestError, UserError
-from dovetail.protocol.messages import Emitted, Failed, Finished, SeenRound, WorkerState
+from dovetail.protocol.messages import Emitted, Failed, Finished, SeenRound
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
 from dovetail.workers import kernels
+from support.golden import a_worker
 from support.inflated import inflated
 from support.kernels import needs_kernels
 from support.losslessness import difference
@@ -418,16 +419,10 @@ def test_a_swap_that_is_interrupted_once_its_worker_has_sessions_leaves_it_to_th
             wait_until_gone(interrupted[0])
 
 
-def state(name: str, pid: int) -> WorkerState:
-    words = dict.fromkeys(("model", "fingerprint"), "")
-    counts = dict.fromkeys(("threads", "sessions", "busy_share", "rss_mb", "stale"), 0)
-    unknown = dict.fromkeys(("round_trip_us", "clock_offset_us", "clock_bound_us"))
-    known = {"name": name, "roles": ("draft",), "device": "cpu", "host": "here", "pid": pid}
-    return WorkerState.model_validate({**words, **counts, **unknown, **known, "worker_epoch": pid})
-
-
 def test_a_worker_is_named_by_its_name_or_its_pid() -> None:
-    workers = [state("draft", 11), state("draft", 12), state("draft-2", 13)]
+    workers = [
+        a_worker(n, p, host="here") for n, p in (("draft", 11), ("draft", 12), ("draft-2", 13))
+    ]
     assert named(workers, "draft-2").pid == 13
     assert named(workers, "12").pid == 12
     with pytest.raises(
@@ -463,7 +458,7 @@ def test_a_setting_of_the_other_role_is_refused(flags: list[str], words: str) ->
 
 def test_a_newcomer_gets_a_name_that_is_free() -> None:
     assert free_name([], "draft") == "draft"
-    assert free_name([state("draft", 1), state("draft-2", 2)], "draft") == "draft-3"
+    assert free_name([a_worker("draft", 1), a_worker("draft-2", 2)], "draft") == "draft-3"
 
 
 def test_the_command_for_another_machine_has_the_given_address(

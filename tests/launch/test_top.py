@@ -1,19 +1,15 @@
 """`dovetail top`: once, as JSON, live in a terminal; over ipc, over tcp with keys, and over
 HTTP."""
 
-import fcntl
 import io
 import json
 import os
-import pty
 import re
-import select
 import shlex
 import socket
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +28,10 @@ from dovetail.runtime.client import Client
 from dovetail.runtime.telemetry.live_stats import LiveStats
 from support.patience import PATIENCE_S
 from support.scripted import ScriptedDraft, ScriptedTarget
+from support.terminals import Terminal, terminal
 from support.web import Backend, api, backend
 
 COMMAND = (sys.executable, "-P", "-m", "dovetail.launch.cli", "top")
-ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 EVIL = "\x1b[2Jboo"
 KEY = "0123456789abcdef"
 
@@ -212,50 +208,10 @@ def test_up_and_down_walk_through_the_sessions_and_the_newest() -> None:
     assert _next([4, 7], 99, 1) is None
 
 
-class Screen:
-    """A `top` in a terminal of its own."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", terminal: int) -> None:
-        self.process, self.terminal, self.said = process, terminal, ""
-
-    def until(self, words: str) -> None:
-        """Wait until it has shown this pattern since it was last asked for something."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not re.search(words, ESCAPE.sub("", self.said)):
-            assert time.monotonic() < deadline, (
-                f"{words!r} was not shown: {ESCAPE.sub('', self.said)[-2000:]}"
-            )
-            if select.select([self.terminal], [], [], 0.1)[0]:
-                try:
-                    self.said += os.read(self.terminal, 1 << 16).decode(errors="replace")
-                except OSError as error:
-                    raise AssertionError(f"it ended: {self.said[-2000:]}") from error
-
-    def press(self, keys: str) -> None:
-        self.said = ""
-        os.write(self.terminal, keys.encode())
-
-
 @contextmanager
-def screen(environment: dict[str, str], *arguments: str) -> Iterator[Screen]:
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(ours, (24, 80))
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**environment, "TERM": "xterm"},
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
-    )
-    try:
-        yield Screen(process, ours)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(theirs)
-        os.close(ours)
+def screen(environment: dict[str, str], *arguments: str) -> Iterator[Terminal]:
+    with terminal(environment, *COMMAND, *arguments) as shown:
+        yield shown
 
 
 def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(
@@ -263,7 +219,7 @@ def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(
 ) -> None:
     decode(house)
     with screen(environment, "--connect", house.address) as shown:
-        before = termios.tcgetattr(shown.terminal)
+        before = termios.tcgetattr(shown.ours)
         shown.until("live")
         shown.until("just now")
         shown.press("\x1b[C")
@@ -278,16 +234,16 @@ def test_in_a_terminal_it_is_live_turns_its_pages_pauses_and_ends(
         shown.until(r"session: \d")
         shown.press("q")
         assert shown.process.wait(PATIENCE_S) == 0
-        assert termios.tcgetattr(shown.terminal) == before
+        assert termios.tcgetattr(shown.ours) == before
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(house: Backend, environment: dict[str, str]) -> None:
     with screen(environment, "--connect", house.address) as shown:
-        before = termios.tcgetattr(shown.terminal)
+        before = termios.tcgetattr(shown.ours)
         shown.until("just now")
         shown.press("\x03")
         assert shown.process.wait(PATIENCE_S) == 0
-        assert termios.tcgetattr(shown.terminal) == before
+        assert termios.tcgetattr(shown.ours) == before
 
 
 def test_a_coordinator_that_is_lost_is_told_and_its_successor_shown(

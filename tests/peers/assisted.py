@@ -171,11 +171,7 @@ def check(settings: Settings, method: str = ASSISTED) -> None:
 
 
 def result_of(
-    generated: Generated,
-    codec: "TextCodec",
-    prompt: Sequence[int],
-    seed: int,
-    ends: Sequence[int],
+    generated: Generated, codec: "TextCodec", prompt: Sequence[int], seed: int, ends: Sequence[int]
 ) -> Result:
     """Return what a reply of the peer is in our terms. Its first round, which computes the prompt,
     is none of decoding; what is not the target's is drafting."""

@@ -139,16 +139,8 @@ def main() -> NoReturn:
     cls=Rare,
     help="Values of the sweep.  [default: as `bench --sweep`; ratios from 0.02 to 2]",
 )
-@click.option(
-    "--plot",
-    type=FILE,
-    help="Draw the sweep, or the methods, into this SVG file.",
-)
-@click.option(
-    "--out",
-    type=FILE,
-    help="Write the JSON object to this file too.",
-)
+@click.option("--plot", type=FILE, help="Draw the sweep, or the methods, into this SVG file.")
+@click.option("--out", type=FILE, help="Write the JSON object to this file too.")
 @json_instead_of("a table")
 @settings_flags("tree", "draft")
 def run(

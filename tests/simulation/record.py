@@ -30,10 +30,7 @@ grows ahead."""
 
 @click.command("record", cls=HelpCommand, short_help="Keep what a draft says at every position.")
 @click.option(
-    "--prompts",
-    "file",
-    type=FILE,
-    help="File of prompts; the first turn of each is decoded.",
+    "--prompts", "file", type=FILE, help="File of prompts; the first turn of each is decoded."
 )
 @click.option(
     "--out",
@@ -75,14 +72,7 @@ grows ahead."""
     cls=Rare,
     help="Children recorded of each node.",
 )
-@click.option(
-    "--threads",
-    type=COUNT,
-    default=1,
-    show_default=True,
-    cls=Rare,
-    help="CPU threads.",
-)
+@click.option("--threads", type=COUNT, default=1, show_default=True, cls=Rare, help="CPU threads.")
 @settings_flags("target", "draft", "sampling", shown=DEMONSTRATED)
 def record(
     configuration: Configuration,

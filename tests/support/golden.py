@@ -666,3 +666,10 @@ if __name__ == "__main__":
         (Path(folder) / "dovetail").symlink_to(FOLDER.parents[2], target_is_directory=True)
         sys.path.insert(0, folder)
         write_all()
+
+
+def a_worker(name: str, pid: int, **fields: Any) -> Any:
+    """Return the state of a serving worker of this name, without a model."""
+    own = {"name": name, "pid": pid, "worker_epoch": pid, "model": "", "fingerprint": "", **fields}
+    serves = dict.fromkeys(("standby", "swapped_in", "leaving", "stuck"), False)
+    return representative()["reported"].workers[0].model_copy(update={**serves, **own})

@@ -23,12 +23,7 @@ from dovetail.protocol.messages import VocabularyFacts
 from dovetail.protocol.settings import Sampling, Settings, TargetSettings
 from dovetail.runtime.text.tokenizer import TextCodec
 from dovetail.workers.models.checkpoints.gguf.view import FILE
-from peers.assisted import (
-    Engine,
-    near_the_fastest,
-    result_of,
-    thread_counts_of,
-)
+from peers.assisted import Engine, near_the_fastest, result_of, thread_counts_of
 from peers.generated import Generated, Round
 from peers.llama.kinds import read_config, type_of, uncut, unfit
 from peers.llama.lines import Question

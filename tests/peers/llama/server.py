@@ -118,9 +118,7 @@ class Server:
         own = self.flags.arguments(self._draft)
         command = [self._program, "-m", self._file, *where, *how, *own]
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            preexec_fn=partial(end_with, os.getpid()),
+            command, stdin=subprocess.DEVNULL, preexec_fn=partial(end_with, os.getpid())
         )
         self._running = (self.flags, self.room)
         while True:

@@ -19,13 +19,7 @@ from dovetail.launch.settings.configure import Configuration
 from dovetail.launch.settings.flags import settings_flags
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.files import writing
-from simulation.fleet.arrivals import (
-    Mix,
-    Requests,
-    draw_requests,
-    read_trace,
-    token_lengths,
-)
+from simulation.fleet.arrivals import Mix, Requests, draw_requests, read_trace, token_lengths
 from simulation.fleet.description import fleet_names, kinds_of, read_fleet
 from simulation.fleet.layout import Kind, Plan
 from simulation.fleet.results import COLUMNS, PAIRS, capacity, line, play_load
@@ -60,10 +54,7 @@ class Loads(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.command(
-    "fleet",
-    cls=HelpCommand,
-    short_help="Play a load on many servers.",
-    epilog=explained(COLUMNS),
+    "fleet", cls=HelpCommand, short_help="Play a load on many servers.", epilog=explained(COLUMNS)
 )
 @click.option(
     "--fleet",

@@ -22,14 +22,7 @@ from dovetail.runtime.router.choice import (
     choose,
 )
 from simulation.fleet.arrivals import Requests
-from simulation.fleet.layout import (
-    Group,
-    Kind,
-    Plan,
-    Played,
-    Router,
-    handled_s,
-)
+from simulation.fleet.layout import Group, Kind, Plan, Played, Router, handled_s
 from simulation.fleet.server import NEVER, Server, Session
 
 NS = 1_000_000_000
