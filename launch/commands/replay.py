@@ -26,7 +26,7 @@ def command(context: click.Context, file: Path, as_json: bool) -> None:
     recording = read_recording(file)
     replayed = Replay(recording)
     difference = replayed.play()
-    found = {
+    found: dict[str, Any] = {
         "played": "session",
         "steps": len(replayed.taken),
         "commands": replayed.commands,

@@ -145,12 +145,10 @@ def described(machine: Described, weights: str, vram: int | None, ram: int | Non
     if machine.shared:
         near = target.resident_bandwidth_gb_s or target.bandwidth_gb_s
         device = Engine(near, peak, target.layer_us, source=source)
-        host = own and Engine(
-            own.bandwidth_gb_s,
-            own.peak_gflop_s[weights],  # type: ignore[index]
-            own.layer_us,
-            source=source,
-        )
+        host = None
+        if own is not None:
+            peak = own.peak_gflop_s[weights]  # type: ignore[index]
+            host = Engine(own.bandwidth_gb_s, peak, own.layer_us, source=source)
     else:
         share = FP32_SHARE if weights == "fp32" else 1.0
         gflop_s = share * draft.peak_gflop_s
