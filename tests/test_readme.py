@@ -245,7 +245,9 @@ def test_programs_of_the_tests_and_their_options_are_there(page: Path) -> None:
             files = [folder / f"{module}.py", folder / "options.py"]
         sources = "".join(file.read_text(encoding="utf-8") for file in files)
         named = {word.partition("=")[0] for word in words if OPTION.match(word)} - {"--help"}
-        settings = options_of(commands()["bench"]) if folder.name == "simulation" else set()
+        settings = set()
+        if folder.name in ("replay", "simulation"):
+            settings = options_of(commands()["bench"])
         own = {*re.findall(r'"(--[a-z][\w-]*)', sources)}
         assert named <= own | settings, f"{page.name}: {line}"
 
