@@ -257,6 +257,7 @@ def test_a_coordinator_that_is_lost_is_told_and_its_successor_shown(
             shown.until("LOST")
             with backend(address=address, target=False, draft=False):
                 shown.until("no target worker is registered")
+                assert shown.process.poll() is None
 
 
 def test_what_peers_say_commands_no_terminal(invoke: Run) -> None:

@@ -459,6 +459,7 @@ def test_a_link_waits_for_a_coordinator_that_starts_later(tmp_path: Path) -> Non
     opening.start()
     with contextlib.closing(open_hub(address)):
         opening.join()
+        assert len(opened) == 1
         opened[0].close()
 
 
@@ -743,4 +744,4 @@ def test_a_stranger_that_speaks_something_else_is_cut_off(tcp_wire: Wire) -> Non
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(4096):
                 pass
-    tcp_wire.greet(tcp_wire.dial())
+    assert tcp_wire.greet(tcp_wire.dial()), "the hub goes on"
