@@ -101,14 +101,14 @@ class _Target:
 
     def embedding(self) -> Tensor:
         """[V, width] as stored."""
-        return self._stored[self._embedding].read_checked(self._embedding)
+        return self._stored[self._embedding].read(self._embedding, checked=True)
 
     def output(self, embedding: Tensor) -> Tensor:
         """[V, width] as stored: `embedding` itself if the two are tied."""
         return (
             embedding
             if self._output == self._embedding
-            else self._stored[self._output].read_checked(self._output)
+            else self._stored[self._output].read(self._output, checked=True)
         )
 
 

@@ -46,13 +46,77 @@ class Heads:
     values."""
 
 
-class KVCache:
-    """One tensor [layers, 2, kv_heads, capacity, head_dim] and the number of its rows that are
-    committed."""
+class SlotCache:
+    """What the caches of all layouts have in common. A `segment.Cache`."""
 
-    rows: Tensor
+    capacity: int
+    length: int
     states: RecurrentStates | None = None
     """The states of layers that have one; None: there are none."""
+
+    @property
+    def row_slots(self) -> int:
+        """Return the slots that there is memory for."""
+        raise NotImplementedError
+
+    @property
+    def _row_size(self) -> int:
+        """Return the bytes of a row's keys and values in all layers."""
+        raise NotImplementedError
+
+    def _move(self, slots: Sequence[int], first: int) -> None:
+        """Move the rows of `slots` to the slots from `first` on."""
+        raise NotImplementedError
+
+    def _grow(self, capacity: int) -> None:
+        """Move the committed rows into memory for `capacity` rows."""
+        raise NotImplementedError
+
+    def keep(self, slots: Sequence[int], committed: int) -> None:
+        in_place = slots_in_place(self, slots, committed)
+        first, moved = self.length + in_place, slots[in_place:]
+        if self.states is not None:
+            self.states.keep(first, moved, self.length + committed)
+        if moved:
+            self._move(moved, first)
+        self.length += committed
+
+    def truncate(self, length: int) -> None:
+        check_truncation(self, length)
+        if self.states is not None:
+            self.states.truncate(length)
+        self.length = length
+
+    def restorable(self, length: int) -> int:
+        return length if self.states is None else self.states.restorable(length)
+
+    def checkpoint(self) -> None:
+        if self.states is not None:
+            self.states.checkpoint()
+
+    def resize(self, capacity: int) -> None:
+        if has_to_move(self, self.row_slots, capacity):
+            self._grow(capacity)
+        self.capacity = capacity
+
+    @property
+    def branches(self) -> bool:
+        """Return whether other sessions may start from this cache: states hold all rows."""
+        return self.states is None
+
+    @property
+    def base_bytes(self) -> int:
+        return 0 if self.states is None else session_bytes(self.states.shapes)
+
+    @property
+    def row_bytes(self) -> int:
+        return self._row_size + (0 if self.states is None else token_bytes(self.states.shapes))
+
+
+class KVCache(SlotCache):
+    """Keys and values in one tensor [layers, 2, kv_heads, capacity, head_dim]."""
+
+    rows: Tensor
 
     def __init__(
         self,
@@ -99,54 +163,19 @@ class KVCache:
         nothing is copied."""
         return self.rows[layer, 0, :, start:stop], self.rows[layer, 1, :, start:stop]
 
-    def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit
-        the first `committed`; only these rows move."""
-        in_place = slots_in_place(self, slots, committed)
-        if self.states is not None:
-            moved = self.length + in_place
-            self.states.keep(moved, slots[in_place:], self.length + committed)
-        if in_place < len(slots):
-            first, stop = self.length + in_place, self.length + len(slots)
-            for rows in self._parts:
-                source = torch.tensor(slots[in_place:], device=rows.device)
-                rows[..., first:stop, :] = rows.index_select(-2, source)
-        self.length += committed
+    def _move(self, slots: Sequence[int], first: int) -> None:
+        for rows in self._parts:
+            source = torch.tensor(slots, device=rows.device)
+            rows[..., first : first + len(slots), :] = rows.index_select(-2, source)
 
-    def truncate(self, length: int) -> None:
-        """Let the committed rows from slot `length` on go."""
-        check_truncation(self, length)
-        if self.states is not None:
-            self.states.truncate(length)
-        self.length = length
-
-    def restorable(self, length: int) -> int:
-        """Return the greatest length up to this one to which `truncate` can go back."""
-        return length if self.states is None else self.states.restorable(length)
-
-    def checkpoint(self) -> None:
-        """Make the length `restorable`, or nearly: of states a copy is needed for that."""
-        if self.states is not None:
-            self.states.checkpoint()
-
-    def resize(self, capacity: int) -> None:
-        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
-        too small, or much too large."""
-        if has_to_move(self, self._slots, capacity):
-            parts = []
-            for rows in self._parts:
-                *outer, _, head_dim = rows.shape
-                # in fixed shapes a masked slot is multiplied by 0
-                parts.append(rows.new_zeros(*outer, capacity, head_dim))
-                parts[-1][..., : self.length, :] = rows[..., : self.length, :]
-            self._parts = parts
-        self.capacity = capacity
-
-    @property
-    def branches(self) -> bool:
-        """Return whether other sessions may begin with rows of this cache while it is in use: not
-        if it has states, which hold all of its rows."""
-        return self.states is None
+    def _grow(self, capacity: int) -> None:
+        parts = []
+        for rows in self._parts:
+            *outer, _, head_dim = rows.shape
+            # in fixed shapes a masked slot is multiplied by 0
+            parts.append(rows.new_zeros(*outer, capacity, head_dim))
+            parts[-1][..., : self.length, :] = rows[..., : self.length, :]
+        self._parts = parts
 
     def branch(self, length: int, *, used: int = 0) -> "KVCache":
         """Return a cache with a copy of the first `length` committed rows."""
@@ -157,22 +186,13 @@ class KVCache:
         return other
 
     @property
-    def _slots(self) -> int:
-        """Slots that there is memory for."""
+    def row_slots(self) -> int:
         return self.rows.shape[3]
 
     @property
-    def base_bytes(self) -> int:
-        """Memory of a session in addition to that of its rows."""
-        return 0 if self.states is None else session_bytes(self.states.shapes)
-
-    @property
-    def row_bytes(self) -> int:
-        """Memory of one row."""
-        shapes = () if self.states is None else self.states.shapes
+    def _row_size(self) -> int:
         numbers = (math.prod((*rows.shape[:-2], rows.shape[-1])) for rows in self._parts)
-        own = sum(numbers) * self._parts[0].element_size() if self._parts else 0
-        return own + token_bytes(shapes)
+        return sum(numbers) * self._parts[0].element_size() if self._parts else 0
 
 
 class MixedKVCache(KVCache):
@@ -212,7 +232,7 @@ class MixedKVCache(KVCache):
         return rows[0], rows[1]
 
     @property
-    def _slots(self) -> int:
+    def row_slots(self) -> int:
         return self._rows[0].shape[2] if self._rows else self._room
 
     def resize(self, capacity: int) -> None:

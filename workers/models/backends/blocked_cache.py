@@ -12,8 +12,9 @@ from dovetail.workers.kernels.layer import slots_of
 from dovetail.workers.kernels.layer_plan import LANES, CacheRows, SharedRows, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.kernels.states import StateRows, StateShape
-from dovetail.workers.models.recurrent.states import RecurrentStates, session_bytes, token_bytes
-from dovetail.workers.models.segment import Segment, check_truncation, has_to_move, slots_in_place
+from dovetail.workers.models.cache import SlotCache
+from dovetail.workers.models.recurrent.states import RecurrentStates
+from dovetail.workers.models.segment import Segment, check_truncation
 
 LEAST_SHARED = 128
 """Fewer rows are copied, since to share rows the other rows of the session have to move, too."""
@@ -46,12 +47,10 @@ def give_rows(keys: Tensor, values: Tensor, length: int) -> None:
             shards.spread_heads(part.data_ptr(), (layers, heads), head_bytes, used)
 
 
-class BlockedCache:
+class BlockedCache(SlotCache):
     """A session's keys and values in the layout of the kernels: keys sixteen slots side by side, so
     that lanes run along slots."""
 
-    states: RecurrentStates | None = None
-    """The states of layers that have one; None: there are none."""
     shared: SharedRows | None = None
     """The rows that the session begins with and that others begin with too; its own memory is for
     the slots behind them."""
@@ -79,54 +78,26 @@ class BlockedCache:
         )
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit
-        the first `committed`; only these rows move."""
-        in_place = slots_in_place(self, slots, committed)
         if self.length < self.first:  # a window moves on over rows that others have, too
             self._begin_with(None, max(slots, default=-1) + 1, self.capacity)
-        if self.states is not None:
-            moved = self.length + in_place
-            self.states.keep(moved, slots[in_place:], self.length + committed)
-        if in_place < len(slots):
-            source = torch.tensor(slots[in_place:]) - self.first
-            target = torch.arange(self.length + in_place, self.length + len(slots)) - self.first
-            for keys, values in self._views(self.keys, self.values):
-                values[..., target, :] = values[..., source, :]
-                keys[..., target // LANES, :, target % LANES] = keys[
-                    ..., source // LANES, :, source % LANES
-                ]
-        self.length += committed
+        super().keep(slots, committed)
+
+    def _move(self, slots: Sequence[int], first: int) -> None:
+        source = torch.tensor(slots) - self.first
+        target = torch.arange(first, first + len(slots)) - self.first
+        for keys, values in self._views(self.keys, self.values):
+            values[..., target, :] = values[..., source, :]
+            keys[..., target // LANES, :, target % LANES] = keys[
+                ..., source // LANES, :, source % LANES
+            ]
 
     def truncate(self, length: int) -> None:
-        """Let the committed rows from slot `length` on go."""
-        check_truncation(self, length)
-        if self.states is not None:
-            self.states.truncate(length)
+        super().truncate(length)
         if length < self.first:
             self._begin_with(self._shared_rows(length), length, self.capacity)
-        self.length = length
 
-    def restorable(self, length: int) -> int:
-        """Return the greatest length up to this one to which `truncate` can go back."""
-        return length if self.states is None else self.states.restorable(length)
-
-    def checkpoint(self) -> None:
-        """Make the length `restorable`, or nearly: of states a copy is needed for that."""
-        if self.states is not None:
-            self.states.checkpoint()
-
-    def resize(self, capacity: int) -> None:
-        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
-        too small, or much too large."""
-        if has_to_move(self, self.row_slots, capacity):
-            self._begin_with(self.shared, self.length, capacity)
-        self.capacity = capacity
-
-    @property
-    def branches(self) -> bool:
-        """Return whether other sessions may begin with rows of this cache while it is in use: not
-        if it has states, which hold all of its rows."""
-        return self.states is None
+    def _grow(self, capacity: int) -> None:
+        self._begin_with(self.shared, self.length, capacity)
 
     def branch(self, length: int, *, used: int = 0) -> "BlockedCache":
         """Return a cache with the first `length` committed rows. If they are many, most of them are
@@ -198,19 +169,11 @@ class BlockedCache:
 
     @property
     def row_slots(self) -> int:
-        """Slots that there is memory for."""
         return self.first + slots_of(self.values)
 
     @property
-    def row_bytes(self) -> int:
-        """Memory of one row."""
-        shapes = () if self.states is None else self.states.shapes
-        return self._numbers * self.values.element_size() + token_bytes(shapes)
-
-    @property
-    def base_bytes(self) -> int:
-        """Memory of a session in addition to that of its rows."""
-        return 0 if self.states is None else session_bytes(self.states.shapes)
+    def _row_size(self) -> int:
+        return self._numbers * self.values.element_size()
 
     @property
     def _numbers(self) -> int:

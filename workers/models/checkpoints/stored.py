@@ -48,18 +48,17 @@ class Stored:
     """The identity of the file when its header was read: from one that has been changed since
     nothing is taken."""
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, called `name` in errors, in the type it is stored in, read from its file
-        alone: no other tensor takes memory for it."""
-        kind = READABLE.get(self.kind)
-        if kind is None:
+    def read(self, name: str, *, checked: bool = False) -> Tensor:
+        """Return the tensor, called `name` in errors, in its stored type. `checked`: refuse NaN and
+        infinite values, for a file whose digest has not been computed."""
+        if (kind := READABLE.get(self.kind)) is None:
             raise self._unreadable(name)
         content = self.content(name)
-        return (
-            torch.frombuffer(content, dtype=kind).view(self.shape)
-            if content
-            else torch.empty(self.shape, dtype=kind)
-        )
+        if not content:
+            return torch.empty(self.shape, dtype=kind)
+        if checked and not all_finite(content, self.kind):
+            raise self.not_finite(name)
+        return torch.frombuffer(content, dtype=kind).view(self.shape)
 
     @property
     def reads_one(self) -> bool:
@@ -67,8 +66,7 @@ class Stored:
         return True
 
     def read_one(self, name: str, index: int) -> Tensor:
-        """The tensor at an index of the first dimension of this one, called `name` in errors; the
-        others are not read."""
+        """Return the tensor at an index of the first dimension; the others are not read."""
         return self.one(index).read(name)
 
     def one(self, index: int) -> "Stored":
@@ -103,10 +101,6 @@ class Stored:
             "fetch the model again"
         )
 
-    def read_checked(self, name: str) -> Tensor:
-        """Read a tensor of a file that has not been read as a whole: NaN and infinite values are
-        refused here."""
-        tensor = self.read(name)
-        if tensor.numel() and not all_finite(tensor.view(-1).view(torch.uint8).numpy(), self.kind):
-            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
-        return tensor
+    def not_finite(self, name: str) -> CheckpointError:
+        """Return the error for NaN or infinite values."""
+        return CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.workers.devices.memory import HELD, is_out_of_memory, without_spare
 from dovetail.workers.models.cache import KVCache
-from dovetail.workers.models.segment import SLACK, has_to_move
+from dovetail.workers.models.segment import SLACK
 
 MOST_SPARE = 2
 """Arenas that are held for sessions to come."""
@@ -127,24 +127,21 @@ class ArenaCache(KVCache):
         other.length = length
         return other
 
-    def resize(self, capacity: int) -> None:
-        """Have slots for `capacity` rows; what is kept of a session that has ended takes no more
-        than it needs, and leaves its arena to the next one, if there is memory to move to."""
-        if has_to_move(self, self._slots, capacity):
-            before, kept = self._held.copy(), self.rows[..., : self.length, :]
-            try:
-                self._held[:] = [self._place_for(capacity)]
-            except Exception as error:
-                if capacity >= self._slots or not is_out_of_memory(error):
-                    raise
-            else:
-                self.rows[..., : self.length, :] = kept
-                self._arenas.give(before)
-        self.capacity = capacity
+    def _grow(self, capacity: int) -> None:
+        """Move to another arena; a cache that shrinks stays where it is if memory runs out."""
+        before, kept = self._held.copy(), self.rows[..., : self.length, :]
+        try:
+            self._held[:] = [self._place_for(capacity)]
+        except Exception as error:
+            if capacity >= self.row_slots or not is_out_of_memory(error):
+                raise
+        else:
+            self.rows[..., : self.length, :] = kept
+            self._arenas.give(before)
 
     def _place_for(self, capacity: int) -> Arena:
         """Return an arena of at least this many rows, of exactly this many if the cache shrinks."""
-        if capacity >= self._slots:
+        if capacity >= self.row_slots:
             return self._arenas.take(self._shape, capacity, self.rows)
         *outer, _, head_dim = self.rows.shape
         return self._arenas.make(self.rows, *outer, capacity, head_dim)

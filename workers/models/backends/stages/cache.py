@@ -71,52 +71,42 @@ class StagedCache:
         self.length, self.capacity = 0, parts[0].capacity
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Move `slots` to length, length + 1, ... in this order and commit the first
-        `committed`."""
         for part in self.parts:
             part.keep(slots, committed)
         self.length += committed
 
     def truncate(self, length: int) -> None:
-        """Let the committed rows from slot `length` on go."""
         for part in self.parts:
             part.truncate(length)
         self.length = length
 
     def restorable(self, length: int) -> int:
-        """Return the greatest length up to this one to which `truncate` can go back."""
         while (least := min(part.restorable(length) for part in self.parts)) < length:
             length = least
         return length
 
     def checkpoint(self) -> None:
-        """Make the length `restorable`, or nearly: of states a copy is needed for that."""
         for part in self.parts:
             part.checkpoint()
 
     def resize(self, capacity: int) -> None:
-        """Have slots for `capacity` rows."""
         for part in self.parts:
             part.resize(capacity)
         self.capacity = capacity
 
     def branch(self, length: int, *, used: int = 0) -> "StagedCache":
-        """Return a cache for another session with the first `length` committed rows of this one."""
         other = StagedCache([part.branch(length, used=used) for part in self.parts])
         other.length = other.capacity = length
         return other
 
     @property
     def branches(self) -> bool:
-        """Return whether other sessions may begin with rows of this cache while it is in use."""
         return all(part.branches for part in self.parts)
 
     @property
     def base_bytes(self) -> int:
-        """Memory of a session in addition to that of its rows, of whatever device."""
         return sum(part.base_bytes for part in self.parts)
 
     @property
     def row_bytes(self) -> int:
-        """Memory of one row, of whatever device."""
         return sum(part.row_bytes for part in self.parts)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.kernels.blocks import wrong_row
 from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
@@ -71,7 +70,7 @@ class InFile:
         content = memory.take(count * width).view(count, width)
         self.stored.read_into(content.view(-1).numpy().data, self.name, first * width)
         if wrong_row(self.kind, content, _inputs(self.kind, width)) is not None:
-            raise not_finite(self.stored, self.name)
+            raise self.stored.not_finite(self.name)
         if self.blocks is None:
             return content
         return content.view(count, len(self.blocks), -1)[:, self.blocks].flatten(1)
@@ -88,11 +87,6 @@ class Memory(threading.local):
         if len(self._content) < size:
             self._content = torch.empty(size, dtype=torch.uint8)
         return self._content[:size]
-
-
-def not_finite(stored: Stored, name: str) -> CheckpointError:
-    """The error for a tensor with numbers that no model has."""
-    return CheckpointError(f"{stored.file}: tensor {name} holds NaN or infinite values")
 
 
 @dataclass(frozen=True)

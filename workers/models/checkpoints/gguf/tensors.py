@@ -31,7 +31,7 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
     placed_in,
 )
 from dovetail.workers.models.checkpoints.gguf.reader import Head
-from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Pile, Rows, not_finite
+from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Pile, Rows
 from dovetail.workers.models.checkpoints.stored import Stored
 
 AT_A_TIME = 1 << 20
@@ -44,24 +44,20 @@ class Blocks(Stored):
 
     placed: Placed
 
-    def read_one(self, name: str, index: int) -> Tensor:
-        """Return the tensor of one expert."""
-        return self.one(index).read(name)
-
     def one(self, index: int) -> "Blocks":
-        """Return the place of the tensor of one expert."""
+        """Return the place of one expert's tensor."""
         found = _stored(one_of(self.placed, index))
         assert isinstance(found, Blocks)
         return found
 
-    def read(self, name: str) -> Tensor:
-        """Return the tensor as transformers has it; `CheckpointError` where a block stands for NaN
-        or infinite numbers."""
-        return self._read(name, checked=self.placed.place.kind in UNPACK)
-
-    def read_checked(self, name: str) -> Tensor:
-        """Read a tensor of a file that has not been read as a whole."""
-        return self._read(name, checked=True)
+    def read(self, name: str, *, checked: bool = False) -> Tensor:
+        """Return the tensor as transformers has it; `CheckpointError` for blocks of NaN or infinite
+        numbers."""
+        place = self.placed.place
+        found = unpacked(self.content(name), place.kind, place.shape)
+        if (checked or place.kind in UNPACK) and not _finite(found):
+            raise self.not_finite(name)
+        return _changed(found, self.placed)
 
     def rows(self, name: str) -> Rows | None:
         """Return a matrix [out, in] whose numbers are blocks as the file has it, its rows in their
@@ -78,12 +74,6 @@ class Blocks(Stored):
         order = _moved(torch.arange(count), self.placed) if change in (HALVES, VALUES) else None
         shape = (count, place.size_bytes // count)
         return Rows(place.kind, InFile(self, name, place.kind, shape, order, blocks))
-
-    def _read(self, name: str, *, checked: bool) -> Tensor:
-        found = unpacked(self.content(name), self.placed.place.kind, self.placed.place.shape)
-        if checked and not _finite(found):
-            raise not_finite(self, name)
-        return _changed(found, self.placed)
 
 
 @dataclass(frozen=True)
@@ -104,13 +94,10 @@ class Woven(Stored):
         """Return the places of the tensor of one expert, of which contents alone are read."""
         return replace(self, gate=self.gate.one(index), up=self.up.one(index))
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, checked: bool = False) -> Tensor:
         """Return [experts, in, 2 out], or biases [experts, 2 out]."""
-        return self._weave(self.gate.read(name), self.up.read(name))
-
-    def read_checked(self, name: str) -> Tensor:
-        """Read a tensor of files that have not been read as a whole."""
-        return self._weave(self.gate.read_checked(name), self.up.read_checked(name))
+        gate, up = (part.read(name, checked=checked) for part in (self.gate, self.up))
+        return self._weave(gate, up)
 
     def _weave(self, gate: Tensor, up: Tensor) -> Tensor:
         wider = torch.promote_types(gate.dtype, up.dtype)
@@ -128,13 +115,9 @@ class Piled(Stored):
     order: Tensor
     """int64 [rows]: which row of both, counted through, each is."""
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, checked: bool = False) -> Tensor:
         """Return [out, in]."""
-        return torch.cat([self.upper.read(name), self.lower.read(name)])[self.order]
-
-    def read_checked(self, name: str) -> Tensor:
-        """Read a tensor of files that have not been read as a whole."""
-        parts = self.upper.read_checked(name), self.lower.read_checked(name)
+        parts = [part.read(name, checked=checked) for part in (self.upper, self.lower)]
         return torch.cat(parts)[self.order]
 
     def rows(self, name: str) -> Pile | None:
@@ -157,13 +140,10 @@ class Latents(Stored):
     values: Blocks
     """[heads, width, rank]."""
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, checked: bool = False) -> Tensor:
         """Return [heads (plain + width), rank]."""
-        return _join(self.keys.read(name), self.values.read(name))
-
-    def read_checked(self, name: str) -> Tensor:
-        """Read a tensor of files that have not been read as a whole."""
-        return _join(self.keys.read_checked(name), self.values.read_checked(name))
+        keys, values = (part.read(name, checked=checked) for part in (self.keys, self.values))
+        return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
 def contents_of(stored: Stored, name: str) -> Sequence[Content]:
@@ -182,12 +162,8 @@ def contents_of(stored: Stored, name: str) -> Sequence[Content]:
 def name_in_file(stored: Stored) -> str | None:
     """Return the name of a tensor within its GGUF file, of two the first; None for a tensor of
     safetensors."""
-    if isinstance(stored, Woven):
-        stored = stored.gate
-    if isinstance(stored, Latents):
-        stored = stored.keys
-    if isinstance(stored, Piled):
-        stored = stored.upper
+    for first in ("gate", "keys", "upper"):
+        stored = getattr(stored, first, stored)
     return stored.placed.place.name if isinstance(stored, Blocks) else None
 
 
@@ -281,10 +257,6 @@ def _values(found: Tensor, placed: Placed) -> Tensor:
 def _halves(found: Tensor, heads: int) -> Tensor:
     halves = found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2)
     return halves.reshape(found.shape)
-
-
-def _join(keys: Tensor, values: Tensor) -> Tensor:
-    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
 def _finite(found: Tensor) -> bool:

@@ -37,16 +37,12 @@ class Coded(Stored):
         """Return whether the matrix of one expert can be read by itself."""
         return "codes" in self.parts
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, checked: bool = True) -> Tensor:
         """Return the numbers in fp32; `CheckpointError` where one is NaN or infinite."""
         found = self._decoded({part: at.read(full) for part, (full, at) in self.parts.items()})
         if not all_finite(found.view(-1).view(torch.uint8).numpy(), "F32"):
-            raise CheckpointError(f"{self.file}: tensor {name} holds NaN or infinite values")
+            raise self.not_finite(name)
         return found
-
-    def read_checked(self, name: str) -> Tensor:
-        """Read a tensor of a file that has not been read as a whole."""
-        return self.read(name)
 
     def read_one(self, name: str, index: int) -> Tensor:
         """Return the matrix of one expert."""
