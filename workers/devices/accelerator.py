@@ -1,6 +1,5 @@
-"""Streams, events and pinned memory, as torch has them for all accelerators alike
-(`torch.accelerator`), and trials of what a device may lack. Knows no maker.
-"""
+"""Streams, events and pinned memory for any `torch.accelerator`, and trials of what a device may
+lack."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,33 +9,28 @@ import torch
 from torch import Tensor
 
 GROUP, TILES = 64, 4
-"""The group of int4 weights that one scale is for, and the tiles of torch's layout that are tried;
-`models/substitutes/quantised.py` takes these, too."""
+"""Weights that share a scale in int4 products, and the tiles of torch's layout (also in
+substitutes)."""
 SHAPES = ((6, 64), (80, 64), (32, 64))
 """The shapes of rows, of a matrix and of keys by which a device is proved."""
 CLOSE = 5e-3
-"""The largest error of a device, as a share of the largest number, that is no fault of it: fp16 has
-11 bits, and no product may be worse than that."""
+"""Largest error of a device, as a share of the largest number: fp16 has 11 bits."""
 TOLERANCE = 2e-2
-"""The largest error of an int4 product in bf16, as a share of its largest number: sums of 128
-products of numbers with 8 bits."""
+"""Largest error of an int4 product in bf16, as a share of its largest number."""
 
 
 class Streams:
-    """Transfers to a device that has streams: a separate one for copies, and events between it and
-    the computing stream. A `Transfer`."""
+    """A `Transfer` for devices with streams: copies run on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._copies = torch.Stream(device)
 
     def pin(self, memory: Tensor) -> None:
-        """Do nothing: only for CUDA can torch lock pages of memory that exists already; a copy from
-        other pages is slower."""
+        """Do nothing: torch can lock existing pages for CUDA only, so copies are slower."""
 
     def buffer(self, size: int) -> Tensor:
-        """Return uint8 [size] of the device, whose memory is not reused before the last copy into
-        it is done."""
+        """Return uint8 [size] whose memory is not reused before the last copy into it is done."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         buffer.record_stream(self._copies)
         return buffer
@@ -66,8 +60,8 @@ def pinned(size: int) -> Tensor:
 
 
 def copied(source: Tensor, target: Tensor, device: torch.device) -> Callable[[], None]:
-    """Put a copy from or to pinned memory into the stream that computes, and return what waits for
-    its end."""
+    """Start a copy from or to pinned memory on the computing stream; return what waits for its
+    end."""
     target.copy_(source, non_blocking=True)
     return partial(_wait, torch.accelerator.current_stream(device).record_event())
 
@@ -79,8 +73,7 @@ def _wait(event: torch.Event) -> None:
 
 
 def wrong_numbers(device: torch.device) -> str:
-    """Return which of the operations that drafts are made of a device computes otherwise than the
-    host; empty if none."""
+    """Return which operations of a draft a device computes wrongly; empty if none."""
     try:
         ours, theirs = _sample(torch.device("cpu")), _sample(device)
     except RuntimeError as error:
@@ -117,8 +110,8 @@ def _sample(device: torch.device) -> dict[str, Tensor]:
 
 @cache
 def tried_int4(device: torch.device) -> str:
-    """Return why torch's int4 products are not to be used on a device, after a small one has been
-    computed there; empty if it is right."""
+    """Return why torch's int4 products fail on a device, after trying a small one; empty if they
+    work."""
     generator, outputs, inputs = torch.Generator().manual_seed(1), 16, 2 * GROUP
     codes = torch.randint(0, 16, (outputs, inputs), generator=generator)
     scales, zeros = torch.rand(2, inputs // GROUP, outputs, generator=generator).bfloat16()

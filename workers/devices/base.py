@@ -1,6 +1,4 @@
-"""A device and its kind: the interface that each file of this folder implements. Names, placement
-of tensors and bytes; nothing about models.
-"""
+"""The interface of a device and its kind; each other file of this folder implements one."""
 
 import re
 import time
@@ -23,21 +21,20 @@ Mark = Any
 
 
 class Transfer(Protocol):
-    """The way between the memory of the host and that of a device, and the order of what is done on
-    it."""
+    """Copies between the memory of the host and a device, in order with what is computed there."""
 
     device: torch.device
 
     def pin(self, memory: Tensor) -> None:
-        """Have bytes of the host stay where they are, so that they are copied at the full rate of
-        the link."""
+        """Lock bytes of the host in memory, so that they are copied at the full rate of the
+        link."""
 
     def buffer(self, size: int) -> Tensor:
         """Return uint8 [size] of the device."""
 
     def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """Start copying bytes of the host into a buffer, concurrently with computations, as soon as
-        the mark `after` is passed; return a mark that is passed with the last of them."""
+        """Copy bytes of the host into a buffer, concurrently with computations, once `after` is
+        passed; return the mark of its end."""
 
     def computed(self) -> Mark:
         """Return a mark that is passed when all that has been computed, or asked for, is done."""
@@ -47,8 +44,7 @@ class Transfer(Protocol):
 
 
 class InOrder:
-    """The way to a device that copies in the order of what it computes, and has the host wait for
-    each copy. A `Transfer`."""
+    """A `Transfer` in the order of computations; the host waits for each copy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -89,9 +85,9 @@ class Program(Protocol):
         threads: int,
         arguments: Sequence[Tensor | int | None],
     ) -> None:
-        """Launch a function on the stream, with grid[0] times grid[1] blocks of this many threads.
-        Nothing is allocated and the host does not wait, so that it can be captured in a graph.
-        `arguments`: addresses of the device, and integers of 64 bits."""
+        """Launch grid[0] x grid[1] blocks of `threads` on the current stream. Nothing is allocated
+        and the host does not wait, so it can be captured. `arguments`: device addresses and 64-bit
+        integers."""
 
 
 class DeviceKind(ABC):
@@ -100,18 +96,17 @@ class DeviceKind(ABC):
     type: ClassVar[str]
     """The name of the device in torch."""
     unproved: ClassVar[str] = ""
-    """A clause stating that dovetail has never been run on a device of this kind; empty if it
-    has."""
+    """Why a device of this kind is untested; empty if dovetail has been run on one."""
 
     def is_here(self) -> bool:
-        """Return whether `type` means this kind to this build of torch: NVIDIA's and AMD's GPUs
-        share a name."""
+        """Return whether this build of torch means this kind by `type`: NVIDIA and AMD share
+        one."""
         return True
 
     @abstractmethod
     def open(self, name: str) -> "Device | None":
-        """Return the device of that name, and set up the process for it; None: the name is not one
-        of this kind. `SettingsError` where there is no such device."""
+        """Return the device of that name, set up for this process; None: another kind's name.
+        `SettingsError` if there is no such device."""
 
     def found(self) -> Sequence[str]:
         """Return the names of the GPUs of this kind that torch finds."""
@@ -138,19 +133,17 @@ class DeviceKind(ABC):
         return InOrder(device)
 
     def pinned(self, size: int) -> Tensor:
-        """Return zeros uint8 [size] in the memory of the host, from which a device can copy while
-        the host goes on, where it can."""
+        """Return zeros uint8 [size] of the host, from which a device can copy asynchronously."""
         return torch.zeros(size, dtype=torch.uint8)
 
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        """Have a device copy `pinned` memory before it computes anything that it is asked for
-        later; return what waits until the source may be written again."""
+        """Copy `pinned` memory to a device before its next computation; return what waits until the
+        source may be reused."""
         target.copy_(source)
         return lambda: None
 
     def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        """Have a device copy what it has computed into `pinned` memory; return what waits until it
-        is there."""
+        """Copy from a device into `pinned` memory; return what waits for the copy."""
         target.copy_(source)
         return lambda: None
 
@@ -163,8 +156,7 @@ class DeviceKind(ABC):
         return ""
 
     counts_time: ClassVar[bool] = False
-    """True: `clock` counts what operations would take, so that small ones are timed as exactly as
-    large ones."""
+    """True: `clock` counts the cost of operations instead of wall time."""
 
     def clock(self) -> float:
         """Return the time in seconds by which a device is measured."""
@@ -183,9 +175,8 @@ class DeviceKind(ABC):
         return f"dovetail compiles its functions for NVIDIA's GPUs alone, not for {device}"
 
     def own(self, name: str, count: int, remedy: str) -> int | None:
-        """Return the index in the name of a device, such as cuda:1; None: it is not one of this
-        kind, or another build of torch means it. `count`: the devices that torch finds.
-        `SettingsError` with the `remedy` where there are fewer."""
+        """Return the index in a device's name, such as cuda:1; None: not this kind. `SettingsError`
+        with the `remedy` if torch finds fewer, of `count` devices."""
         found = re.fullmatch(rf"{self.type}(?::(\d+))?", name)
         if found is None or not self.is_here():
             return None
@@ -210,8 +201,7 @@ class Device:
     """Its name in the settings."""
     torch_device: torch.device
     library: str
-    """The library that computes here, as it stands in a fingerprint: library, instruction set or
-    chip, threads."""
+    """What computes, for fingerprints: library, instruction set or chip, threads."""
     draft_weights: str
     """The type of weights that suits a draft here: a draft's rounding changes no token."""
     capture: Capture | None = None

@@ -1,5 +1,4 @@
-"""The CPU: threads, the name of its arithmetic in a fingerprint, and concurrent copies as on a
-GPU."""
+"""The CPU: threads, its name in fingerprints, and concurrent copies as on a GPU."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import memmove
@@ -13,8 +12,7 @@ from dovetail.workers.devices.base import Device, DeviceKind
 
 
 def set_threads(threads: int) -> None:
-    """Use `threads` threads for each operation and one operation at a time; a second thread between
-    operations only disturbs the first."""
+    """Use `threads` threads in an operation, and run one operation at a time."""
     torch.set_num_threads(threads)
     if torch.get_num_interop_threads() != 1:
         torch.set_num_interop_threads(1)
@@ -32,8 +30,7 @@ def free_bytes() -> int:
 
 
 class HostTransfer:
-    """The way to a device that is the CPU itself, which stands for a GPU: a thread copies, in the
-    order of what it was asked for. A `Transfer` of models."""
+    """A `Transfer` to the CPU itself in place of a GPU: a thread copies in order."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -35,8 +35,8 @@ def _make_products_exact() -> None:
 
 
 def architectures() -> tuple[str, ...]:
-    """Return what this build of torch has GPU code for, such as sm_80 and compute_90, or gfx1030;
-    nothing in a build for CPUs. Asked of the build, so that no GPU is needed."""
+    """Return the architectures this build of torch has GPU code for, such as sm_80 or gfx1030; asks
+    no GPU."""
     if torch.version.cuda is None and torch.version.hip is None:
         return ()
     flags: str | None = torch._C._cuda_getArchFlags()
@@ -59,8 +59,7 @@ def capability(index: int) -> tuple[int, int]:
 
 
 def program(device: torch.device, source: str) -> Functions | str:
-    """Return functions of ours for the chip of a GPU, compiled by NVRTC unless the cache has them;
-    or why there are none."""
+    """Return our functions compiled for a GPU by NVRTC, or cached; or why there are none."""
     compiler = nvrtc.find(torch.version.cuda or "")
     if isinstance(compiler, str):
         return compiler
@@ -81,16 +80,15 @@ def program(device: torch.device, source: str) -> Functions | str:
 
 
 class CudaTransfer:
-    """Transfers between the host's memory and a GPU's: a separate stream for copies, and events
-    between it and the computing stream. A `Transfer`."""
+    """A `Transfer` to an NVIDIA GPU, with a stream of its own for copies."""
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def pin(self, memory: Tensor) -> None:
-        """Lock pages where they are, for as long as this tensor lives: torch's own pinned memory
-        comes in powers of two."""
+        """Lock pages in place while this tensor lives: torch's pinned memory comes in powers of
+        two."""
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
         if error != 0:
             raise SettingsError(
@@ -104,8 +102,7 @@ class CudaTransfer:
         ).atexit = False  # else who gets these addresses next cannot lock them
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size] on the GPU, whose memory is not reused before the last copy into it is
-        done."""
+        """Return uint8 [size] whose memory is not reused before the last copy into it is done."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         buffer.record_stream(self._copies)
         return buffer
@@ -213,15 +210,13 @@ class Cuda(DeviceKind):
         return DRIVER.read_text(encoding="ascii").strip() if DRIVER.is_file() else ""
 
     def against_bf16(self, device: torch.device) -> str:
-        """Return why torch's products of bf16 are not worth it: below compute capability 8.0 cuBLAS
-        has them, too, but they take longer than those of fp32. Empty if they are."""
+        """Return why bf16 is slower than fp32 (below compute capability 8.0); empty if not."""
         if (found := capability(device.index)) >= (8, 0):
             return ""
         return f"{device} has no bf16 arithmetic (compute capability {found[0]}.{found[1]})"
 
     def against_int4(self, device: torch.device) -> str:
-        """Return why torch's int4 products cannot run: they take the matrix units of compute
-        capability 8.0. Empty if they can."""
+        """Return why torch's int4 products cannot run (below 8.0); empty if they can."""
         if (found := capability(device.index)) >= (8, 0):
             return ""
         return (

@@ -1,6 +1,5 @@
-"""Graphs of a device: functions of fixed shapes that are captured once and replayed as one launch,
-through the module of torch that the device has, `torch.cuda` or `torch.xpu`.
-"""
+"""Functions of fixed shapes, captured once as a graph and replayed, by `torch.cuda` or
+`torch.xpu`."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,8 +12,7 @@ from dovetail.workers.devices.memory import HELD
 
 ResultT = TypeVar("ResultT")
 WARM_UPS = 3
-"""Runs before a capture: libraries choose their kernels and take their memory in the first ones,
-which a capture must not see."""
+"""Runs before a capture, in which libraries choose kernels and allocate memory."""
 
 
 def capture(
@@ -24,13 +22,9 @@ def capture(
     function: Callable[[], ResultT],
     **mode: Any,
 ) -> Callable[[], ResultT]:
-    """Capture `function`, which reads and writes the same tensors of a device each time and asks it
-    nothing, as a graph; returns what replays it.
-
-    The result is always the same tensors, with new numbers after each replay. They are good until
-    another graph is replayed, because all graphs of a device share their memory. `module`:
-    `torch.cuda` or `torch.xpu`; `new`: makes a graph; `mode`: options of `module.graph`.
-    """
+    """Capture `function`, which uses the same tensors each time, as a graph; return what replays
+    it. The result is good until any graph of the device is replayed: all share memory. `module`:
+    `torch.cuda` or `torch.xpu`; `new` makes a graph; `mode`: options of `module.graph`."""
     with module.device(device):
         side = module.Stream()
         side.wait_stream(module.current_stream())
@@ -54,8 +48,8 @@ def capture(
 def _first_graph(
     module: Any, new: Callable[[], Any], device: torch.device, *mode: tuple[str, Any]
 ) -> Any:
-    """Return a graph whose memory all graphs of a device share, since they are replayed one after
-    the other. It stays: a pool without a graph is closed for good."""
+    """Return a graph whose memory all graphs of a device share. It stays: an empty pool is closed
+    for good."""
     graph, number = new(), torch.zeros(1, device=device)
     with module.graph(graph, **dict(mode)):
         number + 1.0
@@ -63,8 +57,8 @@ def _first_graph(
 
 
 def proved(capture: Capture, device: torch.device) -> Capture | None:
-    """Return `capture` if a small graph on a device gives the right numbers twice; else report the
-    reason, once, and return None."""
+    """Return `capture` if a small graph gives the right numbers twice; else report why, once, and
+    return None."""
     given = torch.zeros(64, device=device)
     try:
         replay = capture(lambda: (given + given.flip(0)) * 2.0)

@@ -1,8 +1,5 @@
-"""Memory that a process can free: if a device runs out of it, memory that only serves speed is
-freed, and the work is tried again. Memory reserved for later sessions is first, then captured
-graphs, after which nothing is captured for a while. Caches and graphs are registered by their
-owners.
-"""
+"""When a device runs out of memory, what only serves speed is freed and the work is retried: first
+spare memory, then captured graphs, after which nothing is captured for a while."""
 
 import logging
 import time
@@ -29,8 +26,7 @@ EXHAUSTED = (
 )
 """Words in the messages of errors for which torch has no class."""
 PAUSE_S = 60.0
-"""Seconds in which nothing is captured after graphs had to go: sessions that are open stay without,
-and those that come later may find room again."""
+"""Seconds without captures after graphs were freed."""
 
 
 class Holder(Protocol):
@@ -40,8 +36,7 @@ class Holder(Protocol):
         """Free what is held for later."""
 
     def let_graphs_go(self) -> bool:
-        """Free the graphs that have been captured, and return whether there were any; what they did
-        can be captured again."""
+        """Free captured graphs, and return whether there were any; they can be captured again."""
 
 
 class Held:
@@ -53,8 +48,7 @@ class Held:
         self._caches: set[Callable[[], None]] = set()
         self._told: set[str] = set()
         self.trying = False
-        """True within `trial`: no graph is given up, and one that cannot be captured for want of
-        memory is an error."""
+        """True within `trial`: graphs are kept, and one that does not fit is an error."""
 
     def add(self, holder: Holder) -> None:
         """Have a holder let go where memory runs out, for as long as it lives."""
@@ -76,8 +70,7 @@ class Held:
         self.give_back()
 
     def give_back(self) -> None:
-        """Have allocators give freed memory back to their device, so that tensors that stay do not
-        fragment the blocks of some that were large for a moment."""
+        """Have allocators return freed memory, so that later tensors do not fragment it."""
         for give_back in self._caches:
             give_back()
 
@@ -115,8 +108,7 @@ HELD = Held()
 
 
 def limit_memory(device: Device, size: int | None) -> None:
-    """Make torch refuse this process more than `size` bytes of a GPU (None: no limit); if it
-    cannot, report that once."""
+    """Limit this process to `size` bytes of a GPU (None: no limit); report once if torch cannot."""
     if size is None or device.is_cpu or device.kind.limit(device.torch_device, size):
         return
     HELD.tell(
@@ -126,28 +118,24 @@ def limit_memory(device: Device, size: int | None) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an exception means that the memory of a device is exhausted; for the CPU's, and for
-    CUDA's libraries, torch reports that in the text only."""
+    """Return whether a device's memory is exhausted; some libraries only say so in the text."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in EXHAUSTED)
     )
 
 
 def without_spare(work: Callable[[], ResultT]) -> ResultT:
-    """Return what `work` returns. Where memory runs out it is begun again, without what is held for
-    later."""
+    """Return what `work` returns; if memory runs out, free spare memory and retry."""
     return _tried(work, [HELD.let_go])
 
 
 def without_graphs(work: Callable[[], ResultT]) -> ResultT:
-    """Return what `work` returns. Where memory runs out it is begun again, without what is held for
-    later, and then without captured graphs."""
+    """Return what `work` returns; if memory runs out, free spare memory, then graphs, and retry."""
     return _tried(work, [HELD.let_go, HELD.let_graphs_go])
 
 
 def _tried(work: Callable[[], ResultT], steps: Sequence[Callable[[], None]]) -> ResultT:
-    """Try `work` before each step and after the last one. The memory that an exception held is free
-    when a step is taken."""
+    """Try `work` before each step and after the last; a failed try's memory is free by then."""
     for step in steps:
         try:
             return work()
@@ -159,8 +147,7 @@ def _tried(work: Callable[[], ResultT], steps: Sequence[Callable[[], None]]) -> 
 
 
 def captured_if_possible(capture: Capture) -> Capture:
-    """Return a capture that returns the function itself if it cannot be captured, and reports that
-    once."""
+    """Return a capture that falls back to the function itself, and reports that once."""
 
     def attempt(function: Callable[[], Any]) -> Callable[[], Any]:
         if not HELD.captures:

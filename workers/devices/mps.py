@@ -1,6 +1,4 @@
-"""Apple's GPUs, by `torch.mps`: one a machine, in the memory of the host. Copies come in the order
-of what is computed; there is no fp64, and there are no graphs.
-"""
+"""Apple's GPU, by `torch.mps`, in the memory of the host: copies in order, no fp64, no graphs."""
 
 from collections.abc import Callable, Sequence
 
@@ -35,8 +33,7 @@ class _Mps(DeviceKind):
         return told()
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return what Metal recommends, less what this process has taken of it, and at most what
-        the host has free: it is the same memory."""
+        """Return what Metal recommends less what is taken, at most what the host has free."""
         free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
         return max(0, min(free, cpu.free_bytes()))
 

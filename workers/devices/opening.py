@@ -17,8 +17,8 @@ KINDS: tuple[DeviceKind, ...] = tuple(entry.load() for entry in entries())
 
 
 def open_device(name: str, threads: int) -> Device:
-    """Return the device `name`, or for `auto` the one that suits a draft; makes the settings that
-    hold for the whole process. `threads`: the CPU threads of the process."""
+    """Return the device `name`, for `auto` the best for a draft, and set up the process. `threads`:
+    of the CPU."""
     cpu.set_threads(threads)
     if name == "auto":
         name = first_device()
@@ -32,16 +32,14 @@ def open_device(name: str, threads: int) -> Device:
 
 
 def _prove(device: Device) -> None:
-    """Say that dovetail has never been run on a device like this one; `SettingsError` if its
-    numbers are wrong."""
+    """Report that this kind of device is untested; `SettingsError` if its numbers are wrong."""
     HELD.tell(f"{device.name}: {device.kind.unproved}; its results are checked now, not its speed")
     if wrong := wrong_numbers(device.torch_device):
         raise SettingsError(f"{device.name} cannot be used: {wrong}; use device cpu")
 
 
 def first_device() -> str:
-    """Return where a draft goes unless told otherwise: the first GPU if there is one, else the
-    CPU."""
+    """Return the default device of a draft: the first GPU, else the CPU."""
     return next(name for kind in KINDS if (name := kind.best()) is not None)
 
 

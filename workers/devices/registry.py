@@ -1,9 +1,5 @@
-"""The table of devices: one entry a kind, found by the name that it has in the settings.
-
-What a command line needs to know about a device is here: the devices' own files, which `load`
-imports, need torch, which takes seconds to import. The environment variable `DOVETAIL_DEVICES` adds
-devices that are not part of dovetail.
-"""
+"""The table of devices, by their names in the settings, without torch: `load` imports a device's
+file. The environment variable `DOVETAIL_DEVICES` adds devices that are not part of dovetail."""
 
 import os
 import re
@@ -80,14 +76,14 @@ ENTRIES: Sequence[Entry] = (
 )
 """dovetail's own kinds of devices, the fastest for a draft first."""
 VARIABLE = "DOVETAIL_DEVICES"
-"""The environment variable that adds devices: import paths of their entries, such as
-`package.module:ENTRY`, separated by commas."""
+"""Environment variable with import paths of more entries, `package.module:ENTRY`, separated by
+commas."""
 
 
 @cache
 def entries() -> Sequence[Entry]:
-    """Return all kinds of devices, those that `VARIABLE` adds first; `SettingsError` if one of its
-    paths is not an `Entry`."""
+    """Return all kinds of devices, added ones first; `SettingsError` for a path that is no
+    `Entry`."""
     added = filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))
     return (*map(_added, added), *ENTRIES)
 
@@ -109,8 +105,7 @@ def entry_of(name: str) -> Entry | None:
 
 
 def memory_of(name: str) -> Memory | None:
-    """Return where the weights lie that a device computes with; None: it is no name of a device,
-    such as `auto`."""
+    """Return where a device's weights lie; None: no name of a device, such as `auto`."""
     return None if (entry := entry_of(name)) is None else entry.memory
 
 

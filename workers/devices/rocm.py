@@ -1,8 +1,5 @@
-"""AMD GPUs, which builds of torch for ROCm call cuda:N and answer for as `torch.cuda`.
-
-Streams, events, pinned memory and graphs have the same names there as for NVIDIA's (HIP). The
-functions that are compiled for NVIDIA's GPUs are missing.
-"""
+"""AMD GPUs, which torch for ROCm calls cuda:N. Everything works as on NVIDIA's (HIP), but for the
+functions that are compiled for NVIDIA's GPUs."""
 
 import torch
 
@@ -41,8 +38,7 @@ class _Rocm(Cuda):
         return ""
 
     def against_int4(self, device: torch.device) -> str:
-        """Return why torch's int4 products cannot run on a GPU; empty if they can, as on CDNA 2
-        (gfx90a) and newer."""
+        """Return why torch's int4 products cannot run; empty on CDNA 2 (gfx90a) and newer."""
         return tried_int4(device)
 
     def program(self, device: torch.device, source: str) -> Program | str:

@@ -45,14 +45,13 @@ class _Xpu(DeviceKind):
         return f"torch-{torch.__version__}-xpu-{chip}"
 
     def capture(self, device: torch.device) -> Capture | None:
-        """Return what captures functions as graphs, which torch has since 2.11; None: nothing can
-        there."""
+        """Return what captures graphs, which torch can since 2.11; None: nothing does."""
         new = getattr(torch.xpu, "XPUGraph", None)
         return new and proved(partial(capture, torch.xpu, new, device), device)
 
     def free_bytes(self, device: torch.device) -> int:
-        """Return how much memory is free; where a driver does not tell, what this process has not
-        taken. An integrated GPU shares the host's memory."""
+        """Return the free memory, or what this process has not taken if the driver does not
+        know."""
         found: Any = torch.xpu.get_device_properties(device)
         try:
             free = torch.xpu.mem_get_info(device)[0]
@@ -62,8 +61,7 @@ class _Xpu(DeviceKind):
         return min(free, cpu.free_bytes()) if shared else free
 
     def limit(self, device: torch.device, size: int) -> bool:
-        """Have torch refuse this process more than so many bytes of a GPU; False: this version of
-        torch cannot."""
+        """Limit this process to `size` bytes; False: this version of torch cannot."""
         limit = getattr(torch.xpu, "set_per_process_memory_fraction", None)
         if limit is None:
             return False
@@ -83,8 +81,7 @@ class _Xpu(DeviceKind):
         return accelerator.copied(source, target, source.device)
 
     def has_fp64(self, device: torch.device) -> bool:
-        """Return whether a GPU computes in fp64: Arc of the A series does not, nor do most
-        integrated GPUs."""
+        """Return whether a GPU computes in fp64: Arc A and most integrated GPUs do not."""
         found: Any = torch.xpu.get_device_properties(device)
         return bool(found.has_fp64)
 

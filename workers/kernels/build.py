@@ -23,8 +23,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-pthread",
 )
-"""No fast-math, and products are fused only explicitly: the bytes of a result must not depend on
-the compiler."""
+"""No fast-math, no implicit fusing: the bytes of a result must not depend on the compiler."""
 
 
 def sources() -> list[Path]:

@@ -45,8 +45,7 @@ def assemble(
     choice: str,
     open_back_end: Callable[[Any], BackEnd],
 ) -> LanguageModel:
-    """Read the layers one by one, each taken over by its back end before the next is read, then the
-    rest."""
+    """Read layer after layer, each handed to the back end before the next, then the rest."""
     model = skeleton.model
     types = Types(None, None, blocks=weights in BLOCK_WEIGHTS)
     name, layers = decoder_layers(model)
@@ -93,8 +92,7 @@ def against_kernels(wanted: Wanted) -> str:
 
 
 def for_library(wanted: Wanted) -> str:
-    """Why the library computes a model on this CPU, though the kernels could; empty if it does
-    not."""
+    """Return why the library computes what the kernels could; empty if it does not."""
     if (
         wanted.asked == "bf16"
         and wanted.backend == "auto"
@@ -108,8 +106,7 @@ def for_library(wanted: Wanted) -> str:
 def assembled(
     skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted, *, kernels: bool, choice: str
 ) -> LanguageModel:
-    """Return the model of a skeleton, computed by the kernels or by what torch brings; `choice`:
-    why."""
+    """Return a skeleton's model, computed by the kernels or by torch; `choice`: why."""
 
     tensors = read_tensors(checkpoint.folder) if wanted.weights in FILE_KINDS else ()
 
@@ -144,8 +141,7 @@ def _open_back_end(
 
 
 def try_library(skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted) -> None:
-    """Raise `CheckpointError` where torch's own operations cannot compute the first layers in fp32
-    either."""
+    """Raise `CheckpointError` if torch cannot compute the first layers in fp32 either."""
 
     def open_back_end(model: Any) -> BackEnd:
         selection = select(linear_shapes(model), weights="fp32", profile=wanted.profile)

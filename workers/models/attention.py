@@ -1,12 +1,6 @@
-"""Attention over the cache's slots by torch's own operations, registered with transformers as the
-implementation "dovetail".
-
-A pass computes the rows of several sessions side by side; each session's rows attend to its own
-cache. Scores may be soft-capped, and a layer may see only a window of the last positions.
-transformers builds no mask for an implementation that has none registered with its
-AttentionMaskInterface, which is what we want: masks are ours. What is prepared for a pass takes
-work for its rows and their paths only, whatever the length of the cache.
-"""
+"""Attention over cache slots by torch, registered with transformers as "dovetail", for rows of
+several sessions side by side. transformers builds no mask for an implementation without one in its
+AttentionMaskInterface. What is prepared for a pass costs work for its rows and paths only."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,8 +30,7 @@ HARMLESS = frozenset(
         "return_dict",
     }
 )
-"""Keywords that change nothing of what attention computes. Any other that is given refuses the
-model rather than have it computed wrongly."""
+"""Keywords that do not change attention; any other refuses the model."""
 KNOWN = {"position_bias": "biases of positions (position_bias)"}
 """Other names of some of these."""
 
@@ -47,8 +40,7 @@ Reach = tuple[int | None, int]
 
 
 class Masks:
-    """Masks to add to scores, zero but for the few columns of a pass: kept from pass to pass, so
-    that no pass writes the zeros of a long prefix again."""
+    """Masks to add to scores, kept from pass to pass: zero but for a few columns."""
 
     def __init__(self, *, groups: int, device: torch.device, dtype: torch.dtype) -> None:
         self.groups = groups
@@ -59,8 +51,7 @@ class Masks:
     def make(
         self, place: int, reach: Reach, slots: int, parts: Sequence[tuple[int, Tensor]]
     ) -> Tensor:
-        """[groups * count, slots], zero but for `parts`: a first column and the [count, K] that
-        stands there, once for each query head of a key head."""
+        """Return [groups * count, slots], zero but for `parts`: first column and its [count, K]."""
         rows = self.groups * parts[0][1].shape[0]
         kept, written = self._kept.get((place, reach), (None, []))
         if kept is None or kept.shape[0] < rows or kept.shape[1] < slots:
@@ -78,8 +69,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Block:
-    """A segment ready for attention: its place and first row in the pass, and the masks of the
-    windows that the layers ask for."""
+    """A segment in a pass, with the masks of the windows that layers ask for."""
 
     segment: Segment
     place: int
@@ -88,9 +78,8 @@ class Block:
     _made: dict[Reach, tuple[int, Tensor | None]] = field(default_factory=dict)
 
     def view(self, window: int | None, chunk: int = 0) -> tuple[int, Tensor | None]:
-        """The first slot that any row sees, and the mask [groups * count, slots from there] to add;
-        None: every row sees all of them. `chunk`: a row sees positions back to a multiple of it;
-        0: it does not matter."""
+        """Return the first slot that any row sees, and the mask [groups * count, slots from there]
+        to add or None. `chunk`: rows see back to a multiple of it; 0: all."""
         if (window, chunk) not in self._made:
             self._made[window, chunk] = self._make(window, chunk)
         return self._made[window, chunk]
@@ -137,8 +126,7 @@ class Block:
         return (paths.prefix + int(length) - 1 for length in paths.offsets[1:] - paths.offsets[:-1])
 
     def _cut(self, tail: Tensor, prefix: int, oldest: Sequence[int]) -> None:
-        """Take from `tail` what lies behind the prefix and before the window, whose first position
-        of row i is oldest[i]."""
+        """Hide what lies behind the prefix and before row i's window, which starts at oldest[i]."""
         for row, position in enumerate(oldest):
             if position > prefix:
                 path = self.segment.paths
@@ -148,8 +136,7 @@ class Block:
                 tail[row, [int(slot) - prefix for slot in gone]] = float("-inf")
 
     def _before(self, low: int, high: int, oldest: Sequence[int]) -> Tensor:
-        """[count, high - low] of 0 and -inf: the slots of the prefix that some rows see and others
-        no longer."""
+        """Return [count, high - low] of 0 and -inf: slots of the prefix that only some rows see."""
         before = torch.zeros(len(oldest), high - low)
         for row, position in enumerate(oldest):
             before[row, : max(0, position - low)] = float("-inf")
@@ -178,7 +165,7 @@ class Noted:
 NOTHING = Noted(0, 0, 0, 0.0, None, None, 0)
 """The attention of a layer that has none."""
 Notes = Callable[[Noted, Tensor, Tensor, Tensor], None]
-"""Receives the arguments of attention, with the queries, keys and values [1, heads or kv_heads, T,
+"""Receives attention's arguments, with queries, keys and values [1, heads or kv_heads, T,
 head_dim]."""
 
 
@@ -187,8 +174,7 @@ _handed: ContextVar[tuple[tuple[Block, ...], Notes] | None] = ContextVar("handed
 
 @contextmanager
 def handing(blocks: tuple[Block, ...], notes: Notes) -> Iterator[None]:
-    """Give attention its blocks and its listener past layers that do not pass on what they are
-    given."""
+    """Pass blocks and listener to attention around layers that drop unknown arguments."""
     token = _handed.set((blocks, notes))
     try:
         yield
@@ -222,11 +208,9 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Write key and value [1, kv_heads, T, head_dim], attend with query [1, heads, T, head_dim];
-    returns [1, T, heads, head_dim]. `s_aux` [heads]: a score of each head that no value belongs to.
-
-    `notes`, if given, receives the arguments. ValueError for unsupported ones.
-    """
+    """Cache key and value [1, kv_heads, T, head_dim], and return attention [1, T, heads, head_dim]
+    of query [1, heads, T, head_dim]. `s_aux` [heads]: sinks; `notes` receives the arguments.
+    ValueError for unsupported ones."""
     if blocks is None and (handed := _handed.get()) is not None:
         blocks, notes = handed
     if blocks is None:
@@ -281,10 +265,9 @@ def by_torch(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention by torch: query [heads, T, head_dim], keys and values [kv_heads, S,
-    head_dim] of any type, mask [..., T of each query head of a key head, S] of 0 and -inf, sinks
-    [heads] -> [T, heads, head_dim]. The query heads that share a key head are laid below each other
-    as rows of that head, so that no key is repeated."""
+    """Return [T, heads, head_dim] of query [heads, T, head_dim], keys and values [kv_heads, S,
+    head_dim], mask [..., groups * T, S] of 0 and -inf, and sinks [heads]. Query heads of a key head
+    become its rows, so no key is repeated."""
     heads, rows, size = query.shape
     keys, values = keys.to(query.dtype), values.to(query.dtype)
     packed = query.reshape(1, len(keys), -1, size)
@@ -312,8 +295,8 @@ def attend_blocks(
     chunk: int = 0,
     by: Attending = by_torch,
 ) -> Tensor:
-    """Compute attention for one layer without transformers: query [heads, T, head_dim], key and
-    value [kv_heads, T, head_dim] -> [T, heads, head_dim]; None: those of the rows are there."""
+    """Return one layer's attention [T, heads, head_dim] of query [heads, T, head_dim]; key and
+    value [kv_heads, T, head_dim] are cached, None: they are there."""
     outputs = [
         _attend_block(layer, query, key, value, block, scale, (window, chunk), cap, sinks, by)
         for block in blocks
@@ -333,8 +316,6 @@ def _attend_block(
     sinks: Tensor | None,
     by: Attending,
 ) -> Tensor:
-    """The query heads that share a key head are laid below each other as rows of that head, so that
-    no key is ever repeated."""
     segment, rows = block.segment, slice(block.first, block.first + block.segment.count)
     cache = segment.cache
     if not isinstance(cache, KVCache):
@@ -355,8 +336,7 @@ def attend_by_scores(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention whose scores are cap * tanh(score / cap), or which has `sinks` [kv_heads, rows, 1],
-    scores without a value: torch's own operation knows neither."""
+    """Attention with capped scores, cap * tanh(score / cap), or `sinks` [kv_heads, rows, 1]."""
     scores = query @ keys.transpose(-1, -2) * (scale if cap is None else scale / cap)
     if cap is not None:
         scores = torch.tanh(scores) * cap

@@ -1,11 +1,6 @@
-"""The keys and values of one session in one model: preallocated, with slots for the rows of a tree
-behind the committed ones.
-
-Slots 0..length-1 hold the committed tokens in order; whatever lies behind is free, or rows of a
-tree whose fate is not known yet. Tokens and trees are unknown here: the owner decides which slots
-survive. This is the layout for torch's operations; `backends/blocked_cache.py` has that of the
-kernels.
-"""
+"""Keys and values of one session: slots 0..length-1 hold the committed tokens in order, those
+behind are free or hold rows of a tree. `KVCache` is the layout for torch,
+`backends/blocked_cache.py` the kernels'."""
 
 import copy
 import math
@@ -19,16 +14,14 @@ from dovetail.workers.models.recurrent.states import RecurrentStates, session_by
 from dovetail.workers.models.segment import check_truncation, has_to_move, slots_in_place
 
 HALF = torch.float16
-"""The type of 16-bit keys and values. A number keeps three bits more than in bfloat16, and what is
-beyond the largest, 65504, is held there, so that none becomes infinite."""
+"""Type of 16-bit keys and values: three bits more than bfloat16, clamped to 65504."""
 
 CACHE_NAMES = {torch.float32: "fp32", torch.float16: "half", torch.bfloat16: "half"}
 """The types of keys and values as the setting target.cache calls them."""
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values in the type of a cache, as the kernels round them: to the nearest number, the
-    even one of two; none becomes infinite."""
+    """Return keys or values in a cache's type as the kernels round: to nearest even, clamped."""
     if dtype != HALF or numbers.dtype == HALF:
         return numbers.to(dtype)
     largest = torch.finfo(HALF).max
@@ -42,8 +35,7 @@ class Heads:
     kv_heads: int
     head_dim: int
     latent: int = 0
-    """Numbers of a latent, with which a key begins, and which is the value; 0: there are keys and
-    values."""
+    """Numbers of a latent, which begins a key and is the value; 0: no latents."""
 
 
 class SlotCache:
@@ -142,13 +134,12 @@ class KVCache(SlotCache):
         (self.rows,) = parts
 
     def of_layer(self, layer: int) -> Tensor:
-        """Keys and values of a layer [2, kv_heads, slots, head_dim], or its latents with their keys
-        [1, 1, slots, width]."""
+        """Return [2, kv_heads, slots, head_dim] of a layer, or latents [1, 1, slots, width]."""
         return self.rows[layer]
 
     def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
-        """Put key, value [kv_heads, T, head_dim] into slots start..start+T-1 of a layer, rounded to
-        the cache's type and brought to its device."""
+        """Write key, value [kv_heads, T, head_dim], rounded, to the slots from `start` on of a
+        layer."""
         stop = start + key.shape[1]
         if not self.length <= start <= stop <= self.capacity:
             raise ValueError(
@@ -159,8 +150,7 @@ class KVCache(SlotCache):
             own[:, start:stop] = rounded(given, own.dtype).to(own.device)
 
     def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, stop - start, head_dim] of slots start..stop-1 of a layer;
-        nothing is copied."""
+        """Return views [kv_heads, stop - start, head_dim] of a layer's keys and values."""
         return self.rows[layer, 0, :, start:stop], self.rows[layer, 1, :, start:stop]
 
     def _move(self, slots: Sequence[int], first: int) -> None:
@@ -196,8 +186,7 @@ class KVCache(SlotCache):
 
 
 class MixedKVCache(KVCache):
-    """The keys and values of layers whose heads differ, or which have latents in their place: a
-    tensor for each layer."""
+    """Keys and values, or latents, of layers whose heads differ: a tensor for each layer."""
 
     def __init__(
         self, heads: Sequence[Heads], *, capacity: int, dtype: torch.dtype, device: torch.device

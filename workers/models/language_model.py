@@ -1,11 +1,6 @@
-"""A causal language model whose linears, cache and attention are ours, around what transformers has
-of it.
-
-One pass over the weights computes rows of several sessions, wherever in their trees they lie.
-Target and small draft use the same class. A back end takes the layers over as they are read: the
-C++ kernels where they can compute the model, else what torch brings. Knows tokens, positions and
-slots; nothing of prompts, trees or sampling.
-"""
+"""A causal language model: transformers' outline with our linears, caches and attention. One pass
+computes rows of several sessions, anywhere in their trees. The C++ kernels compute the layers, or
+torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -26,26 +21,22 @@ from dovetail.workers.models.segment import Cache, Paths, Segment
 from dovetail.workers.models.states import Kept
 
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
-"""The distance at which logits with our own attention may lie from transformers' own on a CPU,
-relative to their norm, in weights of a type: all else is the same."""
+"""Largest distance of logits from transformers' on a CPU, relative to their norm."""
 ROUNDED_TOLERANCE = 0.1
 """The distance where states are rounded to 16 bits between the layers."""
 PER_TENSOR_SLACK = 0.5
-"""The distance by which a token's logits may move with its neighbours under torch's own int8; a
-mask that is ignored moves them by as much as they are."""
+"""How far torch's int8 may move a token's logits with its neighbours; ignored masks: by 100%."""
 
 
 class BackEnd(Protocol):
-    """The back end that computes a model's layers: it takes them over one by one, each as soon as
-    it has its numbers, and then the rest of the model."""
+    """Computes a model: takes over its layers one by one, then the rest."""
 
     backend: str
     """kernels or library."""
     prompt_rows: int
     """Rows of a prompt that are best computed in a pass."""
     reads_apart: int
-    """So many of the first rows of a prompt another device can read, by `read`; 0: there is
-    none."""
+    """First rows of a prompt that `read` computes on another device; 0: none."""
 
     @property
     def kernels(self) -> str:
@@ -57,12 +48,10 @@ class BackEnd(Protocol):
 
     @property
     def routing(self) -> Routing | None:
-        """Return the experts of all layers, where those that a pass goes through are counted
-        (`timing.py`); None: they are not, or there are none."""
+        """Return the experts of all layers, if those used are counted (`timing.py`)."""
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        """Return what is to stand in the layer's place; the layer itself is not needed
-        afterwards."""
+        """Return what replaces the layer, which is not needed afterwards."""
 
     def finish(self, model: Any) -> None:
         """Finish the back end once it has all layers and the rest of the model has its weights."""
@@ -78,13 +67,11 @@ class BackEnd(Protocol):
         rows: Tensor | None,
         kept: Kept,
     ) -> Tensor:
-        """Logits [R, V] of a pass, see `LanguageModel.forward`; the states that are wanted are
-        kept, and change no byte of the logits."""
+        """Return logits [R, V], see `LanguageModel.forward`; keeps wanted states."""
 
 
 class LanguageModel:
-    """A causal model on one device. Logits are float32, T rows of a pass, R rows asked for, V
-    vocabulary."""
+    """A causal model on one device. Logits are float32; T rows of a pass, R asked for, V tokens."""
 
     def __init__(
         self, model: Any, back_end: BackEnd, checkpoint: Checkpoint, *, weights: str, choice: str
@@ -93,8 +80,7 @@ class LanguageModel:
         self.checkpoint = checkpoint
         self.checkpoint_digest = digest_within(checkpoint.digest, model.config)
         self.weights = weights
-        """fp32, fp16, bf16, int8, int8-per-tensor, or int4 or file with the activations; `half` is
-        what the checkpoint has."""
+        """The type: fp32, fp16, bf16, int8, int8-per-tensor, or int4 or file with activations."""
         self.backend, self.kernels = back_end.backend, back_end.kernels
         self.cache = back_end.cache
         self.prompt_rows, self.reads_apart = back_end.prompt_rows, back_end.reads_apart
@@ -117,8 +103,7 @@ class LanguageModel:
 
     @property
     def routing(self) -> Routing | None:
-        """Return the experts of all layers; None: it has none, or does not count those of a
-        pass."""
+        """Return the experts of all layers; None: none, or not counted."""
         return self._back_end.routing
 
     def new_cache(self, capacity: int) -> Cache:
@@ -134,9 +119,8 @@ class LanguageModel:
         *,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """tokens, positions [T] (int64; the rows of all segments, one after the other) -> logits
-        [R, V]; their keys and values go into the caches. ValueError for positions that the context
-        does not have."""
+        """Return logits [R, V] of tokens and positions int64 [T] of all segments in order; caches
+        their keys and values. ValueError for positions beyond the context."""
         self._check_positions(positions)
         return self._back_end.compute(tokens, positions, segments, rows, Kept()).float()
 
@@ -147,9 +131,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def levels_of(self, parts: Sequence[LevelRows]) -> Sequence[Ranked | None]:
-        """Return what follows the wanted rows of each part, all of other sessions, by a captured
-        pass, with their children if these are to be ranked there; None: such rows are not captured,
-        and `forward` computes them."""
+        """Return the results of each part's wanted rows by a captured pass; None: not captured."""
         if not isinstance(self._back_end, Captured):
             return [None] * len(parts)
         return self._back_end.levels_of(parts)
@@ -164,12 +146,8 @@ class LanguageModel:
         wanted: Collection[int],
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """Return the logits of `forward`, and hidden states [T, hidden_size] of all rows in the
-        type that the model computes in.
-
-        `wanted`: decoder layers of the checkpoint, of which it is the residual stream that enters
-        them, and LAST, the states behind the final norm.
-        """
+        """Return the logits of `forward`, and states [T, hidden_size] at the places `wanted`: the
+        residual stream that enters a layer, or LAST, behind the final norm."""
         self._check_positions(positions)
         kept = Kept(set(wanted))
         logits = self._back_end.compute(tokens, positions, segments, rows, kept).float()
@@ -179,8 +157,7 @@ class LanguageModel:
     def read_apart(
         self, tokens: Tensor, segment: Segment, *, wanted: Collection[int], rows: Tensor
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """`forward_with_states` of the first rows of a session, read by the device that there is
-        for it beside those that compute the model."""
+        """`forward_with_states` of the first rows of a session, read by another device."""
         if not isinstance(self._back_end, Staged):
             raise TypeError(f"back end {self.backend} has no separate reader of prompts")
         positions = torch.arange(segment.count)
@@ -204,12 +181,8 @@ class NotFiniteError(CheckpointError):
 
 
 def check_attention(model: LanguageModel) -> None:
-    """Prove on three tokens that the model leaves attention, slots and positions to us;
-    `UnprovableError` if it does not.
-
-    Two tokens in a row must give the same logits as the same two with a sibling in the slot between
-    them.
-    """
+    """`UnprovableError` unless the model leaves attention, slots and positions to us: two tokens
+    give the same logits with a sibling in the slot between them."""
     plain, tree = model.new_cache(2), model.new_cache(3)
     for cache in (plain, tree):
         if isinstance(cache, KVCache):

@@ -1,5 +1,4 @@
-"""The loading of a causal language model: its back end is chosen, its layers are taken over one by
-one, and each is proved."""
+"""Loads a causal language model: chooses its back end, and takes over and proves its layers."""
 
 import logging
 import math
@@ -127,9 +126,8 @@ def random_language_model(
     cache: str = "fp32",
     context: int | None = None,
 ) -> LanguageModel:
-    """A model of random weights from a config.json alone, for measurements before a download;
-    `layers`: so many in place of the configured number. `context`: the longest sequence; None: what
-    the model has."""
+    """Return a model of random weights from a config.json, to measure before a download. `layers`:
+    in place of the configured number."""
     check_names(weights, backend)
     folder = Path(config_folder)
     own = _configured_type(weights, folder)
@@ -154,8 +152,8 @@ def _on_cpu(
     *,
     kept: Checkpoint | None = None,
 ) -> LanguageModel:
-    """Kernels where that is wanted and can be; else the library. `kept`: the checkpoint whose
-    blocks, if they have to be searched for, are kept for the next time."""
+    """The kernels if possible, else the library. `kept`: the checkpoint whose searched blocks are
+    cached."""
     _refuse_blocks(checkpoint, wanted)
     why_not = against_kernels(wanted) or for_library(wanted)
     if not why_not:
@@ -203,8 +201,7 @@ def _on_cpu(
 
 
 def _why_rounded(wanted: Wanted, checkpoint: Checkpoint) -> str:
-    """Return why the kernels do not compute weights bf16 of a checkpoint in other numbers; empty
-    where these are not asked for."""
+    """Return why the kernels refuse weights bf16 of another checkpoint; empty if they do not."""
     rounds = wanted.asked == "bf16" and checkpoint.tensors  # random ones are made in bf16
     if not rounds or type_of("stored", checkpoint) == "bf16":
         return ""
@@ -231,8 +228,7 @@ def _free_bytes(device: torch.device) -> int | None:
 def _on_gpu(
     checkpoint: Checkpoint, wanted: Wanted, device: torch.device, draft: Device | None
 ) -> LanguageModel:
-    """Load a draft that is described as the kernels' models are as they describe it, and anything
-    else as transformers computes it, in one type."""
+    """Load a draft as the kernels' layers if it is described, else as transformers' model."""
     why_not = ""
     if draft is not None and wanted.weights in (*RESIDENT_TYPES, *FILE_KINDS):
         _check_fits(checkpoint, wanted.weights, device)
@@ -253,8 +249,8 @@ def _on_gpu(
 def _refuse_library(
     checkpoint: Checkpoint, wanted: Wanted, device: torch.device, why_not: str
 ) -> None:
-    """`CheckpointError` for what transformers does not compute on a GPU. `why_not`: the reason why
-    the kernels' layers do not; empty if there is none."""
+    """`CheckpointError` for what transformers cannot compute on a GPU. `why_not`: nor the kernels'
+    layers."""
     where = f"the settings say device {device}; leave that out"
     refuse_without_kernels(model_type(checkpoint), checkpoint.source, where)
     if wanted.weights not in GPU_TYPES or wanted.backend == "kernels":
@@ -298,8 +294,7 @@ def _check_fits(checkpoint: Checkpoint, weights: str, device: torch.device) -> N
 
 
 def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> LanguageModel | str:
-    """Load a draft all layers of which are on its device, described as the kernels' are; or return
-    why that cannot be."""
+    """Return a draft whose described layers all lie on its device; or why that is impossible."""
     if why_not := against_kernels(wanted):
         return why_not
 
@@ -326,8 +321,8 @@ def _resident(checkpoint: Checkpoint, wanted: Wanted, draft: Device) -> Language
 
 
 def against_device(checkpoint: Checkpoint, weights: str, device: torch.device, free: int) -> str:
-    """Return why all of a checkpoint in a type of `RESIDENT_TYPES`, or in its blocks, does not fit
-    into the `free` bytes of a device, and what would; empty if it does."""
+    """Return why a checkpoint in this type exceeds the `free` bytes of a device; empty if it
+    fits."""
     if weights in FILE_KINDS:
         size = weights_bytes(read_tensors(checkpoint.folder), "file")
     else:

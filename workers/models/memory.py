@@ -5,8 +5,7 @@ from dovetail.protocol.memory import read_room
 
 
 def refuse_beyond(source: str, size: int, what: str) -> None:
-    """`CheckpointError` where `size` more bytes, for `what` a model is there as, do not fit into
-    the memory that is there now."""
+    """`CheckpointError` if `size` more bytes, as `what` takes, exceed the free memory."""
     room = read_room()
     if room is not None and size > room.size + room.swap:
         found = f"there are {room.size / 1e9:.3g} GB {room.bound}"

@@ -1,10 +1,6 @@
-"""The rows of one session in a pass: which slots of its cache they are written to, and which they
-see.
-
-A row sees the first `prefix` slots and then its own path, in this order: attention is summed over
-these logical positions, wherever the rows of a tree lie. Knows slots, not tokens; why a row sees
-another is the engines' business.
-"""
+"""The rows of a session in a pass: which slots they are written to, and which they see. A row sees
+the first `prefix` slots, then its own path; attention sums in this order, wherever the rows of a
+tree lie."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,23 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROMPT_ROWS = 256
-"""Rows of a prompt that are computed at a time: enough to be bound by arithmetic, few enough that
-activations stay small, and the logits of all of them where they are scored."""
+"""Rows of a prompt computed at a time: enough to be bound by arithmetic, with small activations."""
 SLACK = 2
 """A cache keeps memory for this many times the rows that are asked for, rather than move."""
 
 
 class Cache(Protocol):
-    """The keys and values of a session as the engines know them; each back end has its own class,
-    whose rows it lays out as it likes."""
+    """A session's keys and values; each back end has its own layout."""
 
     length: int
     """Committed rows: slots 0..length-1, the tokens in order."""
     capacity: int
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
-        """Move `slots` (distinct, none committed) to length, length+1, ... in this order and commit
-        the first `committed`; only these rows move."""
+        """Move `slots` (distinct, uncommitted) to length, length + 1, ... and commit the first
+        `committed`."""
 
     def truncate(self, length: int) -> None:
         """Let the committed rows from slot `length` on go; `length` has to be `restorable`."""
@@ -43,13 +37,12 @@ class Cache(Protocol):
         """Make the length `restorable`, or nearly: of states a copy is needed for that."""
 
     def resize(self, capacity: int) -> None:
-        """Have slots for `capacity` rows; the committed ones stay, and move only where memory is
-        too small, or much too large."""
+        """Make room for `capacity` rows; committed ones move only if memory is too small or too
+        large."""
 
     def branch(self, length: int, *, used: int = 0) -> "Cache":
-        """Return a cache for another session with the first `length` committed rows of this one;
-        both may go on. `used`: rows behind the committed ones that
-        this cache has to keep. Only for a cache that `branches`."""
+        """Return another session's cache with the first `length` committed rows. `used`: rows
+        behind them that this cache keeps. Only if it `branches`."""
 
     @property
     def branches(self) -> bool:
@@ -65,8 +58,7 @@ class Cache(Protocol):
 
 
 def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:
-    """Return how many of the first of `slots` lie where `Cache.keep` would move them; ValueError
-    where they cannot be kept."""
+    """Return how many of `slots` are already in place for `keep`; ValueError for invalid ones."""
     if any(
         not cache.length <= slot < cache.capacity for slot in slots
     ) or not 0 <= committed <= len(slots):
@@ -78,8 +70,8 @@ def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:
 
 
 def has_to_move(cache: Cache, slots: int, capacity: int) -> bool:
-    """Return whether a cache with memory for `slots` rows needs other memory for `capacity`;
-    ValueError where that is less than it has committed."""
+    """Return whether `capacity` rows need other memory than `slots`; ValueError for fewer than
+    committed."""
     if capacity < cache.length:
         raise ValueError(f"a capacity of {capacity} rows, where {cache.length} are committed")
     return not capacity <= slots <= SLACK * capacity
@@ -93,8 +85,8 @@ def check_truncation(cache: Cache, length: int) -> None:
 
 @dataclass(frozen=True)
 class Paths:
-    """The slots that the rows of a segment see: slots 0..prefix-1, and row i also slots[offsets[i]
-    : offsets[i + 1]], its ancestors by depth and itself last."""
+    """The slots that rows see: 0..prefix-1, and row i slots[offsets[i] : offsets[i + 1]], itself
+    last."""
 
     prefix: int
     offsets: NDArray[np.int32]
@@ -116,8 +108,7 @@ class Paths:
 
     @classmethod
     def growing(cls, start: int, count: int) -> "Paths":
-        """Return the paths of rows that follow each other from slot `start` on and see all
-        before."""
+        """Return the paths of consecutive rows from slot `start` on."""
         offsets = np.arange(count + 1) * np.arange(1, count + 2) // 2
         lower = np.tril_indices(count)[1]
         return cls(start, offsets.astype(np.int32), (start + lower).astype(np.int32))

@@ -1,9 +1,5 @@
-"""Hidden states of a pass, kept for whoever reads them: the residual streams that enter given
-layers, and what comes out of the final norm.
-
-The pass itself is the same whether anything is kept or not. Knows layers by their place in the
-model as it is computed, not why their states are wanted.
-"""
+"""Hidden states kept from a pass: those that enter given layers, and those behind the final
+norm."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +14,7 @@ LAST = -1
 
 
 class Kept:
-    """The states [T, hidden] of one pass at the places that are `wanted`: layers, whose incoming
-    stream it is, and LAST."""
+    """The states [T, hidden] of one pass at the `wanted` places: layers they enter, and LAST."""
 
     def __init__(self, wanted: Collection[int] = ()) -> None:
         self.wanted = wanted
@@ -38,8 +33,7 @@ class Kept:
 
 @contextmanager
 def keeping(model: Any, layers: Sequence[nn.Module], kept: Kept) -> Iterator[None]:
-    """Keep what is wanted of a forward pass of a transformers model; of `layers` where they stand
-    as modules in its own loop."""
+    """Keep wanted states of a transformers model's forward pass."""
 
     def listen(place: int) -> Any:
         def hook(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,12 +1,6 @@
-"""The shares of a pass that go into its matrices, its attention and its head, where somebody asks
-for it.
-
-Models compute as ever; those who time a pass listen, in the thread in which it is computed, and
-where nobody listens nothing is measured. The kernels add up the parts of a layer within the call
-that computes it; of what torch computes each part is timed from outside. On another device than the
-CPU torch only hands work over, so that there the parts are not known. Knows nothing of why it is
-asked.
-"""
+"""Times the matrices, the attention and the head of a pass, if the thread that computes it asks.
+The kernels add up the parts of a layer themselves; torch's are timed from outside, on the CPU
+only."""
 
 import threading
 import time
@@ -23,16 +17,14 @@ PLACES: dict[Part, int] = {"linears": LINEARS, "attention": ATTENTION, "head": H
 
 
 class Parts:
-    """The times of the parts of a pass, in all layers together, and the experts that it went
-    through."""
+    """Times of a pass's parts over all layers, and the experts that it used."""
 
     def __init__(self) -> None:
         self._added = (c_int64 * (HEAD + 1))()
 
     @property
     def layers(self) -> int:
-        """Return where the kernels add up: the address of int64 nanoseconds of matrices and of
-        attention, and the number of experts, in this order."""
+        """Return the address where kernels add int64: ns of matrices, ns of attention, experts."""
         return addressof(self._added)
 
     @property

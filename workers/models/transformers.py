@@ -1,6 +1,4 @@
-"""The door to transformers, which takes seconds to import: a member is imported when it is first
-used. A model on the kernels whose proof is on record needs none.
-"""
+"""The door to transformers, which takes seconds to import: members are imported on first use."""
 
 from importlib import import_module
 from typing import Any

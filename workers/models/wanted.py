@@ -15,8 +15,7 @@ from dovetail.workers.models.cache import HALF
 from dovetail.workers.models.weight_types import BLOCK_WEIGHTS
 
 Stager = Callable[[Mapping[str, Any], str, Matrices], Staging]
-"""A function that says how a model of a configuration (config.json's) with weights of a type (fp32,
-fp16, bf16 or int8), and with these matrices, is to be spread over devices."""
+"""(configuration, weights, matrices) -> how the model is spread over devices."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Wanted:
         )
 
     def refuse_placement(self, source: str, why_not: str) -> None:
-        """`CheckpointError` for what needs the kernels, whatever the type of the weights; `why_not`
-        says why they do not compute the model."""
+        """`CheckpointError` for placements and caches that need the kernels; `why_not`: none
+        here."""
         if self.stage is not None:
             raise CheckpointError(
                 f"{source}: only what the C++ kernels can compute is split or streamed, and "
@@ -63,8 +62,8 @@ class Wanted:
             )
 
     def refuse_library(self, source: str, why_not: str) -> None:
-        """`CheckpointError` where the settings insist on the kernels or on weights of theirs, which
-        `why_not` says are not to be had for the model."""
+        """`CheckpointError` if settings insist on the kernels or their weights; `why_not`: none
+        here."""
         if self.backend == "kernels":
             other = "backend library and weights fp32" if self.rounded else "backend library"
             raise CheckpointError(f"{source}: {why_not}; or use {other}")

@@ -15,8 +15,7 @@ from dovetail.workers.models.checkpoints.quantised.searched import TYPES
 from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 
 WEIGHTS = ("fp32", "half", "int8", "int4", "file", "bf16", "fp16", "int8-per-tensor", "stored")
-"""`stored` is for a draft: the blocks or the 16 bits of the checkpoint where it has them and the
-kernels compute with them, else fp32."""
+"""`stored`, for drafts: the checkpoint's blocks or 16 bits if the kernels have them, else fp32."""
 GPU_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FILE_KINDS = {"file-int8": Kind.BLOCKS, "file-fp32": Kind.EXACT_BLOCKS}
 """The kinds of matrices for weights `file`, by the activations that they are multiplied with."""
@@ -50,8 +49,7 @@ def check_names(weights: str, backend: str) -> None:
 
 
 def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> str:
-    """`weights` with `half`, `file`, `int4` and `stored` put into the words of what the
-    checkpoint's matrices are; half weights of others would be another function."""
+    """Return `weights` with half, file, int4 and stored replaced by what the checkpoint has."""
     own = f"file-{activations}"
     if weights == "int4":
         _refuse_search(checkpoint)
@@ -98,8 +96,7 @@ def _refuse_search(checkpoint: Checkpoint) -> None:
 
 
 def _configured_type(weights: str, folder: Path) -> str:
-    """Return the type for a config.json alone, by the type that it names for the checkpoint's
-    matrices; 16 bits where it names none."""
+    """Return the type for a config.json alone, by its dtype; 16 bits if it has none."""
     if weights == "file":
         raise CheckpointError(
             f"{folder}: weights file are the blocks of a file, and random weights, as a "

@@ -1,2 +1,1 @@
-"""Functions of ours for NVIDIA's GPUs: compiled by NVRTC, kept in a cache, launched by the
-driver."""
+"""Our functions for NVIDIA's GPUs: compiled by NVRTC, cached, launched by the driver."""

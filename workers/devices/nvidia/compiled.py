@@ -1,5 +1,5 @@
-"""A cache of compiled functions, in files that their user alone may read or write, since machine
-code from another user would run on the GPU."""
+"""A cache of compiled functions that its user alone may read and write: it is code that a GPU
+runs."""
 
 import hashlib
 import logging
@@ -21,8 +21,8 @@ SEAL_BYTES = 32
 
 
 def compiled_for(compiler: Compiler, source: str, architecture: int) -> bytes | str:
-    """Return the machine code of a source for a compute capability, such as 86: kept, or compiled
-    and then kept; or why there is none."""
+    """Return machine code for a compute capability, such as 86, cached or compiled; or why there is
+    none."""
     what = repr((source, architecture, compiler.version, OPTIONS)).encode()
     name = f"{hashlib.sha256(what).hexdigest()[:32]}.cubin"
     if (kept := find(name)) is not None:
@@ -34,8 +34,7 @@ def compiled_for(compiler: Compiler, source: str, architecture: int) -> bytes | 
 
 
 def find(name: str) -> bytes | None:
-    """Return the entry of a name; None if there is none, or if it is damaged or writable by
-    others."""
+    """Return a cache entry; None if there is none, or it is damaged or writable by others."""
     path = cache_folder() / FOLDER / name
     try:
         with path.open("rb") as file:

@@ -1,5 +1,5 @@
-"""NVIDIA's driver by ctypes: compiled functions are loaded into the context in which torch
-computes, and launched on its streams. Knows machine code and addresses, not what they mean."""
+"""NVIDIA's driver by ctypes: loads compiled functions into torch's context, launches them on its
+streams."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -35,8 +35,8 @@ ARGUMENTS = {
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
 }
 EARLY = 90
-"""The compute capability, times ten, from which a kernel may start before the one in front of it on
-its stream has ended (programmatic dependent launch); ours wait for it in `start_early`."""
+"""Compute capability, times ten, from which a kernel may start early (programmatic dependent
+launch)."""
 
 
 class DriverError(RuntimeError):
@@ -108,9 +108,8 @@ class Functions:
         threads: int,
         arguments: Sequence[Tensor | int | None],
     ) -> None:
-        """Launch a function on torch's stream. A thread that has not computed with this GPU yet, or
-        computes with another one, has its context for the launch. Where there are no rows there
-        are no blocks, which the driver would refuse."""
+        """Launch a function on torch's stream, in the function's context. An empty grid launches
+        nothing."""
         if 0 in grid:
             return
         stream = self._stream()
@@ -152,9 +151,9 @@ class Functions:
 def load_functions(
     code: bytes, index: int, about: str, stream: Callable[[], int], units: int, architecture: int
 ) -> Functions | str:
-    """Return machine code loaded for GPU `index`; or why it cannot be. `about`: the libraries and
-    the chip. `stream`: the stream on which torch computes now, as the driver knows it. `units`:
-    multiprocessors of the GPU. `architecture`: its compute capability, times ten."""
+    """Return machine code loaded for GPU `index`, or why it cannot be. `about`: libraries and chip;
+    `stream` returns torch's current stream; `units`: multiprocessors; `architecture`: ten times the
+    capability."""
     driver = _driver()
     if isinstance(driver, str):
         return driver

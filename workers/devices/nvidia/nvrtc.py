@@ -1,5 +1,4 @@
-"""NVRTC, NVIDIA's compiler of CUDA C++ as a library, by ctypes: torch for CUDA brings it along, and
-it needs no GPU. Knows sources and chips, not what the functions do."""
+"""NVRTC, NVIDIA's CUDA C++ compiler, by ctypes: it comes with torch for CUDA and needs no GPU."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 OPTIONS = ("--std=c++17", "--fmad=false")
-"""Products are fused only where the source says so: the bytes of a result must not depend on the
-compiler."""
+"""Products are fused only explicitly: the bytes of a result must not depend on the compiler."""
 MAJORS = (12, 13)
 """The versions of CUDA that torch comes with."""
 SUCCESS = 0
@@ -31,8 +29,7 @@ class Compiler:
         return f"NVRTC {self.version[0]}.{self.version[1]}"
 
     def compile(self, source: str, architecture: int, *options: str) -> bytes | str:
-        """Return machine code for a compute capability, such as 86; or what the compiler says
-        against it."""
+        """Return machine code for a compute capability, such as 86; or the compiler's errors."""
         if architecture not in self.architectures:
             return f"{self} has no code for compute capability {architecture / 10:.1f}"
         program = c_void_p()
@@ -64,8 +61,8 @@ class Compiler:
 
 @cache
 def find(cuda: str) -> Compiler | str:
-    """Return the compiler of a version of CUDA, such as that of torch, or another one that is
-    there; or why there is none. `cuda`: empty if any will do."""
+    """Return the compiler of a version of CUDA (empty: any), else another one; or why there is
+    none."""
     wanted = int(cuda.partition(".")[0]) if cuda else None
     found = [compiler for name in _names() if (compiler := _open(name)) is not None]
     if not found:

@@ -1,7 +1,5 @@
-"""The matrices of a decoder layer in one contiguous memory, in the layout of the kernels: what is
-copied to a device in one go, and computed from wherever it lies. On a CPU the kernels read it as it
-is; elsewhere `unpack` lays a matrix out as torch has it. Knows bytes and shapes.
-"""
+"""A layer's matrices in one contiguous memory in the kernels' layout, to copy to a device at once.
+The CPU kernels read it as it is; `unpack` lays a matrix out for torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import memmove
@@ -32,8 +30,7 @@ ROUTER, SHARED_GATE, EXPERTS = "router", "shared_gate", ("gate_up", "down")
 AROUND = {"before_experts": "before", "behind_experts": "behind"}
 """The matrices around experts of another width, by their names in the plan of experts."""
 PANEL, VECTOR, STEP = 48, 16, 4
-"""Numbers of `kernels/native/packing.h`: outputs of a panel, outputs of a vector, int8 inputs side
-by side."""
+"""Of `kernels/native/packing.h`: outputs of a panel and of a vector, int8 inputs side by side."""
 ELEMENTS: Mapping[IntEnum, torch.dtype] = {
     Kind.FP32: torch.float32,
     Kind.FP16: torch.float16,
@@ -78,8 +75,7 @@ def numbered(part: str, index: int) -> str:
 
 
 def named(plan: LayerPlan, *, experts: bool = True) -> dict[str, PackedMatrix]:
-    """Return the matrices of a layer by name; `experts`: with those of experts and of their
-    choice."""
+    """Return a layer's matrices by name; `experts`: with those of experts and router."""
     found = {name: part for name in MATRICES if (part := getattr(plan, name)) is not None}
     for name, (owner, field) in PARTS.items():
         if (matrix := getattr(getattr(plan, owner), field, None)) is not None:
@@ -159,15 +155,13 @@ def gather(plan: LayerPlan, *, experts: bool = True) -> Blob:
 
 
 def hollow(plan: LayerPlan, names: Collection[str]) -> LayerPlan:
-    """Return the layer without the memory of its matrices of these names, whose addresses mean
-    nothing any more: for `plan_at`, and for whoever reads its shape."""
+    """Return the layer without its matrices' memory, for `plan_at` and for its shapes."""
     own = named(plan)
     return _with(plan, {name: own[name].at(None, own[name].struct.packed) for name in names})
 
 
 def plan_at(plan: LayerPlan, blob: Blob, memory: Tensor) -> LayerPlan:
-    """Return the layer with its matrices where `memory`, a copy of the blob's on the CPU, has
-    them."""
+    """Return the layer with its matrices in `memory`, a copy of the blob's on the CPU."""
     own = named(plan)
     return _with(
         plan,
@@ -191,8 +185,7 @@ class Matrix:
 
 
 def unpack(lying: Lying, memory: Tensor) -> Matrix:
-    """A matrix of a blob that lies in `memory` on any device; the numbers are copied, and the
-    memory is free for others as soon as that is done."""
+    """Return a matrix of a blob in `memory` on any device, copied."""
     bytes_of, element = memory[lying.offset : lying.offset + lying.size], ELEMENTS[lying.kind]
     beside = STEP if lying.kind is Kind.INT8 else 1
     columns, steps = -(-lying.n // VECTOR) * VECTOR, -(-lying.k // beside)

@@ -19,23 +19,19 @@ from dovetail.workers.models.segment import Segment, check_truncation
 LEAST_SHARED = 128
 """Fewer rows are copied, since to share rows the other rows of the session have to move, too."""
 SHARED_ANEW = 2
-"""A new group of shared rows is made if they are more than this many times those already shared;
-otherwise a copy of the rest is cheaper."""
+"""Shared rows are moved together anew if they are this many times more than before."""
 MOST_ROOM = 1024
-"""Rows that a cache has beyond those asked for, at most: some turns of a conversation, and little
-beside a long context."""
+"""Most rows that a cache has beyond those asked for: some turns of a conversation."""
 
 
 def with_room(capacity: int) -> int:
-    """Rows to have memory for, so that the next turn of a conversation finds its place: to move 400
-    rows into fresh memory takes longer than to read 12."""
+    """Return the rows to allocate, so that the next turn of a conversation needs no move."""
     return capacity + min(capacity // 2, MOST_ROOM)
 
 
 def give_rows(keys: Tensor, values: Tensor, length: int) -> None:
     """Place the first rows of fresh keys [..., heads, blocks, head_dim, 16] and values [..., heads,
-    slots, head_dim] on the nodes of their heads' shards, if there are any, before others write
-    there."""
+    slots, head_dim] on their shards' nodes."""
     if shards.count() == 1:
         return
     heads, slots = values.shape[-3:-1]
@@ -48,12 +44,10 @@ def give_rows(keys: Tensor, values: Tensor, length: int) -> None:
 
 
 class BlockedCache(SlotCache):
-    """A session's keys and values in the layout of the kernels: keys sixteen slots side by side, so
-    that lanes run along slots."""
+    """A session's keys and values for the kernels: keys of sixteen slots side by side."""
 
     shared: SharedRows | None = None
-    """The rows that the session begins with and that others begin with too; its own memory is for
-    the slots behind them."""
+    """The first rows, shared with other sessions; own memory begins behind them."""
 
     def __init__(
         self,
@@ -100,8 +94,8 @@ class BlockedCache(SlotCache):
         self._begin_with(self.shared, self.length, capacity)
 
     def branch(self, length: int, *, used: int = 0) -> "BlockedCache":
-        """Return a cache with the first `length` committed rows. If they are many, most of them are
-        not copied but shared; the first time they are moved to where both caches read them."""
+        """Return a cache with the first `length` committed rows; many rows are shared instead of
+        copied, after both caches' have moved once."""
         check_truncation(self, length)
         rows = length // LANES * LANES
         if rows >= LEAST_SHARED and rows > SHARED_ANEW * self.first:
@@ -119,15 +113,14 @@ class BlockedCache(SlotCache):
         return replace(self.shared, rows=min(length // LANES * LANES, self.shared.rows))
 
     def _begin_with(self, shared: SharedRows | None, length: int, capacity: int) -> None:
-        """Let these shared rows be the first ones, and move the others of the first `length` rows
-        into memory of the cache's own for `capacity` slots."""
+        """Begin with these shared rows; the others of the first `length` move to own memory."""
         first = 0 if shared is None else shared.rows
         self.keys, self.values = self._copy(first, length, with_room(capacity))
         self.shared = shared
 
     def _copy(self, start: int, stop: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """Return fresh keys and values for slots `start` to `capacity` - 1, with the rows of slots
-        `start` (a multiple of 16) to `stop` - 1."""
+        """Return fresh keys and values for slots `start` (a multiple of 16) to `capacity` - 1, with
+        the rows up to `stop` - 1."""
         keys, values = self._open(max(0, capacity - start))
         new = list(self._views(keys, values))
         for views in new:
@@ -144,8 +137,7 @@ class BlockedCache(SlotCache):
     def _stretches(
         self, start: int, stop: int
     ) -> Iterator[tuple[int, int, list[tuple[Tensor, Tensor]]]]:
-        """Yield the stretches in which the rows of slots `start` to `stop` - 1 lie: the first slot,
-        the one behind the last, and views of keys and values from the first on."""
+        """Yield where slots `start` to `stop` - 1 lie: first, end, and views from the first on."""
         if self.shared is not None and start < min(stop, self.first):
             yield (
                 start,
@@ -194,34 +186,31 @@ class BlockedCache(SlotCache):
         )
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [kv_heads, stop - start, head_dim] of slots of a layer that
-        are not shared."""
+        """Return keys and values [kv_heads, stop - start, head_dim] of own slots of a layer."""
         keys, values = self.of_layer(layer)
         slots = torch.arange(start, stop) - self.first
         return keys[:, slots // LANES, :, slots % LANES].transpose(0, 1), values[:, slots]
 
     def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
-        """Put keys and values [kv_heads, T, head_dim] of the cache's type into the slots from
-        `start` on of a layer."""
+        """Write keys and values [kv_heads, T, head_dim] to the slots from `start` on of a layer."""
         keys, values = self.of_layer(layer)
         slots = torch.arange(start, start + value.shape[1]) - self.first
         values[:, slots] = value
         keys[:, slots // LANES, :, slots % LANES] = key.transpose(0, 1)
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [kv_heads, blocks, head_dim, 16] and values [kv_heads, slots, head_dim] of a layer
-        with attention, of the slots that are not shared."""
+        """Return own keys [kv_heads, blocks, head_dim, 16] and values [kv_heads, slots,
+        head_dim]."""
         return self.keys[layer], self.values[layer]
 
     def _views(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys [..., blocks, head_dim, 16] and values [..., slots, head_dim] of layers with the
-        same heads."""
+        """Yield keys [..., blocks, head_dim, 16] and values [..., slots, head_dim] of equal
+        heads."""
         yield keys, values
 
 
 class MixedCache(BlockedCache):
-    """The keys and values of layers whose heads differ, those of one layer behind the other: `keys`
-    and `values` are [numbers of a row, slots]."""
+    """Keys and values of layers whose heads differ, [numbers of a row, slots], layer by layer."""
 
     def __init__(
         self, heads: Sequence[tuple[int, int]], *, capacity: int, dtype: torch.dtype = torch.float32
@@ -265,8 +254,8 @@ def cache_of(
     *,
     latent: bool = False,
 ) -> BlockedCache:
-    """An empty cache for layers with this many key heads of such a size each, and for others with a
-    state. `latent`: the heads are latents with a key, the same in all of those layers."""
+    """Return an empty cache of layers with these (key heads, size), and of states. `latent`: the
+    heads are latents with a key."""
     if len(set(heads)) == 1:
         kv_heads, head_dim = heads[0]
         cache = BlockedCache(

@@ -1,6 +1,5 @@
-"""Embeddings that stay in the 16 bits of their checkpoint and are widened as they are looked up,
-which takes half the memory for the same numbers; and the inputs that each layer of some models has
-of its own, which are made of the tokens of a pass alone."""
+"""Embeddings that stay in 16 bits and are widened at look-up; and inputs that layers of some models
+have of their own, computed from the tokens alone."""
 
 from typing import Any
 
@@ -53,8 +52,7 @@ def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
 
 
 def widen_embeddings(model: Any) -> None:
-    """Replace the embeddings of a model, in place, so that all return float32; one of an unknown
-    kind is converted as a whole, and blocks are held in memory."""
+    """Have all embeddings return float32, in place; unknown kinds are converted as a whole."""
     for name, module in list(model.named_modules()):
         if isinstance(module, BlockEmbedding):
             module.hold()
@@ -67,12 +65,10 @@ def widen_embeddings(model: Any) -> None:
 
 
 class OwnInputs:
-    """Makes the inputs of all layers for the tokens of a pass; a row is the same bytes in any
-    pass. In the model's own forward the kernels compute their projection and norm, too."""
+    """Computes the layers' own inputs of a pass's tokens, the same bytes in any pass."""
 
     def __init__(self, model: Any, said: TokenInputs, kind: Kind, norms: Norms) -> None:
-        """`model`: with the numbers of all that is not a layer; `norms`: as those of its
-        layers."""
+        """`model`: with all numbers but the layers'; `norms`: of its layers."""
         base = base_model(model)
         linear, norm = (getattr(base, name) for name in (said.projection, said.norm))
         matrix = pack(kind, [linear])
@@ -108,8 +104,7 @@ class OwnInputs:
 
 
 def inputs_of(model: Any, family: Family, kind: Kind) -> OwnInputs | None:
-    """Return what makes the inputs that each layer of a model has of its own; None: they have
-    none."""
+    """Return what computes the layers' own inputs; None: they have none."""
     said = family.inputs
     if said is None or not getattr(model.config, said.width, 0):
         return None

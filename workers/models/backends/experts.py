@@ -1,10 +1,6 @@
-"""The experts of a decoder layer of transformers: packed for the kernels, and proved.
-
-transformers' experts are held against the plain formula on one of them, in fp32. From then on the
-formula stands in their place and computes with packed matrices, so that the weights of a layer are
-never there twice. A row whose choice is nearly a tie may be turned by a rounding; it is compared in
-its parts alone.
-"""
+"""The experts of a transformers layer, packed and proved. One expert is compared with the plain
+formula in fp32; the formula then computes with packed matrices in their place, so that no layer is
+in memory twice. Rows whose choice is nearly a tie are only compared in parts."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -42,8 +38,7 @@ ROWS = 4
 """Rows on which transformers' experts are held against the formula."""
 TOLERANCE = 1e-4
 TIE, ROUNDED_TIE = 1e-4, 2e-2
-"""The margin of a choice that no rounding turns; where inputs are rounded to integers, that may
-become larger on the way."""
+"""Margin of a choice that rounding cannot change; larger where inputs are rounded to integers."""
 LEAST_SETTLED = 0.25
 """The least share of rows that have to be that far from a tie."""
 
@@ -89,8 +84,7 @@ class ExpertParts:
         return stack[index].detach()
 
     def biases(self, name: str) -> Tensor | None:
-        """Return the biases [experts, out] of all experts in fp32, those of gates first; None:
-        there are none."""
+        """Return all experts' biases [experts, out] in fp32, gates first; None: there are none."""
         if not self.biased:
             return None
         found = tensor_of(self.layer, f"{self.said.part}.{name}_bias").float()
@@ -202,8 +196,7 @@ def _pack_blocks(
 
 
 def tensor_of(layer: nn.Module, name: str) -> Tensor:
-    """Return a parameter or a buffer of a layer by its name; `UnsupportedError` where there is
-    none."""
+    """Return a parameter or buffer of a layer by name; `UnsupportedError` without one."""
     path, _, own = name.rpartition(".")
     part = part_of(layer, path)
     if own == "weight" and (rows := rows_of(part)) is not None:
@@ -234,8 +227,8 @@ def _exactly(weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
 
 
 def mixture(x: Tensor, ids: Tensor, weights: Tensor, expert: Expert) -> Tensor:
-    """Return the outputs [rows, hidden] of the experts `ids` [rows, chosen] of x [rows, hidden],
-    added by their weights, the lower index first."""
+    """Return the weighted sum [rows, hidden] of the experts `ids` [rows, chosen] of x, lower
+    indices first."""
     y = torch.zeros_like(x)
     for index in sorted(set(ids.flatten().tolist())):
         rows, place = (ids == index).nonzero(as_tuple=True)
@@ -266,8 +259,7 @@ class ExpertProof(nn.Module):
         self._plan = plan
 
     def listen(self, router: nn.Module) -> None:
-        """Take what a router of transformers is given for what the kernels' is given too, in place
-        of what experts are given."""
+        """Record what transformers' router reads, for the kernels' router."""
 
         def hear(_router: nn.Module, given: tuple[Tensor, ...]) -> None:
             self._routed = given[0].reshape(-1, given[0].shape[-1]).clone()
@@ -288,9 +280,8 @@ class ExpertProof(nn.Module):
         return y
 
     def settled(self, router: RouterPlan, *, exact: bool) -> Tensor:
-        """bool [rows]: the rows of the last pass whose choice is no matter of rounding;
-        `UnsupportedError` where a router of the kernels chooses other experts, or weighs them
-        otherwise. `exact`: inputs of matrices are not rounded to integers."""
+        """Return bool [rows]: whose choice does not depend on rounding; `UnsupportedError` if the
+        kernels' router differs. `exact`: inputs are not rounded to integers."""
         choice = route(router, self.given if self._routed is None else self._routed)
         shape = (len(choice.ids), router.logits.n)
         found = torch.zeros(shape).scatter(1, choice.ids.long(), choice.weights)
@@ -345,8 +336,7 @@ class ExpertProof(nn.Module):
 
 
 class ScaledExpertProof(ExpertProof):
-    """Stands in the place of experts that are given all rows once for each of them, times its
-    weight, or nothing where it was not chosen."""
+    """Stands in for experts that get all rows once each, times the weight or 0."""
 
     def listen(self, router: nn.Module) -> None:
         """Take what a router of transformers gives, [rows, experts], for the weights of rows."""
@@ -374,8 +364,7 @@ class ScaledExpertProof(ExpertProof):
 
 
 def _gated(experts: Any, x: Tensor) -> Tensor:
-    """[rows, units] of [rows, 2 units], as experts of transformers compute it that have no function
-    of their own for it."""
+    """Return [rows, units] of [rows, 2 units], for experts without a function of their own."""
     gate, up = x.chunk(2, dim=-1)
     y: Tensor = experts.act_fn(gate) * up
     return y

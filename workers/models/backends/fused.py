@@ -1,14 +1,8 @@
-"""The kernels back end: every decoder layer of a transformers model becomes one call of the C++
-kernels, and so do its final norm and its head.
-
-A layer is what the description of its family says, and what its attention is asked to compute is
-noted from a run. Every layer is then compared with transformers' own, at positions from all over
-the context, before it is replaced; a model with a layer that differs, or of a family without a
-description, is refused for this back end and computed by the library instead.
-
-With these kernels a token's keys, values, hidden states and logits are the same bytes whatever rows
-are computed next to it. Knows layers and slots.
-"""
+"""The kernels back end: each decoder layer becomes one call of the C++ kernels, and so do the final
+norm and the head. Layers follow their family's description; every layer is compared with
+transformers' own at positions from all over the context. A model with a layer that differs, or
+without a description, is computed by the library. A token's bytes do not depend on the other rows
+of a pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -66,8 +60,7 @@ VERSION = "dovetail-4"
 
 
 class OwnTanh(TorchFunctionMode):
-    """Has the kernels compute the tanh of capped logits on the CPU, in transformers' forward too:
-    torch computes it by other code for each instruction set."""
+    """Computes tanh of capped logits by the kernels: torch's differs between instruction sets."""
 
     def __torch_function__(
         self, function: Any, _types: Any, given: Any = (), named: Any = None
@@ -78,8 +71,8 @@ class OwnTanh(TorchFunctionMode):
 
 
 class Kernels:
-    """Takes over the layers of a model one by one, then the rest of it; `UnsupportedError` at the
-    first part that it cannot compute. A `BackEnd`."""
+    """Takes over a model layer by layer; `UnsupportedError` for a part it cannot compute. A
+    `BackEnd`."""
 
     backend = "kernels"
     kernels = VERSION
@@ -89,8 +82,8 @@ class Kernels:
     def __init__(
         self, model: Any, kind: Kind, *, context: int, cache: torch.dtype = torch.float32
     ) -> None:
-        """`model`: the skeleton, where all that is not a layer has its numbers. `cache`: the type
-        of keys and values, float32 or float16."""
+        """`model`: with all numbers but the layers'; `cache`: type of keys and values, fp32 or
+        fp16."""
         from dovetail.workers.models.parity.oracle import Oracle  # transformers comes in here
 
         kernels.set_threads(torch.get_num_threads())
@@ -122,8 +115,7 @@ class Kernels:
         return self._tables.angles
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        """Return what stands in the layer's place until all are there; the layer has its numbers
-        and is not needed afterwards."""
+        """Pack and prove a layer, which has its numbers; return its placeholder."""
         spec = self._family.layer(self._model.config, index)
         if index == 0:
             self._said = {
@@ -175,8 +167,7 @@ class Kernels:
         return experts.pack(self._kind)
 
     def _arrange(self, parts: LayerParts) -> None:
-        """Bring queries and keys that are rotated in pairs of neighbours into the kernels' order;
-        linears change in place."""
+        """Reorder queries and keys that are rotated in pairs of neighbours, in place."""
         attention = parts.spec.attention
         if isinstance(attention, Latent) and attention.rope.interleaved:
             parts.interleave_latent(attention)
@@ -190,8 +181,7 @@ class Kernels:
             parts.interleave(2 * table.cosines.shape[1], attention.head_dim)
 
     def finish(self, model: Any) -> None:
-        """Take the rest over, which has its numbers too: the norm and the head are replaced, and
-        the layers stand as one."""
+        """Replace the norm and the head, and join the layers, once all have their numbers."""
         base = base_model(model)
         self._fused = self._together()
         for name, module in list(base.named_children()):
@@ -265,8 +255,7 @@ class Kernels:
         return expected.contiguous()
 
     def _pack_layer(self, kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-        """One matrix of a layer, from linears with the same inputs that are not needed
-        afterwards."""
+        """Pack linears with the same inputs as one matrix; they lose their weights."""
         return pack_and_drop(kind, linears)
 
     @property
@@ -359,8 +348,7 @@ class Kernels:
     def _compute_directly(
         self, tokens: Tensor, seen: Any, rows: Tensor | None, kept: Kept
     ) -> Tensor:
-        """Embedding, layers, norm and head, a factor of both ends and a cap, which is all that most
-        models do: transformers takes 0.1 ms for what is around them."""
+        """Compute embedding, layers, norm and head directly: transformers' forward takes 0.1 ms."""
         states: Tensor = self._fused.run(self._embedded(tokens), seen, kept)
         if LAST in kept.wanted or rows is None:
             states = self._norm(states)
@@ -390,8 +378,7 @@ class Kernels:
 
     @torch.inference_mode()
     def _nothing_else(self) -> bool:
-        """Return whether the direct way gives the bytes of transformers' own forward: it does not
-        where positions have embeddings."""
+        """Return whether the direct way gives transformers' bytes: not with embedded positions."""
         tokens, positions, seen = self._rows_over(self._cache)
         if self._inputs is not None:
             seen.use_inputs(self._inputs(tokens))

@@ -1,5 +1,4 @@
-"""The parts of a decoder layer of transformers, by the names that the description of its family has
-for them."""
+"""The parts of a transformers layer, by the names in its family's description."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,11 +46,10 @@ class LayerParts:
     def __init__(self, layer: nn.Module, spec: LayerSpec) -> None:
         self.layer, self.spec = layer, spec
         self.order: Tensor | None = None
-        """int64 [head_dim]: where each number of a head of queries and keys stands in the
-        checkpoint; None: in place."""
+        """int64 [head_dim]: places in the checkpoint of a head's numbers; None: in place."""
         self.rows: dict[str, Sequence[Tensor | None]] = {}
-        """For each linear of a matrix int64 [out]: where the outputs of the kernels stand in the
-        checkpoint; None, or not there: in place."""
+        """Matrix -> for each linear int64 [out]: places of its outputs in the checkpoint, or
+        None."""
         self.experts: ExpertParts | None = None
         self.sinks: Tensor | None = None
         """float32 [heads]: scores without a value."""
@@ -161,8 +159,8 @@ class LayerParts:
         self.activation = said.activation
 
     def interleave(self, rotated: int, head_dim: int) -> None:
-        """Reorder the rows of queries and keys, of whose heads the first `rotated` numbers are
-        turned in pairs of neighbours, so that pairs are halves: scores are the same sums."""
+        """Reorder queries and keys whose first `rotated` numbers are rotated in pairs of
+        neighbours, so that pairs are halves of it."""
         if len(self.linears["qkv"]) != 3 or "query_norm" in self.norms:
             raise UnsupportedError(
                 "the kernels cannot rotate neighbours in queries and keys that are fused or normed"
@@ -220,8 +218,7 @@ def _pairs_apart(count: int) -> Tensor:
 
 
 def _rotary_rows(order: Tensor, heads: int, plain: int) -> Tensor:
-    """Return the order [heads (plain + rotated)] of the numbers of heads whose last ones, `rotated`
-    each, are brought into another order."""
+    """Return the order of heads' numbers if the last ones of each are reordered."""
     size = plain + len(order)
     own = torch.cat([torch.arange(plain), plain + order])
     return (torch.arange(0, heads * size, size).unsqueeze(1) + own).flatten()
@@ -257,8 +254,7 @@ def plan_of(
     tables: RotaryTables,
     kind: Kind,
 ) -> LayerPlan:
-    """Return the plan of a layer without its experts; `noted`: what its attention is asked for;
-    `kind`: of its weights."""
+    """Return a layer's plan without experts; `noted`: the call of its attention."""
     spec, said = parts.spec, parts.spec.norms
     mixer = spec.attention if isinstance(spec.attention, Attention) else None
     rotates = spec.attention if isinstance(spec.attention, Attention | Latent) else None
@@ -328,8 +324,7 @@ def _times(norm: Norm, factor: float) -> Norm:
 def _beside(
     said: Beside | None, norm: Norm | None, matrices: Mapping[str, PackedMatrix]
 ) -> BesidePlan | None:
-    """Return the parts of a mixer with a state that is next to attention; `norm`: that of what both
-    read."""
+    """Return a mixer with a state beside attention; `norm`: of what both read."""
     if said is None:
         return None
     if norm is None:
@@ -341,8 +336,8 @@ def _beside(
 
 
 def why_not_coded_apart(spec: LayerSpec) -> str:
-    """Return the part of a layer for which a copy in few bits cannot share the GPU of its target,
-    since levels of fixed shapes do not cover it; empty: it can."""
+    """Return which part of a layer rules out sharing a GPU with a copy in few bits; empty if
+    none."""
     mixer = spec.attention
     if spec.state is not None:
         return "states"

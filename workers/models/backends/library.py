@@ -1,9 +1,6 @@
-"""The library back end: transformers' own modules, their linears laid out and computed by what
-torch brings, attention by torch over our cache.
-
-On a GPU linears stay as transformers has them. A token's logits depend on the rows next to it by
-rounding only, but they do depend on them.
-"""
+"""The library back end: transformers' modules, with linears laid out for torch on a CPU, and
+attention by torch over our cache. A token's logits depend on the other rows of a pass, by rounding
+only."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -71,8 +68,7 @@ class Library:
         dtype: torch.dtype = torch.float32,
         oracle: "Oracle | None" = None,
     ) -> None:
-        """`oracle`: proves each layer as it is taken; None: who asks for these layers needs no
-        proof of them."""
+        """`oracle`: proves each layer; None: no proof is needed."""
         self._oracle = oracle
         self._noted: list[Noted] = []
         """The attention that each proved layer asks for."""
@@ -80,8 +76,7 @@ class Library:
         self._selection, self._device, self._dtype = selection, device, dtype
 
     def take_layer(self, layer: nn.Module, index: int) -> nn.Module:
-        """The layer to compute with, of one that has its numbers: its linears are packed and the
-        originals dropped."""
+        """Return the layer to compute with; its linears are packed, and the originals dropped."""
         self.prove(layer, index)
         self._pack(layer)
         if self._selection is not None:
@@ -89,8 +84,7 @@ class Library:
         return layer.to(self._device)
 
     def prove(self, layer: nn.Module, index: int) -> None:
-        """`UnprovableError` where our attention makes another layer of it; the layer has the
-        checkpoint's numbers, on the CPU."""
+        """`UnprovableError` if our attention changes a layer, which has its numbers on the CPU."""
         if self._oracle is None:
             return
         what, noted = (
@@ -188,11 +182,8 @@ def _configured_heads(config: Any) -> tuple[int, int, int]:
 
 @torch.inference_mode()
 def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
-    """Return what a layer asks of its attention; `UnprovableError` where the layer with ours
-    differs from the same with transformers' own.
-
-    Both are run in fp32, at every position of the oracle.
-    """
+    """Return a layer's call of attention; `UnprovableError` if it differs from transformers' own
+    with ours, in fp32 at every position of the oracle."""
     what = f"layer {index} ({type(layer).__name__})"
     own, states = stand_in(layer, {}), oracle.states(index)
     notes: list[Noted] = []
@@ -220,11 +211,8 @@ def prove_layer(oracle: "Oracle", layer: nn.Module, index: int) -> Noted:
 
 @torch.inference_mode()
 def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -> None:
-    """`UnprovableError` where a model with our attention and caches, in two passes beside another
-    session, differs from transformers' own forward.
-
-    `tolerance`: of the logits, relative to their norm.
-    """
+    """`UnprovableError` if the model, in two passes beside another session, differs from
+    transformers' by more than `tolerance` of the logits."""
     count = short_text(model.config.to_dict(), context)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(
@@ -264,8 +252,7 @@ def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -
 
 
 def _parts(model: Any, layers: nn.ModuleList) -> Sequence[tuple[Part, nn.Module]]:
-    """The matrices of a model that can be timed, where they stand as modules: those of its layers
-    and the head."""
+    """Return the matrices of layers and head that can be timed."""
     kinds = (nn.Linear, PackedLinear)
     linears: list[tuple[Part, nn.Module]] = [
         ("linears", part) for layer in layers for part in layer.modules() if isinstance(part, kinds)

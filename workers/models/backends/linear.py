@@ -1,10 +1,6 @@
-"""The seam for linears of the library back end: how y = x W^T + b is computed by what torch brings.
-
-Each candidate lays a weight out once in its own way and multiplies fp32 rows with it. Which
-candidates work here is found by comparing them with torch's own linear, never by the name of the
-CPU; which of them is used for a shape, `selection.py` decides by a short measurement. Knows single
-matrices, not models.
-"""
+"""Linears of the library back end. Each candidate lays out a weight and multiplies fp32 rows with
+it; those that work are found by comparison with torch's own linear, and `selection.py` measures
+which to use."""
 
 import platform
 import warnings
@@ -21,14 +17,11 @@ Product = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out], both fp32."""
 
 LEAST_ROWS = 4
-"""oneDNN takes longer for 1 to 3 rows than for 4 (fp32, 7B shapes on Zen 4: 54 ms against 40 ms),
-so fewer are padded."""
+"""Fewer rows are padded: oneDNN takes longer for 1 to 3 than for 4 (7B on Zen 4: 54 ms, 40 ms)."""
 BATCH_HINT = 16
-"""The rows that a layout is made for: with oneDNN a hint of 4, 16 or 64 gives the same speed, 1
-ruins all but single rows; MKL packs for one number."""
+"""Rows that a layout is made for: 4 to 64 are alike for oneDNN, 1 is slow; MKL takes one number."""
 EXACT, HALF_ROUNDED, TENSOR_ROUNDED = 1e-5, 2e-2, 5e-2
-"""Largest accepted difference to torch's linear relative to the largest output: fp32 rounding gives
-1e-6, activations of 8 bits of mantissa 5e-3, int8 1e-2."""
+"""Largest accepted difference to torch's linear: fp32 gives 1e-6, bf16 rows 5e-3, int8 1e-2."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +33,7 @@ class Candidate:
     """The type of the weight that `pack` takes."""
     tolerance: float
     copies: int
-    """The factor by which the packed layout takes the memory of the weight: MKL needs the original
-    next to it."""
+    """Copies of the weight in memory: MKL needs the original, too."""
     pack: Callable[[Tensor, Tensor | None], Product]
 
 
@@ -92,8 +84,7 @@ def _plain_bf16(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _fbgemm_fp16(weight: Tensor, bias: Tensor | None) -> Product:
-    """FBGEMM keeps 16 bits and computes in fp32; torch calls it deprecated and has nothing in its
-    place."""
+    """Keep 16 bits, compute in fp32; torch deprecates FBGEMM without a replacement."""
     offset = torch.zeros(weight.shape[0]) if bias is None else bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -107,8 +98,7 @@ def _fbgemm_fp16(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _int8_per_tensor(weight: Tensor, bias: Tensor | None) -> Product:
-    """torch's own dynamic quantisation: one scale for all rows of a call, so that a row's result
-    depends on its neighbours."""
+    """torch's dynamic quantisation: one scale for all rows, so rows depend on each other."""
     if platform.machine() == "x86_64" and "avx" not in cpu_flags():
         raise RuntimeError("an illegal instruction without AVX")
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
@@ -142,8 +132,7 @@ CANDIDATES = {
 
 
 def reason_against(candidate: Candidate) -> str:
-    """Why a candidate may not be used here, empty if it agrees with torch's own linear: padded and
-    not, with a bias and without, at odd shapes."""
+    """Return how a candidate differs from torch's linear at odd shapes; empty if it agrees."""
     generator = torch.Generator().manual_seed(1)
     for outputs, inputs in ((96, 80), (33, 17)):
         weight = torch.randn(outputs, inputs, generator=generator).to(candidate.stored)
@@ -177,14 +166,13 @@ def _disagreement(candidate: Candidate, weight: Tensor, bias: Tensor | None, x: 
 
 
 class PackedLinear(nn.Module):
-    """A linear whose weight exists in the layouts of its candidates only; each class of rows has
-    its own."""
+    """A linear whose weight exists in its candidates' layouts only, one for each class of rows."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, ways: Sequence[tuple[int, Candidate]]
     ) -> None:
-        """`ways`: the most rows of each class, ascending, and its candidate; the last class takes
-        all that are more."""
+        """`ways`: most rows of each class, ascending, and its candidate; the last takes all
+        others."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         made: dict[str, Product] = {}

@@ -1,5 +1,5 @@
-"""Weights of transformers become packed matrices of the kernels, a piece at a time; the modules
-that stand in the place of its layers, its head and its final norm."""
+"""Weights of transformers become packed matrices of the kernels; and the modules that replace its
+layers, head and final norm."""
 
 import itertools
 import math
@@ -46,14 +46,11 @@ Q8_0 = 8
 SAMPLED = 4
 """Rows of a matrix that are compared with the checkpoint's."""
 PRODUCT_TOLERANCE = {**dict.fromkeys(Kind, 1e-4), Kind.INT8: 0.1}
-"""The tolerance of a product by packed weights to one by the checkpoint's; codes of fewer bits are
-the quantiser's business. Rows that blocks are multiplied with are rounded for both
-(`product_of`)."""
+"""Largest difference of a product by packed weights to one by the checkpoint's (`product_of`)."""
 
 
 def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """One matrix of the kernels from linears with the same inputs, below each other; of kinds of
-    blocks, linears without any are packed as they are."""
+    """Pack linears with the same inputs as one matrix; those without blocks as they are."""
     biases = [linear.bias for linear in linears]
     bias = None
     if any(b is not None for b in biases):
@@ -136,9 +133,8 @@ def exact_kind(linears: Sequence[nn.Linear]) -> Kind:
 
 
 def product_of(matrix: PackedMatrix, outputs: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return [m, outputs] of rows x [m, in] and the weight [outputs, in] of some outputs of a
-    matrix, in torch: for those of blocks rows are rounded to 8 bits, each 32 inputs by
-    themselves."""
+    """Return x [m, in] times the weight [outputs, in] of some outputs, in torch; x is rounded as
+    for blocks of kind BLOCKS, to 8 bits for each 32 inputs."""
     exact = x @ weight.t()
     if not isinstance(matrix, BlockMatrix) or matrix.kind is not Kind.BLOCKS:
         return exact
@@ -154,16 +150,14 @@ def product_of(matrix: PackedMatrix, outputs: Tensor, x: Tensor, weight: Tensor)
 
 
 def pack_rows(matrix: PackedMatrix, weight: Tensor, first: int = 0) -> None:
-    """Pack a weight [out, in] of any type of `EXACT_KINDS` as the rows of a matrix from `first` on;
-    it is rounded where the matrix has 16 bits of another type."""
+    """Pack a weight [out, in] of a type of `EXACT_KINDS` as rows from `first` on."""
     if matrix.kind in (Kind.FP16, Kind.BF16):
         weight = weight.to(DTYPES[Kind(matrix.kind)])
     matrix.pack(weight.contiguous(), first)
 
 
 def pack_and_drop(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """Pack as `pack`; the linears lose their weights, so that at no time a whole layer is there
-    twice."""
+    """Pack linears, which lose their weights: no layer is in memory twice."""
     matrix = pack(kind, linears)
     for part in linears:
         drop_weight(part)
@@ -176,15 +170,14 @@ def sampled_rows(outputs: int) -> Tensor:
 
 
 def check_rows(name: str, matrix: PackedMatrix, weight: Tensor) -> None:
-    """`UnsupportedError` where rows of a packed matrix are not those of the weight [out, in] that
-    it was packed from: to the bit, or of int8 to half a step. Needs one thread alone."""
+    """`UnsupportedError` if packed rows differ from the weight [out, in]: by a bit, or half a step
+    of int8."""
     for index in sampled_rows(matrix.n).tolist():
         _check_row(name, matrix, index, weight[index].float())
 
 
 def check_contents(name: str, matrix: BlockMatrix, contents: Sequence[Content]) -> None:
-    """`UnsupportedError` where rows of a packed matrix are not those that it was packed from, to
-    the bit. Needs one thread alone."""
+    """`UnsupportedError` if packed rows differ from those that were packed."""
     first = 0
     for part, rows in zip(matrix.parts, contents, strict=True):
         picked = sampled_rows(part.count)
@@ -276,8 +269,7 @@ class FusedLayers(nn.Module):
 
 
 class Loop(nn.Module):
-    """All decoder layers in the place of the first in transformers' loop: what it is asked for is
-    what that layer says, and it gives what that gives."""
+    """All layers in the place of the first in transformers' loop, with its attributes."""
 
     def __init__(self, layers: nn.Module, said: Mapping[str, Any], tuples: int) -> None:
         """`said`: the plain attributes of the first layer; `tuples`: as an oracle has them."""
@@ -292,8 +284,7 @@ class Loop(nn.Module):
 
 
 class LatentParts:
-    """The matrices that make keys and values of latents, [heads (plain + value_dim), rank] in one
-    linear, and the norms."""
+    """The norms and the matrix of keys and values of latents, [heads (plain + value_dim), rank]."""
 
     def __init__(
         self, said: Latent, up: nn.Linear, latent_norm: Tensor, query_norm: Tensor | None
@@ -314,8 +305,7 @@ class LatentParts:
         return self.said.rank + self.said.rotated
 
     def pack(self, kind: Kind, query_up: PackedMatrix | None) -> LatentPlan:
-        """Return the plan with matrices of a kind; of int8 weights they are as they are stored:
-        they are few, and what they are multiplied with would be rounded again."""
+        """Return the plan with matrices of a kind; with int8 weights they stay as stored."""
         said, (latent_norm, query_norm) = self.said, self._norms
         exact = EXACT_KINDS[self._weights.dtype] if kind in (Kind.INT8, *BLOCK_KINDS) else kind
         keys, values = self._weights[:, : said.plain], self._weights[:, said.plain :]
@@ -341,8 +331,7 @@ def _pack_heads(kind: Kind, name: str, weights: Tensor) -> Sequence[PackedMatrix
 
 
 def reason_against(kind: Kind) -> str:
-    """Why the kernels may not be used here for weights of this kind; empty if they are there and
-    agree with torch's linear."""
+    """Return why the kernels cannot be used for a kind; empty if they agree with torch's linear."""
     if why := kernels.why_not():
         return why
     generator = torch.Generator().manual_seed(1)

@@ -1,10 +1,5 @@
-"""The placement of each decoder layer of a model, and of its weights: on the CPU, on a device that
-keeps its weights, or on one that they pass through.
-
-Functions of a model's configuration and of sizes alone; nothing is measured, and nothing of torch
-is needed. Which of the possible placements is the fastest is a planner's business. Knows no devices
-beyond their names.
-"""
+"""Places each layer and its weights: on the CPU, resident on a device, or streamed through one.
+Functions of sizes alone, without torch; the planner decides which placement is the fastest."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -28,11 +23,9 @@ from dovetail.workers.models.checkpoints.footprint import (
 BUFFERS = 2
 """Buffers that streamed layers pass through: one is computed from while the next is filled."""
 TREES_AHEAD = 8
-"""A draft that shares its target's cache has rows for this many trees there
-(`drafters/tree.py`)."""
+"""Trees that a draft in its target's cache has rows for (`drafters/tree.py`)."""
 LEVEL_ROWS, LEVEL_LOGITS = 64, 4
-"""Rows of the largest pass that is captured (`device/levels.py`), and how many copies of their
-logits there are: as computed, in fp32, and in the ranking of children."""
+"""Rows of the largest captured pass (`device/levels.py`), and copies of their logits."""
 
 
 class Place(Enum):
@@ -56,16 +49,14 @@ class Demand:
     resident: int | None = None
     """Layers of these that stay on the device."""
     streams: bool = True
-    """True if what has no room is streamed, where nothing is said of `computed`; else the CPU
-    computes it."""
+    """Without `computed`: True streams what does not fit, False leaves it to the CPU."""
     device_bytes: int | None = None
     """The most that the target may take of the device's memory; None: nothing is too much."""
     host_bytes: int | None = None
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
     codes: int = 0
-    """Bytes of a layer's codes, which the device has in addition to its weights unless the layer
-    stays there: those of a substitute that shares what stays."""
+    """Bytes of a layer's codes in a substitute; resident layers need none."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +67,12 @@ class Placement:
     places: tuple[Place, ...]
     """The places of all layers; those on the CPU come first. The head is where the last one is."""
     device_bytes: int
-    """Bytes that the device needs for weights, buffers, the keys and values of one long
-    conversation, and a pass."""
+    """Bytes that the device needs: weights, buffers, caches of one long conversation, a pass."""
     host_bytes: int
-    """Bytes that the host needs for weights, those keys and values of the layers that it computes,
-    and a pass; while the model is loaded too."""
+    """Bytes that the host needs for the same of its layers, and to load the model."""
     host_experts: bool = False
     tokens: int | None = None
-    """Tokens of all sessions, trees included, for which the device has room in addition to weights
-    and any pass; None: no limit is known."""
+    """Tokens of all sessions that fit on the device, trees included; None: no limit is known."""
 
     @property
     def first(self) -> int:
@@ -121,8 +109,8 @@ class Placement:
 
 
 def place_layers(sizes: Sizes, demand: Demand) -> Placement:
-    """The placement that is asked for, or the one with as many layers on the device as there is
-    room for; `SettingsError` where there is too little."""
+    """Return the placement asked for, or as many layers on the device as fit; `SettingsError` if
+    they do not."""
     if demand.host_experts:
         if not sizes.experts:
             raise SettingsError(
@@ -160,8 +148,8 @@ def place_layers(sizes: Sizes, demand: Demand) -> Placement:
 
 
 def _tokens(sizes: Sizes, computed: int, room: int | None, needed: int) -> int | None:
-    """Return how many tokens sessions may have on a device that has `room` bytes and needs `needed`
-    of them with one conversation: a longer one needs more for a pass, too."""
+    """Return how many tokens fit into `room` bytes of a device that needs `needed` for one
+    conversation."""
     if room is None:
         return None
     return (
@@ -170,8 +158,7 @@ def _tokens(sizes: Sizes, computed: int, room: int | None, needed: int) -> int |
 
 
 def all_on_cpu(sizes: Sizes, limit: int | None) -> Placement:
-    """Every layer on the CPU; `SettingsError` where they take more of the host's memory than
-    `limit` bytes."""
+    """Return all layers on the CPU; `SettingsError` above `limit` bytes of the host."""
     return Placement("cpu", (Place.CPU,) * sizes.layers, 0, _on_host(sizes, 0, 0, limit))
 
 
@@ -209,8 +196,8 @@ def _with_codes(sizes: Sizes, demand: Demand, computed: int, resident: int) -> i
 
 
 def code_bytes(sizes: Sizes, weights: str, bits: int) -> int:
-    """Return what the codes of one layer take: 4 bits a weight or twice that, and for each 4 bits
-    of 64 weights two numbers of 16."""
+    """Return the bytes of a layer's codes: 4 or 8 bits a weight, with 2 x 16 bits for 64 weights of
+    4."""
     return bytes_of_codes(sizes.layer // WEIGHT_BYTES[weights], bits)
 
 
@@ -220,8 +207,7 @@ def bytes_of_codes(numbers: int, bits: int) -> int:
 
 
 def level_bytes(sizes: Sizes) -> int:
-    """Return what graphs hold, all in one memory: the states of the largest pass that is captured,
-    what its rows see, and their logits."""
+    """Return what graphs hold: states of the largest captured pass, what rows see, logits."""
     seen = long_rows(sizes) + TREES_AHEAD * TREE_ROWS
     row = 2 * sizes.state + sizes.inputs + sizes.inner + LEVEL_LOGITS * sizes.logits
     masks = 2 * LEVEL_ROWS * sizes.groups * NUMBER_BYTES
@@ -229,8 +215,8 @@ def level_bytes(sizes: Sizes) -> int:
 
 
 def coded_bytes(sizes: Sizes, weights: str, bits: int, resident: int = 0) -> int:
-    """Return what a substitute takes that shares the target's cache, its head, and `resident` of
-    its layers: the codes of the others, the rows of its trees, which grow ahead, and graphs."""
+    """Return what a substitute takes beside its target: codes of layers that are not `resident`,
+    rows of trees, and graphs."""
     return (
         (sizes.layers - resident) * code_bytes(sizes, weights, bits)
         + sizes.layers * sizes.row * TREES_AHEAD * TREE_ROWS
@@ -239,8 +225,7 @@ def coded_bytes(sizes: Sizes, weights: str, bits: int, resident: int = 0) -> int
 
 
 def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
-    """Return what a draft of these sizes needs of a device: all of its weights, the keys and values
-    of a long conversation and of trees, a pass, and graphs."""
+    """Return what a draft needs of a device: weights, caches, a pass, graphs."""
     return (
         sizes.layers * (sizes.layer + cache_bytes(sizes))
         + sizes.embedding
@@ -251,15 +236,13 @@ def draft_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
 
 
 def substitute_bytes(sizes: Sizes, bits: int, device: str = "cuda:0") -> int:
-    """Return what a target's substitute needs in its own process; `sizes`: the target's with
-    weights of 16 bits."""
+    """Return what a substitute needs in its own process; `sizes`: of the target in 16 bits."""
     codes = coded_bytes(sizes, "half", bits) - level_bytes(sizes)
     return draft_bytes(sizes, device) - sizes.layers * sizes.layer + codes
 
 
 def reader_bytes(sizes: Sizes, device: str = "cuda:0") -> int:
-    """Return what a device needs that reads prompts for layers on the CPU: buffers, one layer's
-    keys and values of a long prompt, and a pass without logits."""
+    """Return what a device needs to read prompts for the CPU: buffers, a layer's keys, a pass."""
     return (
         min(BUFFERS, sizes.layers) * sizes.layer
         + sizes.matrix

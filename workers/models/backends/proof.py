@@ -1,12 +1,7 @@
-"""The proof of a layer of the kernels: what they compute of it is what transformers' own layer
-computes, at every position of the oracle.
-
-Both multiply with the same packed matrices, so that what is left between them is rounding, whatever
-the weights are, and so that no layer is ever there twice; of each matrix some rows are compared
-with those of the checkpoint. Queries, keys and attention are compared one by one: a small
-difference in the scores, which would be lost in what a layer adds, shows there. Knows no model, and
-packs nothing.
-"""
+"""Proves a layer of the kernels against transformers' own, at every position of the oracle. Both
+multiply with the same packed matrices, so that only rounding differs and no layer is in memory
+twice; some rows of each matrix are compared with the checkpoint's. Queries, keys and attention are
+compared one by one, since small differences in scores would be lost in what a layer adds."""
 
 import logging
 import math
@@ -47,14 +42,11 @@ ATTENTION_TOLERANCE = 1e-4
 LAYER_TOLERANCE = 2e-4
 """The tolerance of what a layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
 ROUNDED_TOLERANCE = 2e-2
-"""The tolerance where a matrix rounds its inputs to integers, so that a rounding of 1e-7 before it
-may become one of 1e-3."""
+"""For matrices that round inputs to integers, which turns 1e-7 into up to 1e-3."""
 EXACT = (Kind.FP32, Kind.FP16, Kind.BF16, Kind.EXACT_BLOCKS)
 CACHE_TOLERANCE, ROUNDED_CACHE_TOLERANCE = 0.1, 0.5
-"""The distance by which keys and values in 16 bits may move the logits of the middle row, relative
-to their norm. 1e-3 is usual, and keys that are too large move them by as much as they are. Where a
-matrix rounds its inputs to 8 bits, other roundings follow from it, and the distance is that of two
-results of the same rounding: 4e-2 with the embedded target."""
+"""Largest share by which 16-bit keys and values may move the logits of the middle row: 1e-3 is
+usual, 4e-2 where inputs are rounded to 8 bits, and overflowing keys give 100%."""
 
 
 def check_attention(said: Attention | Latent, noted: Noted, index: int) -> None:
@@ -83,8 +75,8 @@ def check_attention(said: Attention | Latent, noted: Noted, index: int) -> None:
 
 
 def prove_cache(exact: Tensor, found: Tensor, kind: IntEnum) -> None:
-    """`CheckpointError` where logits [T, V] over keys and values in 16 bits are not, but for
-    rounding, the `exact` ones over fp32. `kind`: of the matrices."""
+    """`CheckpointError` if logits [T, V] over 16-bit keys differ from `exact` ones by more than
+    rounding."""
     moved = ((found - exact).norm(dim=-1) / exact.norm(dim=-1)).nan_to_num(math.inf)
     middle = float(moved.median())
     log.info("keys and values in 16 bits move the logits by %.1e of them", middle)
@@ -111,9 +103,8 @@ class LayerProof:
         heard: dict[int, Tensor],
         inputs: OwnInputs | None,
     ) -> None:
-        """Prepare the proof; call this before the weights of the parts are dropped. `heard`: the
-        keys that the layers before it attend to, to which its own are added; `inputs`: what makes
-        those that it has of its own."""
+        """Call this before weights are dropped. `heard`: keys of the layers so far; `inputs`: the
+        layers' own."""
         self._order, linears = parts.order, parts.linears
         mixer, state = parts.spec.attention, parts.spec.state
         self._chunk = mixer.chunk if isinstance(mixer, Attention) else 0
@@ -156,8 +147,7 @@ class LayerProof:
             self._products[name].use(matrix)
 
     def note(self, matrices: Mapping[str, PackedMatrix]) -> Noted:
-        """Return what the layer's attention is asked for, computed with these matrices;
-        `UnprovableError` where it is more than any back end knows."""
+        """Return the call of a layer's attention; `UnprovableError` if no back end knows it."""
         self.use(matrices)
         notes: list[Noted] = []
 
@@ -193,8 +183,7 @@ class LayerProof:
         return notes[0]
 
     def check(self, plan: LayerPlan) -> None:
-        """`UnsupportedError` where the kernels' layer of a plan, with the matrices that are in use,
-        differs from transformers'."""
+        """`UnsupportedError` if the kernels' layer of a plan differs from transformers'."""
         oracle, states = self._oracle, self._states
         experts = () if plan.experts is None else (plan.experts.gate_up[0], plan.experts.down[0])
         exact = all(matrix.kind in EXACT for matrix in (*plan.matrices, *experts))
@@ -259,8 +248,7 @@ class LayerProof:
     def _compare_latents(
         self, layer: DecoderLayer, rows: LayerPass, cached: Tensor, *, exact: bool
     ) -> None:
-        """Compare the scores of all rows with all rows, and what is attended to, in the rows of our
-        own pass; `cached`: the latents of its last session."""
+        """Compare scores and attention in our own pass; `cached`: latents of its last session."""
         oracle, heads = self._oracle, layer.plan.heads
         queries, mixed = layer.attend_latents(rows, self._given())
         query, key = (part[oracle.dense :].view(oracle.count, heads, -1) for part in self._rotated)
@@ -320,8 +308,7 @@ class LayerProof:
 
 
 def _fill(keys: Tensor, values: Tensor, of_keys: Tensor, of_values: Tensor) -> None:
-    """Write keys and values [kv_heads, rows, head_dim] into the first slots of an empty cache of
-    one layer."""
+    """Write keys and values [kv_heads, rows, head_dim] to the first slots of a layer's cache."""
     slots = torch.arange(of_keys.shape[1])
     keys[0][:, slots // LANES, :, slots % LANES] = of_keys.transpose(0, 1)
     values[0][:, slots] = of_values

@@ -1,10 +1,6 @@
-"""A small draft of which a device computes all layers, described as the kernels' are: products may
-round to the type of the weights, and each level of a tree is captured and replayed as one launch
-(`device/levels.py`).
-
-What has no fixed shapes, such as experts and states, is computed as it comes, and so are prompts.
-Knows rows and slots; nothing of trees.
-"""
+"""A small draft whose layers a device computes as the kernels describe them, with rounding
+products, and levels captured as one launch (`device/levels.py`). Experts, states and prompts are
+computed operation by operation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,8 +25,8 @@ from dovetail.workers.models.states import Kept
 
 
 class RoundingEngine(TorchEngine):
-    """torch's operations for a draft: its 16-bit weights meet inputs of their own type, unless a
-    product of ours is faster."""
+    """For drafts: 16-bit weights meet inputs of their own type, unless a product of ours is
+    faster."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, products_on(device))

@@ -18,14 +18,12 @@ from dovetail.workers.models.parity.following import UnsupportedError
 ROTARY_NAMES = ("rotary_emb", "pos_emb")
 """The names of a model's rotary embedding."""
 TABLE_ROWS = 512
-"""Positions, spread over the context, at which the table of angles is compared with the model's
-own."""
+"""Positions, over all the context, at which angles are compared with the model's own."""
 TABLE_TOLERANCE = 1e-5
 
 
 class RotaryTables:
-    """The angles of all positions of a model, one table for each type of its layers that has its
-    own."""
+    """The angles of all positions of a model, a table for each type of layer."""
 
     def __init__(self, model: Any, context: int) -> None:
         base = base_model(model)
@@ -36,8 +34,7 @@ class RotaryTables:
         self._embeddings: dict[str, Any] = {"": copy.deepcopy(embedding)}
         self._tables: dict[tuple[Rope | None, Growth | None], Rotary] = {}
         self.angles: dict[str, tuple[Sequence[float], float]] = {}
-        """The frequencies of each table that was asked for, and the factor of its cosines and
-        sines."""
+        """Frequencies of each table in use, and the factor of its cosines and sines."""
 
     def of(self, rope: Rope | None, growth: Growth | None = None) -> Rotary | None:
         """Return the table of a layer; None where that neither rotates nor has growing queries."""
@@ -96,8 +93,7 @@ class KnownTables(RotaryTables):
 
 
 def _check_table(table: Rotary, embedding: nn.Module, context: int, of: Rope) -> None:
-    """`UnsupportedError` where a table has other angles than the model's own rotary embedding
-    gives."""
+    """`UnsupportedError` if a table has other angles than the model's rotary embedding."""
     positions = torch.linspace(0, context - 1, min(context, TABLE_ROWS), dtype=torch.float64).long()
     which = (of.table,) if of.table else ()
     given = embedding(torch.zeros(1, 1), positions.unsqueeze(0), *which)

@@ -1,9 +1,5 @@
-"""Which candidate computes which linears: found by a self-test, then a short measurement for each
-shape and class of rows, and remembered.
-
-The measurement takes a second or two for a whole model, whatever its size. Knows shapes; the
-weights themselves are packed elsewhere.
-"""
+"""Which candidate computes which linears: found by a self-test, then a measurement of a second or
+two for each shape and class of rows, and cached."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,21 +31,17 @@ Shape = tuple[int, int]
 """[out, in] of a linear."""
 
 ROW_CLASSES = (3, 64, 1 << 20)
-"""The most rows of each class: one token at a time, the verification of a tree, a chunk of a
-prompt."""
+"""Most rows of each class: a token at a time, a tree, a chunk of a prompt."""
 TIMED_ROWS = (1, 16, 128)
 BUDGET_S = 1.5
 """Time limit for measuring all shapes of a model together."""
 TIMED_WEIGHTS = 1 << 24
-"""Weights of a larger matrix that are timed, 64 MiB of fp32, beyond the caches of nearly all
-CPUs."""
+"""Weights of a matrix that are timed at most: 64 MiB of fp32, beyond most caches."""
 WORTH_A_COPY = 0.9
-"""A second layout of the same weights must take at most this share of the first one's time for a
-class of rows."""
+"""A second layout must take at most this share of the first one's time."""
 LARGEST_COPIED_BYTES = 64 << 20
-"""Only a model whose linears have less in fp32 gets second layouts: in small matrices a call's own
-overhead decides, 5 us plain and 19 us packed for 256 x 256 and one row (Zen 4); in large ones
-little is gained, and memory is what counts."""
+"""Models with larger linears get no second layout; a call's overhead decides for small ones (256 x
+256: 5 us plain, 19 us packed, Zen 4)."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,7 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """The chosen candidates and a digest of where each is used, since each rounds in its own
-        way."""
+        """Return the chosen candidates and a digest of where each is used."""
         chosen = sorted({choice.chosen for choice in self.choices})
         key = shapes_key(
             [(choice.n, choice.k) for choice in self.choices],
@@ -81,8 +72,7 @@ class Selection:
 
 
 def select(shapes: Sequence[Shape], *, weights: str, profile: Path | None) -> Selection:
-    """Return what to compute linears of these shapes (as often as they occur) with; `weights`: a
-    key of CANDIDATES. Remembered in `profile`, if there is one."""
+    """Return what computes linears of these shapes; `weights`: a key of CANDIDATES."""
     refused = {
         candidate.name: reason
         for candidate in CANDIDATES[weights]
@@ -167,8 +157,7 @@ def _fits_twice(shapes: Sequence[Shape]) -> bool:
 def _measure(
     shape: Shape, candidates: Mapping[str, Candidate], budget_s: float, *, second_layouts: bool
 ) -> Iterator[tuple[int, str, dict[str, float]]]:
-    """Time every candidate with a matrix of this shape: for each class of rows what is chosen and
-    the seconds of each."""
+    """Yield for each class of rows the chosen candidate and the seconds of each."""
     seconds = {
         name: _time(candidate, shape, budget_s / len(candidates))
         for name, candidate in candidates.items()
@@ -189,8 +178,7 @@ def _measure(
 
 @torch.inference_mode()
 def _time(candidate: Candidate, shape: Shape, budget_s: float) -> list[float]:
-    """The least seconds of a product with each of TIMED_ROWS, scaled to the whole matrix where only
-    a part of it is timed."""
+    """Return the least seconds of a product with each of TIMED_ROWS, scaled from a part."""
     deadline = time.perf_counter() + budget_s
     inputs = shape[1]
     outputs = max(1, min(shape[0], TIMED_WEIGHTS // inputs))

@@ -25,8 +25,7 @@ MOST = 1 << 24
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model's parts, in bytes. A bias is counted whether there is one or not: 4
-    bytes an output."""
+    """Bytes of a model's parts, with 4 bytes an output for a bias, present or not."""
 
     layers: int
     layer: int
@@ -37,21 +36,18 @@ class Sizes:
     """The final norm and the language model's head."""
     embedding: int
     row: int
-    """The keys and values of one token in one layer; where some layers have states in their place,
-    this, like what a layer weighs, is an average of all."""
+    """Keys and values of a token in one layer, on average if some layers have states."""
     context: int
     state: int
     """The state of one row between two layers."""
     inner: int
-    """Bytes that one row takes within a layer: normed states, queries, keys and values, what was
-    attended to, units of the MLP before and after they are gated."""
+    """A row within a layer: normed states, queries, keys, values, attention, MLP units."""
     groups: int
     """Query heads of a key head: a GPU has what a row sees once for each."""
     logits: int
     """Bytes of one row."""
     widened: int = 0
-    """Bytes of a token's keys and values in one layer as a GPU computes with them, where they are
-    cached in fewer."""
+    """Keys and values of a token in one layer, widened as a GPU computes with them."""
     states: int = 0
     """The states of a session and of a tree behind it in one layer."""
     experts: int = 0
@@ -59,21 +55,17 @@ class Sizes:
     apart: int = 0
     """The bytes of a layer on a device that stay with the CPU, which computes that part."""
     unrounded: int = 0
-    """Bytes that matrices of a layer take beyond those of their type, which are as they are stored
-    where others are int8 or int4."""
+    """What a layer's unquantised matrices take beyond those of its type."""
     wider: int = 0
     """Bytes that one of the last layers takes beyond the mean one."""
     lent: int = 0
-    """The keys and values of one token in the layers that others read: a device has a copy of them
-    where it computes the others alone."""
+    """Keys and values of a token in layers that others read, which a device mirrors."""
     inputs: int = 0
     """The inputs that all layers have of their own for one row."""
     tied: int = 0
-    """Bytes of the embedding that take no memory where the CPU computes the head, in which its
-    numbers lie."""
+    """The part of the embedding that lies in the CPU's head."""
     loading: int = 0
-    """The most bytes in addition to the weights while a checkpoint is loaded; 0: its tensors are
-    not known."""
+    """Most bytes beyond the weights while loading; 0: the tensors are unknown."""
 
 
 Shapes = Sequence[tuple[int, int]]
@@ -82,8 +74,7 @@ Shapes = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of a model, which know more of it than its configuration where it has experts
-    or its layers differ."""
+    """A model's matrices, for experts and layers that differ."""
 
     linears: Shapes
     """The head's included."""
@@ -94,8 +85,7 @@ class Matrices:
 
 
 def mixed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
-    """Return the sizes of a model where it has experts or layers with their own inputs: by its
-    matrices, of which `sizes` knows those of a model with one kind of layer."""
+    """Return sizes by matrices for models with experts or own inputs, else `sizes`."""
     return weighed(sizes, weights, matrices) if matrices.experts or sizes.inputs else sizes
 
 
@@ -122,8 +112,8 @@ def with_host_experts(sizes: Sizes) -> Sizes:
 
 
 def in_a_file(sizes: Sizes, file_bytes: int, *, tied: bool) -> Sizes:
-    """Return the sizes of a model whose numbers lie in a file of this many bytes, as if each took
-    as many; `sizes`: of the same model in 16 bits; `tied`: its embedding is its head."""
+    """Return the sizes of a model in a file of `file_bytes`; `sizes`: in 16 bits; `tied`: its head
+    is its embedding."""
     whole = sizes.layers * sizes.layer + (1 if tied else 2) * sizes.head
     share = file_bytes / whole
     return replace(
@@ -186,9 +176,8 @@ def _is_size(value: object) -> bool:
 
 
 def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Sizes:
-    """The sizes of a model by its config.json (a dense decoder's) with these weights, and keys and
-    values of the type `cache` (fp32 or half); an embedding is as the checkpoint has it, 2 or 4
-    bytes a number."""
+    """Return the sizes by a config.json, with these weights and keys and values of the type
+    `cache`; the embedding has 2 or 4 bytes a number as stored."""
     gpt2 = _has_names_of_gpt2(config)
 
     def number(name: str) -> int:
@@ -282,8 +271,8 @@ def _heads(
 
 
 def _latents(config: Mapping[str, Any], weights: str, stored: int) -> _Mixer:
-    """Attention over latents; the matrices of keys and values are as they are stored, `stored`
-    bytes a number, where others are int8 or int4."""
+    """Attention over latents; its key and value matrices are as stored if others are int8 or
+    int4."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     rank, plain, rotated = (int(config[name]) for name in LATENT)
     value_dim = int(config.get("v_head_dim") or hidden // heads)
@@ -302,8 +291,7 @@ def _latents(config: Mapping[str, Any], weights: str, stored: int) -> _Mixer:
 
 
 def _cached(config: Mapping[str, Any], kv_heads: int, head_dim: int) -> int:
-    """Return the numbers of a token's keys in the mean layer with attention: some layers may have
-    heads of other sizes than that, and the last ones read those of others."""
+    """Return the mean numbers of a token's keys in layers with attention, without shared ones."""
     special, shared = config.get("per_layer_config"), config.get("num_kv_shared_layers") or 0
     if not isinstance(special, Mapping) and not shared:
         return kv_heads * head_dim
@@ -361,8 +349,7 @@ class _Mix:
 
 
 def matrix_bytes(weights: str, outputs: int, inputs: int, *, end: bool = False) -> int:
-    """A packed matrix with a bias, and what is missing to a whole line of a cache; of int4 one that
-    has no blocks takes fp32's at most. `end`: it is the head's."""
+    """Return the bytes of a packed matrix with a bias, in whole cache lines. `end`: the head's."""
     columns = -(-outputs // VECTOR) * VECTOR
     kind = int4_kind(inputs, end=end) if weights == INT4 else None
     if kind is not None:
@@ -392,5 +379,4 @@ UNGATED = frozenset(
 """Model types, of those with names like Llama's, whose MLP has no gate."""
 
 ALIGNMENT, VECTOR, STEP = 64, 16, 4
-"""Numbers of the packed matrices (`kernels/native/packing.h`): bytes between two of them, outputs
-side by side, and int8 inputs side by side."""
+"""Of `kernels/native/packing.h`: alignment, outputs side by side, int8 inputs side by side."""

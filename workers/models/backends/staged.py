@@ -1,13 +1,7 @@
 """The kernels back end in stages: the first layers on the CPU, the others and the head on a device,
-which keeps some of their weights and has the rest stream through; and prompts that a device reads
-for layers that lie on the CPU.
-
-A device that is the CPU itself stands for a GPU: its layers are computed by the same kernels from
-the same bytes, so that every token is the same bytes too. On a GPU torch computes them, the same
-function up to rounding. A long part of a prompt goes through one layer after the other as a whole,
-so that weights are read, and copied, once. Knows placements and transfers; what a layer is, the
-other modules know.
-"""
+resident or streamed; and prompts that a device reads for layers on the CPU. A CPU in place of a GPU
+gives the same bytes; on a GPU torch computes the same function up to rounding. Long prompts go
+through one layer after the other, so that weights are copied once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +35,7 @@ from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import Kept
 
 LONG_PROMPT_ROWS = 1 << 15
-"""Rows of a prompt that go through a layer before the next one's weights are read: 512 MiB of
-states of width 4096."""
+"""Rows of a prompt that pass a layer before the next: 512 MiB of states of width 4096."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +51,7 @@ class Staging:
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
     capture: Capture | None = None
-    """Captures passes over layers that stay on the device; None: these are computed
-    operation by operation."""
+    """Captures passes over resident layers; None: nothing is captured."""
     draft: Device | None = None
     """The device that computes all of it for a draft, whose products may round."""
 
@@ -154,8 +146,7 @@ class Staged(Kernels):
         return engine_of(staging.transfer)
 
     def _long_prompt_rows(self) -> int:
-        """Return how many rows of a prompt go through a layer at a time; fewer where each has
-        inputs of all layers beside its state."""
+        """Return the rows of a prompt that pass a layer at a time; fewer with own inputs."""
         if self._inputs is None:
             return LONG_PROMPT_ROWS
         hidden = int(self._model.config.hidden_size)
@@ -164,8 +155,7 @@ class Staged(Kernels):
     def read(
         self, tokens: Tensor, positions: Tensor, segment: Segment, rows: Tensor | None, kept: Kept
     ) -> Tensor:
-        """`compute` for the first rows of a session, of which the reader does what the CPU would
-        do."""
+        """`compute` for the first rows of a session, with the reader in the CPU's place."""
         if segment.start or segment.paths is not None:
             raise ValueError("a reader reads the beginning of a prompt")
         return self._pass(

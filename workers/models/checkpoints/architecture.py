@@ -1,8 +1,5 @@
-"""Which models can be decoded with token trees and several sessions in a pass, judged by their
-configurations, and a sentence for each that cannot: the kind of model, what cannot be decoded, and
-the remedy. Uses the fields of configurations and the flags of transformers' classes; imports
-neither torch nor transformers, and reads no files.
-"""
+"""Which models can be decoded with token trees, by their configurations and transformers' class
+flags, and an error with a remedy for those that cannot. Imports neither torch nor transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,8 +77,7 @@ LAYER_TYPES = {
     "attention)",
     "recurrent": RECURRENT,
 }
-"""The reasons why layers of a type cannot be decoded with token trees; a type is known by its
-beginning."""
+"""Why layers whose type begins so cannot be decoded with token trees."""
 ALTUP = "its layers pass on several states per token (AltUp), which no back end supports"
 LOOPED = "it runs some layers several times, and caches hold the keys of a layer only once"
 ASSISTANT = "it drafts from the states, keys and values of a Gemma 4 model, which is not supported"
@@ -96,16 +92,15 @@ LONGEST_SHOWN = 60
 
 
 def why_no_folder(source: str) -> str:
-    """Return what is wrong with a file where the folder of a model is wanted, and what to name
-    instead."""
+    """Return why a file is no model folder, and what to name instead."""
     if source.lower().endswith(".safetensors"):
         return "is one file of a model; name the folder that it lies in"
     return f"is a file; {MODEL_FILES}"
 
 
 def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` if a model's weights are not those of its weight files: quantised in an
-    unsupported way, or in a file that config.json names."""
+    """`CheckpointError` for weights quantised in an unsupported way, or in a file that config.json
+    names."""
     if (named := content.get("transformers_weights")) is not None:
         key = f"transformers_weights is {str(named)[:100]!r}"
         raise CheckpointError(
@@ -115,8 +110,7 @@ def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
 
 
 def refuse_content(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` for a config.json that does not describe a language model of plain
-    weights."""
+    """`CheckpointError` for a config.json that describes no language model of plain weights."""
     refuse_elsewhere(content, file)
     kind = content.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -176,8 +170,8 @@ def _text_part(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """`CheckpointError` naming a size in config.json that is no positive whole number; transformers
-    divides by some before it checks them."""
+    """`CheckpointError` naming a size that is no positive whole number: transformers divides by
+    some."""
     for name in COUNTS:
         number = content.get(name)
         if isinstance(number, list) and name == "intermediate_size":  # one for each layer
@@ -198,8 +192,8 @@ def _refuse_sizes(content: Mapping[str, Any], file: Path) -> None:
 
 
 def refuse_config(config: Any, model_class: Any, file: Path) -> None:
-    """`CheckpointError` for a model that cannot be decoded, by its configuration as transformers
-    reads it and its class for causal language models, or None."""
+    """`CheckpointError` for an unsupported model, by transformers' configuration and class (or
+    None)."""
     what = f"{file}: model type {config.model_type}"
     if config.is_encoder_decoder:
         raise CheckpointError(
@@ -242,8 +236,7 @@ def bidirectional(config: Any, field: str, file: Path) -> str:
 
 
 def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
-    """`CheckpointError` for layers that are no attention over all tokens or over the last ones, nor
-    have a state that is followed through the branches of a tree."""
+    """`CheckpointError` for layers other than full or windowed attention, or known states."""
     if config.model_type in RECURRENT_FAMILIES:
         return
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES)
@@ -263,8 +256,7 @@ def _refuse_layers(config: Any, model_class: Any, file: Path) -> None:
 
 
 def refuse_without_kernels(model_type: str, source: str, why: str) -> None:
-    """`CheckpointError` for a model of a type that the library does not compute where the kernels
-    do not either, and why they do not."""
+    """`CheckpointError` for a model type that only the kernels compute; `why`: they do not."""
     if (what := KERNELS_ALONE.get(model_type)) is not None:
         raise CheckpointError(
             f"{source}: model type {model_type}: its {what} not computed by torch's library "
@@ -273,8 +265,7 @@ def refuse_without_kernels(model_type: str, source: str, why: str) -> None:
 
 
 def closed(model_class: Any) -> bool:
-    """Return whether transformers' class computes attention itself rather than by a function that
-    can be replaced."""
+    """Return whether a class computes attention by a function that cannot be replaced."""
     return not getattr(model_class, "_supports_attention_backend", False)
 
 
@@ -304,8 +295,7 @@ def shown(value: object) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first lines of an error as one, since some libraries begin with only the location; for
-    system errors their text."""
+    """Return an error's first lines as one: some libraries begin with only the location."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error).removeprefix("Error while deserializing header: ")

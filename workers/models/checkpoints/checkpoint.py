@@ -1,10 +1,6 @@
-"""A model folder on disk: finds it, checks it, and reads what is known about its vocabulary. The
-only module that opens safetensors.
-
-Everything that could make a loaded model silently wrong is refused here by name: weights that are
-pickled, truncated, missing from the index, not a number, or quantised in a way that is not read.
-Knows files; builds no model.
-"""
+"""A model folder: found, checked and read. The only module that opens safetensors. What could make
+a model silently wrong is refused by name: weights that are pickled, truncated, missing from the
+index, not finite, or quantised in an unknown way."""
 
 import json
 import tempfile
@@ -68,8 +64,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose weights have been read once and found whole, or are while they are loaded:
-    who has the digest knows that they are."""
+    """A folder whose weights have been found whole, or are being read: the digest tells."""
 
     source: str
     folder: Path
@@ -86,8 +81,8 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of config.json and the weight files, in hexadecimal; `CheckpointError`
-        for weights that are not whole. Where they are still being read, wait for that."""
+        """Return the SHA-256 of config.json and weights, waiting for it; `CheckpointError` for
+        damaged weights."""
         return self.digesting.result()
 
     @property
@@ -101,17 +96,15 @@ class Checkpoint:
         return self.tensors[name].read(name)
 
     def own_names(self, names: Iterable[str]) -> list[str]:
-        """Return what the weight files call tensors of the model, also such as they lack: GGUF
-        files have their own names, one for the matrices of all experts of a layer."""
+        """Return the weight files' names of a model's tensors, present or not: GGUF has its own."""
         if (model := model_of(self.folder)) is None:
             return [*names]
         naming = naming_of(Facts(model))
         return [*dict.fromkeys(naming.in_file(name) or name for name in names)]
 
     def rows(self, name: str, *others: str, transposed: bool) -> Rows | Pile | None:
-        """Return the rows [out] of a matrix as the blocks of its file; None for a tensor without
-        blocks, and for one of several pieces (`others`: those behind the first). `transposed`: the
-        checkpoint has it as [in, out]."""
+        """Return the rows [out] of a matrix as blocks; None without blocks or in pieces (`others`).
+        `transposed`: stored as [in, out]."""
         stored = None if others else self.tensors[name]
         if isinstance(stored, Piled):
             return stored.rows(name)
@@ -129,8 +122,7 @@ class Checkpoint:
         )
 
     def refuse_changed(self) -> None:
-        """`CheckpointError` if a weight file is no longer the one that was read and found whole;
-        for those who read files by themselves."""
+        """`CheckpointError` if a weight file has changed since it was read."""
         for path, before in {
             stored.file: stored.identity for stored in self.tensors.values()
         }.items():
@@ -142,9 +134,8 @@ class Checkpoint:
 
 
 def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
-    """The checkpoint that `source` (folder, hub id or id@revision) names, checked;
-    `CheckpointError` names the file and the tensor. `wait`: until all weights have been read; else
-    they are read concurrently with their use, and the digest waits for that."""
+    """Return the checkpoint of a folder, hub id or id@revision, checked. Without `wait`, weights
+    are still being read, and the digest waits for that."""
     folder = find_folder(source)
     refuse_content(text_part(read_json(folder / "config.json")), folder / "config.json")
     if not files_of(folder):
@@ -157,8 +148,7 @@ def open_checkpoint(source: str, *, wait: bool = True) -> Checkpoint:
 
 
 def open_weights(folder: Path, *, wait: bool = True) -> Weights:
-    """The weights of a folder, without checks of a vocabulary, which a draft head does not have.
-    `wait`: as in `open_checkpoint`."""
+    """Return a folder's weights without checks of a vocabulary, which draft heads lack."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
     sources, tensors = _read_headers(folder)
@@ -173,16 +163,14 @@ def open_weights(folder: Path, *, wait: bool = True) -> Weights:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return where every tensor of a folder stands, by the headers of its weight files alone; what
-    is read of them is to be checked then."""
+    """Return where a folder's tensors are, by headers alone; their values are unchecked."""
     content = read_json(folder / "config.json")
     refuse_elsewhere(content, folder / "config.json")
     return renamed(content, decoded(text_part(content), _read_headers(folder)[1]))
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, including its folder, atomically. `OSError` if it cannot be
-    written."""
+    """Write a safetensors file atomically, with its folder; `OSError` if that fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
@@ -269,8 +257,8 @@ def _refuse_kinds(tensors: Mapping[str, Stored]) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers will load, sorted by name: model.safetensors, else
-    exactly those that the index lists."""
+    """Return the safetensors files that transformers would load: model.safetensors, or the
+    index's."""
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(
             f"{folder} holds an adapter (adapter_config.json); merge it into its model and "

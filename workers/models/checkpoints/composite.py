@@ -1,11 +1,6 @@
-"""The language model within a checkpoint of several parts, such as one that reads images, too: its
-configuration, and its tensors under the names that they have where it stands alone.
-
-Only kinds whose language model computes the same alone are taken apart; a test holds each against
-transformers. PaliGemma is none, where a prompt is read in both directions, nor is Aya Vision, where
-transformers does not scale logits as it does alone. Needs neither torch nor transformers, and reads
-no files.
-"""
+"""The language model within a checkpoint of several parts: its configuration, and its tensors by
+the names it has alone. Only kinds that compute the same alone are listed, which a test checks: not
+PaliGemma, whose prompts are bidirectional, nor Aya Vision, whose logits are not scaled."""
 
 import re
 from collections.abc import Mapping
@@ -40,8 +35,8 @@ RENAMED = {
     r"^model\.(language_model|text_model)\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
-"""Beginnings of names of the language model's tensors, as older and newer versions of transformers
-write them, and those that they have where it stands alone."""
+"""Prefixes of the language model's tensors, of any version of transformers, and those it has
+alone."""
 SHARED = (
     "bos_token_id",
     "compression_config",
@@ -62,19 +57,17 @@ VOCABULARIES = {
     "qwen3_5_text": 248_320,
     "qwen3_5_moe_text": 248_320,
 }
-"""The vocabulary size that transformers assumes if a language model's configuration lacks it, as in
-Gemma 3's published checkpoints."""
+"""transformers' default vocabulary sizes, which Gemma 3's published checkpoints rely on."""
 
 
 def is_composite(content: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of several parts, one of them a language model that can be
-    decoded alone."""
+    """Return whether a config.json has a language model that can be decoded alone."""
     return content.get("model_type") in KINDS and isinstance(content.get("text_config"), dict)
 
 
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the language model that a config.json has for one of its parts;
-    `content` itself if it is of one alone."""
+    """Return the configuration of a config.json's language model; `content` if it is nothing
+    else."""
     if not is_composite(content):
         return content
     shared = {name: content[name] for name in SHARED if name in content}
@@ -93,14 +86,13 @@ def of_language_model(content: Mapping[str, Any], name: str) -> bool:
 
 
 def renaming(content: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return what the names of tensors begin with in a checkpoint of this config.json, as regular
-    expressions, and what stands for it in those of the language model alone."""
+    """Return regular expressions of tensor name prefixes, and their replacements."""
     return RENAMED if is_composite(content) else {}
 
 
 def renamed(content: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return tensors under the names that they have where the language model stands alone. Those
-    of other parts keep theirs. `CheckpointError` names one that is there under two names."""
+    """Return tensors by the language model's own names; others keep theirs. `CheckpointError` for a
+    name that is there twice."""
     beginnings, found = renaming(content), dict[str, T]()
     for stored, tensor in tensors.items():
         name = stored

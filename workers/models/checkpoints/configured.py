@@ -1,5 +1,4 @@
-"""The configuration of a checkpoint as transformers builds a model from it, and what is wrong with
-one that it cannot build."""
+"""A checkpoint's configuration as transformers builds a model from it, and why it cannot."""
 
 import contextlib
 import re
@@ -37,13 +36,12 @@ CORRECT = "correct it, or take the config.json that belongs to the weights"
 BESIDE_TEXT = {"phi4_multimodal": "model.embed_tokens_extend"}
 """The module of a language model that puts images and sound among its embeddings, by model type."""
 WIDELY_TAKEN = torch.bfloat16
-"""The type in which torch tries every product of tensors without numbers: those of grouped experts
-in no other."""
+"""Type in which torch tries products on the meta device: grouped experts have no other."""
 
 
 def configured(checkpoint: Checkpoint) -> Any:
-    """The model of a checkpoint's config.json, without numbers; what cannot be decoded or has other
-    shapes is refused before memory is taken for any."""
+    """Return the model of a checkpoint without numbers; refuses what cannot be decoded before
+    allocating."""
     attention.register()
     file = checkpoint.folder / "config.json"
     config = limit_context(read_config(file), checkpoint.context, checkpoint.source)
@@ -62,8 +60,7 @@ def configured(checkpoint: Checkpoint) -> Any:
 
 
 def read_config(file: Path) -> Any:
-    """transformers' configuration of a config.json; `CheckpointError` for one that it cannot read
-    or of a model that cannot be decoded."""
+    """Return transformers' configuration; `CheckpointError` if it is unreadable or unsupported."""
     whole = read_json(file)
     content = text_part(whole)
     refuse_content(content, file)
@@ -97,16 +94,14 @@ def read_config(file: Path) -> Any:
 
 
 def full_config(file: Path) -> dict[str, Any]:
-    """Return the fields of a config.json completed as transformers would: with the defaults of its
-    model type, and fields under former names. `CheckpointError` as from `read_config`."""
+    """Return config.json's fields with transformers' defaults; errors as of `read_config`."""
     fields: dict[str, Any] = read_config(file).to_dict()
     kind = fields.get("dtype")
     return {**fields, "dtype": kind and str(kind).removeprefix("torch.")}
 
 
 def built(config: Any, file: Path) -> Any:
-    """The model on no device at all; `CheckpointError` for one that cannot be built with our
-    attention."""
+    """Return the model on the meta device; `CheckpointError` if our attention does not fit it."""
     try:
         model = for_text(empty(config, attention.IMPLEMENTATION))
     except Exception as error:
@@ -133,8 +128,7 @@ class Unchanged(nn.Module):
 
 
 def for_text(model: Any) -> Any:
-    """Return a model without the parts that read images or sound: no text is computed by them, so
-    that they are neither counted nor loaded."""
+    """Return a model without its parts for images or sound."""
     if (name := BESIDE_TEXT.get(model.config.model_type)) is not None:
         model.set_submodule(name, Unchanged())
     return model
@@ -153,8 +147,7 @@ def with_buffers(model: Any) -> Any:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Skip torch's initialisation of tensors on the meta device, which would import its compiler
-    and take seconds."""
+    """Skips initialisation on the meta device, for which torch would import its compiler."""
 
     def __torch_function__(
         self, function: Any, _types: Any, given: Any = (), named: Any = None
@@ -176,8 +169,7 @@ def empty(config: Any, implementation: str) -> Any:
 
 
 def _fill_buffers(model: Any, module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Compute what no checkpoint holds; what transformers does not compute is None, or NaN, for the
-    whole model to be loaded by it (`_maps_one_to_one`)."""
+    """Compute buffers that no checkpoint has; what transformers leaves out is None or NaN."""
     for name, buffer in buffers.items():
         module._buffers[name] = (
             torch.full_like(buffer, float("nan"), device="cpu")
@@ -191,8 +183,7 @@ def _fill_buffers(model: Any, module: nn.Module, buffers: Mapping[str, Tensor]) 
 
 
 def _why_not_built(config: Any, error: Exception) -> str:
-    """The end of the sentence for a class that cannot be built with our attention: with
-    transformers' own it can, or its configuration is to blame."""
+    """Return why a class cannot be built: our attention, or its configuration."""
     try:
         model = empty(config, "eager")
     except Exception:
@@ -204,9 +195,8 @@ def _why_not_built(config: Any, error: Exception) -> str:
 
 
 def why_refused(config: Any, model_class: Any) -> str:
-    """Return why a model whose code stumbled cannot be decoded, and what to do: it is its
-    configuration's fault where transformers' own forward stumbles over that, in every way of
-    calling it that the default one gets through."""
+    """Return why a model that raised an error is refused: its configuration is to blame if
+    transformers' own forward fails in every way that works by default."""
     ways = set[str]()
     with contextlib.suppress(Exception):  # some have no default that is a model
         ways = {way for way, why in _stumbles({}, type(config)).items() if not why}
@@ -229,9 +219,8 @@ _OF_THE_TRIAL = re.compile(r"\bmeta\b|register_meta")
 
 
 def _stumbles(fields: Mapping[str, Any], config_class: Any) -> Mapping[str, str]:
-    """Return what transformers' own forward of two tokens stumbles over in a model of a
-    configuration, without numbers, by the ways of calling it; empty where it does not. What it
-    raises as it is built is raised."""
+    """Return what transformers' own forward of two tokens raises, by the way of calling it. Errors
+    of building are raised."""
     with quiet():
         model = empty(config_class.from_dict(dict(fields)), "eager").to(WIDELY_TAKEN).eval()
     ids = torch.zeros((1, 2), dtype=torch.long, device="meta")
@@ -269,9 +258,8 @@ def said_by(error: BaseException) -> str:
 
 
 def _culprit(content: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object]) -> str:
-    """The first field of a configuration without which an attempt that fails with it succeeds, and
-    its value; the size of the vocabulary is the last to be blamed, since transformers' own is
-    large enough for any id that is beyond this one."""
+    """Return the first field whose removal makes a failing attempt succeed, and its value;
+    vocab_size is tried last, as the default is large enough for any id."""
 
     def works(fields: dict[str, Any]) -> bool:
         with contextlib.suppress(Exception), quiet():
@@ -306,8 +294,7 @@ def quiet() -> Iterator[None]:
 
 
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a model's decoder layers; `CheckpointError` if they cannot be
-    found."""
+    """Return name and list of a model's decoder layers; `CheckpointError` without any."""
     for name, module in model.named_modules():
         if (
             isinstance(module, nn.ModuleList)
@@ -329,11 +316,8 @@ def base_model(model: Any) -> Any:
 
 
 def refuse_misshapen(model: Any, checkpoint: Checkpoint) -> None:
-    """`CheckpointError` naming a tensor that has another shape than the model calls for, or other
-    numbers than fractions where these are due.
-
-    Names that stand on one side only are left to transformers, which renames some as it loads.
-    """
+    """`CheckpointError` naming a tensor of another shape, or whose numbers are no fractions.
+    Missing and extra names are left to transformers."""
     for name, tensor in model.state_dict().items():
         stored = checkpoint.tensors.get(name)
         if stored is not None and stored.shape != tuple(tensor.shape):

@@ -9,22 +9,19 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.messages import MAX_TOKENS
 
 LONGEST, SECOND = "longest_sequence", "second_rotary_table"
-"""Fields that a configuration has from the settings: the longest sequence, and whether the second
-of two longrope tables computes all of them."""
+"""Configuration fields from the settings: longest sequence, and use of the second longrope
+table."""
 TABLES = ("short_factor", "long_factor")
-"""The fields of longrope: the factors of frequencies for sequences within the original length, and
-for longer ones."""
+"""longrope's factors of frequencies, within the original length and beyond."""
 ASKED = ("yarn", "linear", "longrope")
-"""Kinds of rotation with which a longer context may be set: some configurations have the scaled
-length, and some the original one."""
+"""Kinds of rotation for longer contexts; some configurations have the scaled length."""
 
 
 def scaled_positions(
     config: Mapping[str, Any], positions: int, kinds: Sequence[str] = ("yarn",)
 ) -> int:
-    """Return the positions of a model: those of its configuration or, if more, the original ones
-    times the factor of a rotation of these kinds. Model cards add YaRN without changing the
-    positions."""
+    """Return the configured positions or, if more, the original ones times the factor of such a
+    rotation: model cards add YaRN without changing the positions."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found, ropes = [int(positions)], list[Any]()
     if isinstance(rope, Mapping):
@@ -40,9 +37,8 @@ def scaled_positions(
 
 
 def context_of(config: Any) -> int:
-    """Return the longest sequence, in tokens: that of the settings, or the model's. By default a
-    model with two longrope tables has the length of the first, since for a longer text transformers
-    recomputes all rows by the second, which invalidates kept ones."""
+    """Return the longest sequence in tokens, of the settings or the model. With two longrope
+    tables, the first one's: beyond it transformers recomputes all rows by the second."""
     if (said := getattr(config, LONGEST, None)) is not None:
         return int(said)
     positions = scaled_positions(vars(config), config.max_position_embeddings)
@@ -52,9 +48,8 @@ def context_of(config: Any) -> int:
 
 
 def limit_context(config: Any, context: int | None, source: object) -> Any:
-    """Return the configuration for sequences of at most `context` tokens, which is changed in
-    place. A model with two longrope tables reads all of them by the second if that is longer than
-    the first is for. `CheckpointError` where the model has fewer positions."""
+    """Limit a configuration to `context` tokens in place, by the second longrope table if the first
+    is too short. `CheckpointError` if the model has fewer positions."""
     if context is None:
         return config
     positions = scaled_positions(vars(config), config.max_position_embeddings, ASKED)
@@ -74,14 +69,12 @@ def limit_context(config: Any, context: int | None, source: object) -> Any:
 
 
 def digest_within(digest: str, config: Any) -> str:
-    """Return the digest of a checkpoint of that digest with the configuration that the settings
-    leave: another one where another rotary table makes it another function."""
+    """Return a checkpoint's digest; with the second longrope table it is another function."""
     return digest_of_second(digest) if getattr(config, SECOND, False) else digest
 
 
 def digest_of_second(digest: str) -> str:
-    """Return the digest of a checkpoint of that digest where the second of its longrope tables
-    computes all sequences."""
+    """Return the digest of a checkpoint with the second longrope table."""
     return hashlib.sha256(f"{digest}\0{SECOND}".encode()).hexdigest()
 
 

@@ -1,12 +1,6 @@
-"""Digests of weight files: read once, checked for what is not a number on the way, and remembered
-for as long as the files stay what they are.
-
-A digest is SHA-256 over names, sizes and contents, one file after the other, so it is the same on
-every machine. One thread reads a block and compares exponent bits as integers while another hashes
-the block before. What was found is kept under the identity of the files (device, inode, size and
-both times); a file that was changed so lately that a second change could bear the same times is not
-remembered. Knows bytes, nothing of models.
-"""
+"""Digests of weight files: SHA-256 over names, sizes and contents, the same on every machine. Files
+are read once, and checked for NaN and infinity; digests are cached by the files' identity (device,
+inode, size, times), unless a file changed so recently that its times could repeat."""
 
 import errno
 import fcntl
@@ -31,8 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK_BYTES = 4 << 20
-"""A multiple of the size of every number type, so that no number lies across two blocks; small
-enough to stay in the cache between reading and hashing."""
+"""A multiple of every number's size; small enough to stay in the cache until it is hashed."""
 BLOCKS = 3
 """One is read while another is hashed, and one waits."""
 EXPONENTS = {
@@ -41,19 +34,16 @@ EXPONENTS = {
     "F16": (2, 0x1F << 10),
     "BF16": (2, 0xFF << 7),
 }
-"""Type of numbers -> bytes of one, and its exponent bits: a number that has all of them set is NaN
-or infinite."""
+"""Type -> bytes of a number, and its exponent bits: all of them are set in NaN and infinity."""
 FOLDER = "digests"
 MOST_KEPT = 256
 """Digests that are kept; the oldest go."""
 CHECKED_BYTES_S = 50e6
-"""Another process that reads the same files is waited for as long as reading them at this rate
-would take, and `LEAST_WAIT_S`."""
+"""Rate that another process's reading of the same files is waited for, and `LEAST_WAIT_S`."""
 LEAST_WAIT_S = 10.0
 LOOK_S = 0.05
 GRAIN_NS, COARSE_GRAIN_NS = 50_000_000, 2_000_000_000
-"""Two changes of a file within this time may bear the same times: where times are kept in fractions
-of a second, and where in whole ones (FAT, old NFS)."""
+"""Changes within this time may have equal times: fractional times, and whole seconds (FAT, NFS)."""
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +66,7 @@ class Identity:
         return cls(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
 
     def same_content(self, other: "Identity") -> bool:
-        """True if the file was not written between the two; a new link or other permissions are no
-        change."""
+        """Return whether the content is the same: links and permissions may change."""
         own, others = (
             (self.device, self.inode, self.size, self.modified_ns),
             (other.device, other.inode, other.size, other.modified_ns),
@@ -102,8 +91,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """A weight file: its header, and the tensors behind it in their order, which fill the rest of
-    the file without a gap."""
+    """A weight file: header, and tensors that fill the rest in order."""
 
     path: Path
     identity: Identity
@@ -112,12 +100,8 @@ class Source:
 
 
 def digest_of(configuration: bytes, sources: Sequence[Source]) -> str:
-    """Return the SHA-256 of config.json and the weight files, in hexadecimal; `CheckpointError` for
-    NaN, infinite values and a file that changes.
-
-    Files that were found whole before, and have not changed since, are not read again; of several
-    processes that ask for the same files at once one reads.
-    """
+    """Return the SHA-256 of config.json and weights; `CheckpointError` for NaN, infinity or a
+    changing file. Known files are not read again, and only one process reads at a time."""
     began_ns = time.time_ns()
     if not all(source.identity.settled(began_ns) for source in sources):
         return _read(configuration, sources)
@@ -155,8 +139,7 @@ def known_digest(digest: str) -> Future[str]:
 
 
 class Kept:
-    """Digests in a folder, a file each: whoever reads one finds it whole or not at all, and one
-    that is damaged counts as none."""
+    """Digests in a folder, a file each, written atomically; damaged ones are ignored."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -191,8 +174,7 @@ class Kept:
 
     @contextmanager
     def turn(self, key: str, patience_s: float) -> Iterator[None]:
-        """Have the block to this process, of all that ask for this key; whoever holds it for longer
-        than `patience_s` is not waited for."""
+        """Hold a key's lock within the block, waiting at most `patience_s` for another process."""
         path = self._folder / f"{key}.lock"
         with ExitStack() as stack:
             with suppress(OSError):  # nothing can be saved then, which `keep` logs
@@ -210,8 +192,7 @@ class Kept:
 
 
 def _lock(file: IO[str], patience_s: float) -> None:
-    """Take a lock on an open file, unless another process holds it for too long; `OSError` if locks
-    are not supported."""
+    """Lock an open file unless another holds it too long; `OSError` if locks are unsupported."""
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
@@ -230,10 +211,8 @@ def _seal(key: str, digest: str) -> str:
 
 
 def all_finite(block: "bytearray | memoryview | np.ndarray", kind: str) -> bool:
-    """True if none of the numbers of type `kind` in a block is NaN or infinite; types without these
-    are finite. As integers positive numbers ascend to infinity and NaN, and so do negative ones,
-    above them, where the sign counts as a digit: two maxima suffice.
-    """
+    """Return whether no number in a block is NaN or infinite. Seen as integers these are the
+    largest, of each sign, so two maxima suffice."""
     import numpy as np  # late: every command reads what is remembered of digests
 
     if kind not in EXPONENTS:
@@ -249,8 +228,7 @@ def all_finite(block: "bytearray | memoryview | np.ndarray", kind: str) -> bool:
 
 
 def refuse_changed(path: Path, before: Identity, file: IO[bytes]) -> None:
-    """Raise `CheckpointError` if an open file is not the one, or has not the content, that it
-    was."""
+    """`CheckpointError` if an open file is another, or has other content, than before."""
     if not before.same_content(Identity.of(file)):
         raise CheckpointError(
             f"{path} was changed while it was loaded: wait until it is written, and start again"
@@ -258,8 +236,7 @@ def refuse_changed(path: Path, before: Identity, file: IO[bytes]) -> None:
 
 
 def _key(configuration: bytes, sources: Sequence[Source]) -> str:
-    """Return what the digest of these files is kept under; whatever the digest depends on is in it,
-    contents by the files' identities."""
+    """Return the cache key of these files: all that the digest depends on."""
     whole = hashlib.sha256(b"1\0" + configuration)
     for source in sources:
         whole.update(f"\0{source.path.name}\0{source.identity}\0".encode())

@@ -10,8 +10,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, reason, shown
 
 MAX_FILE_BYTES = MAX_ARRAY_BYTES
-"""The largest configuration, index or tokenizer: what may travel to the coordinator, and twice the
-largest tokenizer that there is."""
+"""Largest configuration, index or tokenizer: what a message may hold, twice the largest known."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -43,8 +42,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """Return what a file holds; `CheckpointError` if it cannot be read, or is a pipe, whose writer
-    might never come."""
+    """Return a file's content; `CheckpointError` if it cannot be read, or is a pipe."""
     try:
         if file.is_fifo():
             raise OSError(None, "it is not a file")

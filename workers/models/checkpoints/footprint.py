@@ -1,10 +1,6 @@
-"""The footprint of a model: the bytes that its process takes for itself, its weights, keys and
-values, a pass, and for loading all that.
-
-One sum for admission, plans, limits and placements, of the sizes of a model: by its configuration,
-or by its tensors where these are here. Counted is what cannot be given back. Functions of shapes;
-reads headers alone, needs no torch.
-"""
+"""The memory of a model's process: the program, weights, keys and values, a pass, and loading. One
+sum for admission, plans, limits and placements, by configuration or by the headers of its tensors,
+without torch."""
 
 import json
 import re
@@ -37,32 +33,25 @@ from dovetail.workers.models.checkpoints.quantised.layout import matrices
 from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 
 COMPILER_BYTES = 45_000_000 if find_spec("hqq") else 0
-"""Memory of torch's compiler, which transformers imports where hqq is installed (measured: 40
-MB)."""
+"""torch's compiler, which transformers imports where hqq is installed (measured)."""
 PROCESS_BYTES = 305_000_000 + COMPILER_BYTES
-"""Memory of a process that has imported torch and transformers and holds no model (torch 2.13,
-transformers 5.24, measured: 303 MB)."""
+"""A process with torch and transformers and no model (torch 2.13, transformers 5.24, measured)."""
 MIXTURE_BYTES = 30_000_000
-"""Memory that packing a layer with experts takes beyond what is counted here (measured: up to
-29 MB)."""
+"""What packing a layer with experts takes beyond the sum (measured: up to 29 MB)."""
 PROCESS_SPACE = 1_300_000_000
 """Bytes of its address space."""
 EXPERTS_READ = 4
-"""Matrices of one expert that are there at a time as they were stored: gate and up, one by one and
-together."""
+"""Matrices of an expert in memory as they were stored: gate and up, apart and joined."""
 CACHED_ROWS = 4096
-"""Rows of keys and values that a limit leaves room for: a long conversation, and a prompt of it
-that is read at once."""
+"""Rows of keys and values in a limit: a long conversation, and a prompt of it."""
 PASS_ROWS = {"cpu": 256, "gpu": 1024}
 """Rows of a prompt that go through a layer at a time."""
 WIDENED_BYTES = 64 << 20
 """Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device/layer.py`)."""
 PACKED_LAYERS = 2
-"""While a model is loaded one layer is there as it was stored and as it is packed, before it lies
-where it stays."""
+"""Layers that loading holds both as stored and as packed."""
 PROOF_BYTES = 48 << 20
-"""A piece of a matrix in fp32 while it is packed, and the rows on which a layer is proved
-(`backends/fused.py`)."""
+"""A piece of a matrix in fp32, and the rows of a proof (`backends/fused.py`)."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of a file that is not what it should be."""
 MAX_HEADER_BYTES = 100 << 20
@@ -96,8 +85,7 @@ class Tensor:
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers it stands for: blocks of MXFP4 for two in each byte, and their
-        exponents for none."""
+        """Return the numbers it holds: two for each byte of MXFP4 blocks, none for exponents."""
         if self.kind != "U8":
             return prod(self.shape)
         return 2 * prod(self.shape) if self.name.endswith(BLOCKS) else 0
@@ -127,8 +115,7 @@ def is_expert(name: str, shape: Sequence[int]) -> bool:
 
 
 def read_tensors(folder: Path) -> list[Tensor]:
-    """Return what the weight files of a folder hold; nothing where that cannot be told: whoever
-    loads them says what is wrong."""
+    """Return the tensors of a folder's weight files; none if unreadable: loading reports it."""
     if described := described_tensors(folder):
         return [
             Tensor(name, one.kind, one.shape, one.packed_bytes) for name, one in described.items()
@@ -183,14 +170,12 @@ def _entry(name: str, entry: Mapping[str, Any]) -> Tensor:
 
 
 def in_blocks(folder: Path) -> bool:
-    """Return whether the model of a folder has blocks that weights `file` are there for: those of
-    its GGUF file, or experts in MXFP4."""
+    """Return whether weights `file` are possible: blocks of GGUF, or experts in MXFP4."""
     return any(tensor.packed_bytes for tensor in read_tensors(folder))
 
 
 def half_of(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the matrices are stored in one type of 16 bits, as `half` weights need
-    them."""
+    """Return whether all matrices are stored in one type of 16 bits, for `half` weights."""
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) == 2}
     return len(kinds) == 1 and kinds <= {"F16", "BF16"}
 
@@ -202,8 +187,7 @@ def type_of_matrices(tensors: Sequence[Tensor]) -> str:
 
 
 def rearranged(tensors: Sequence[Tensor]) -> bool:
-    """Return whether transformers would rearrange these as it loads them, and so have all of them
-    in fp32 at a time: experts become one tensor."""
+    """Return whether transformers rearranges tensors as it loads, all of them in fp32."""
     return any(tensor.is_expert for tensor in tensors)
 
 
@@ -245,8 +229,8 @@ class Footprint:
 def host_footprint(
     sizes: Sizes, computed: int = 0, resident: int = 0, *, rows: int = TREE_ROWS
 ) -> Footprint:
-    """Return the host memory of a model's process if a device computes `computed` layers and keeps
-    `resident` of them; `rows`: the rows of a pass that have logits."""
+    """Return the host's memory if a device computes `computed` layers and keeps `resident`; `rows`:
+    of a pass with logits."""
     own = sizes.layers - computed
     inside = pass_bytes(sizes, "cpu", rows=0) if own else 0
     head = 0 if computed else sizes.head - sizes.tied
@@ -260,14 +244,12 @@ def host_footprint(
 
 
 def cache_bytes(sizes: Sizes) -> int:
-    """The keys and values, or the state, of one layer: of a long conversation, and of a tree behind
-    it."""
+    """Return keys and values, or the state, of a layer for a long conversation and a tree."""
     return sizes.row * (long_rows(sizes) + TREE_ROWS) + sizes.states
 
 
 def pass_bytes(sizes: Sizes, device: str, *, rows: int = TREE_ROWS) -> int:
-    """Return what is held while rows are computed: the states of a whole prompt, one chunk of rows
-    within a layer, and the logits of `rows`."""
+    """Return what a pass holds: states of a prompt, a chunk within a layer, logits of `rows`."""
     on_gpu = device != "cpu"
     chunk = min(PASS_ROWS["gpu" if on_gpu else "cpu"], long_rows(sizes))
     seen = long_rows(sizes) * seen_bytes(sizes) + WIDENED_BYTES if on_gpu else 0
@@ -297,8 +279,8 @@ def sizes_in(
     longest: int | None = None,
     library: bool = False,
 ) -> Sizes:
-    """Return the sizes of the model in a folder, which has these tensors: keys and values of a type
-    (fp32, half) if its config.json has the sizes, for sequences of at most `longest` tokens."""
+    """Return the sizes of a folder's model with these tensors; keys and values of the type `cache`
+    if config.json has sizes, for at most `longest` tokens."""
     try:
         config = text_part(read_json(folder / "config.json"))
     except CheckpointError:
@@ -324,8 +306,7 @@ def substitute_footprint(tensors: Sequence[Tensor], bits: int) -> Footprint:
 
 
 def head_footprint(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Footprint:
-    """Return what the process of a draft head takes as it is stored, with the embedding and the
-    output head of its target where it lacks them."""
+    """Return a draft head's process, with its target's tables where it has none."""
     whole = (*tensors, *tables_lacking(tensors, target))
     return Footprint(PROCESS_BYTES, sum(tensor.stored_bytes for tensor in whole))
 
@@ -339,8 +320,8 @@ def tables_lacking(tensors: Sequence[Tensor], target: Sequence[Tensor]) -> Seque
 
 
 def weights_bytes(tensors: Sequence[Tensor], weights: str) -> int:
-    """Return what weights of a type take once they are there: packed matrices, and tables as they
-    are stored, but for one that lies in the head."""
+    """Return the bytes of weights in memory: packed matrices, and tables as stored unless in the
+    head."""
     tied = _in_the_head(tensors, weights)
     return sum(_kept_bytes(tensor, weights) for tensor in [*tensors, *tied_head(tensors)]) - tied
 
@@ -358,9 +339,8 @@ def _in_the_head(tensors: Sequence[Tensor], weights: str) -> int:
 def sizes_by_tensors(
     sizes: Sizes, tensors: Sequence[Tensor], weights: str, *, library: bool = False
 ) -> Sizes:
-    """Return the sizes of a model by the tensors of its checkpoint, in weights of a type; `sizes`:
-    of the same model by its configuration, in any weights. `library`: torch computes it, and each
-    matrix is there as it is stored and as it is computed with."""
+    """Return sizes by a checkpoint's tensors; `sizes`: by its configuration. `library`: torch
+    computes it, with each matrix also as stored."""
     layers = layers_in(tensors)
     inside = [tensor for layer in layers for tensor in layer]
     mean = -(-_bytes_of(inside, weights) // sizes.layers)
@@ -381,9 +361,8 @@ def sizes_by_tensors(
 
 
 def _loading_bytes(sizes: Sizes, tensors: Sequence[Tensor], weights: str, *, library: bool) -> int:
-    """Return the most that there is beside packed weights while they are loaded: table and head as
-    they are stored, and either parts of a layer, or the packed head, for which all layers are
-    there."""
+    """Return the most that loading holds beside packed weights: table and head as stored, and parts
+    of a layer or the packed head."""
     if library and rearranged(tensors):
         largest = max((tensor.numbers for tensor in tensors if tensor.is_matrix), default=0)
         whole = 4 * (sum(tensor.numbers for tensor in tensors) + largest)
@@ -405,8 +384,7 @@ def _loading_bytes(sizes: Sizes, tensors: Sequence[Tensor], weights: str, *, lib
 
 
 def _at_layer(layer: Sequence[Tensor], weights: str) -> int:
-    """Return what there is at most beside the packed matrices of all layers while one is packed:
-    its last three matrices as they are stored, before the last of them is packed."""
+    """Return the most beside packed matrices while a layer is packed: its last three as stored."""
     dense = [tensor for tensor in layer if not _stays_in_blocks(tensor, weights)]
     largest = max(dense, key=lambda tensor: tensor.stored_bytes, default=None)
     if largest is None:
@@ -488,14 +466,13 @@ def tied_head(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def linears_bytes(tensors: Sequence[Tensor], weights: str = FILE) -> int:
-    """Return what the matrices of a checkpoint take as blocks, the head's included: those of its
-    GGUF file, or with weights int4 those that are searched for."""
+    """Return the bytes of a checkpoint's matrices as blocks, with the head."""
     return sum(_kept_bytes(tensor, weights) for tensor in _matrices(tensors))
 
 
 def numbers_by_type(folder: Path) -> Counter[int]:
-    """Return how many numbers of each of ggml's types the matrices of a GGUF file have, the head's
-    included; nothing of a folder that is the view of none."""
+    """Return how many numbers of each ggml type a GGUF file's matrices have; none for other
+    folders."""
     described, found = described_tensors(folder), Counter[int]()
     tensors = read_tensors(folder) if described else []
     table = next((tensor.name for tensor in tensors if tensor.is_table), "")
@@ -520,8 +497,7 @@ def layers_in(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def types_below(weights: str, tensors: Sequence[Tensor], *, library: bool) -> list[str]:
-    """Return the types of weights of a target that take less than these and can be computed, the
-    most exact first."""
+    """Return the smaller types of weights that a target can have, the most exact first."""
     smaller: Mapping[str, tuple[str, ...]] = {
         "fp32": ("half", FILE, "int8", INT4),
         "half": (FILE, "int8", INT4),

@@ -1,10 +1,6 @@
-"""The place of a model: the folder that is named, a snapshot in the Hugging Face cache, or one that
-is fetched from the hub; of a GGUF file on the hub, OWNER/NAME/FILE.gguf, nothing else is fetched.
-
-A complete snapshot in the cache is taken without asking the hub. The hub is asked with a short
-timeout and without retries before anything is downloaded. Needs no torch; what asks the hub imports
-its client, which takes half a second that a folder does not need.
-"""
+"""Finds a model: a folder, a snapshot in the Hugging Face cache, or the hub, of which a GGUF file
+is fetched alone. Complete snapshots need no network. The hub is asked with a short timeout before a
+download. The hub's client, which takes half a second to import, is imported when needed."""
 
 import json
 import re
@@ -40,8 +36,7 @@ class Hosted:
 
     @classmethod
     def of(cls, source: str) -> "Hosted | None":
-        """Return what a name (owner/name, owner/name/FILE.gguf, either with @revision) means, None
-        for one that is not of the hub."""
+        """Return what owner/name or owner/name/FILE.gguf (@revision) means; None: no hub name."""
         if found := HUB_FILE.fullmatch(source):
             return cls(found[1], found[3], found[2])
         found = HUB_ID.fullmatch(source)
@@ -60,24 +55,19 @@ class Hosted:
 
 
 def find_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """Return the local folder of a model (folder, GGUF file, hub id or id@revision), downloading
-    `files` if it has to be."""
+    """Return a model's local folder, downloading `files` if needed."""
     return local_folder(source, files=files) or _download(source, files)
 
 
 def check_source(source: str, *, files: Sequence[str] = HUB_FILES) -> None:
-    """Raise `CheckpointError` unless a model is here or the hub says that it has it; downloads
-    nothing."""
+    """`CheckpointError` unless a model is here or on the hub; downloads nothing."""
     if local_folder(source, files=files) is None:
         _ask_hub(source)
 
 
 def local_folder(source: str, *, files: Sequence[str] = HUB_FILES) -> Path | None:
-    """Return the folder of a model that needs no network, None for a hub id that is not complete in
-    the cache.
-
-    Raises `CheckpointError` for a name that is neither a folder nor a hub id.
-    """
+    """Return a model's folder without network; None: the hub id is not completely cached.
+    `CheckpointError` for other names."""
     if not source:
         raise CheckpointError("no model is named: give a folder, a hub id or id@revision")
     path = Path(source).expanduser()
@@ -118,8 +108,7 @@ def cached_folders() -> list[Path]:
 
 
 def _is_complete(folder: Path, files: Sequence[str]) -> bool:
-    """Return whether a snapshot has what it is wanted for; older versions of the cache do not
-    know."""
+    """Return whether a snapshot has the `files` it is needed for."""
     if not (folder / "config.json").is_file():
         return False
     if (index := folder / "model.safetensors.index.json").is_file():

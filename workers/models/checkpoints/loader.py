@@ -1,11 +1,6 @@
-"""A checkpoint becomes a transformers model on the CPU, quiet, and a piece at a time where that can
-be: a skeleton without numbers first, then the tensors of one part of it after the other, so that
-whoever packs them never has two copies of more than one part.
-
-transformers fills a missing tensor with random numbers and asks on a terminal whether to run remote
-code; both end here in an error. Knows which architectures can be decoded with trees and with
-several sessions in a pass, not how.
-"""
+"""Turns a checkpoint into a transformers model on the CPU: a skeleton without numbers first, then
+one part after the other, so that no more than one part is in memory twice. Missing tensors, which
+transformers would fill at random, and remote code end in an error."""
 
 import contextlib
 import logging
@@ -62,8 +57,7 @@ class Types:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A transformers model whose parameters have shapes and no numbers yet, and where these come
-    from."""
+    """A transformers model with shapes but no numbers yet, and where to read them."""
 
     model: Any
     read: Read
@@ -74,14 +68,11 @@ class Skeleton:
     stored: Mapping[str, str] | None = None
     """Parameter -> tensor of the checkpoint; None: they are made of several, or by transformers."""
     experts: Callable[[str], Unread] | None = None
-    """The experts of a parameter that holds those of a layer, to be read one by one; None: they are
-    read together."""
+    """Reads a stack's experts one by one; None: they are read together."""
     tied: Mapping[str, str] | None = None
-    """Tensor -> the one that stands for it in the checkpoint, where tensors are read from pieces;
-    None: they are not."""
+    """Tensor -> its stand-in in the checkpoint, for pieces; None: not read from pieces."""
     rows: Callable[[str, nn.Module], Rows | Pile | None] | None = None
-    """The blocks of the weight of a module, by its name, None where it is none of blocks; None:
-    there are no blocks."""
+    """Returns the blocks of a module's weight, if any; None: there are no blocks."""
     size_bytes: int = 0
     """The bytes of all of it where there is no checkpoint."""
 
@@ -94,9 +85,8 @@ class Skeleton:
         but: nn.Module | None = None,
         one_by_one: bool = False,
     ) -> None:
-        """Give all of a module's parameters that have none their numbers, under the names that
-        begin with `prefix`; those of `but` are left for later. `one_by_one`: where that can be,
-        experts get none, and whoever packs them reads each by itself (`leave_unread`)."""
+        """Fill a module's empty parameters, named from `prefix`, without those of `but`.
+        `one_by_one`: leave experts to be read singly (`leave_unread`)."""
         later = set() if but is None else set(but.modules())
         blocks: dict[str, Rows | Pile] = {}
         tensors: dict[str, nn.Parameter] = {}
@@ -125,9 +115,8 @@ class Skeleton:
     def _fill_blocks(
         self, module: nn.Module, prefix: str, path: str, found: dict[str, Rows | Pile]
     ) -> bool:
-        """Give a part of a module its weight as blocks, if the checkpoint has it in blocks; an
-        embedding is replaced by another module. `found`: the rows of other parts, which a tied part
-        shares. Returns True if nothing else of the part is left to fill."""
+        """Give a part its weight as blocks, if there are any, and return whether it is complete.
+        Embeddings are replaced; `found`: rows that tied parts share."""
         full = ".".join(filter(None, (prefix, path, "weight")))
         part: Any = module.get_submodule(path)
         able = ((table := is_table(part)) or type(part) is nn.Linear) and rows_of(part) is None
@@ -157,12 +146,9 @@ class Skeleton:
 
 
 def open_skeleton(checkpoint: Checkpoint) -> Skeleton:
-    """Return the model of a checkpoint, to be filled. `CheckpointError` for a tensor that is
-    missing; one that is superfluous is reported, and refused in a GGUF file.
-
-    Where transformers renames or rearranges tensors as it loads, it loads them: then the skeleton
-    has its numbers already, in fp32.
-    """
+    """Return a checkpoint's model, to be filled. `CheckpointError` for missing tensors, and
+    superfluous ones of GGUF. Where transformers renames or rearranges tensors, it has loaded all in
+    fp32."""
     model = configured(checkpoint)
     if naming := NAMINGS.get(model.config.model_type):
         return _in_pieces(model, checkpoint, naming)
@@ -216,8 +202,7 @@ def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
 
 
 def pieced_skeleton(model: Any, checkpoint: Checkpoint, tied: Mapping[str, str]) -> Skeleton:
-    """Return the skeleton of a model whose tensors are read from pieces, as one was that has been
-    checked."""
+    """Return the skeleton of a model read from pieces that have been checked."""
     naming = NAMINGS[model.config.model_type]
     return _pieced(model, checkpoint, _pieces_of(model, checkpoint, naming, tied), tied)
 
@@ -255,8 +240,8 @@ def _pieced(
 
 
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The whole transformers model of a checkpoint on the CPU with our attention; refuses what is
-    missing, reports what is superfluous."""
+    """Return the whole transformers model on the CPU with our attention; refuses missing
+    tensors."""
     if checkpoint.is_coded:
         return _filled(checkpoint, dtype)
     config = configured(checkpoint).config
@@ -309,8 +294,7 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def _refusing(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
-    """Turn what transformers raises at tensors, whatever its lines happen to stumble over, into a
-    `CheckpointError` of one line."""
+    """Turn transformers' errors about tensors into a `CheckpointError` of one line."""
     try:
         yield
     except Exception as error:
@@ -325,9 +309,8 @@ def _refusing(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
 
 
 def _settle_unused(model: Any, checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Report the tensors that the model does not use, but for those that transformers lists as
-    harmless. `CheckpointError` for one of a GGUF file: its configuration is told by its tensors, so
-    that one too many means another function."""
+    """Report unused tensors, unless transformers lists them as harmless. `CheckpointError` for
+    GGUF, whose configuration follows from its tensors."""
     names = sorted(names)
     if names and (own := name_in_file(checkpoint.tensors[names[0]])) is not None:
         raise CheckpointError(
@@ -353,8 +336,8 @@ def _report_superfluous(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 
 def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
-    """Return whether every tensor of the model stands in the checkpoint under its own name, or is
-    tied to one that does, and nothing else needs computing."""
+    """Return whether the checkpoint has every tensor of the model, by its name or a tied one's,
+    unchanged."""
     changes = [
         change
         for kind in (model.config.model_type, type(model).__name__)
@@ -378,8 +361,7 @@ def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
 
 
 def _missing(model: Any, checkpoint: Checkpoint) -> set[str]:
-    """Return the tensors of a model that a checkpoint has neither by their own name nor by that of
-    one that they are tied to."""
+    """Return the model's tensors that a checkpoint lacks, by their own and tied names."""
     tied, tensors = _tied(model), checkpoint.tensors
     return {
         name for name in model.state_dict() if name not in tensors and tied.get(name) not in tensors
@@ -387,15 +369,13 @@ def _missing(model: Any, checkpoint: Checkpoint) -> set[str]:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Return for each tied tensor the one that it is tied to, both ways: a checkpoint holds
-    either."""
+    """Return the tied tensors, both ways: a checkpoint holds either."""
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     return {**{source: target for target, source in tied.items()}, **tied}
 
 
 def linearise(model: Any) -> frozenset[str]:
-    """Put torch's linears in the place of GPT-2's own kind, whose weights are [in, out]; the names
-    of those weights."""
+    """Replace GPT-2's linears, whose weights are [in, out]; return the names of those weights."""
     transposed = set()
     for name, module in list(model.named_modules()):
         if isinstance(module, transformers.Conv1D):

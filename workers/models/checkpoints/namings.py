@@ -1,5 +1,4 @@
-"""The names that checkpoints have for the experts of a layer, which transformers holds in one
-tensor. Names alone; needs no torch."""
+"""Names of experts in checkpoints, which transformers holds in one tensor a layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,5 @@
-"""Tensors that a checkpoint holds under another name than transformers' model has, or in pieces:
-the experts of a layer, each of which has its own matrices in most files. A model's tensor is read
-from its pieces alone, so that no more than one layer is there as it was stored. Knows names and
-shapes; not what is computed with them.
-"""
+"""Tensors that a checkpoint holds under other names or in pieces, such as the matrices of single
+experts. Each is read by itself, so that only one layer is in memory as stored."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +23,7 @@ STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 EACH = re.compile(r"\.experts\.\d+\.")
 """The part of a name that says of which expert a piece is."""
 UNREAD = "unread_experts"
-"""The attribute of transformers' experts that has an `Unread` for each stack that has not been
-read."""
+"""Attribute of transformers' experts: an `Unread` for each stack that has not been read."""
 
 
 def others(missing: Sequence[str]) -> str:
@@ -44,8 +40,7 @@ class Unread:
     size_bytes: int
     """The bytes that are read for one of them."""
     rows: Callable[[int], Sequence[Content]] | None = None
-    """Reads the rows [out] of the matrix of an expert, those of gates first, in parts one below the
-    other of which those of blocks are as their file has them; None: nothing is computed from
+    """Reads the rows [out] of an expert's matrix in parts, gates first, blocks as stored; None: no
     blocks."""
 
 
@@ -80,8 +75,7 @@ class Pieces:
         return [f"{found[1]}.{expert}.{part}.weight" for expert in experts for part in parts]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor of the model in the type that all its pieces are stored in, or in fp32
-        where they differ."""
+        """Return a tensor of the model in its pieces' type, or fp32 where they differ."""
         pieces, shape = self.of(name), self.shapes[name]
         if not self._apart(name) and len(pieces) == 1:
             return self.tensors[pieces[0]].read(pieces[0])
@@ -119,8 +113,7 @@ class Pieces:
         ]
 
     def read_one(self, name: str, index: int) -> Tensor:
-        """Return the tensor of one expert, at an index of the first dimension of a tensor of the
-        model; in the type as `read`, but that pieces of other experts are not looked at."""
+        """Return an expert's tensor, in the type of its own pieces."""
         pieces = self.of(name)
         if pieces[0].endswith(BLOCKS):
             return self._unpack(pieces, index)
@@ -149,8 +142,7 @@ class Pieces:
         return [Rows(MXFP4, part.contiguous()) for part in parts]
 
     def _unpack(self, pieces: Sequence[str], index: int | None = None) -> Tensor:
-        """Return [experts, in, out], as transformers holds it, of blocks along `in`, or [in, out]
-        of the expert of an index."""
+        """Return [experts, in, out] of blocks along `in`, or [in, out] of one expert."""
         with self._numbers_in(pieces):
             if index is None:
                 return unpack(*(self.tensors[name].read(name) for name in pieces)).transpose(1, 2)
@@ -171,8 +163,8 @@ class Pieces:
     def refuse_misshapen(
         self, folder: Path, own_names: Callable[[Sequence[str]], Sequence[str]]
     ) -> None:
-        """`CheckpointError` naming a piece that is missing (as `own_names` has it), that has
-        another shape than the model calls for, or other numbers than fractions."""
+        """`CheckpointError` naming a piece that is missing (by `own_names`), misshapen, or of a
+        wrong type."""
         missing = [piece for name in self.shapes for piece in self._missing(name)]
         if missing:
             named = own_names(missing)
@@ -218,16 +210,14 @@ class Pieces:
 
 
 def leave_unread(part: nn.Module, name: str, experts: Unread, *, blocks: bool) -> None:
-    """Have a stack of experts' matrices read one by one, each when it is asked for, as `blocks` or
-    as numbers."""
+    """Have a stack's experts read one by one when needed, as `blocks` or numbers."""
     own = replace(experts, numbers=lambda index: within_fp32(experts.numbers(index)))
     own = own if blocks else replace(own, rows=None)
     part.__dict__.setdefault(UNREAD, {})[name] = own
 
 
 def within_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor of floats in the type it is stored in, but fp32 for fp64, which nothing is
-    computed in."""
+    """Return floats in their type, but fp64 as fp32."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 

@@ -22,8 +22,8 @@ RANDOM_NUMBERS = (1 << 20) + 7
 def random_skeleton(
     folder: Path, *, layers: int | None, stored: torch.dtype, context: int | None = None
 ) -> Skeleton:
-    """Return the model of a config.json, with random numbers of type `stored` as if from a
-    checkpoint, cut or stretched to `layers` layers, for sequences of at most `context` tokens."""
+    """Return a config.json's model with random numbers of type `stored`, with `layers` layers, for
+    at most `context` tokens."""
     attention.register()
     file = folder if folder.is_file() else folder / "config.json"
     config = limit_context(read_config(file), context, folder)
@@ -39,8 +39,8 @@ def random_skeleton(
     scaled: dict[int, Tensor] = {}
 
     def fresh(name: str, shape: Sequence[int]) -> Tensor:
-        """Return random numbers, taken over and over from one store of them, from an offset that
-        depends on the name: drawing new ones for all of a large model would take minutes."""
+        """Return random numbers from one store, from an offset by name: drawing all would take
+        minutes."""
         if (width := shape[-1]) not in scaled:
             scaled[width] = (numbers / math.sqrt(width)).to(stored)
         whole, turn = torch.empty(shape, dtype=stored), crc32(name.encode()) % RANDOM_NUMBERS

@@ -15,8 +15,7 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def expert_shapes(model: Any) -> list[tuple[int, int]]:
-    """[out, in] of every expert's linears: transformers holds those of a layer in one tensor
-    [experts, out, in]."""
+    """Return [out, in] of every expert's linears, of stacks [experts, out, in]."""
     return [
         (int(tensor.shape[1]), int(tensor.shape[2]))
         for name, tensor in model.named_parameters()

@@ -45,12 +45,11 @@ class Stored:
     """Offset in bytes from the beginning of the file."""
     size_bytes: int
     identity: Identity
-    """The identity of the file when its header was read: from one that has been changed since
-    nothing is taken."""
+    """The file's identity when its header was read; a changed file is refused."""
 
     def read(self, name: str, *, checked: bool = False) -> Tensor:
-        """Return the tensor, called `name` in errors, in its stored type. `checked`: refuse NaN and
-        infinite values, for a file whose digest has not been computed."""
+        """Return the tensor in its stored type, called `name` in errors. `checked`: refuse NaN and
+        infinity, which no digest has checked."""
         if (kind := READABLE.get(self.kind)) is None:
             raise self._unreadable(name)
         content = self.content(name)

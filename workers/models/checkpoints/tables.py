@@ -1,5 +1,4 @@
-"""Embeddings that keep the type of their checkpoint, or are read from a packed head with the same
-numbers, and are converted to float32 at look-up, which saves memory."""
+"""Embeddings in their checkpoint's type, or in the packed head, converted to float32 at look-up."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,7 @@ from dovetail.workers.models.checkpoints.gguf.rows import Rows
 
 
 class WidenedEmbedding(nn.Module):
-    """ids [...] -> float32 [..., hidden], times `scale` if there is one (Gemma's, which multiplies
-    the widened rows)."""
+    """ids [...] -> float32 [..., hidden], times `scale` after widening (Gemma's), if any."""
 
     def __init__(self, weight: Tensor, scale: float | None) -> None:
         super().__init__()
@@ -28,8 +26,8 @@ class WidenedEmbedding(nn.Module):
 
 
 class BlockEmbedding(nn.Module):
-    """ids [...] -> float32 [..., hidden], times `scale` if there is one; the blocks of a row are
-    unpacked as it is looked up, and read from their file before that until `hold`."""
+    """ids [...] -> float32 [..., hidden], times `scale`; rows of blocks, in the file until
+    `hold`."""
 
     def __init__(self, rows: Rows, scale: float | None) -> None:
         super().__init__()
@@ -48,8 +46,7 @@ class BlockEmbedding(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """ids [...] -> float32 [..., hidden], times `scale` if there is one: rows of a packed matrix
-    that is also the head."""
+    """ids [...] -> float32 [..., hidden], times `scale`; rows of the packed head."""
 
     def __init__(self, matrix: PackedMatrix, scale: float | None) -> None:
         super().__init__()

@@ -40,8 +40,8 @@ def read_tokenizer(folder: Path | str) -> tuple[bytes, VocabularyFacts]:
 
 
 def read_language(folder: Path) -> tuple[bytes, TokenTable, VocabularyFacts]:
-    """Return the bytes of tokenizer.json, its token table, and the facts from the model's other
-    files; `CheckpointError` names a file that is wrong."""
+    """Return tokenizer.json, its token table and the vocabulary's facts; `CheckpointError` for a
+    bad file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(
@@ -84,8 +84,8 @@ def table_in(folder: Path) -> TokenTable:
 
 
 def table_of(tokenizer: bytes) -> TokenTable:
-    """Return the token table of a tokenizer.json, cached by its digest; `CheckpointError` if it has
-    no vocabulary."""
+    """Return a tokenizer.json's token table, cached by digest; `CheckpointError` without a
+    vocabulary."""
     path = kept_path(tokenizer)
     with suppress(OSError, CheckpointError):  # not cached, or damaged
         return TokenTable.unpacked(path.read_bytes())
@@ -101,8 +101,7 @@ def kept_path(tokenizer: bytes, name: str = "table") -> Path:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write a cache file atomically. If that fails, the next start computes it again, and the cache
-    of weight digests reports it."""
+    """Write a cache file atomically; failure only costs the next start time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -124,16 +123,15 @@ def _own(folder: Path) -> Mapping[str, Any]:
 
 
 def ids_of(generation: Mapping[str, Any], config: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """A special token id, which the files give as a number, a list or null; generation_config.json
-    has the last word."""
+    """Return a special token's ids: a number, list or null; generation_config.json has priority."""
     value = generation.get(name)
     value = config.get(name) if value is None else value
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
 def _ends(named: tuple[int, ...], own: Mapping[str, Any], table: TokenTable) -> tuple[int, ...]:
-    """Return the ids that end a reply: the model's, and like vLLM the tokenizer's end token if it
-    is special. The model's may end only documents, and the tokenizer's turns."""
+    """Return the ids that end a reply: the model's, and like vLLM the tokenizer's special end
+    token."""
     token = own.get("eos_token")
     spelt = token.get("content") if isinstance(token, dict) else token
     index = table.special.get(spelt) if isinstance(spelt, str) else None
@@ -141,8 +139,8 @@ def _ends(named: tuple[int, ...], own: Mapping[str, Any], table: TokenTable) -> 
 
 
 def _chat_template(folder: Path, own: Mapping[str, Any]) -> str:
-    """Return the default chat template; empty if there is none. As in transformers, .jinja files
-    override tokenizer_config.json, which provides the special tokens (bos_token)."""
+    """Return the default chat template, or "". As in transformers, .jinja files override
+    tokenizer_config.json."""
     named = _named(own.get("chat_template"), folder / "tokenizer_config.json")
     if not named and (file := folder / "chat_template.json").is_file():
         named = _named(read_json(file).get("chat_template"), file)

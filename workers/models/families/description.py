@@ -1,7 +1,5 @@
-"""The description of a family of models: each decoder layer, by its index, in the kernels' terms. A
-description names parts of transformers' layer and how they are combined; at load every layer is
-proved against transformers. Reads configurations, no weights.
-"""
+"""Describes a family's decoder layers, by index, in the kernels' terms, from a configuration: parts
+of transformers' layer by name. At load every layer is proved against transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +32,7 @@ HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 @dataclass(frozen=True)
 class Growth:
-    """Queries, rotated or not, are multiplied by 1 + beta ln(1 + floor((position + ahead) /
-    period)): those far away look more sharply."""
+    """Queries are multiplied by 1 + beta ln(1 + floor((position + ahead) / period))."""
 
     beta: float
     period: int
@@ -96,8 +93,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Latent:
-    """The attention of a layer of which a cache holds a latent and a rotated key for all heads;
-    parts by their names within it."""
+    """Attention whose cache holds a latent and a rotated key for all heads; parts by name."""
 
     heads: int
     rank: int
@@ -124,9 +120,8 @@ class Latent:
 
 
 class Given(Enum):
-    """The order of what the linears before a mixer with a state give: as the kernels have it;
-    query, key, value and gate of each key head together, and then b and a of each; or gate, value,
-    key, query and step."""
+    """Order of a state mixer's inputs: the kernels'; query, key, value and gate by key head, then b
+    and a; or gate, value, key, query and step."""
 
     IN_ORDER = 0
     BY_KEY_HEAD = 1
@@ -162,14 +157,12 @@ class StateMixer:
     factors: tuple[float, float, float, float, float] | None = None
     """The factors of gate, value, key, query and step as the linear before it gives them."""
     limited: str | None = None
-    """The name of transformers' part that bounds the steps of prompts from below by a number for
-    training, and not those of single tokens: they are not bounded."""
+    """transformers' part that bounds steps of prompts, for training, but not of single tokens."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A mixer with a state parallel to attention, with the same input except for a factor; their
-    results are added."""
+    """A mixer with a state parallel to attention; results are added."""
 
     mixer: StateMixer
     given_factor: float = 1.0
@@ -220,8 +213,8 @@ class Router:
     scales_input: bool = False
     """True if what an expert reads is multiplied by its weight, and not what it gives."""
     part: str | None = None
-    """transformers' part of the router, if its choice is not passed to the experts, or if it has
-    another input than they do: the states before the half's norm, through its own RMS norm."""
+    """The router's part, if experts do not get its choice or if it reads the states through its own
+    norm."""
     norm_weight: str | None = None
     """The name of that norm's weights, which stand there times the root of the width."""
     epsilon: float = 0.0
@@ -232,17 +225,15 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer, instead of its MLP or next to a shared one; they are gated as that
-    is."""
+    """A layer's experts, instead of its MLP or beside a shared one."""
 
     chosen: int
     """The number of experts that a row uses."""
     activation: Activation
     router: Router = field(default_factory=Router)
     part: str = "mlp.experts"
-    """transformers' part that holds the experts' `stacks`, [experts, 2 units, hidden] and [experts,
-    hidden, units], or each of them transposed, gates and what they are for one by one, without
-    gates, and with biases, as the part itself says."""
+    """The part with the `stacks` [experts, 2 units, hidden] and [experts, hidden, units]; it says
+    whether they are transposed, interleaved, ungated or biased."""
     stacks: tuple[str, str] = ("gate_up_proj", "down_proj")
     transposed: bool | None = None
     """True if they are transposed; None if the part itself has a flag."""
@@ -319,8 +310,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """The inputs that each layer has of its own: (norm(projection(embedding) hidden^-0.5) + a row
-    of a table) 2^-0.5; parts by their names within the model."""
+    """Own inputs of layers: (norm(projection(embedding) hidden^-0.5) + a row of a table) 2^-0.5."""
 
     table: str = "embed_tokens_per_layer"
     projection: str = "per_layer_model_projection"
@@ -331,8 +321,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models; the names of tensors are transformers', and so is what is done to
-    embeddings and logits, but for a factor of each."""
+    """A family of models, by transformers' names of tensors."""
 
     layer: Callable[[Any, int], LayerSpec]
     """The layer of a configuration at an index; a pure function."""
@@ -385,8 +374,7 @@ def ungated(
 
 
 def activation(known: Mapping[str, Activation], name: str) -> Activation:
-    """Return one of the known activations by its name in configurations; `UnsupportedError` for
-    another."""
+    """Return a known activation by its configured name; `UnsupportedError` for another."""
     if name not in known:
         raise UnsupportedError(f"the kernels have no activation {name!r} for this family")
     return known[name]

@@ -1,5 +1,5 @@
-"""Gemma 1 to 4: from the second on norms stand on both sides of each half; up to the third their
-weights are stored minus one."""
+"""Gemma 1 to 4: from 2 on, norms on both sides of each half; up to 3, their weights are stored
+minus one."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,8 +52,7 @@ def _gemma2(config: Any, index: int, *, capped: bool = True, **fields: Any) -> L
 
 
 def _gemma3(config: Any, index: int) -> LayerSpec:
-    """Layers with and without a window have different tables of angles; transformers reads a cap of
-    attention's logits, and does not use it."""
+    """Windowed and full layers have different angles; attention's configured cap is unused."""
     rope = Rope(config.layer_types[index])
     return _gemma2(config, index, capped=False, norms=HEAD_NORMS, rope=rope)
 
@@ -65,9 +64,8 @@ def _vaultgemma(config: Any, index: int) -> LayerSpec:
 
 
 def _gemma4(config: Any, index: int) -> LayerSpec:
-    """Heads are of other sizes in layers that see all, where values may be the keys before their
-    norm; values are normed too, and what a layer gives is multiplied by its own number. In the
-    small ones the last layers read keys and values of others, and layers have their own inputs."""
+    """Full layers have other heads, and values may be unnormed keys; values are normed, results
+    scaled. In small models the last layers share keys, and layers have own inputs."""
     own, slid = config.per_layer_config[index], slides(config, index)
     reads, width = _read_by(config, index), getattr(config, "hidden_size_per_layer_input", 0)
     both = config.attention_k_eq_v and not slid
@@ -97,8 +95,7 @@ def _gemma4(config: Any, index: int) -> LayerSpec:
 
 
 def _read_by(config: Any, index: int) -> int | None:
-    """Return the layer whose keys and values one of the last layers reads: the last of its type
-    that has its own; None for all layers before these."""
+    """Return the layer whose keys one of the last layers reads, of the same type; None: its own."""
     first = config.num_hidden_layers - config.num_kv_shared_layers
     if index < first:
         return None

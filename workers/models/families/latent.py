@@ -1,5 +1,4 @@
-"""Families whose attention is over latents, DeepSeek's and those built like them, with experts in
-most layers or in none."""
+"""DeepSeek's families with attention over latents, with experts in most layers or in none."""
 
 import math
 from dataclasses import replace
@@ -60,8 +59,7 @@ def _mixture(config: Any, router: Router) -> Experts:
 
 
 def _deepseek_v2(config: Any, index: int) -> LayerSpec:
-    """Experts are chosen by their share of all, if configured within the groups whose best expert
-    is best."""
+    """Experts are chosen by softmax, in the groups of the best experts if configured."""
     mixed = _attention(config, interleaved=True)
     if index < config.first_k_dense_replace:
         return _layer(config, mixed, gated(config.hidden_act))
@@ -77,8 +75,7 @@ def _deepseek_v2(config: Any, index: int) -> LayerSpec:
 
 
 def _deepseek_v3(config: Any, index: int) -> LayerSpec:
-    """The first layers have no experts; behind them the choice is corrected and made among
-    groups."""
+    """The first layers are dense; then the choice is corrected, and made in groups."""
     mixed = _attention(config, interleaved=config.rope_interleave)
     if index < config.first_k_dense_replace:
         return _layer(config, mixed, gated(config.hidden_act))

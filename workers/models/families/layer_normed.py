@@ -1,5 +1,4 @@
-"""Families with layer norms: StarCoder 2, Jais 2, Nemotron, StableLM, OLMo, Phi, GPT-NeoX and
-GPT-2."""
+"""StarCoder 2, Jais 2, Nemotron, StableLM, OLMo, Phi, GPT-NeoX and GPT-2, with layer norms."""
 
 from typing import Any
 

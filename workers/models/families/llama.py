@@ -77,8 +77,7 @@ def _granite(config: Any, index: int) -> LayerSpec:
 
 
 def sunken_granite(config: Any, index: int) -> Attention:
-    """Return attention with sinks, windows in some layers, and a base of angles for each, of which
-    0 rotates nothing."""
+    """Return attention with sinks, some windows, and a rotation base for each layer (0: none)."""
     bases, base = config.layer_rope_theta, config.layer_rope_theta[index]
     part = f"rotary_embs.{sorted({one for one in bases if one}).index(base)}" if base else ""
     return attention(
@@ -129,8 +128,7 @@ def _apertus(config: Any, index: int) -> LayerSpec:
 
 
 def _nanochat(config: Any, index: int) -> LayerSpec:
-    """No norm has weights, heads are rotated backward and normed afterwards, and no MLP has a
-    gate."""
+    """Norms without weights, heads rotated backward and then normed, MLPs without gates."""
     return LayerSpec(
         attention(
             config,

@@ -30,8 +30,7 @@ UNLIMITED = (0.0, math.inf)
 
 
 def _refuse_limits(config: Any) -> None:
-    """`UnsupportedError` for a model whose steps are limited: transformers does that to prompts and
-    not to single tokens."""
+    """`UnsupportedError` for limited steps: transformers limits those of prompts only."""
     limits = config.time_step_limit
     if limits is not None and tuple(limits) != UNLIMITED:
         raise UnsupportedError(
@@ -43,8 +42,7 @@ def _refuse_limits(config: Any) -> None:
 def _selective(
     part: str, act: str, *, heads: int, head_dim: int, groups: int, **fields: Any
 ) -> StateMixer:
-    """Return a Mamba-2 whose parts stand below `part`; `act`: the activation behind its
-    convolution."""
+    """Return a Mamba-2 with parts below `part`; `act`: behind its convolution."""
     if act not in ("silu", "swish"):
         raise UnsupportedError(f"the kernels have no convolution with {act!r}")
     given: dict[str, Any] = {

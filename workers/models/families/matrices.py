@@ -1,5 +1,4 @@
-"""The matrices of a model by their names, as the descriptions of families have them, and how those
-of experts lie. Knows modules, names and shapes, nothing of types of numbers."""
+"""The matrices of a model by name, as families describe them, and the layouts of experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,8 +33,7 @@ class Layout:
 
 
 def layout_of(part: Any, said: Experts, name: str) -> Layout | None:
-    """Return the layout of matrices in a stack of experts, called `name` in transformers' part;
-    None if neither the part nor its description has it."""
+    """Return the layout of a stack of experts; None: neither part nor description has it."""
     told = hasattr(part, "_apply_gate")
     if not told and said.transposed is None:
         return None
@@ -61,8 +59,8 @@ def expert_layouts(model: Any) -> dict[str, Layout]:
 
 
 def matrices_of(spec: LayerSpec) -> Iterator[str]:
-    """Yield the names, within a layer, of the linears that the kernels pack: all but experts,
-    routers, and the matrices of heads of attention over latents."""
+    """Yield the linears of a layer that the kernels pack: not experts, routers, or latents'
+    heads."""
     mixer, mlp = spec.attention, spec.mlp
     if isinstance(mixer, Attention):
         yield from (*mixer.qkv, mixer.output)
@@ -80,8 +78,7 @@ def matrices_of(spec: LayerSpec) -> Iterator[str]:
 
 
 def layer_matrices(model: Any) -> Iterator[str]:
-    """Yield the names of the weights of the linears of all layers of a model; none for an
-    undescribed family."""
+    """Yield the names of all layers' linear weights; none for an undescribed family."""
     if (family := FAMILIES.get(model.config.model_type)) is None:
         return
     name, layers = decoder_layers(model)

@@ -41,8 +41,7 @@ SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_exper
 
 
 def shared_mlp(config: Any, part: str, within: str = "mlp") -> Mlp | None:
-    """The MLP of all rows, whose linears are parts of `part`; None: no expert is shared, whether it
-    is left out or has no unit."""
+    """Return the MLP of all rows below `part`; None: no expert is shared."""
     if any(getattr(config, name, None) == 0 for name in SHARED_COUNTS):
         return None
     return _mlp_within(config, part, within)
@@ -90,8 +89,8 @@ def _mixtral(config: Any, index: int) -> LayerSpec:
 
 
 def _qwen3_moe(config: Any, index: int) -> LayerSpec:
-    """Experts are in every `decoder_sparse_step`-th layer unless it is listed as dense; all layers
-    have the window, of whatever type they are."""
+    """Experts in every `decoder_sparse_step`-th layer but those listed; all layers have the
+    window."""
     mixed = attention(config, index, window=config.sliding_window or 0, norms=HEAD_NORMS)
     sparse = (index + 1) % config.decoder_sparse_step == 0 and config.num_experts > 0
     if index in config.mlp_only_layers or not sparse:
@@ -153,8 +152,7 @@ def _granitemoe_swa(config: Any, index: int) -> LayerSpec:
 
 
 def _glm4_moe(config: Any, index: int) -> LayerSpec:
-    """The first layers have no experts; behind them is a shared one, and the choice is corrected
-    and made among groups."""
+    """The first layers are dense; others have a shared expert, and a corrected choice in groups."""
     norms = HEAD_NORMS if config.use_qk_norm else None
     mixed = attention(config, index, window=0, norms=norms)
     return _routed_among(config, mixed, dense=index < config.first_k_dense_replace)
@@ -172,16 +170,14 @@ def _solar_open(config: Any, index: int) -> LayerSpec:
 
 
 def _exaone_moe(config: Any, index: int) -> LayerSpec:
-    """GLM-4.5's experts, behind attention that rotates nothing where it sees all and others have a
-    window."""
+    """GLM-4.5's experts; full layers do not rotate if others have a window."""
     rotates = config.sliding_window is None or slides(config, index)
     mixed = attention(config, index, norms=HEAD_NORMS, rope=Rope() if rotates else None)
     return _routed_among(config, mixed, dense=config.mlp_layer_types[index] != "sparse")
 
 
 def _afmoe(config: Any, index: int) -> LayerSpec:
-    """Gates behind attention, which rotates only within a window; norms on both sides; a shared
-    expert."""
+    """Gates behind attention, rotated only in windows; norms on both sides; a shared expert."""
     mixed = attention(
         config,
         index,
@@ -210,8 +206,7 @@ def _afmoe(config: Any, index: int) -> LayerSpec:
 
 
 def _hy_v3(config: Any, index: int) -> LayerSpec:
-    """Sigmoids are scores, of which the choice is corrected; one expert is shared, which is as wide
-    as an MLP without experts where the configuration counts none."""
+    """Sigmoid scores with corrected choice, and a shared expert."""
     mixed = attention(config, index, window=0, norms=HEAD_NORMS)
     if config.mlp_layer_types[index] != "sparse":
         return _layer(config, mixed, gated(config.hidden_act))
@@ -264,8 +259,8 @@ def _ernie4_5_moe(config: Any, index: int) -> LayerSpec:
 
 
 def _hunyuan_v1_moe(config: Any, index: int) -> LayerSpec:
-    """Queries and keys are normed after they are rotated; the number of chosen experts may be one
-    for each layer."""
+    """Queries and keys are normed after rotation; layers may choose different numbers of
+    experts."""
     mixed = attention(
         config,
         index,
@@ -289,9 +284,8 @@ def _minimax_m2(config: Any, index: int) -> LayerSpec:
 
 
 def _llama4(config: Any, index: int) -> LayerSpec:
-    """Layers that rotate see chunks of positions and may norm the heads that they have rotated; the
-    others see all, and their queries grow with their position. What an expert reads is multiplied
-    by the sigmoid of its logit; some layers have a wider MLP in the place of experts."""
+    """Rotated layers see chunks, and may norm heads; others have growing queries. Experts' inputs
+    are multiplied by sigmoids of logits; some layers have a wider MLP instead."""
     rotates, growth = bool(config.no_rope_layers[index]), None
     if config.attn_temperature_tuning and not rotates:
         growth = Growth(config.attn_scale, int(config.floor_scale), ahead=1)

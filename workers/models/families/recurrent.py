@@ -1,5 +1,4 @@
-"""Families of which some layers are Gated DeltaNets or short convolutions in the place of
-attention."""
+"""Families with Gated DeltaNets or short convolutions in place of some attention."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,4 @@
-"""gpt-oss: attention sinks, windows in every other layer, and experts with biases whose gates are
-clamped."""
+"""gpt-oss: sinks, windows in every other layer, and biased experts with clamped gates."""
 
 from typing import Any
 

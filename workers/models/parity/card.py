@@ -1,8 +1,5 @@
-"""The card of a checkpoint's weights: how far each type of them moves the logits of a text from
-those of transformers' own forward in fp32.
-
-Every type is loaded in turn, as a target loads it, with only one in memory at a time.
-"""
+"""How far each type of weights moves the logits of a text from transformers' in fp32. Types are
+loaded in turn, one in memory at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,9 +44,8 @@ def card_of(
     activations: str,
     tell: Tell = lambda _what: None,
 ) -> Iterator[Line]:
-    """Yield a line for each type of weights that a checkpoint can have, computed for the tokens of
-    a text; `activations`: int8 or fp32. `UnprovableError` where transformers' forward cannot be
-    followed."""
+    """Yield a line for each type of weights; `activations`: int8 or fp32. `UnprovableError` if
+    transformers' forward cannot be followed."""
     tell("transformers in fp32")
     exact = torch.cat([*reference_logits(checkpoint, text, context)])
     for weights in TYPES:

@@ -8,8 +8,7 @@ from dovetail.workers.models.transformers import DynamicCache
 
 
 class ClaimedCache(DynamicCache):  # type: ignore[misc]
-    """A cache that claims `length` rows and keeps none: transformers builds masks from a cache's
-    length."""
+    """A cache that claims `length` rows, from which transformers builds masks, and keeps none."""
 
     def __init__(self, length: int | Tensor) -> None:
         """`length`: int64 [rows], of each row, where it is only to be added to a row's number."""

@@ -8,11 +8,9 @@ from torch import Tensor
 from dovetail.workers.models.parity.following import Call, Path, UnprovableError
 
 CHANGING = ("dynamic", "longrope")
-"""Types of rotary embeddings whose angles may depend on the longest sequence; named where those of
-a model do."""
+"""Rotary embeddings whose angles may depend on the longest sequence."""
 SAME = 1e-5
-"""The tolerance by which what transformers hands to a layer may differ with the other rows of a
-pass: nothing but rounding."""
+"""Tolerance of what layers get beside other rows: rounding only."""
 
 
 class Comparison:
@@ -21,12 +19,11 @@ class Comparison:
     def __init__(self, config: Any) -> None:
         self._config = config
         self._same: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """Pairs that have been compared, by their addresses, and held on to for as long as these
-        are looked up."""
+        """Compared pairs by address, kept so that addresses are not reused."""
 
     def compare(self, part: Call, whole: Call, count: int, first: int, rows: int) -> None:
-        """Raise `UnprovableError` if a layer gets other numbers for the same rows in a larger
-        batch; masks are checked elsewhere."""
+        """`UnprovableError` if a layer gets other numbers for the same rows in a larger batch, but
+        for masks."""
         others = dict(whole.leaves())
         for path, tensor in part.leaves():
             other = others.get(path)

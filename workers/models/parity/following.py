@@ -1,9 +1,5 @@
-"""transformers' own forward, followed: how it calls each decoder layer of a model, whose layers
-need no numbers for that.
-
-Stand-ins replace the layers while the model's own code runs around them, with a cache that only
-claims to hold rows.
-"""
+"""Follows transformers' own forward: how it calls each decoder layer. Stand-ins replace the layers,
+which need no numbers, with a cache that only claims to hold rows."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +23,11 @@ Path = tuple[str | int, ...]
 
 
 class UnsupportedError(Exception):
-    """The kernels cannot compute a model, or differ from transformers, with the part and the
-    position."""
+    """The kernels cannot compute a model, or differ from transformers; says where."""
 
 
 class UnprovableError(Exception):
-    """No back end can compute a model, or be proved to, with the reason, the layer and the position
-    if known."""
+    """No back end can be proved to compute a model; says where."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +87,8 @@ def implementation(model: nn.Module, name: str, *others: nn.Module) -> Iterator[
 
 
 class Recorder:
-    """Replaces a model's layers while its own forward runs: records the call of each, and returns a
-    distinct result for each."""
+    """Replaces layers while a model's forward runs: records their calls, and returns given
+    results."""
 
     def __init__(
         self,
@@ -103,16 +97,14 @@ class Recorder:
         *,
         tuples: int = 0,
     ) -> None:
-        """`results`: of the layers, in place of random numbers. `tuples`: layers give a tuple of
-        this many parts, of which the first are the states."""
+        """`results`: of the layers; None: random. `tuples`: parts of a layer's result, states
+        first."""
         self.calls: dict[int, Call] = {}
         self.results: list[Tensor] = []
         self.final: Tensor | None = None
-        """The model's final states from what the last layer gave; None where that has other numbers
-        than fp32."""
+        """The model's final states in fp32; None: they have another type."""
         self.isolated = True
-        """True if each layer is given what the one before it gave, as it was, and all are called in
-        order."""
+        """Whether each layer gets the result of the one before, unchanged and in order."""
         self._layers, self._given, self._tuples = layers, results, tuples
 
     @property
@@ -162,13 +154,8 @@ def follow(
     head: bool = False,
     **given: Any,
 ) -> None:
-    """Run a model's own forward for tokens at positions [T] around its layers, in fp32; `head`: to
-    the logits, in place of the final norm.
-
-    Without positions the model numbers the tokens itself.
-
-    `UnprovableError` where it cannot be followed to the last layer.
-    """
+    """Run a model's forward for tokens at positions [T] around its layers, in fp32; `head`: to the
+    logits. Positions None: the model's own. `UnprovableError` if it fails before the last layer."""
     with ExitStack() as stack:
         embedding = model.get_input_embeddings()
         stack.callback(
@@ -198,8 +185,7 @@ def follow(
 
 
 def cache_name(model: Any) -> str:
-    """Return the name of the cache argument of a transformers model's forward, `cache` since 5.24;
-    that of the whole model is used if its base model takes any arguments."""
+    """Return the name of the forward's cache argument, `cache` since 5.24."""
     for part in (base_model(model), model):
         for name in ("cache", OLDER_CACHE_NAME):
             if name in signature(part.forward).parameters:
@@ -208,8 +194,7 @@ def cache_name(model: Any) -> str:
 
 
 class Widened(nn.Module):
-    """A linear of 16-bit weights that computes in fp32, and holds its weights in fp32 no longer
-    than that takes."""
+    """A linear of 16-bit weights that computes in fp32."""
 
     def __init__(self, part: nn.Linear) -> None:
         super().__init__()
@@ -226,8 +211,8 @@ class Widened(nn.Module):
 
 
 def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """A layer that computes in fp32 with the numbers of this one, which it shares, and `others` in
-    the place of some of its parts."""
+    """Return a layer that computes in fp32 with the same numbers, and `others` for some of its
+    parts."""
     parts = dict(layer.named_modules())
     shared: dict[int, Any] = {id(parameter): parameter for parameter in layer.parameters()}
     shared |= {id(part.config): part.config for part in parts.values() if hasattr(part, "config")}
@@ -243,8 +228,7 @@ def stand_in(layer: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Modu
 
 
 def in_tuple(states: Tensor, parts: int) -> Tensor | tuple[Tensor | None, ...]:
-    """Return states in the form of a layer's result: the first part of a tuple of `parts`, or alone
-    for 0."""
+    """Return states as a layer's result: the first of `parts`, or alone for 0."""
     return (states, *[None] * (parts - 1)) if parts else states
 
 

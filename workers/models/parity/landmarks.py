@@ -1,6 +1,5 @@
-"""The positions at which a model is compared with transformers: the beginning, either side of every
-position that the configuration names, and the end. Reads raw configurations; no models.
-"""
+"""Positions at which a model is compared: the beginning, around every number of the configuration
+that may be a position, and the end."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -32,8 +31,7 @@ class Run:
 
 
 def runs_of(config: Mapping[str, Any], context: int) -> list[Run]:
-    """The positions of a proof: the beginning, either side of every landmark of a configuration,
-    and the end of the context."""
+    """Return the positions of a proof, in runs."""
     marks = sorted({mark for mark in landmarks(config) if DENSE <= mark < context})[:MOST_LANDMARKS]
     wanted = {*range(min(DENSE, context)), *range(max(0, context - 2), context)}
     wanted |= {place for mark in marks for place in (mark - 1, mark)} | {

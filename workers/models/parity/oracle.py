@@ -1,12 +1,7 @@
-"""transformers' own eager forward as the oracle of a load: the inputs of each decoder layer at
-positions over the whole context, the layer's results, and its masks.
-
-Positions need no slots. A few runs of positions, at the beginning, around every number of the
-configuration that may be a position, and at the end, stand for a context of which no other row
-exists: transformers builds masks and positions for the true lengths, and of each mask the columns
-of the rows that exist are kept. So a layer is proved at position 131071 with two dozen rows. The
-layers themselves need no numbers until they are run. Knows nothing of kernels.
-"""
+"""transformers' eager forward as the oracle of a load: each layer's inputs, results and masks at
+positions over the whole context. A few runs of positions stand for it: the beginning, around every
+configured number that may be a position, and the end. Masks are built for true lengths, and reduced
+to existing rows, so that position 131071 takes two dozen rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,20 +37,15 @@ HIDDEN = -1e4
 LENGTHS = (0, 1, 2)
 """The parts of tuples that layers of transformers give: states, and weights of attention."""
 LEAST_ADDED = 1e-3
-"""A layer that adds less than this share of the states is measured by them: they are rounded as
-they are added to."""
+"""Layers that add less than this share of the states are measured by the states."""
 
 
 class Oracle:
     """The layers of one model at the positions of a proof."""
 
     def __init__(self, model: Any, layers: Iterable[nn.Module], context: int) -> None:
-        """`model`: with the numbers of all that is not a layer; `layers`: as the model has them,
-        with or without numbers.
-
-        `UnprovableError` where what a layer is given at a position hangs on the other rows of a
-        pass.
-        """
+        """`model`: with all numbers but the layers'. `UnprovableError` if a layer's inputs depend
+        on other rows of the pass."""
         self._model, self._layers, self.config = model, list(layers), model.config
         self.runs = runs_of(model.config.to_dict(), context)
         self.positions = torch.cat([torch.arange(run.first, run.stop) for run in self.runs])
@@ -78,8 +68,7 @@ class Oracle:
 
     @property
     def pass_positions(self) -> Tensor:
-        """The positions of the rows of our own pass: those of the beginning again, as another
-        session, and then all."""
+        """Return the positions of our own pass: the beginning as another session, then all."""
         return torch.cat([self.positions[: self.dense], self.positions])
 
     @property
@@ -88,8 +77,8 @@ class Oracle:
         return torch.cat([self.tokens[: self.dense], self.tokens])
 
     def _record(self) -> None:
-        """Run the model's own forward around its layers: by eager attention for each run, for all
-        rows at once and for the first two alone, and by ours."""
+        """Run the model's forward around its layers: eagerly by run, whole, and for two rows, and
+        by ours."""
         offsets = list(accumulate((run.count for run in self.runs), initial=0))
         parts = [
             slice(first, first + run.count) for first, run in zip(offsets, self.runs, strict=False)
@@ -150,8 +139,7 @@ class Oracle:
         return recorder
 
     def _check_positions(self) -> None:
-        """`UnprovableError` unless the model itself numbers tokens 0, 1, 2, ..., and lets others be
-        given."""
+        """`UnprovableError` unless tokens are numbered 0, 1, 2, ..., and positions can be given."""
         tokens, positions = self.tokens[: self.dense], self.positions[: self.dense]
         ways: list[tuple[Tensor, Tensor | None]] = [
             (tokens, positions),
@@ -186,8 +174,7 @@ class Oracle:
     # what a row sees
 
     def masks(self, index: int) -> Sequence[Tensor | None]:
-        """The mask of a layer, [1, heads or 1, count, stop], of each run: the only tensor of that
-        shape."""
+        """Return a layer's mask [1, heads or 1, count, stop] for each run."""
         found: list[Tensor | None] = []
         for run, calls in zip(self.runs, self._of_runs, strict=True):
             shape = (run.count, run.stop)
@@ -204,9 +191,8 @@ class Oracle:
         return found
 
     def check_window(self, index: int, window: int | None, chunk: int = 0) -> None:
-        """`UnprovableError` unless transformers' rows of a layer see themselves and the window - 1
-        before them, everywhere in the context; None: all before, or back to a multiple of
-        `chunk`."""
+        """`UnprovableError` unless rows see themselves and the window - 1 before, everywhere; None:
+        all before, or back to a multiple of `chunk`."""
         masks = self.masks(index)
         key = (tuple(map(id, masks)), window, chunk)
         if key in self._checked:
@@ -264,8 +250,7 @@ class Oracle:
         return self._assembled[key]
 
     def segments(self, index: int, cache: Callable[[int], Any]) -> list[Segment]:
-        """The rows of our own pass: the beginning as it comes, and all rows by the paths that a
-        layer's rows see."""
+        """Return the segments of our own pass: the beginning, and all rows by what they see."""
         first = Segment(cache(self.dense), 0, self.dense)
         return [first, Segment(cache(self.count), 0, self.count, Paths.of(0, self.visible(index)))]
 
@@ -279,11 +264,8 @@ class Oracle:
     def run_eager(
         self, layer: nn.Module, index: int, states: Tensor, *, counts: bool = False
     ) -> Tensor:
-        """Return what transformers' layer makes of states [count, hidden]: [count, hidden].
-
-        `counts`: the layer may number its rows by those of transformers' cache, of which each row
-        has as many before it as its position says.
-        """
+        """Return transformers' layer of states [count, hidden]. `counts`: the layer may number rows
+        by the cache's length."""
         results: list[Tensor] = []
         for length in (0, int(self.positions[-1]) + 1, ahead_of(self.positions)):
             cache = ClaimedCache(length)
@@ -324,9 +306,8 @@ class Oracle:
     def run_ours(
         self, layer: nn.Module, index: int, states: Tensor, notes: Notes, *, handed: bool = False
     ) -> Tensor:
-        """Return what a layer makes of the rows of our own pass [dense + count, hidden] with our
-        attention, which says what it is asked for; `handed`: though the layer may not pass on to
-        its attention what it is given, and may number its rows as `run_eager` says."""
+        """Return a layer of our own pass [dense + count, hidden] with our attention, whose call
+        goes to `notes`; `handed`: past layers that drop arguments."""
         masks = Masks(groups=1, device=torch.device("cpu"), dtype=torch.float32)
 
         def note(noted: Noted, *given: Tensor) -> None:
@@ -352,8 +333,8 @@ class Oracle:
         tolerance: float,
         compared: Tensor | None = None,
     ) -> tuple[int, float] | None:
-        """`far` of what a layer makes of states, as a share of what it adds; `compared`, bool
-        [count]: only of these rows."""
+        """Return `far` as a share of what a layer adds to states; `compared`, bool [count]: of
+        these rows."""
         added = (expected - states).norm(dim=-1) + LEAST_ADDED * states.norm(dim=-1)
         if compared is not None:
             added = added.where(compared, torch.inf)
@@ -362,12 +343,8 @@ class Oracle:
     def far(
         self, expected: Tensor, found: Tensor, measure: Tensor, tolerance: float
     ) -> tuple[int, float] | None:
-        """The first position whose rows of two results lie more than `tolerance` of `measure`
-        [count] apart, and how far; None: there is none.
-
-        expected [count, n]; found the same, or [dense + count, n], of our own pass. What is no
-        number is far.
-        """
+        """Return the first position where [count, n] and found (or [dense + count, n], of our own
+        pass) differ by more than `tolerance` of `measure` [count], and by how much. NaN is far."""
         if len(found) > self.count:
             expected, measure = (
                 torch.cat([part[: self.dense], part]) for part in (expected, measure)
@@ -388,8 +365,7 @@ def ahead_of(positions: Tensor) -> Tensor:
 
 
 def _visible(mask: Tensor, index: int) -> Tensor:
-    """Return what is seen by a mask of eager attention, bool of the same shape; `UnprovableError`
-    where it does more than to hide."""
+    """Return what an eager mask shows, bool; `UnprovableError` if it does more than hide."""
     if mask.dtype == torch.bool:
         return mask
     if not bool(((mask == 0.0) | (mask <= HIDDEN)).all()):

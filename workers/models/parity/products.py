@@ -11,15 +11,13 @@ from dovetail.workers.models.checkpoints.gguf.rows import weight_of
 
 
 class Product:
-    """A matrix of a layer whose products are those of the kernels. It keeps its last input and
-    output, which the linears that it is packed of share."""
+    """A layer's matrix in its proof, with its last input and output for linears that share it."""
 
     def __init__(
         self, name: str, linears: Sequence[nn.Linear], orders: Sequence[Tensor | None] | None = None
     ) -> None:
-        """`linears`: those that the matrix is packed of, below each other; a few of their rows are
-        kept. `orders`: of each, int64 [out], the places in the checkpoint of its outputs, which
-        transformers' layer is given as they were; None: they are in place."""
+        """`linears`: packed below each other; some rows are kept. `orders`: int64 [out] of each,
+        places of outputs in the checkpoint; None: in place."""
         self.name = name
         self.given, self.result = torch.empty(0), torch.empty(0)
         self._matrix: PackedMatrix | None = None
@@ -36,8 +34,8 @@ class Product:
         self._orders = orders or [None] * len(linears)
 
     def stand_ins(self) -> list[nn.Module]:
-        """Return a stand-in for each linear. They hold the product and it does not hold them, so
-        that the matrix goes with the last one, and no layer is in memory for longer."""
+        """Return a stand-in for each linear; they own the product, so that it is freed with the
+        last."""
         return [
             _Rows(self, first, count, None if order is None else order.argsort())
             for first, count, order in zip(self._first, self._counts, self._orders, strict=True)
@@ -48,8 +46,7 @@ class Product:
         self._matrix = matrix
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [m, in] -> [m, out]; several linears of one matrix that are given the same rows share
-        one product."""
+        """x [m, in] -> [m, out]; linears of the same rows share one product."""
         assert self._matrix is not None
         if self.given.shape != x.shape or not torch.equal(self.given, x):
             self.given, self.result = x.clone(), self._matrix.linear(x.contiguous())
@@ -57,8 +54,8 @@ class Product:
         return self.result
 
     def _check(self, x: Tensor) -> None:
-        """`UnsupportedError` where the packed weights are not the checkpoint's; of one row alone
-        the numbers may nearly cancel out."""
+        """`UnsupportedError` if packed weights are not the checkpoint's; single rows may cancel
+        out."""
         assert self._matrix is not None
         if self._matrix.kind not in list(Kind) or len(x) == 1:
             return
@@ -85,8 +82,7 @@ class _Rows(nn.Module):
 
 
 class Joined(nn.Module):
-    """Linears with the same inputs as the one that they were taken from; `order`, int64 [out]:
-    where the outputs of all, one behind the other, stand there."""
+    """Linears in place of a joined one; `order`, int64 [out]: places of their outputs there."""
 
     def __init__(self, parts: Sequence[nn.Module], order: Tensor) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""The proof of a model against transformers' own: one that cannot be proved is refused, and so is
-one whose own code stumbles."""
+"""Refuses models that cannot be proved against transformers' own, and those whose code fails."""
 
 import contextlib
 import re
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
 
 LAYERS_TRIED = 8
-"""Layers of a model on which the remedy of a refusal is tried: kinds of layers alternate in cycles
-of two to six."""
+"""Layers on which a refusal's remedy is tried: kinds alternate in cycles of two to six."""
 
 
 class TriedError(UnsupportedError):
@@ -28,8 +26,7 @@ class TriedError(UnsupportedError):
 
 
 class Trial(Library):
-    """The library's back end for some layers alone, so that a trial of a large model takes little
-    memory."""
+    """The library for the first layers alone, which takes little memory."""
 
     def take_layer(self, layer: Any, index: int) -> Any:
         if index >= LAYERS_TRIED:
@@ -52,8 +49,8 @@ class StumbledError(CheckpointError):
 
 @contextlib.contextmanager
 def provable(checkpoint: Checkpoint, model: Any) -> Iterator[None]:
-    """Refuse models that no back end can be proved to compute, and those that raise unexpected
-    errors, by configuration and class."""
+    """Refuse unprovable models, and those that raise unexpected errors, by configuration and
+    class."""
     what = f"{checkpoint.source}: model type {model.config.model_type} cannot be decoded here"
     try:
         yield

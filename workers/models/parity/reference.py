@@ -1,12 +1,6 @@
-"""The logits of a long text by transformers' own eager forward in fp32, without the whole model in
-memory.
-
-A text is read in parts, as transformers itself reads one with a cache; all parts go through a layer
-before the next layer's numbers are read. So one layer in fp32 is there at a time, the states of the
-text, one layer's keys and values, and the matrix of the head in pieces. Only a model that
-transformers renames or rearranges as it loads, or that computes something between its layers, is
-there as a whole. Knows checkpoints; nothing of what is compared with it.
-"""
+"""The logits of a long text by transformers' eager forward in fp32, with one layer in memory: all
+parts of a text pass a layer before the next is read. Models that transformers rearranges, or that
+compute between layers, are loaded whole."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,8 +38,7 @@ Tell = Callable[[int, int], None]
 
 
 class _TextCache(ClaimedCache):
-    """The keys and values of one layer, or its state, for all parts of a text that have been
-    read."""
+    """Keys and values, or the state, of one layer for the parts read so far."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(0)
@@ -92,8 +85,8 @@ def reference_logits(
     context: int,
     tell: Tell = lambda _done, _all: None,
 ) -> Iterator[Tensor]:
-    """The logits [part, V] of a text, a part after the other; `UnprovableError` where transformers'
-    forward cannot be followed."""
+    """Yield the logits [part, V] of a text; `UnprovableError` if transformers' forward cannot be
+    followed."""
     attention.register()
     skeleton = open_skeleton(checkpoint)
     model, types = skeleton.model, Types(None, None)

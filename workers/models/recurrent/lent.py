@@ -1,5 +1,4 @@
-"""The states of a session for a second model that reads them: the substitute of the one that
-computes them, whose rows follow all of the session's and have their own factors."""
+"""The states of a session for its target's substitute, which reads them with factors of its own."""
 
 from collections.abc import Sequence
 
@@ -10,8 +9,7 @@ from dovetail.workers.models.recurrent.states import RecurrentStates, factors_of
 
 
 class LentStates(RecurrentStates):
-    """The states of a session, which are left as they are, and the factors of another model's rows
-    in the slots from `first` on."""
+    """A session's states, unchanged, with another model's factors from slot `first` on."""
 
     def __init__(self, owner: RecurrentStates, first: int, room: int) -> None:
         """`room`: the number of slots."""
@@ -26,8 +24,7 @@ class LentStates(RecurrentStates):
     def rows(
         self, committed: int, start: int, count: int, *, chain: bool, follows: bool = False
     ) -> StateRows:
-        """Return the states for a pass over slots from `start` on, which none of its rows goes
-        into; ValueError for other slots than the model's own."""
+        """Return the states for a pass over slots from `start` on; ValueError for other slots."""
         if chain or not self.first <= start <= start + count <= self.first + self.room:
             raise ValueError(f"slots {start}..{start + count - 1} of a session are another model's")
         own = self.owner.rows_as_they_are()

@@ -43,8 +43,7 @@ def _rows(module: nn.Linear, rows: Tensor) -> nn.Linear:
 
 
 def orders_of(said: StateMixer) -> list[Tensor | None]:
-    """Return for each linear before a mixer where the outputs that the kernels read stand in the
-    checkpoint; None: in place."""
+    """Return the places in the checkpoint of outputs that the kernels read; None: in place."""
     if said.order is Given.IN_ORDER:
         return [None] * len(said.given)
     keys, values = said.key_heads * said.key_dim, said.value_heads * said.value_dim

@@ -1,5 +1,4 @@
-"""A layer with a state in its proof: what transformers computes of rows one after the other, and of
-the same rows together."""
+"""A layer with a state in its proof: transformers' results row by row, and together."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def run_recurrently(oracle: "Oracle", layer: nn.Module, index: int, states: Tensor) -> Tensor:
-    """Return what transformers' layer makes of states [count, hidden] one after the other, by the
-    function that it has for one row at a time."""
+    """Return transformers' layer of states [count, hidden], row by row."""
     cache, rows = transformers.DynamicCache(config=oracle.config), []
     call = oracle.arranged(index, cache)
     with oracle.eagerly(layer), quiet():
@@ -27,8 +25,7 @@ def run_recurrently(oracle: "Oracle", layer: nn.Module, index: int, states: Tens
 
 
 def run_together(oracle: "Oracle", layer: nn.Module, index: int, states: Tensor) -> Tensor:
-    """Return what transformers' layer makes of states [count, hidden] by the function that it has
-    for many rows."""
+    """Return transformers' layer of states [count, hidden], all at once."""
     with oracle.eagerly(layer), quiet():
         args, kwargs = oracle.arranged(index, None).of(states.unsqueeze(0))
         return first_of(layer(*args, **kwargs))

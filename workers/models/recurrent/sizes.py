@@ -39,8 +39,8 @@ class StateSizes:
     """Numbers of the factors of a row."""
 
     def session_bytes(self, tree_rows: int) -> int:
-        """Return what a session takes in one layer: its state and a checkpoint of it, and factors
-        of rows that wait and of a tree."""
+        """Return a session's bytes in a layer: state, checkpoint, factors of waiting rows and a
+        tree."""
         return NUMBER_BYTES * (2 * self.state + (WAITING + tree_rows) * self.row)
 
     @property
@@ -55,8 +55,7 @@ class StateSizes:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> Sequence[str]:
-    """Return the kind of each layer of a model with several kinds, or with a state parallel to
-    attention; empty for others."""
+    """Return the kind of each layer of a model with several, or with states; else ()."""
     if isinstance(pattern := config.get("hybrid_override_pattern"), str):
         return [PATTERN.get(letter, letter) for letter in pattern]
     types = config.get("layer_types") or config.get("layers_block_type")

@@ -1,12 +1,7 @@
-"""The states of a session in the layers that have one, and the factors of rows that are not in them
-yet.
-
-A state holds the first rows of a session; it cannot be cut back. Rows behind them, committed or of
-a tree, have factors by which a state is made to hold them, so that a tree is forgotten for nothing
-and its branches need no states of their own. A long chain of rows, as of a prompt, goes into the
-states as it is computed. Checkpoints are copies of the states at some lengths, to which a session
-can go back.
-"""
+"""The states of a session, and the factors of rows that they do not hold yet. A state holds the
+first rows and cannot be cut back; later rows, committed or of a tree, have factors by which a state
+comes to hold them, so a tree is dropped for free. Long chains enter the states as they are
+computed. Checkpoints are copies to which a session can go back."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +15,7 @@ CPU = torch.device("cpu")
 CHAIN = 16
 """Rows of a chain that go into the states as they are computed, at least."""
 PENDING = 8
-"""Committed rows that wait by their factors, at most: to write the states takes about as long as to
-compute as many rows."""
+"""Committed rows that wait by their factors: writing the states takes about as long as 8 rows."""
 STEP = 4096
 """Rows from one checkpoint to the next in a long session: by then keys and values take more."""
 WAITING = 24
@@ -59,9 +53,9 @@ class RecurrentStates:
     def rows(
         self, committed: int, start: int, count: int, *, chain: bool, follows: bool = False
     ) -> StateRows:
-        """Return the states for a pass over the slots from `start` on, behind `committed` rows;
-        `chain`: one after the other; `follows`: behind the rows that were asked for last, and in
-        the same pass. RuntimeError where they hold rows of a pass that failed."""
+        """Return the states for a pass over slots from `start` on, behind `committed` rows;
+        `chain`: consecutive; `follows`: behind the last ones, in the same pass. RuntimeError after
+        a failed pass."""
         if self.length > start:
             raise RuntimeError(
                 f"the states of a session hold {self.length} rows, and slot {start} is to be "
@@ -79,8 +73,8 @@ class RecurrentStates:
 
     @torch.inference_mode()
     def keep(self, first: int, slots: Sequence[int], length: int) -> None:
-        """Move the factors of `slots` to the slots from `first` on; `length` rows are committed
-        then. RuntimeError where the states hold more."""
+        """Move the factors of `slots` to `first` on; `length` rows are then committed. RuntimeError
+        if the states hold more."""
         if self.length > length:
             raise RuntimeError(
                 f"{length} rows are to be kept, where a chain of {self.length} is in the states"
@@ -129,8 +123,7 @@ class RecurrentStates:
 
     @torch.inference_mode()
     def take_over(self, layer: int, other: "RecurrentStates", rows: int) -> None:
-        """Have a layer hold the first `rows` rows of a session, none of which it has, as the first
-        layer of others does, which are on any device."""
+        """Take over the first `rows` rows of a layer, from the first layer of other states."""
         shape, folded = self.shapes[layer], int(other.folded[0])
         first = sum(shape.state for shape in self.shapes[:layer])
         self.state[first : first + shape.state] = other.state[: shape.state].to(self._device)
@@ -187,8 +180,7 @@ def factors_of_layers(shapes: Sequence[StateShape], factors: Tensor, ring: int) 
 
 
 def session_bytes(shapes: Sequence[StateShape]) -> int:
-    """Return what the states of a session take whatever its length: the states, a checkpoint, and
-    factors of rows that wait."""
+    """Return a session's bytes of any length: states, a checkpoint, waiting rows' factors."""
     rows = WAITING + max((shape.taps for shape in shapes), default=0)
     return 4 * sum(2 * shape.state + rows * shape.row for shape in shapes)
 

@@ -1,5 +1,5 @@
-"""The kernels back end of a model whose proof is remembered: layers are packed by their description
-and by facts from transformers at the time of the proof, without comparison."""
+"""The kernels of a model whose proof is cached: layers are packed by description and by the proof's
+facts, without comparison."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +31,7 @@ class Recalled(Kernels):
         noted: Sequence[Noted],
         angles: Mapping[str, tuple[Sequence[float], float]],
     ) -> None:
-        """`noted`: the attention of each layer; `angles`: frequencies and factor of each rotary
-        table."""
+        """`noted`: attention of each layer; `angles`: frequencies and factor of each table."""
         kernels.set_threads(torch.get_num_threads())
         self._begin(model, kind, KnownTables(angles, context), cache)
         self._family = FAMILIES[model.config.model_type]

@@ -1,12 +1,7 @@
-"""Proofs that are remembered: a checkpoint that was held against transformers once, with the same
-code, kernels and libraries, is loaded without transformers the next time.
-
-A proof is kept under everything that it depends on: the checkpoint's digest, the type of its
-weights, our own sources of models and kernels, the library of the kernels, and the
-versions of torch, transformers and Python; not the instruction set, of which no byte depends.
-Beside what transformers said of the model it has the digest of logits of the model that was proved;
-one that was loaded by it has to give the same bytes. Knows files and digests; builds no model.
-"""
+"""Cached proofs: a checkpoint that was proved against transformers is loaded without it the next
+time. The key has all that a proof depends on: checkpoint, weights, our sources, kernels, versions
+of torch, transformers and Python; not the instruction set. A loaded model has to give the proved
+model's logits, bit for bit."""
 
 import dataclasses
 import hashlib
@@ -40,8 +35,7 @@ SOURCES = ("models", "kernels", "devices")
 
 @dataclass(frozen=True)
 class Proof:
-    """The facts from transformers that our code needs to load a model, and the digest of its
-    logits."""
+    """transformers' facts that loading needs, and the digest of the model's logits."""
 
     config: Mapping[str, Any]
     """The configuration with transformers' defaults."""
@@ -67,8 +61,7 @@ class Proof:
 
 
 LIBRARIES = ("torch", "transformers", "safetensors")
-"""Distributions whose versions matter; what is installed of them says it in a file, of which all
-is taken, since to look for the version in it takes longer."""
+"""Distributions whose whole METADATA counts: to find the version in it takes longer."""
 
 
 @cache
@@ -103,8 +96,7 @@ class Proofs:
 
     @property
     def known(self) -> bool:
-        """Return whether a checkpoint of this configuration was proved before, which takes
-        kernels."""
+        """Return whether this configuration has proofs; needs the kernels."""
         return kernels.available() and any(self.folder.glob(f"{self.group}-*.json"))
 
     def find(self, key: str) -> Proof | None:

@@ -1,8 +1,6 @@
-"""A model that is loaded by a remembered proof: the facts saved with the proof, and our
-descriptions, suffice to pack it. The logits of a few rows from all over the context must be those
-of the proved model, bit for bit; else the proof is dropped and made again. Imports nothing of
-transformers.
-"""
+"""Loads a model by its cached proof and our descriptions, without transformers. The logits of a
+few rows from all over the context must be the proved ones, bit for bit; else the proof is made
+again."""
 
 import dataclasses
 import json
@@ -120,8 +118,7 @@ def recall(memory: Memory, checkpoint: Checkpoint, wanted: Wanted) -> LanguageMo
 
 
 class Part(nn.Module):
-    """A module that is only its numbers, such as a norm, a convolution or the experts of a layer,
-    or only holds others."""
+    """A module with parameters or children only: a norm, a convolution, experts."""
 
     def __init__(
         self,
@@ -143,8 +140,7 @@ class Part(nn.Module):
 
 
 class Outline(nn.Module):
-    """A model without numbers that has the modules of transformers' by their names, and none of its
-    code."""
+    """A model without numbers that has transformers' modules by name, but no code."""
 
     def __init__(self, proof: Proof) -> None:
         super().__init__()
@@ -178,9 +174,8 @@ class Outline(nn.Module):
 
 
 def outline_of(skeleton: Skeleton) -> Proof | None:
-    """Return the beginning of a proof, from a skeleton whose layers are not taken over yet; None
-    where transformers' own code is needed to load it: it has parts that no outline has, or a family
-    that nobody has described."""
+    """Return the beginning of a proof, before layers are taken; None if transformers' code is
+    needed."""
     model, stored = skeleton.model, skeleton.stored
     config = _plain(_fields(model.config))
     paths = {module: path for path, module in model.named_modules()}
@@ -215,8 +210,7 @@ def outline_of(skeleton: Skeleton) -> Proof | None:
 
 
 def completed(outline: Proof, model: LanguageModel) -> Proof | None:
-    """Return the proof of a model that has been proved; None where its logits need more than what
-    an outline has."""
+    """Return a proved model's proof; None if its logits need more than an outline has."""
     back_end = model.back_end
     if type(back_end) is not Kernels or not back_end.direct:
         return None
@@ -257,8 +251,8 @@ def _sparse(model: Any) -> tuple[str, ...]:
 
 
 def _measured(path: str, module: nn.Module, *, matrices: bool) -> tuple[str, str, Any] | None:
-    """Return path, kind and measures of a module; None for one that is more than its numbers.
-    `matrices`: the experts and their routers, which are not linear modules."""
+    """Return path, kind and measures of a module; None: it is more. `matrices`: experts and
+    routers."""
     shapes = {name: list(part.shape) for name, part in module.named_parameters(recurse=False)}
     if isinstance(module, nn.ModuleList):
         return path, "list", []
@@ -318,8 +312,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _described(config: Any, plain: Mapping[str, Any]) -> bool:
-    """True if a description gives the same for all layers from the plain configuration as from
-    transformers'."""
+    """Return whether the plain configuration gives the same descriptions of all layers."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         return False

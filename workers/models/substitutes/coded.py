@@ -1,5 +1,5 @@
-"""Matrices of a substitute's codes in the layout of the kernels, and their products on a device:
-ours over that layout, where they are proved and fast there, else torch's int4 products."""
+"""Matrices of a substitute's codes, and their products on a device: ours over the kernels' layout,
+if proved and fast, else torch's int4."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -34,9 +34,8 @@ TIMED_MATRICES = 4
 
 
 def coded_product(lying: Lying, memory: Tensor, products: Products | None) -> Product:
-    """Return the product of a matrix of codes of a blob that lies in `memory` on a device: over
-    these bytes, if it is ours, else as torch has it, and then the memory is free. `products`: the
-    choice there; None: it is torch's."""
+    """Return the product of codes of a blob in `memory` on a device: ours over these bytes, else
+    torch's, which frees them. `products` None: torch's."""
     program = _program(Coded(lying.kind).bits, products)
     if program is not None:
         return own_codes(program, lying, memory)
@@ -53,8 +52,7 @@ def linear_product(codes: Codes, bias: Tensor | None, device: torch.device) -> P
 
 
 def computed_by(bits: int, products: Products | None) -> str:
-    """Return the name of the products of codes that are used; `products`: as for
-    `coded_product`."""
+    """Return the name of the products in use; `products`: as for `coded_product`."""
     return TORCHS if _program(bits, products) is None else OWN
 
 
@@ -63,8 +61,8 @@ def _program(bits: int, products: Products | None) -> Program | None:
 
 
 def unpack_codes(lying: Lying, memory: Tensor) -> tuple[Codes, Tensor | None]:
-    """Return the codes of a matrix of a blob that lies in `memory` on any device, and its bias
-    [n], both there (`kernels/native/packing.h`)."""
+    """Return a blob's codes in `memory` on any device, and the bias [n]
+    (`kernels/native/packing.h`)."""
     bits, groups = Coded(lying.kind).bits, groups_of(lying.k)
     whole = memory[lying.offset : lying.offset + lying.size]
     vectors, numbers = -(-lying.n // VECTOR), 2 * 2 * VECTOR
@@ -104,8 +102,7 @@ def pack_codes(parts: Sequence[Codes], biases: Sequence[Tensor | None]) -> Coded
 def pack_stack(
     codes: Callable[[int], Codes], count: int, biases: Tensor | None
 ) -> Sequence[CodedMatrix]:
-    """Return matrices of the kernels from the codes of this many experts, side by side, with their
-    biases [count, out]."""
+    """Return matrices of the codes of `count` experts side by side, with biases [count, out]."""
     first = codes(0)
     bias = None if biases is None else biases[0]
     matrices = stacked(CodedMatrix(first.bits, *first.shape, bias=bias), count, biases)
@@ -116,8 +113,7 @@ def pack_stack(
 
 
 def against_codes(device: torch.device, weights: str) -> str:
-    """Return why no product of codes can run on a device, neither torch's nor ours; empty if one
-    can. `weights`: the type of a substitute's weights, such as int4."""
+    """Return why a device has no product of codes; empty if it has. `weights`: such as int4."""
     why_not, contest = kind_of(device).against_int4(device), CONTESTS[BITS[weights]]
     if not why_not or products_on(device).owner(contest) is not None:
         return ""

@@ -1,5 +1,4 @@
-"""A model whose layers are described as the kernels' are, with codes in the place of their
-matrices: all that substitutes have in common, but for the library's."""
+"""A model of described layers with codes in place of matrices, the base of substitutes."""
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum

@@ -1,11 +1,5 @@
-"""Substitutes whose layers a GPU computes: the target's matrices in codes, and all else as the
-target has it. `DeviceSubstitute` shares the target's cache, embedding, norm and head on that GPU;
-`ResidentSubstitute` is in its own process. Products go over the codes, by our own over the kernels'
-layout, or by torch's int4 products: fewer bits are laid into 4, and 8 are the sum of two products
-of 4. The layers are `device/layer.py`'s; where the target keeps a layer on the device, the one that
-shares computes from that. Levels of a tree are those of `device/levels.py`. Knows layers, rows and
-slots; nothing of drafts or sessions.
-"""
+"""Substitutes on a GPU: the target's matrices as codes. `DeviceSubstitute` shares the target's
+cache, embedding, norm and head; `ResidentSubstitute` has its own process."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,8 +49,7 @@ class _Engine(RoundingEngine):
 
 
 class ResidentSubstitute(CodedLayers, ResidentDraft):
-    """A substitute all of which is on one device, in its own process. A `BackEnd`; logits stay on
-    the device."""
+    """A substitute on one device in its own process. A `BackEnd`; logits stay on the device."""
 
     def __init__(self, model: Any, kind: Kind, *, substitutes: Substitutes, device: Device) -> None:
         places = [Place.RESIDENT] * len(decoder_layers(model)[1])
@@ -80,8 +73,7 @@ class ResidentSubstitute(CodedLayers, ResidentDraft):
 
 
 class DeviceSubstitute(Captured, CodedLayers):
-    """The layers of a target in codes on the target's device. A `BackEnd`, whose caches are those
-    of the target's own stage."""
+    """A target's layers as codes on its device, in caches of its stage. A `BackEnd`."""
 
     backend = "library"
 
@@ -94,8 +86,7 @@ class DeviceSubstitute(Captured, CodedLayers):
         substitutes: Substitutes,
         capture: Capture | None,
     ) -> None:
-        """`capture`: what makes a pass of fixed shapes faster; None: nothing does here, and all
-        passes are computed as they come."""
+        """`capture`: captures levels; None: all passes are computed operation by operation."""
         if not target.in_one_stage or not isinstance(target.engine, TorchEngine):
             raise SettingsError(
                 "a substitute on a GPU shares with a target of which that GPU computes all "
@@ -207,11 +198,8 @@ def load_device_substitute(
     folder: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[LanguageModel, Substitutes, int]:
-    """Return the substitute of a target, on the target's device and with all but its codes shared,
-    what was quantised for it, and the number of layers that are the target's own.
-
-    `capture`: see `DeviceSubstitute`. `folder`: of the caches of codes.
-    """
+    """Return a target's substitute on its device, what was quantised, and how many layers it
+    shares. `folder`: of cached codes."""
     whole, checkpoint = target.back_end, target.checkpoint
     if not isinstance(whole, Staged):
         raise SettingsError(

@@ -1,5 +1,5 @@
-"""The codes of a model's layers, made once for a checkpoint and a number of bits, and
-kept on disk: a file a layer, and one for its experts, that is put in its place whole."""
+"""Codes of a model's layers, cached by checkpoint and bits: a file a layer, and one for its
+experts."""
 
 import hashlib
 import logging
@@ -49,8 +49,8 @@ class Substitutes:
         tell: Tell = lambda _done, _all: None,
         device: torch.device = CPU,
     ) -> None:
-        """`digest`: of the checkpoint; `folder`: of all caches, None
-        where nothing can be kept; `device`: where hqq computes."""
+        """`digest`: the checkpoint's; `folder`: of all caches, or None; `device`: where hqq
+        computes."""
         self.bits, self._tell, self._device = bits, tell, device
         key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()
         self.folder = None if folder is None else folder / key[:32]
@@ -75,8 +75,7 @@ class Substitutes:
         return {linears[name]: self._codes(kept, name, *shape) for name, shape in shapes.items()}
 
     def of_experts(self, parts: ExpertParts, index: int) -> Callable[[str, int], Codes]:
-        """Return what gives the codes of an expert's matrix, by the name of its stack and by its
-        number, of a layer that has the numbers of its experts."""
+        """Return a function of stack and number that gives an expert's codes."""
         rows = [(name, expert) for name in parts.said.stacks for expert in range(parts.count)]
         of_stack = {name: tuple(parts.matrix(name, 0).shape) for name in parts.said.stacks}
         shapes = {f"{name}.{expert}": of_stack[name] for name, expert in rows}
@@ -93,8 +92,8 @@ class Substitutes:
         return None if self.folder is None else self.folder / f"{what}-{index:03}.safetensors"
 
     def _kept(self, file: Path | None, shapes: Mapping[str, tuple[int, ...]]) -> Kept | None:
-        """Return what a file has of matrices of these shapes; None where there is nothing that
-        fits, and a line in the log where what is there cannot be used."""
+        """Return cached codes of these shapes; None without any, or with bad ones, which is
+        logged."""
         if file is None or not file.exists():
             return None
         try:

@@ -1,8 +1,5 @@
-"""Codes of 4 bits by plain rounding, and products of codes by torch's own int4 operations, where
-neither the C++ kernels nor products of ours compute.
-
-A group of inputs has a scale and an offset. Knows single matrices, not models.
-"""
+"""Rounding to 4-bit codes, and products of codes by torch's int4 operations, where ours cannot
+run."""
 
 from collections.abc import Callable
 
@@ -25,8 +22,7 @@ TILES = (8, 4)
 
 
 def nearest_codes(weight: Tensor, device: torch.device = CPU) -> Codes:
-    """Return the codes of 4 bits that are nearest to weight [rows, inputs]; `device` rounds, and
-    the codes lie on the CPU."""
+    """Return the nearest 4-bit codes of weight [rows, inputs], rounded on `device`, on the CPU."""
     rows, inputs = weight.shape
     groups = groups_of(inputs)
     whole = pad(weight.to(device).float(), (0, groups * GROUP - inputs), mode="replicate")
@@ -42,15 +38,13 @@ def nearest_codes(weight: Tensor, device: torch.device = CPU) -> Codes:
 
 
 def int4_of_codes(codes: Tensor, scales: Tensor, offsets: Tensor, device: torch.device) -> Product:
-    """Return the product on a device of codes 0..15 [rows, inputs] with scales and offsets [rows,
-    groups]: weight = (code - 8) scale + offset."""
+    """Return the product of codes 0..15 [rows, inputs]: weight = (code - 8) scale + offset."""
     pairs = torch.stack([scales, offsets], dim=2).transpose(0, 1).contiguous().to(torch.bfloat16)
     return _packed(codes.to(device).to(torch.int32), pairs.to(device))
 
 
 def code_products(codes: Codes, device: torch.device) -> tuple[Product, ...]:
-    """Return products of int4 whose sum is that of the codes: one if they have 4 bits or fewer,
-    two, of their halves, if they have 8."""
+    """Return int4 products whose sum is that of the codes: two, of halves, for 8 bits."""
 
     def of(part: Tensor, scales: Tensor, offsets: Tensor) -> Product:
         return int4_of_codes(part, scales, offsets, device)

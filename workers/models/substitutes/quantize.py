@@ -1,11 +1,6 @@
-"""Weights of a few bits by HQQ: the only module that opens the hqq package, and only where
-something has to be quantised.
-
-Groups of 64 inputs (axis 1) share a scale and an offset, weight = (code - 2^(bits - 1)) scale +
-offset; hqq's proximal solver chooses the offset without any data (HQQ, Badri and Shaji 2023; the
-settings are those of the SubSpec paper, section 5). Knows single matrices; what is kept, and where,
-`substitute.py` knows.
-"""
+"""Quantisation by HQQ, the only user of the hqq package: groups of 64 inputs (axis 1) share a scale
+and an offset, weight = (code - 2^(bits - 1)) scale + offset, chosen without data (HQQ, Badri and
+Shaji 2023; settings of the SubSpec paper, section 5)."""
 
 import warnings
 from collections.abc import Mapping
@@ -31,8 +26,7 @@ REMEDY = "install it with `pip install 'dovetail[subspec]'`"
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [rows, inputs] in codes of `bits` bits; the last group may be longer than the
-    inputs."""
+    """A matrix [rows, inputs] of `bits`-bit codes; the last group may exceed the inputs."""
 
     bits: int
     inputs: int
@@ -53,8 +47,7 @@ class Codes:
         return Codes(self.bits, self.inputs, *(part[places] for part in parts))
 
     def weight(self) -> Tensor:
-        """The matrix that the codes stand for [rows, inputs] float32: what products are compared
-        with, not what they are computed by."""
+        """Return the matrix that the codes stand for, float32 [rows, inputs], to compare with."""
         rows, groups = self.scales.shape
         codes = (self.codes.float() - (1 << self.bits - 1)).view(rows, groups, GROUP)
         return (codes * self.scales.float()[..., None] + self.offsets.float()[..., None]).view(
@@ -73,12 +66,8 @@ def check_installed() -> None:
 
 @torch.inference_mode()
 def quantise(weight: Tensor, bits: int, device: torch.device = CPU) -> Codes:
-    """The codes of weight [rows, inputs], which lie on the CPU. There hqq takes about a second a
-    million weights and core; on a GPU it solves in 16 bits.
-
-    A last group that is longer than the inputs is filled up with the last of them, so that it spans
-    no more than they do.
-    """
+    """Return the codes of weight [rows, inputs], on the CPU: about a second a million weights and
+    core; GPUs solve in 16 bits. The last group is filled up with the last input."""
     rows, inputs = weight.shape
     groups = groups_of(inputs)
     whole = pad(weight.detach().to(device).float(), (0, groups * GROUP - inputs), mode="replicate")
@@ -106,8 +95,7 @@ def quantise(weight: Tensor, bits: int, device: torch.device = CPU) -> Codes:
 
 @cache
 def _quantizer() -> Any:
-    """hqq's own. It brings torch's compiler along, which takes seconds and warns of what torch
-    itself deprecates."""
+    """Return hqq's quantizer, whose import takes seconds and warns."""
     check_installed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -116,8 +104,7 @@ def _quantizer() -> Any:
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:
-    """codes [rows, inputs] -> [rows, inputs * bits / 8] uint8, for a file: of 3 bits the lower two
-    first, then the upper one."""
+    """codes [rows, inputs] -> [rows, inputs * bits / 8] uint8; 3 bits as two planes."""
     if bits == 3:
         return torch.cat([_plane(codes & 3, 2), _plane(codes >> 2, 1)], dim=1)
     return _plane(codes, bits)

@@ -1,12 +1,6 @@
-"""The substitute of a target: the linears of its own layers in a few bits, for a draft that needs
-no training (SubSpec, section 4.1).
-
-Embedding, norms and head stay as the checkpoint has them. Codes are made once for a checkpoint
-and a number of bits, and kept on disk, a file a layer that is put in its place whole;
-what is there already is not made again. Layers are described as the kernels' are and products go
-over the codes themselves: the C++ kernels compute them on a CPU, `device_codes.py` on a GPU. Knows
-layers; nothing of drafts or sessions.
-"""
+"""A target's substitute: its layers' linears in a few bits, a draft that needs no training
+(SubSpec, section 4.1). Embedding, norms and head are the checkpoint's. Codes are cached on disk;
+the C++ kernels multiply them on a CPU, `device_codes.py` on a GPU."""
 
 import logging
 import math
@@ -55,8 +49,7 @@ class KernelSubstitute(CodedLayers):
     """The kernels with layers of codes. A `BackEnd`, whose caches are those of `Kernels`."""
 
     def share(self, target: Kernels) -> int:
-        """Compute with the embedding, the norm, the head and the resident layers of this target
-        from now on; how many layers these are."""
+        """Share the target's embedding, norm, head and resident layers; return how many layers."""
         self._norm, self._head, self._cache = target._norm, target._head, target._cache
         base = self._model.base_model
         for name, module in target._model.base_model.named_children():
@@ -70,8 +63,8 @@ class KernelSubstitute(CodedLayers):
 
 
 def share(substitute: LanguageModel, target: LanguageModel) -> int:
-    """Have a substitute compute with what it shares with its target in this process; of how many
-    layers it does. `SettingsError` where it cannot."""
+    """Have a substitute share with its target in this process; return how many layers.
+    `SettingsError` if it cannot."""
     own, whole = substitute.back_end, target.back_end
     if not isinstance(own, KernelSubstitute) or not isinstance(whole, Kernels):
         why = substitute.choice if not isinstance(own, KernelSubstitute) else target.choice
@@ -107,8 +100,7 @@ class _CodedLinear(nn.Module):
 
 
 class LibrarySubstitute(Library):
-    """transformers' modules with products of codes in the layers: of a model that is not described
-    as the kernels' are, and where these are not built. A `BackEnd`."""
+    """transformers' modules with products of codes, without description or kernels. A `BackEnd`."""
 
     def __init__(
         self, *, device: torch.device, dtype: torch.dtype, substitutes: Substitutes, layers: int
@@ -127,8 +119,7 @@ class LibrarySubstitute(Library):
         super().finish(self._typed(model))
 
     def _typed(self, module: Any) -> Any:
-        """A module whose parameters are of the type that is computed in; its buffers, such as
-        rotary frequencies, stay as they are."""
+        """Convert a module's parameters to the computing type; buffers stay."""
         for parameter in module.parameters():
             parameter.data = parameter.data.to(self._dtype)
         return module
@@ -143,8 +134,8 @@ def load_substitute(
     folder: Path | None = None,
     tell: Tell = lambda _done, _all: None,
 ) -> tuple[LanguageModel, Substitutes]:
-    """The substitute of the model in `source`, of the same context as its target:
-    `weights` int8, int4, int3 or int2. `folder`: of the caches."""
+    """Return the substitute of a model for `weights` int8, int4, int3 or int2; `folder`: of
+    caches."""
     bits, place = BITS[weights], torch.device(device)
     checkpoint = replace(open_checkpoint(source), context=context)
     substitutes = Substitutes(checkpoint.digest, bits, folder, tell, place)
@@ -203,8 +194,7 @@ def _assemble(
 
 
 def _against_device(model: Any, weights: str, device: Device) -> str:
-    """Return why the substitute of a skeleton does not fit into what is free on a device, and what
-    would; empty if it does. The head is there twice while it is laid out."""
+    """Return why a skeleton's substitute exceeds a device's free memory; empty if it fits."""
     head = math.prod(model.get_output_embeddings().weight.shape)
     shapes = (*linear_shapes(model), *expert_shapes(model))
     numbers = sum(map(math.prod, shapes)) - head

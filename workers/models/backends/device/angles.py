@@ -34,8 +34,7 @@ class Angles:
             self._factors[id(rotary)] = rotary.factors.to(self._device)
 
     def at(self, positions: Tensor) -> "Turn | None":
-        """Return the angles of rows, for all layers of a pass: positions int64 [T]; None without
-        tables."""
+        """Return the angles of rows at positions int64 [T]; None without tables."""
         found = {
             key: (cosines[positions].unsqueeze(1), sines[positions].unsqueeze(1))
             for key, (_, cosines, sines) in self._tables.items()
@@ -58,8 +57,7 @@ class Turn:
     """The factors of queries [T, 1, 1], by the id of their table."""
 
     def of(self, heads: Tensor, rotary: Rotary) -> Tensor:
-        """heads [T, H, head_dim], the first part of each turned by the angles that a table has for
-        its row's position."""
+        """Return heads [T, H, head_dim] rotated by a table's angles at the rows' positions."""
         cosines, sines = self.angles[id(rotary)]
         half = cosines.shape[-1]
         a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]

@@ -1,9 +1,5 @@
-"""Memory of a device for the keys and values of sessions, which goes from one that has ended to the
-next: what is captured over it stays valid, so that levels are captured once a worker and not once
-a session.
-
-Knows tensors and slots; nothing of sessions.
-"""
+"""Device memory for the caches of sessions, reused from one to the next: what is captured over it
+stays valid, so that levels are captured once a worker."""
 
 import weakref
 from collections.abc import Hashable
@@ -41,9 +37,8 @@ class Arenas:
         HELD.add(self)
 
     def take(self, shape: tuple[int, int, int], capacity: int, like: Tensor) -> Arena:
-        """Return zeros [layers, 2, kv_heads, at least `capacity`, head_dim] of the type of `like`
-        on its device. Spare arenas that do not fit are let go first; where memory runs out, so is
-        what others have to spare."""
+        """Return zeros [layers, 2, kv_heads, >= capacity, head_dim] like `like`. Spare arenas that
+        do not fit are freed first, and others' spare memory if that runs out."""
         layers, kv_heads, head_dim = shape
         capacity = -(-capacity // self._multiple) * self._multiple
         for arena in sorted(self._spare, key=lambda arena: -len(arena.captured)):
@@ -148,7 +143,6 @@ class ArenaCache(KVCache):
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Return zeros of the type of `like`, on its device. They are no inference tensor, since a
-    cache that is made outside inference mode may get memory that was taken within."""
+    """Return zeros like `like`, outside inference mode: the memory may outlive it."""
     with torch.inference_mode(False):
         return like.new_zeros(shape)

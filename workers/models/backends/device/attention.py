@@ -1,9 +1,6 @@
-"""Attention of ours on a GPU over keys and values of 16 bits, which are read as they lie: nothing
-is widened in memory (`kernels/cuda/attention.cu`).
-
-A row's numbers follow from the keys and values that it sees, in the order of their slots, whatever
-lies between them and whatever other rows there are. Knows tensors; masks are the caller's.
-"""
+"""Our attention on a GPU over 16-bit keys and values as they are stored
+(`kernels/cuda/attention.cu`). A row's bytes depend only on the keys and values that it sees, in the
+order of their slots."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,8 +38,7 @@ TIMED_SLOTS, TIMED_HEAD, TIMED_GROUPS, TIMED_CACHES = 2048, 128, 4, 4
 
 
 def attending(products: Products) -> Attending:
-    """Return how attention is computed on a device: by ours, where it has been chosen and can be,
-    else by torch."""
+    """Return what computes attention on a device: ours if chosen and possible, else torch."""
 
     def attend(
         query: Tensor,
@@ -62,8 +58,7 @@ def attending(products: Products) -> Attending:
 
 
 def fits(keys: Tensor, values: Tensor) -> bool:
-    """Return whether ours takes keys and values [kv_heads, S, width]: halves, a row of which lies
-    behind the other."""
+    """Return whether ours takes keys and values [kv_heads, S, width]: contiguous rows of halves."""
     width = keys.shape[-1]
     return (
         keys.dtype == values.dtype == HALF
@@ -81,12 +76,12 @@ def takes_width(width: int) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """Keys and values [layers, 2, kv_heads, slots, width] of each of T tokens, in caches that lie
-    anywhere on a device, so that tokens of several sessions share a pass."""
+    """Keys and values [layers, 2, kv_heads, slots, width] of T tokens, each in its session's
+    cache."""
 
     places: Tensor
-    """int64 [T, PLACE]: the address of a token's cache, its slots, and how many of them may be
-    read; tokens of a session are neighbours."""
+    """int64 [T, PLACE]: a cache's address, its slots, and readable slots; sessions are
+    contiguous."""
     layer: int
     heads: int
     """Key heads."""
@@ -108,8 +103,7 @@ def own_attention(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention as `by_torch` does, whose arguments these are, without widening keys and
-    values: [T, heads, width]. The rows of a key head are those of all query heads that share it."""
+    """Return attention [T, heads, width] as `by_torch` does, without widening keys and values."""
 
     def lying(part: slice) -> tuple[Tensor, Tensor, int, int, None]:
         return keys[part], values[part], keys.stride(0), keys.stride(0), None
@@ -125,8 +119,8 @@ def placed_attention(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute what `own_attention` does, to the same bytes, for tokens each with its own keys and
-    values. What lies behind the slots that may be read has to be hidden by the mask."""
+    """Return the same bytes as `own_attention`, for tokens in caches of their own. The mask has to
+    hide slots that may not be read."""
 
     def lying(part: slice) -> tuple[None, None, int, int, Tensor]:
         key = placed.first_key + part.start
@@ -136,8 +130,8 @@ def placed_attention(
 
 
 Lying = Callable[[slice], tuple[Tensor | None, Tensor | None, int, int, Tensor | None]]
-"""Function of a slice of key heads: their keys and values, the strides between heads, and no
-places; or no keys and values, the numbers of their first heads, and places."""
+"""Slice of key heads -> keys, values, strides of heads, no places; or no keys, first heads,
+places."""
 
 
 def _attend(
@@ -188,8 +182,8 @@ def _attend(
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Describe where our attention is wrong; empty if it is right for rows of a tree, alone and in
-    a batch, and wherever in the cache what they see lies."""
+    """Return what is wrong with our attention: rows of a tree, alone and together; empty if
+    nothing."""
     for width in PROOF_WIDTHS:
         if wrong := _against_width(program, device, width):
             return f"keys of {width} numbers: {wrong}"
@@ -241,8 +235,8 @@ def _against_width(program: Program, device: torch.device, width: int) -> str:
 
 
 def _placed(keys: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return the places of five tokens of three sessions, and the caches of these: of two layers,
-    the second of which has these keys and values; what may not be read is not there."""
+    """Return places of five tokens of three sessions, and their caches: these keys in a second
+    layer."""
     caches, places = [], list[list[int]]()
     for tokens, more in ((2, 0), (1, 30), (2, 7)):
         heads, slots, width = keys.shape

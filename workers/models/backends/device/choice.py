@@ -1,12 +1,7 @@
-"""The choice between functions of ours and torch's on a device: products for each type of weights,
-and attention.
-
-Ours are used where they are proved right on that device and measured to be no slower: a small
-product has to give the bytes that the kernels give on the CPU, for any number of rows, and products
-of 1, 4 and 16 rows may together take no longer than torch's. Both are tried in a process next to
-this one first (`trying.py`); what was measured is kept beside the compiled functions, so that a
-later start chooses the same, and every start proves them again. Knows products, not models.
-"""
+"""Chooses between our functions and torch's on a device. Ours are used if they are proved there
+(the bytes of the CPU kernels, for any number of rows) and take no longer than torch's for 1, 4 and
+16 rows together. Both are tried in another process first (`trying.py`); timings are cached beside
+the compiled functions, and every start proves again."""
 
 import json
 import math
@@ -97,8 +92,8 @@ class Products:
         functions: Callable[[str], Program | str],
         trial: Callable[[str, str], bytes | str] = tried,
     ) -> None:
-        """`functions`: compiles functions of ours for the device, or returns why it cannot.
-        `trial`: as `trying.tried`."""
+        """`functions` compiles a source for the device, or returns why not; `trial`:
+        `trying.tried`."""
         self.device, self.functions, self._trial = device, cache(functions), trial
         self._chosen: dict[IntEnum, bool] = {}
         self.said: dict[IntEnum, str] = {}
@@ -107,8 +102,7 @@ class Products:
         """The kinds that a worker has reported."""
 
     def owner(self, contest: Contest) -> Program | None:
-        """Return our functions if our product is used, which is settled at the first call; else
-        None."""
+        """Return our functions if they are chosen, which the first call decides; else None."""
         if contest.kind not in self._chosen:
             chosen, why = self._choose(contest)
             self._chosen[contest.kind] = chosen
@@ -118,17 +112,15 @@ class Products:
         return program if self._chosen[contest.kind] and not isinstance(program, str) else None
 
     def lay_out(self, lying: Lying, memory: Tensor, *, rounded: bool = False) -> Matrix | OwnMatrix:
-        """Return a matrix of a blob that lies in `memory` on the device: as it is, if the product
-        is ours, else as torch has it, and then the memory is free. `rounded`: torch's product may
-        round its inputs to the type of the weights."""
+        """Return a matrix of a blob on the device: as it is for our product, else laid out for
+        torch, which frees `memory`. `rounded`: torch may round inputs to the weights' type."""
         contest = (ROUNDED if rounded else {}).get(lying.kind, CONTESTS.get(lying.kind))
         program = None if contest is None else self.owner(contest)
         return unpack(lying, memory) if program is None else own_matrix(program, lying, memory)
 
     @property
     def mark(self) -> str:
-        """Return the part of a fingerprint for our functions, whose bytes differ from torch's; a
-        substitute's codes do not affect verification."""
+        """Return our functions' part of a fingerprint: their bytes differ from torch's."""
         chosen = [kind for kind, own in self._chosen.items() if own and not _for_drafts(kind)]
         ours = sorted(kind.name.lower() for kind in chosen)
         return f"+own-{'-'.join(ours)}" if ours else ""
@@ -151,8 +143,8 @@ class Products:
         return True, said
 
     def _faster(self, program: Program, contest: Contest) -> tuple[bool, str]:
-        """Return whether ours takes no longer than torch's, and what both take, or why that is
-        not known."""
+        """Return whether ours takes no longer than torch's, and both times or why they are
+        unknown."""
         name, rows = f"{program.key}-{contest.name}.json", ", ".join(map(str, TIMED_ROWS))
         if (known := compiled.find(name)) is None:
             found = self._trial(str(self.device), contest.name)
@@ -178,14 +170,13 @@ def _for_drafts(kind: IntEnum) -> bool:
 
 
 def choice_on(device: torch.device) -> Products | None:
-    """Return the products to choose from on a device; None: torch's, as on a CPU, and where there
-    are no kernels to prove ours by."""
+    """Return the products of a device; None: torch's, on a CPU and without kernels to prove ours
+    by."""
     return None if device.type == "cpu" or not kernels.available() else products_on(device)
 
 
 def tell_products(device: torch.device, name: str) -> None:
-    """Report on stderr which products a worker uses on a device, and why, each once; in one line if
-    none can be ours."""
+    """Report on stderr which products a worker uses on a device, and why, each once."""
     products = products_on(device)
     new, missing = products.said.keys() - products.told, products.functions(SOURCE)
     if isinstance(missing, str):
@@ -200,8 +191,8 @@ def tell_products(device: torch.device, name: str) -> None:
 def measured(
     program: Program, device: Device, contest: Contest
 ) -> tuple[Sequence[float], Sequence[float] | str]:
-    """Return the seconds of our product and of torch's for each of `TIMED_ROWS`; a sentence where
-    torch refuses. `torch.OutOfMemoryError` where there is no memory for it."""
+    """Return seconds of ours and torch's for each of `TIMED_ROWS`; a sentence if torch refuses.
+    `torch.OutOfMemoryError` without memory."""
     pairs = list(contest.pairs(program, device.torch_device))
     ours = [product_seconds([own for own, _ in pairs], rows, device) for rows in TIMED_ROWS]
     try:
@@ -217,8 +208,8 @@ def measured(
 def product_seconds(
     products: Sequence[Product], rows: int, device: Device, width: int | None = None
 ) -> float:
-    """Return the seconds of a product of this many rows: the least mean of a few turns over
-    products of `TIMED_SHAPE`, or of others with `width` inputs. Reading a number waits for them."""
+    """Return the least mean seconds of a product of `rows` rows over some matrices of
+    `TIMED_SHAPE`."""
     inputs = TIMED_SHAPE[1] if width is None else width
     x, best = torch.ones(rows, inputs, device=device.torch_device), math.inf
     clock = device.kind.clock
@@ -234,8 +225,7 @@ def product_seconds(
 def launched_at_once(
     products: Sequence[Product], x: Tensor, capture: Capture | None
 ) -> Callable[[], Tensor]:
-    """Return what multiplies x by each of some matrices and returns the last product, captured
-    where that is faster: then it takes the device's time, and none of the host's for launches."""
+    """Return what multiplies x by each matrix, captured if possible to leave out launches."""
 
     def run() -> Tensor:
         return [multiply(x) for multiply in products][-1]
@@ -267,8 +257,7 @@ def against_matrix(kind: Kind, program: Program, device: torch.device) -> str:
 
 
 def against_kernels(own: Product, matrix: PackedMatrix, device: torch.device) -> str:
-    """Describe for how many rows a product on a device has other bytes than the kernels' with the
-    same matrix; empty if it never has."""
+    """Return for how many rows a product differs from the kernels' bytes; empty if for none."""
     x = torch.randn(max(ROWS), matrix.k, generator=torch.Generator().manual_seed(2))
     x[1] = 0.0
     for rows in ROWS:

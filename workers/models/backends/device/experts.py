@@ -1,9 +1,5 @@
-"""The experts of a layer that torch computes, or that the CPU computes for it: the function of the
-kernels' experts up to rounding.
-
-A row's experts are chosen in fp32, the lower index first of equals. Knows plans, and matrices by
-their names.
-"""
+"""A layer's experts computed by torch, or by the CPU for a device: the kernels' function up to
+rounding. Experts are chosen in fp32, the lower index first of equals."""
 
 from collections.abc import Callable
 
@@ -33,8 +29,7 @@ class HostExperts:
         self._layer = DecoderLayer(plan)
 
     def begin(self, x: Tensor, _multiply: Multiply) -> Callable[[], Tensor]:
-        """Take what experts read [T, hidden]; returns what gives their outputs [T, hidden], on the
-        device of x."""
+        """Start on what experts read [T, hidden]; return what gives their outputs on its device."""
         rows = x.cpu().contiguous()
         return lambda: mix(self._layer.struct, rows).to(x.device)
 

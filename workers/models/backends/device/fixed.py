@@ -1,15 +1,7 @@
-"""Passes of fixed shape, for the levels of a draft's tree on a device: captured once, and replayed
-as one launch.
-
-Where our functions compute attention, they read from the inputs where the keys and values of each
-row's session lie. Then a pass has rows of any sessions, and is captured once for a worker. torch's
-operations know one memory, so that with them a pass has rows of one session, and is captured once
-for the memory of its cache.
-
-Rows are padded to a power of two, paths to one of a few lengths, and slots to a power of two or,
-in the memory of one cache, to a multiple of `SLOTS`. The device makes the mask from the paths.
-Knows rows and slots, not what a draft computes from them.
-"""
+"""Passes of fixed shape for a draft's levels, captured once and replayed as one launch. With our
+attention, inputs say where each row's keys and values are, so a pass serves rows of any sessions of
+a worker; with torch's, a pass is captured for one cache. Rows are padded to a power of two, paths
+to a few lengths, slots to a power of two or, in one cache, a multiple of `SLOTS`."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -51,8 +43,8 @@ class Form(NamedTuple):
 
 
 def form_of(segments: Sequence[Segment], least_rows: int = 1, *, placed: bool) -> Form:
-    """Return the shape of the pass that computes segments with paths in `ArenaCache`s, padded to at
-    least this many rows. `placed`: rows have their own memory; else there is one segment."""
+    """Return the shape of a pass over segments with paths in `ArenaCache`s. `placed`: rows have
+    their own memory; else there is one segment."""
     count, stop, longest, path = 0, 1, 1, PATHS
     for segment in segments:
         assert segment.paths is not None
@@ -72,8 +64,8 @@ def form_of(segments: Sequence[Segment], least_rows: int = 1, *, placed: bool) -
 
 
 class Packed:
-    """Zeros of some types and shapes by their names, on the host and on a device, one behind the
-    other in one buffer: one copy brings all of them there, and the host does not wait for it."""
+    """Named zeros on the host and on a device, in one buffer each: one asynchronous copy sends
+    all."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         self._kind = kind_of(device)
@@ -94,8 +86,7 @@ class Packed:
         return self._here
 
     def send(self) -> None:
-        """Have the device copy all numbers before it computes anything that it is asked for
-        later."""
+        """Copy all numbers to the device before its next computation."""
         self._wait = self._kind.send(self._source, self._target)
 
 
@@ -121,9 +112,8 @@ class Inputs:
     def __init__(
         self, form: Form, more: Shapes, device: torch.device, scratch: Tensor | None = None
     ) -> None:
-        """`more`: tensors [T, ...] next to positions, slots and paths, by their names. `scratch`:
-        memory of one slot, which all rows write and see while a pass is captured whose rows have
-        places; None: they have none, and it is the last slot."""
+        """`more`: further tensors [T, ...] by name. `scratch`: one slot that all rows use while a
+        placed pass is captured; None: the last slot."""
         rows = (form.rows,)
         shapes = {
             "positions": (torch.long, rows),
@@ -149,8 +139,7 @@ class Inputs:
         return self._packed[name]
 
     def send(self, segments: Sequence[Segment], rows: dict[str, NDArray[np.generic]]) -> None:
-        """Bring the rows of segments, one behind the other, and their other tensors `rows` to the
-        device. Rows of padding repeat the last one, and write the same to the same slot."""
+        """Send segments' rows and other tensors `rows`; padding repeats the last row."""
         self._send(self._packed.open(), segments, rows)
 
     def _send(
@@ -188,9 +177,8 @@ class Inputs:
             here["places"][to] = memory.data_ptr(), memory.shape[3], stop
 
     def mask(self, dtype: torch.dtype, window: int = 0) -> Tensor:
-        """Return the mask [T, S] of 0 and -inf on the device, 0 where a row sees a slot. `window`:
-        so many of the slots that a row sees, in the order of its path, its own the last of them,
-        whatever their positions; 0: all."""
+        """Return the mask [T, S] of 0 and -inf. `window`: the last slots of a row's path that it
+        sees, its own included; 0: all."""
         form, prefix, paths = self.form, self["prefix"].unsqueeze(1), self["paths"]
         mask = torch.full((form.rows, form.slots), -torch.inf, dtype=dtype, device=paths.device)
         seen, added = self._slots < prefix, torch.zeros_like(paths, dtype=dtype)

@@ -1,5 +1,5 @@
-"""Attention over latents computed by torch's operations: the function of the kernels' up to
-rounding (`kernels/native/latent.inl`)."""
+"""Attention over latents by torch: the kernels' function up to rounding
+(`kernels/native/latent.inl`)."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from dovetail.workers.models.backends.device.rows import Seen
 
 
 class DeviceLatents:
-    """Attention over latents whose norms are on a device: queries meet latents through the matrix
-    that would make keys of them, and what they attend to goes through the one that would make
+    """Attention over latents: queries pass through the matrix of keys, results through that of
     values."""
 
     def __init__(self, plan: LayerPlan, device: torch.device) -> None:
@@ -28,8 +27,8 @@ class DeviceLatents:
         self._query_norm = plain if query_norm is None else norm(query_norm)
 
     def run(self, rows: Seen, given: Tensor, multiply: Multiply) -> Tensor:
-        """Return what heads attend to [T, heads value_dim], of what the first matrix gave [T, ...];
-        latents and keys of the rows go into the caches."""
+        """Return [T, heads value_dim] of what the first matrix gave [T, ...]; caches latents and
+        keys."""
         plan, own = self._plan, self._own
         first = given.shape[1] - plan.head_dim
         queries, latent, key = torch.split(

@@ -1,10 +1,6 @@
-"""A decoder layer computed by torch's operations, on a GPU as anywhere: the function of the
-kernels' layer up to rounding.
-
-States, norms, attention and sums are fp32; 16-bit weights are widened some rows at a time, and int8
-ones meet inputs that are quantised row by row, in exact integer products, as in the kernels. Knows
-a layer by its plan and its matrices, wherever they came from.
-"""
+"""A decoder layer computed by torch: the kernels' function up to rounding. States, norms, attention
+and sums are fp32; 16-bit weights are widened some rows at a time, int8 ones use exact integer
+products."""
 
 from dataclasses import replace
 
@@ -38,8 +34,7 @@ class DeviceLayer:
         *,
         host_experts: bool = False,
     ) -> None:
-        """`parts`: our functions there; None: torch computes all but products and attention.
-        `host_experts`: the CPU computes the experts, whose matrices the plan has."""
+        """`parts`: our functions; None: torch's. `host_experts`: the CPU computes the experts."""
         sinks = None if plan.sinks is None else plan.sinks.to(device)
         self._plan = replace(plan, sinks=sinks)
 
@@ -70,9 +65,8 @@ class DeviceLayer:
     def run(
         self, rows: Seen, states: Tensor, multiply: Multiply, given: Tensor | None = None
     ) -> None:
-        """states [T, hidden] through the layer, in place; keys and values of the rows go into the
-        caches. Each matrix is asked for once. `given` [T, plan.given]: what attention reads in the
-        place of the states."""
+        """Compute states [T, hidden] in place, and cache keys and values. `given` [T, plan.given]:
+        what attention reads instead of the states."""
         plan, normed = self._plan, _through(self._attention_norm, states)
         if given is not None:
             normed = given
@@ -106,8 +100,7 @@ class DeviceLayer:
         return multiply("input_projection", activate(self._plan, both))
 
     def _mix(self, rows: Seen, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
-        """Return what attention, or a mixer with a state, or both give of rows x [T, hidden],
-        normed, of `states`."""
+        """Return what attention and a mixer with a state give of normed rows x [T, hidden]."""
         plan, given = self._plan, multiply("qkv", x)
         if self._latent is not None:
             mixed = self._latent.run(rows, given, multiply)
@@ -125,8 +118,8 @@ class DeviceLayer:
         return update * plan.beside.attention_factor + other * plan.beside.factor
 
     def _mlp(self, x: Tensor, states: Tensor, multiply: Multiply) -> Tensor:
-        """The MLP of x [T, hidden], or the experts of it, which may read the states before its
-        norm; while the CPU computes those the device computes what all rows share."""
+        """Return the MLP or experts of x [T, hidden]; the CPU's experts run beside the shared
+        MLP."""
         plan, experts = self._plan, self._experts
         if plan.experts is None or experts is None:
             return self._dense(x, multiply)

@@ -1,6 +1,4 @@
-"""Levels of trees that a model drafts on a device, in passes of fixed shape (`fixed.py`). Knows
-layers and rows; nothing of drafts or sessions.
-"""
+"""Levels of trees that a model drafts on a device, in passes of fixed shape (`fixed.py`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -42,8 +40,7 @@ Layer = Callable[[FixedRows, Tensor], None]
 
 
 def has_fixed_shapes(plan: LayerPlan) -> bool:
-    """Return whether what a layer computes depends on nothing but the shapes of its inputs: experts
-    and states do not, nor do layers that share keys and values."""
+    """Return whether a layer's shapes are fixed: not with experts, states or shared keys."""
     return (
         plan.caches
         and plan.qkv is not None
@@ -123,9 +120,8 @@ class Levels:
         return isinstance(segment.cache, ArenaCache) and segment.cache.states is None
 
     def compute(self, states: Tensor, parts: Sequence[LevelRows]) -> list[Ranked]:
-        """Return what follows the wanted rows of each part, of the states float32 [T, hidden] of
-        all rows, on the CPU: by one copy there, one launch, and one copy back if there is a
-        ranking, for all sessions together or, without our functions, for each."""
+        """Return the results of the wanted rows of each part, for states float32 [T, hidden] of all
+        rows on the CPU: one copy in, one launch, one copy out if children are ranked."""
         placed = self.ours is not None and all(map(self._is_placed, parts))
         if len(parts) == 1:
             return self._pass(states, parts, placed=placed)
@@ -141,8 +137,7 @@ class Levels:
         return isinstance(cache, ArenaCache) and cache.rows.dtype == HALF
 
     def _pass(self, states: Tensor, parts: Sequence[LevelRows], *, placed: bool) -> list[Ranked]:
-        """Compute parts in one pass, each with its own memory or, if they are not `placed`, one by
-        itself."""
+        """Compute parts in one pass; unless `placed`, there is one part."""
         rankings, segments, rows = list[DeviceRanking | None](), list[Segment](), list[slice]()
         firsts, count = list[tuple[int, DeviceRanking | None]](), 0
         for part in parts:
@@ -258,8 +253,8 @@ class Captured(ABC):
 
 
 def some_at_a_time(parts: Sequence[LevelRows], *, placed: bool) -> list[slice]:
-    """Return which parts share a pass: as many as have rows for it and are ranked over one
-    vocabulary, or, if they are not `placed`, each for itself."""
+    """Return which parts share a pass: up to MOST_ROWS rows of one vocabulary; one if not
+    `placed`."""
     found, first, rows, known = list[slice](), 0, 0, 0
     for place, part in enumerate(parts):
         vocabulary = 0 if part.ranking is None else part.ranking.vocabulary_size

@@ -1,10 +1,5 @@
-"""Products of ours on a GPU, over the packed matrices of the kernels as they lie there: a row has
-the bytes that the kernels give it on the CPU, whatever its neighbours are
-(`kernels/cuda/products.cu`, `rounded.cu`).
-
-Nothing is laid out again and nothing is widened in memory: a weight of 16 bits moves 2 bytes. Knows
-matrices and their bytes; whether a product is used, `choice.py` decides.
-"""
+"""Our products on a GPU over the kernels' packed matrices as they are: the bytes of the CPU kernels
+for every row (`kernels/cuda/products.cu`, `rounded.cu`). A 16-bit weight moves 2 bytes."""
 
 import struct
 from dataclasses import dataclass
@@ -76,11 +71,10 @@ BLOCKS = (
     Block(1, 2, 2, 8, 64),
     Block(1, 2, 4, 8, 64),
 )
-"""The smallest that holds all rows is taken, or the largest again and again. Narrow ones: every
-multiprocessor shall have some, since a chain of fma takes its time however fast the memory is."""
+"""The smallest that holds all rows, or the largest repeatedly. Narrow, so that all multiprocessors
+work."""
 WIDE = Block(3, 1, 1, 4, 64)
-"""The block of few rows where every multiprocessor has `ENOUGH` of these: it reads whole panels,
-which lie in one piece."""
+"""The block of few rows if every multiprocessor has `ENOUGH` of these: it reads whole panels."""
 ENOUGH = 2
 
 
@@ -179,8 +173,7 @@ class RoundedRows:
     rows: int
     groups: int
     values: Tensor
-    """int8 [tiles of 8 rows, groups up to a multiple of 4, 8, inputs of a group], with steps of
-    four inputs in the order of the kernel."""
+    """int8 [tiles of 8 rows, groups padded to 4, 8, inputs of a group], four inputs a step."""
     abouts: Tensor
     """[tiles, groups up to a multiple of 4, 8, 4]: scales and sums."""
 
@@ -201,8 +194,8 @@ def rounded_rows(program: Program, x: Tensor, width: int) -> RoundedRows:
 def multiply(
     program: Program, name: str, packed: Tensor, x: RoundedRows, bias: Tensor | None, y: Tensor
 ) -> None:
-    """Write x W^T + bias to y [T, n], which may be some columns of a wider matrix. `name`: the
-    function for the format of `packed`."""
+    """Write x W^T + bias to y [T, n], maybe columns of a wider matrix; `name`: the format's
+    function."""
     count, tiles = y.shape[1], len(x.abouts)
     at_once = -(-RELAY_BLOCKS * program.units // tiles)
     grid = (min(-(-count // VECTOR), at_once), tiles)

@@ -1,10 +1,6 @@
-"""Products of ours on a GPU over the blocks of GGUF files, as the kernels have packed them, for
-rows in int8 (`kernels/cuda/rounded.cu`) and in fp32 (`kernels/cuda/exact.cu`): a row has the bytes
-that the kernels give it on the CPU, whatever its neighbours are.
-
-torch has no product for blocks: where ours is not proved, a model with such weights is not computed
-on that device. Knows matrices and their bytes.
-"""
+"""Our products on a GPU over packed blocks of GGUF files, with rows in int8
+(`kernels/cuda/rounded.cu`) or fp32 (`exact.cu`): the bytes of the CPU kernels. torch has no such
+product: without ours, such weights are not computed there."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +47,7 @@ HALF, HALF_AND_MORE, POWER, BYTE, BYTE_AND_LESS, BYTES, BYTES_AND_LESS = range(7
 """`Scales` of `kernels/native/blocks.h`."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4 = (16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4)
-"""The numbers that codes of 4 bits stand for, of IQ4_NL and IQ4_XS, and of MXFP4 with its middle
-added."""
+"""Numbers of 4-bit codes: of IQ4_NL and IQ4_XS, and of MXFP4 with its middle added."""
 
 
 class Format(NamedTuple):
@@ -75,8 +70,7 @@ def scale_bytes(form: Format) -> int:
 
 
 def super_bytes(form: Format) -> int:
-    """Return the bytes of the scales of scales of a vector of outputs, in front of `SUPER`
-    blocks."""
+    """Return the bytes of the scales of scales in front of `SUPER` blocks."""
     return 0 if form.scales < BYTE else 64 if form.scales in (BYTE_AND_LESS, BYTES_AND_LESS) else 32
 
 
@@ -134,16 +128,15 @@ EXACT_SOURCE = "\n".join(
     ]
 )
 EXACT_TILES, EXACT_THREADS = (8, 32), 128
-"""The numbers of rows that a block of threads can compute in fp32, of which the smallest that holds
-all rows is taken, or else the largest; and its threads."""
+"""Rows of a block of threads in fp32: the smallest that holds all, else the largest; its
+threads."""
 
 
 class Inputs(Protocol):
     """Rows as products over blocks read them."""
 
     def multiply(self, name: str, packed: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """Write x W^T + bias to y [T, n], which may be some columns of a wider matrix. `name`: the
-        format of `packed`."""
+        """Write x W^T + bias to y [T, n], maybe columns of a wider matrix."""
 
 
 class RoundedInputs:
@@ -203,8 +196,7 @@ class OwnBlocks:
     kind: Kind
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, k] fp32 -> x W^T + bias [T, n] fp32, the rows of x rounded to 8 bits where they
-        meet blocks of kind BLOCKS."""
+        """x [T, k] fp32 -> x W^T + bias [T, n] fp32; x is rounded to 8 bits for kind BLOCKS."""
         y = x.new_empty(len(x), self.n)
         if not len(x):
             return y
@@ -223,8 +215,8 @@ class OwnBlocks:
 def blocks_on(
     products: Products | None, device: torch.device, lying: Lying, memory: Tensor
 ) -> OwnBlocks:
-    """Return a matrix of blocks that lies in `memory` on a device, and stays there; `SettingsError`
-    where it cannot be multiplied. `products`: the choice there; None: all are torch's."""
+    """Return a matrix of blocks that stays in `memory` on a device; `SettingsError` without a
+    product."""
     contest = CONTESTS[Kind(lying.kind)]
     program = None if products is None else products.owner(contest)
     if program is None:

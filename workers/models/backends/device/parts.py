@@ -1,10 +1,6 @@
-"""Functions of ours on a GPU for what lies between products: norms, the rotation of queries and
-keys with the writing of keys and values into a cache, and the gate of an MLP
-(`kernels/cuda/parts.cu`).
-
-Each is one launch, where torch needs several. A row has the same bytes whatever its neighbours are.
-Knows tensors; `choice.py` decides whether they are used.
-"""
+"""Our functions on a GPU for what lies between products, one launch each: norms, rotation with the
+caching of keys and values, and gates (`kernels/cuda/parts.cu`). A row's bytes do not depend on
+others."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,17 +57,16 @@ class Turning:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Return the rotated queries [heads, T, width] of qkv [T, (heads + 2 kv_heads) width], and
-        write keys and values to `slots` int64 [T] of a cache, [kv_heads, S, width] fp16 or fp32
-        each. `angles`: cosines and sines, T rows of each."""
+        """Return rotated queries [heads, T, width] of qkv [T, (heads + 2 kv_heads) width], and
+        write keys and values to `slots` int64 [T] of a cache, [kv_heads, S, width] each. `angles`:
+        cosines and sines [T, ...]."""
         halves = keys.dtype == HALF
         return self._turn(qkv, angles, slots, (keys, values, keys.stride(0)), None, halves=halves)
 
     def placed(
         self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, placed: Placed
     ) -> Tensor:
-        """Return what a call returns, and write keys and values as halves to slots of the cache
-        that each row has. `angles`: None rotates nothing."""
+        """Do the same for slots of each row's own cache in halves. `angles` None: no rotation."""
         nowhere = None, None, placed.first_key
         return self._turn(qkv, angles, slots, nowhere, placed.places, halves=True)
 
@@ -112,8 +107,8 @@ class Parts:
     def norm(
         self, x: Tensor, kind: NormKind, norm: Norm, epsilon: float, update: Tensor | None = None
     ) -> Tensor:
-        """Return the norm of x [..., width] fp32, to which `update`, of the same shape, is added
-        first, in place if x is contiguous."""
+        """Return the norm of x [..., width] fp32, after adding `update` in place if x is
+        contiguous."""
         x, width = x.contiguous(), x.shape[-1]
         y, update = torch.empty_like(x), None if update is None else update.contiguous()
         centred = int(kind is NormKind.LAYER_NORM)
@@ -138,8 +133,7 @@ class Parts:
         return y
 
     def move(self, addresses: Tensor, x: Tensor, *, there: bool) -> Tensor:
-        """Bring rows x [T, width] fp32 to addresses int64 [T], or those that lie there into x, and
-        return x."""
+        """Copy rows x [T, width] fp32 to addresses int64 [T], or from there, and return x."""
         rows, width = x.shape
         grid = (rows, -(-width // GATE_THREADS))
         self.program.launch("move_rows", grid, GATE_THREADS, (addresses, x, width, int(there)))
@@ -199,8 +193,7 @@ class DeviceNorm:
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Describe what is wrong with our functions; empty if all are right, and rows are the same
-    alone."""
+    """Return what is wrong with our functions; empty if nothing is."""
     parts, generator = Parts(program), torch.Generator().manual_seed(1)
     for kind in NormKind:
         x, weight, bias = (
@@ -233,8 +226,7 @@ def _against(program: Program, device: torch.device) -> str:
 
 
 def _placed_wrongly(parts: Parts, device: torch.device) -> str:
-    """Describe what is wrong with rows in separate caches; empty if they equal those of one
-    cache."""
+    """Return what is wrong with rows in separate caches; empty if nothing is."""
     generator, layers = torch.Generator().manual_seed(3), 2
     qkv, turns = (
         torch.randn(3, width, generator=generator).to(device)
@@ -271,8 +263,7 @@ def _norm(x: Tensor, kind: NormKind, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _wrong_sum(parts: Parts, own: Norm, kind: NormKind, x: Tensor, device: torch.device) -> str:
-    """Report that the norm of x plus an update differs from that of their sum; empty if it does
-    not."""
+    """Return whether the norm of x plus an update differs from that of their sum; empty if not."""
     update = x.flip(0).to(device)
     there, summed = x.to(device), x.to(device) + update
     found = parts.norm(there, kind, own, 1e-5, update)
@@ -281,8 +272,8 @@ def _wrong_sum(parts: Parts, own: Norm, kind: NormKind, x: Tensor, device: torch
 
 
 def _wrong(own: Callable[[Tensor], Tensor], x: Tensor, exact: Tensor) -> str:
-    """Describe how a function of ours differs from the exact result, or a row alone from itself in
-    a batch; empty if it does not."""
+    """Return how a function differs from the exact result, or a row alone from itself; empty if
+    not."""
     found = own(x)
     apart = float((found - exact).abs().max() / exact.abs().max())
     if not apart < TOLERANCE:
@@ -346,8 +337,8 @@ def _turned(heads: Tensor, angles: Tensor, rotary: Rotary, weights: list[Tensor 
 def _pairs(
     program: Program, device: torch.device
 ) -> Iterator[tuple[Product, Callable[[], Product]]]:
-    """Yield all of it for at most `TIMED_ROWS` rows x [T, width]: they are normed, rotated and
-    cached, and gated."""
+    """Yield a norm, a rotation with caching and a gate for at most `TIMED_ROWS` rows x [T,
+    width]."""
     parts, width = Parts(program), TIMED_SHAPE[1]
     head = min(TIMED_WIDTH, width // 4)
     heads = width // head // 2

@@ -15,8 +15,7 @@ Product = Callable[[Tensor], Tensor]
 TILE_WEIGHTS = 1 << 24
 """So many 16-bit weights are widened at a time: 64 MiB of fp32."""
 LEAST_ROWS, MULTIPLE = 32, 8
-"""torch's integer product on a GPU takes more than 16 rows, and inputs and outputs that are
-multiples of 8."""
+"""torch's integer product needs more than 16 rows, and sizes that are multiples of 8."""
 TINY = 1e-30
 """A row whose largest magnitude is less is all zeros in int8 (`kernels/native/linear.inl`)."""
 
@@ -38,8 +37,8 @@ def product(matrix: Matrix | Product, x: Tensor) -> Tensor:
 def rounded_product(
     matrix: Matrix | Product, x: Tensor, narrow: Callable[[Tensor, torch.dtype], Tensor]
 ) -> Tensor:
-    """Return the product x W^T + bias [T, n] fp32 for a draft, which may round: x [T, k] fp32 meets
-    torch's 16-bit weights in their own type. `narrow`: narrows x to it, as `narrowed` does."""
+    """Return x W^T + bias [T, n] fp32 for a draft: x [T, k] fp32 is rounded to the type of 16-bit
+    weights by `narrow`."""
     if not isinstance(matrix, Matrix) or matrix.kind not in (Kind.FP16, Kind.BF16):
         return product(matrix, x)
     weight = matrix.weight
@@ -59,8 +58,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _widens_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's product of matrices of 16 bits on a device can be fp32, so that no sum
-    overflows."""
+    """Return whether torch's 16-bit products on a device can give fp32 sums."""
     one = torch.ones(8, 8, device=device, dtype=dtype)
     try:
         torch.mm(one, one, out_dtype=torch.float32)

@@ -1,6 +1,4 @@
-"""Levels whose children are ranked where their logits are computed, within the captured pass, so
-that a few numbers travel back instead of logits. Knows rows and logits; nothing of trees.
-"""
+"""Levels whose children are ranked within the captured pass, so that few numbers travel back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +15,7 @@ from dovetail.workers.models.segment import Segment
 
 Floats = NDArray[np.float32]
 CHUNK = 2048
-"""Numbers among which the largest are looked for at a time: a device does so for all chunks of a
-vocabulary at once, and then among those that were found."""
+"""Numbers searched at a time: the chunks of a vocabulary in parallel, then their best."""
 LEAST_CHUNKED = 8 * CHUNK
 """Rows of fewer numbers are searched as a whole."""
 LEAST_WIDTH = 32
@@ -27,8 +24,7 @@ LEAST_WIDTH = 32
 
 @dataclass(frozen=True)
 class DeviceRanking:
-    """The ranking of the children of N nodes that a device is asked for: by z = (logits /
-    temperature + noise) / sharpening, row by row."""
+    """Ranks the children of N nodes by z = (logits / temperature + noise) / sharpening."""
 
     width: int
     vocabulary_size: int
@@ -48,8 +44,7 @@ class RankingShape(NamedTuple):
 
     @classmethod
     def of(cls, rankings: Sequence[DeviceRanking | None]) -> "RankingShape | None":
-        """Return the shape of the rankings of one vocabulary in a pass, its width a power of two;
-        None: there are none."""
+        """Return the shape of the rankings in a pass, its width a power of two; None: none."""
         width, vocabulary_size, noisy = LEAST_WIDTH, 0, False
         for ranking in rankings:
             if ranking is not None:
@@ -135,8 +130,7 @@ class RankedInputs(Inputs):
         rows: dict[str, NDArray[Any]],
         rankings: Sequence[tuple[int, DeviceRanking | None]] = (),
     ) -> None:
-        """Bring the rows of segments to the device, and what they are ranked by: the first row and
-        the ranking of each segment."""
+        """Send the rows of segments, and the first row and ranking of each."""
         if self._arriving is not None and self._arriving.found is None:
             self._arriving.take()
         self._arriving = None
@@ -170,16 +164,15 @@ class RankedInputs(Inputs):
         self._children[1, :count].copy_(gains.view(torch.int32))
 
     def fetch(self) -> Arriving:
-        """Have the children of all rows copied to the host; they are kept when these inputs are
-        used again."""
+        """Start copying the children of all rows to the host."""
         wait = self._kind.fetch(self._children, self._here)
         self._arriving = Arriving(wait, self._numbers)
         return self._arriving
 
 
 def largest(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the `width` largest numbers in each row of z [T, V], and their places, as
-    `torch.topk` does: of a long row first those of each chunk."""
+    """Return the `width` largest numbers of each row of z [T, V] and their places, as
+    `torch.topk`."""
     rows, count = z.shape
     if count < LEAST_CHUNKED or width > CHUNK:
         return z.topk(width)

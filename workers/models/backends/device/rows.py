@@ -1,5 +1,4 @@
-"""The rows of a pass as the layers on a device see them: their angles, what they attend to, and the
-states of their sessions."""
+"""The rows of a pass as layers on a device see them: angles, keys and values, and states."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ class Seen(Protocol):
     def attend(
         self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> Tensor:
-        """Write key and value [kv_heads, T, head_dim], where the layer has its own, attend with
-        query [heads, T, head_dim]; returns [T, heads, head_dim]."""
+        """Cache key and value [kv_heads, T, head_dim] if given, and return attention [T, heads,
+        head_dim] of query [heads, T, head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,7 @@ class PlacedRows:
     def turned(
         self, layer: int, qkv: Tensor, angles: tuple[Tensor, Tensor], turning: Turning
     ) -> Tensor:
-        """Return the queries of qkv [T, (heads + 2 kv_heads) head_dim], rotated, and write keys and
-        values."""
+        """Return the rotated queries of qkv [T, (heads + 2 kv_heads) head_dim]; caches the rest."""
         return turning.placed(qkv, angles, self.slots, self._of(layer, turning.kv_heads))
 
     def attend(
@@ -112,7 +110,7 @@ class PlacedRows:
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with query [heads, T, head_dim]; returns [T, heads, head_dim]. `heads`: key
+        """Return attention [T, heads, head_dim] of query [heads, T, head_dim]; `heads`: key
         heads."""
         placed = self._of(layer, heads)
         return placed_attention(self.ours.attention, query, placed, mask, scale, sinks)
@@ -123,8 +121,7 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Rows in shapes that depend only on the numbers of rows and slots: what is written and
-    attended to is in tensors, for CUDA graphs."""
+    """Rows in shapes that depend only on the numbers of rows and slots, for CUDA graphs."""
 
     turn: Turn | None
     cached: Tensor | PlacedRows
@@ -132,8 +129,7 @@ class FixedRows:
     slots: Tensor
     """int64 [T]: where the rows are written; rows that are the same may share one."""
     masks: Mapping[tuple[int, int], Tensor]
-    """Window of a layer (0: none), and query heads of a key head -> [groups * T, S] of 0 and -inf
-    for the first S slots, once for each query head of a key head."""
+    """(window or 0, query heads of a key head) -> [groups * T, S] of 0 and -inf."""
     stateful: Sequence[StatefulRows] = ()
     """None: states are not in fixed shapes."""
     by: Attending = by_torch
@@ -155,8 +151,8 @@ class FixedRows:
         return self._attend(plan, query)
 
     def attend_turned(self, plan: LayerPlan, qkv: Tensor, turning: Turning) -> Tensor:
-        """Return attention as `attend` does, of queries, keys and values [T, (heads + 2 kv_heads)
-        head_dim] that are to be turned and written."""
+        """Return `attend` of queries, keys and values [T, (heads + 2 kv_heads) head_dim] to be
+        rotated."""
         assert self.turn is not None
         angles = self.turn.angles[id(plan.rotary)]
         if isinstance(self.cached, PlacedRows):

@@ -1,12 +1,7 @@
-"""A mixer with a state computed by torch's operations, on a GPU as anywhere: the function of the
-kernels' (`kernels/native/scan.inl`) up to rounding, over the same states and factors.
-
-All that is not the recurrence is computed for many rows at a time. The state itself goes row after
-row, by one operation for each row of Mamba-2 and five of the delta rule, and by a tree level after
-level: what a row gives follows from the rows on its path, whatever is next to it and however a
-prompt is cut. The chunked algorithms of these rules add rows up in an order that depends on where a
-chunk begins. Knows a mixer by its plan, and the slots of rows.
-"""
+"""A mixer with a state computed by torch: the function of the kernels (`kernels/native/scan.inl`)
+up to rounding, over the same states and factors. The state advances row by row, and a tree level by
+level: a row depends on its path alone. Chunked algorithms would add rows in an order that depends
+on where a chunk begins."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +15,7 @@ from dovetail.workers.models.backends.device.state_rows import Factors, Place, b
 from dovetail.workers.models.segment import Segment
 
 AT_A_TIME = 16
-"""Rows of a prompt, or of a level, whose states are there at a time, beside those that have
-children."""
+"""Rows of a prompt, or of a level, whose states are in memory at a time."""
 LEAST = 1e-6
 """Added to the squares of queries and keys before they are divided by their length."""
 
@@ -63,8 +57,7 @@ class DeviceScan:
         self._given_factors = there(plan.given_factors)
 
     def run(self, rows: Sequence[StatefulRows], given: Tensor) -> Tensor:
-        """Return what the mixer gives of what its matrix gave [T, ...], for the matrix behind
-        it."""
+        """Return what the mixer gives, of its matrix's outputs [T, ...]."""
         if self._given_factors is not None:
             given = given * self._given_factors
         parts = (given[part.first : part.first + part.segment.count] for part in rows)
@@ -142,8 +135,8 @@ class DeviceScan:
         )
 
     def _walk(self, place: Place, segment: Segment, rows: _Rows, folded: int, fold: int) -> Tensor:
-        """Return what rows read of the state [T, value_heads, value_dim], which holds the slots up
-        to `fold` then."""
+        """Return what rows read of the state [T, value_heads, value_dim]; it then holds slots up to
+        `fold`."""
         start = segment.start
         state = _through(place.state(), place, range(folded, min(fold, start)))
         if fold == start + segment.count:
@@ -160,8 +153,7 @@ class DeviceScan:
         return self._walk_tree(place, segment, rows, state, prefix)
 
     def _chain(self, state: Tensor, rows: _Rows) -> Iterator[tuple[slice, Tensor]]:
-        """Yield some rows that follow one another at a time, and the states behind each of
-        them."""
+        """Yield consecutive rows some at a time, and the states behind each."""
         if rows.taken is None:
             first = 0
             for states in _known(state, rows):
@@ -178,8 +170,8 @@ class DeviceScan:
     def _walk_tree(
         self, place: Place, segment: Segment, rows: _Rows, state: Tensor, prefix: int
     ) -> Tensor:
-        """Return what rows read that do not go into the session's state; `state`: behind the slots
-        that all of them see first, `prefix` of them."""
+        """Return what rows read that do not enter the state; `state`: behind the first `prefix`
+        slots."""
         start = segment.start
         levels, below = _levels(segment, prefix), {prefix - 1: state}
         old = sorted({slot for level in levels for slot in level if slot < start})
@@ -206,8 +198,8 @@ class DeviceScan:
         return out
 
     def _behind(self, rows: _Rows, at: slice | Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states [T, value_heads, key_dim, value_dim] behind rows of the pass, and what
-        these add [T, value_heads, 1, value_dim]."""
+        """Return the states [T, value_heads, key_dim, value_dim] behind rows, and what these
+        add."""
         key, added = rows.key[at], rows.added[at]
         if rows.taken is not None:
             read = (states * key).sum(-2, keepdim=True)
@@ -242,8 +234,7 @@ class _Node:
 
 
 def _levels(segment: Segment, prefix: int) -> list[dict[int, _Node]]:
-    """The slots from `prefix` on that rows see, by their distance from there; the first ones hang
-    below the slot before it."""
+    """Return the slots from `prefix` on that rows see, by depth."""
     levels: list[dict[int, _Node]] = []
     start, paths = segment.start, segment.paths
     for row in range(segment.count):
@@ -304,8 +295,7 @@ def _through(state: Tensor, place: Place, slots: range) -> Tensor:
 
 
 def _known(state: Tensor, rows: Factors) -> Iterator[Tensor]:
-    """Yield the states behind rows that follow one another, some at a time, where what they add
-    follows from no state."""
+    """Yield the states behind consecutive rows, if what they add is known."""
     for first in range(0, len(rows.key), AT_A_TIME):
         at = slice(first, min(first + AT_A_TIME, len(rows.key)))
         outer, decay, states = rows.key[at] * rows.added[at], rows.decay[at], list[Tensor]()

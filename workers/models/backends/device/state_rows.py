@@ -1,5 +1,4 @@
-"""The state of a layer and the factors of its rows on a device, as torch has them and as a session
-keeps them."""
+"""The state of a layer and the factors of its rows on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from dovetail.workers.kernels.states import COLUMNS, ScanPlan, StateRows
 
 @dataclass(frozen=True)
 class Factors:
-    """The numbers by which rows change a state, which becomes decay state + key added, and read
-    it; keys and queries once for each of the value heads that share one."""
+    """How rows change a state (decay state + key added); keys and queries repeated for value
+    heads."""
 
     decay: Tensor
     """[T, value_heads, 1, 1]."""
@@ -71,8 +70,7 @@ class Place:
         self._rows[places, : inputs.shape[1]] = inputs
 
     def keep(self, first: int, rows: Factors, added: Tensor) -> None:
-        """Keep what the slots from `first` on do to a state; `added`: [T, value_heads, 1,
-        value_dim]."""
+        """Store what the slots from `first` on do to a state."""
         places, plan = self._places(range(first, first + len(added))), self._plan
         of_key, of_added, of_decay = self._parts
         key = rows.key[:, :: plan.value_heads // plan.key_heads].flatten(1)
@@ -102,8 +100,7 @@ class Place:
 
 
 def by_value(plan: ScanPlan, heads: Tensor) -> Tensor:
-    """Queries or keys [T, key_heads, key_dim] as [T, value_heads, key_dim, 1], once for each of the
-    value heads that share one."""
+    """Return [T, value_heads, key_dim, 1] of queries or keys [T, key_heads, key_dim]."""
     return heads.repeat_interleave(plan.value_heads // plan.key_heads, dim=1).unsqueeze(-1)
 
 

@@ -1,10 +1,7 @@
-"""Trials of functions of ours on a device, in its own process. `python -m
-dovetail.workers.models.backends.device.trial DEVICE SECONDS` reads names of functions from stdin,
-one a line, proves and measures them, and answers each with a line of JSON: what it has measured, or
-why they are refused. It ends with stdin, after this many seconds without a name, and after an error
-of the device, which may have spoilt it for the next trial. `trying.py` asks it, once for a chip, a
-version of torch and a source; `choice.py` keeps what it says.
-"""
+"""Tries our functions on a device in a process of its own: `python -m
+dovetail.workers.models.backends.device.trial DEVICE SECONDS` reads names from stdin, proves and
+measures each, and answers with a line of JSON. It ends with stdin, after SECONDS without a name, or
+after an error of the device. `trying.py` starts it."""
 
 import json
 import os
@@ -27,8 +24,7 @@ LONGEST = 4096
 
 
 def main(device: str, name: str) -> str:
-    """Prove and measure the functions of a contest on a device; `SystemExit` with the reason where
-    they are not there or wrong."""
+    """Prove and measure the functions of a contest; `SystemExit` with the reason if they fail."""
     contest = next(one for one in CONTESTS if one.name == name)
     opened = open_device(device, 1)
     place = opened.torch_device

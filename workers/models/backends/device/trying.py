@@ -1,10 +1,6 @@
-"""Has functions of ours tried in a process next to this one: a function that fails on a device
-spoils its context, which must not end a worker.
-
-One process tries all that is asked of it soon after each other, since torch's start and a context
-take longer than a trial. After a crash the function that was being tried is refused, and another
-process makes the next trial. Knows names, not what is tried.
-"""
+"""Has our functions tried in another process, since a failing one spoils its device context. One
+process makes successive trials, to save torch's start; after a crash the function is refused, and a
+new process makes the next trial."""
 
 import json
 import os
@@ -27,8 +23,7 @@ BEAT_S = 0.5
 PART = 4096
 """Bytes that are read at a time."""
 LINGER_S = 1.0
-"""The process ends after this many seconds without a question: its context takes memory of the
-device that weights need."""
+"""Seconds without a question after which the process ends: its context takes device memory."""
 
 
 class _Process:
@@ -41,8 +36,8 @@ class _Process:
         )
 
     def ask(self, name: str, limit_s: float) -> bytes | None:
-        """Return the line that answers a question; None: the process has ended without one.
-        `TimeoutError` where it is not there in time."""
+        """Return the line that answers; None: the process has ended. `TimeoutError` after
+        `limit_s`."""
         child, end, line = self._child, time.monotonic() + limit_s, b""
         assert child.stdin is not None
         assert child.stdout is not None

@@ -28,8 +28,7 @@ class StagedPass:
         return None if self.inputs is None else self.inputs[rows]
 
     def parts(self, stage: int, chunk: int) -> Iterator[tuple[slice, Sequence[Segment]]]:
-        """Yield a part of the rows of a stage at a time: which rows, and their segments with the
-        stage's own caches."""
+        """Yield the rows of a stage some at a time: which rows, and their segments."""
         segments = [
             replace(segment, cache=part_of(segment.cache, stage)) for segment in self.segments
         ]

@@ -39,21 +39,18 @@ from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.timing import asked
 
 GPU_ROWS = 1024
-"""Rows at a time of a long prompt on a GPU, where each time the streamed matrices are laid out
-anew: 90 MB between the matrices of a 7B model's MLP."""
+"""Rows of a long prompt on a GPU at a time: 90 MB between the matrices of a 7B model's MLP."""
 
 
 Run = Callable[[Any, Tensor], None]
-"""A layer whose weights are there: (the rows of a pass, as its engine sees them; states [T,
-hidden]), in place."""
+"""A layer with its weights: (rows of a pass, states [T, hidden]), in place."""
 
 
 class Ready(Protocol):
     """A layer that lacks its matrices."""
 
     def at(self, memory: Tensor) -> Run:
-        """The layer with a copy of its blob that lies in `memory`, on the device, for as long as it
-        lies there."""
+        """Return the layer with a copy of its blob in `memory` on the device."""
 
     def settled(self, memory: Tensor) -> Run:
         """The layer that stays: of a copy of its blob, which only it holds on to."""
@@ -78,8 +75,7 @@ class Engine(Protocol):
     def see(
         self, positions: Tensor, segments: Sequence[Segment], inputs: Tensor | None = None
     ) -> Any:
-        """The rows of a pass as the layers take them; `inputs`: those that layers have of their
-        own, on the CPU."""
+        """Return the rows of a pass as layers take them; `inputs`: the layers' own, on the CPU."""
 
     def hand_over(self, cache: Cache, to: BlockedCache, plan: LayerPlan, rows: int) -> None:
         """The first rows of a cache of one layer, into those of a layer of a cache on the CPU."""
@@ -165,8 +161,7 @@ class SettledLayer:
 
 @dataclass(frozen=True)
 class RoundedLayer:
-    """A layer that stays on a device, for a draft: its products may round to the type of the
-    weights."""
+    """A settled layer of a draft, whose products may round to the type of the weights."""
 
     settled: SettledLayer
 
@@ -182,8 +177,7 @@ class _TorchReady:
         self._layer = DeviceLayer(plan, engine.device, engine.parts, host_experts=apart)
 
     def at(self, memory: Tensor) -> Run:
-        """Each matrix is laid out when it is due, if it has to be, so that no more than one is
-        there twice."""
+        """Lay out each matrix when it is used, so that only one is there twice."""
         own: dict[str, Product] = {}
 
         def multiply(name: str, x: Tensor) -> Tensor:
@@ -225,8 +219,7 @@ class TorchEngine:
         return None if program is None else Parts(program)
 
     def ours_for(self, plans: Sequence[LayerPlan]) -> Ours | None:
-        """Return our functions by which layers compute rows of several sessions over keys and
-        values of 16 bits; None: torch computes a part of it."""
+        """Return our functions for rows of several sessions; None: torch computes a part of it."""
         if self.products is None or self.parts is None or not all(map(is_placeable, plans)):
             return None
         attention = self.products.owner(CONTEST)
@@ -249,9 +242,8 @@ class TorchEngine:
             self.products.owner(CONTEST)
 
     def lay_out(self, lying: Lying, memory: Tensor) -> Matrix | Product:
-        """Return a matrix of a blob that lies in `memory` on the device, as its product takes it:
-        where that is torch's the memory is free then. `SettingsError` for blocks that cannot be
-        multiplied there."""
+        """Return a matrix of a blob in `memory` on the device as its product takes it.
+        `SettingsError` for blocks that cannot be multiplied there."""
         products = self.products
         if lying.parts:
             return blocks_on(products, self.device, lying, memory)

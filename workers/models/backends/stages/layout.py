@@ -1,5 +1,4 @@
-"""The places of layers in a cache, and in the states of a session: of all layers of a stage, or of
-one by itself."""
+"""The places of layers in a cache, and in the states of a session."""
 
 from dataclasses import replace
 
@@ -17,8 +16,7 @@ class Layout:
         """By the number of a layer in its model."""
 
     def take(self, plan: LayerPlan) -> LayerPlan:
-        """Return a layer in its place, behind those that were taken before; `plan.index` is its
-        number in the model."""
+        """Return a layer in its place behind the others; `plan.index`: its number in the model."""
         if plan.reads is not None:
             source = self._places[plan.reads]
             return replace(plan, index=source.index, cached_before=source.cached_before)

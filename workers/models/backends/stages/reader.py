@@ -22,8 +22,8 @@ from dovetail.workers.progress import beat
 
 
 class Reader:
-    """Computes the rows of a prompt for layers that lie on the CPU: their weights stream through a
-    device, and each layer's keys and values come back."""
+    """Reads a prompt on a device for layers on the CPU: weights stream in, keys and values come
+    back."""
 
     def __init__(
         self, transfer: Transfer, layers: Sequence[tuple[LayerPlan, Blob]], cache: torch.dtype
@@ -43,8 +43,7 @@ class Reader:
         self._made: dict[tuple[int, int], Run] = {}
 
     def _by_itself(self, plan: LayerPlan) -> LayerPlan:
-        """Return a layer over its own cache, or of the layer alone whose keys and values it
-        reads."""
+        """Return a layer in a cache of its own, or of the layer whose keys it reads."""
         layout = Layout()
         if plan.reads is not None:
             layout.take(self._plans[plan.reads])

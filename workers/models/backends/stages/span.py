@@ -1,10 +1,6 @@
-"""Layers in a row whose weights stay on a device, captured for passes of a few rows, of one session
-or several, and replayed as one launch.
-
-A captured pass has more rows than were asked for, and more slots than a row sees. So only layers
-whose functions are all ours are captured: these give a row the same bytes whatever is next to it.
-Knows layers and rows; nothing of sessions.
-"""
+"""Consecutive layers that stay on a device, captured for passes of a few rows and replayed as one
+launch. Passes are padded, so only layers whose functions are all ours are captured: their rows have
+the same bytes beside any others."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -72,9 +68,8 @@ class Span:
     def run(
         self, states: Tensor, positions: Tensor, segments: Sequence[Segment], kept: Kept, at: int
     ) -> Tensor:
-        """Return the states behind the layers, [T, hidden] on the device, of the states in front of
-        them, on the CPU or the device; positions [T] are on the CPU. `at`: the number of the first
-        layer in the model."""
+        """Return the states behind the layers [T, hidden], on the device, of those in front, on
+        either; positions [T] are on the CPU. `at`: the first layer's number."""
         segments = [
             segment
             if segment.paths is not None
@@ -137,8 +132,8 @@ def spans_of(
     capture: Capture | None,
     cache: torch.dtype,
 ) -> Mapping[int, Span]:
-    """Return the spans of a stage's layers by the number of their first layer. `cache`: the type of
-    keys and values."""
+    """Return the spans of a stage's layers by their first layer. `cache`: type of keys and
+    values."""
     if capture is None or not isinstance(engine, TorchEngine) or cache != HALF:
         return {}
     if (ours := engine.ours_for(())) is None:

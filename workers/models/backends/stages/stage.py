@@ -1,5 +1,5 @@
-"""Layers of a model in a row on one device: some keep their weights there, those of others pass
-through it, and layers may read keys and values that the stage before has written."""
+"""Consecutive layers on one device: resident or streamed; they may read keys of the stage
+before."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,8 +42,7 @@ class Stage:
         self._spans: Mapping[int, Span] = {}
         """Layers that are captured, by the first of them."""
         self._mirrored: list[tuple[int, int]] = []
-        """The places of layers whose keys and values are in the cache of the stage before, and in
-        this one's."""
+        """Places of mirrored layers in the caches of the stage before and of this one."""
 
     def take(self, plan: LayerPlan, blob: Blob, *, streamed: bool) -> None:
         """The next layer of the stage."""
@@ -73,8 +72,7 @@ class Stage:
         return {index: owner for index, owner in owners.items() if isinstance(owner, DecoderLayer)}
 
     def finish(self, capture: Capture | None, cache: torch.dtype) -> None:
-        """Fetch the first streamed layers, once all layers have been added, and find those that are
-        captured. `cache`: the type of keys and values."""
+        """Fetch the first streamed layers, and find layers to capture, once all are there."""
         if not self._mirrored:
             plans = self.layout.plans
             self._spans = spans_of(self._layers, plans, self.engine, capture, cache)
@@ -87,8 +85,7 @@ class Stage:
         return self.engine.new_cache(self.layout.plans, capacity, dtype)
 
     def mirror(self, layer: int, before: Layout) -> None:
-        """Have a copy of the keys and values of a layer of the stage before, which layers of this
-        one read."""
+        """Mirror the keys and values of a layer of the stage before."""
         source = before.caching(layer)
         own = self.layout.take(replace(source, index=layer))
         self._mirrored.append((source.index, own.index))

@@ -1,10 +1,6 @@
-"""Weights that pass through a few reused buffers of a device: each is copied while those before it
-are computed with, across layers and from one pass into the next.
-
-A buffer is filled again only when what was computed from it is done, which the copies wait for;
-methods 4.4 of the papers' code leaves that out, and a slow layer is then computed from the next
-one's weights. Blobs of bytes and their order only; the owner computes with them.
-"""
+"""Weights that stream through a few buffers of a device: each is copied while those before it are
+used, across layers and passes. A buffer is refilled only after its use: section 4.4 of the papers'
+code omits that, and slow layers then compute with the next one's weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,24 +14,21 @@ class Ring:
     """Blobs, used one after the other and around, in fewer buffers than there are blobs."""
 
     def __init__(self, transfer: Transfer, blobs: Sequence[Tensor], buffers: int) -> None:
-        """blobs: uint8, pinned by their owner; `buffers`: at most as many. The first ones are
-        fetched at once."""
+        """blobs: uint8, pinned by their owner; `buffers`: at most as many."""
         if not 1 <= buffers <= len(blobs):
             raise ValueError(f"{buffers} buffers for {len(blobs)} blobs")
         self._transfer, self._blobs = transfer, blobs
         largest = max(blob.numel() for blob in blobs)
         self._buffers = [transfer.buffer(largest) for _ in range(buffers)]
         self._turn = 0
-        """Counts blobs from the beginning: the one that is due is blobs[turn % blobs], in
-        buffers[turn % buffers]."""
+        """Blobs so far: the next is blobs[turn % blobs], in buffers[turn % buffers]."""
         self.copied_bytes = 0
         start = transfer.computed()
         self._filled = [self._fetch(turn, start) for turn in range(buffers)]
 
     @contextmanager
     def next(self, blob: int) -> Iterator[tuple[int, Tensor]]:
-        """The number of the buffer that holds this blob, and the blob in it, to be computed with
-        inside the block; then it may be overwritten."""
+        """Yield the number of a blob's buffer and the blob in it, for use within the block."""
         while (
             self._turn % len(self._blobs) != blob
         ):  # a pass that failed half-way left the ring where it was

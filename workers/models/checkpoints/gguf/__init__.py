@@ -1,2 +1,2 @@
-"""Models in GGUF files, as llama.cpp writes and reads them (ggml's `docs/gguf.md`): the container,
-its formats of numbers, and a folder in the Hugging Face layout that stands for such a file."""
+"""Models in GGUF files (ggml's `docs/gguf.md`): container, number formats, and a Hugging Face
+folder for each."""

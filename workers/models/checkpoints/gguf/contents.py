@@ -1,5 +1,4 @@
-"""The files of a view: configuration, tokenizer and sampling of a model's GGUF files, in the
-Hugging Face layout."""
+"""The files of a view: configuration, tokenizer and sampling, in the Hugging Face layout."""
 
 import json
 from collections import Counter
@@ -30,8 +29,8 @@ TEMPLATE = "tokenizer.chat_template"
 
 
 def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:
-    """Return the files of a model's view, by their names, and the table of its tokens;
-    `CheckpointError` for a model that is not read here."""
+    """Return a view's files by name, and its token table; `CheckpointError` for unsupported
+    models."""
     facts = Facts(model)
     if facts.architecture not in CONFIGURATIONS:
         raise CheckpointError(

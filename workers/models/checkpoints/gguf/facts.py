@@ -1,5 +1,4 @@
-"""The keys of a GGUF file that describe its architecture, read one by one: an unread key could mean
-another function, and is refused."""
+"""The keys of a GGUF architecture, read one by one: an unread key could mean another function."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
@@ -66,8 +65,7 @@ class Facts:
         return [int(one) for one in value]
 
     def each(self, key: str) -> list[int]:
-        """Return a whole number for each layer that a token goes through, from one for all or a
-        list."""
+        """Return a whole number for each layer that a token passes, from one number or a list."""
         if not self.is_list(key):
             return [self.whole(key)] * self.layers
         found = self.numbers(key)[: self.layers]
@@ -88,8 +86,7 @@ class Facts:
 
     @property
     def layers(self) -> int:
-        """Return how many layers a token goes through; behind them a file may have others, which
-        guess the tokens that follow."""
+        """Return the layers that a token passes; prediction layers may follow in the file."""
         guesses = self.whole(GUESSES, 0)
         if guesses and self.architecture not in GUESSING:
             raise self.refusal(f"{self._prefix}{GUESSES} is {guesses}, which it has no layers for")
@@ -101,8 +98,7 @@ class Facts:
         return found
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return a number; one that the file has in 32 bits, as the decimal number of fewest digits
-        that it stands for."""
+        """Return a number; one of 32 bits as the shortest decimal that it stands for."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no number")

@@ -1,5 +1,5 @@
-"""The files of one model in GGUF: a file, or the parts of a split one (llama.cpp's `llama-gguf-
-split`), checked against each other. Needs no torch."""
+"""The files of a GGUF model: one, or the parts of a split one (`llama-gguf-split`), checked against
+each other."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,9 +36,8 @@ class Model:
 
 
 def read_model(file: Path, *, texts: bool = True) -> Model:
-    """Return the heads of the model that a file, or one part of it, belongs to, with the texts of
-    its vocabulary if `texts`; `CheckpointError` names a part that is missing or does not belong to
-    the others."""
+    """Return the heads of a model by any of its files, with its vocabulary if `texts`;
+    `CheckpointError` for parts that are missing or foreign."""
     parts = parts_of(file)
     if missing := next((part for part in parts if not part.is_file()), None):
         if len(parts) == 1:
@@ -78,8 +77,7 @@ def numbers_of(model: Model, name: str) -> list[float]:
 
 
 def _refuse_places(head: Head) -> None:
-    """`CheckpointError` for tensors of a type that is not read, beyond the end of their file, or
-    within each other."""
+    """`CheckpointError` for tensors of an unread type, beyond the file's end, or overlapping."""
     end, before = head.size_bytes, ""
     for place in sorted(head.tensors, key=lambda place: place.offset):
         if place.kind not in KINDS:

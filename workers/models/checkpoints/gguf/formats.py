@@ -1,6 +1,5 @@
-"""The numbers of a tensor of a GGUF file. Those of blocks are computed in fp32 in the order in
-which ggml defines them, so that they are the same bit for bit wherever they are computed. Knows
-bytes, nothing of files or models."""
+"""The numbers of GGUF tensors. Blocks are computed in fp32 in ggml's order, the same bits
+everywhere."""
 
 from collections.abc import Sequence
 
@@ -32,8 +31,7 @@ UNPACK = {
 
 
 def unpacked(content: bytearray, kind: int, shape: Sequence[int]) -> Tensor:
-    """Return the numbers [*shape] of a tensor's bytes: in their own type, of blocks in fp32, and
-    those of MXFP4 in bf16, which has each of them."""
+    """Return a tensor's numbers [*shape] in their own type; blocks in fp32, MXFP4 in bf16."""
     if kind in PLAIN:
         return torch.frombuffer(content, dtype=PLAIN[kind]).view(*shape)
     said, unpack = KINDS[kind], UNPACK[kind]

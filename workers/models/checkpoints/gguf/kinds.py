@@ -1,5 +1,4 @@
-"""The types of numbers that GGUF files have, by ggml's numbers, and the room that they take. Needs
-no torch."""
+"""GGUF's number types, by ggml's numbers, and their sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,8 +89,8 @@ STORED = {F16: "F16", BF16: "BF16", MXFP4: "BF16"}
 
 
 def int4_kind(width: int, *, end: bool) -> int | None:
-    """Return the type of blocks that rows of a width have with weights `int4`; None: the width has
-    none. `end`: of tables of tokens and the head, on which logits hang most."""
+    """Return the block type of rows with weights `int4`; None: none fits. `end`: of tables and
+    head."""
     if width % 256 == 0:
         return Q6_K if end else Q4_K
     if width % 32 == 0:

@@ -1,5 +1,5 @@
-"""The names of GGUF files: the parts of a split model (llama.cpp's `llama-gguf-split`), the models
-in a folder, and files that are none. Opens nothing."""
+"""Names of GGUF files: parts of split models (`llama-gguf-split`), models in a folder, and
+sidecars."""
 
 import re
 from collections.abc import Iterable
@@ -23,8 +23,7 @@ def is_gguf(source: str | Path) -> bool:
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return all files of a model, given one of them or a link to one: in the hub's cache names are
-    links to files named by their digests."""
+    """Return all files of a model, given one or a link to one, as in the hub's cache."""
     if (found := PART.fullmatch(file.name)) is None:
         linked = file.is_symlink() and file.exists()
         behind = parts_of(file.parent / file.readlink()) if linked else []
@@ -48,8 +47,7 @@ def models_in(names: Iterable[str]) -> list[str]:
 
 
 def only_model(folder: Path) -> Path:
-    """Return the one model in a folder of GGUF files; `CheckpointError` lists them where there are
-    several."""
+    """Return the only model in a folder of GGUF files; `CheckpointError` lists several."""
     found = models_in(path.name for path in folder.iterdir())
     if len(found) != 1:
         sizes = [f"{name} ({_size(folder / name) / 1e9:.3g} GB)" for name in found]

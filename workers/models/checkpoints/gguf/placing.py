@@ -1,5 +1,5 @@
-"""Places of the tensors of transformers' model in GGUF files, by their names: which type and shape
-they have, and what has to be done to their numbers. Needs no torch."""
+"""Where transformers' tensors are in GGUF files: their types and shapes, and what is done to their
+numbers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,14 +28,12 @@ SCALE = "attention.scale"
 ENDS = ("weight", "bias", "scale")
 OF_KEYS = ("attn_k", "attn_v", "attn_k_norm")
 NOTHING, LESS_ONE, TRANSPOSE, TURN, HALVES, VALUES, VALUE_INPUTS, DECAYS, NUMBERS = range(9)
-"""Steps that make a tensor of a file that of transformers: 1 taken away, its two dimensions or its
-last two changed, rows whose neighbours are rotated together put into halves of a head, rows or
-inputs of value heads put next to those of the same key head, logarithms of decays taken, and blocks
-unpacked with any weights."""
+"""Changes of a tensor: less 1; its two or last two dimensions swapped; neighbours that rotate
+together into halves; rows or inputs of value heads beside their key head's; logarithms of decays;
+numbers."""
 WOVEN, BEHIND, BELOW = range(9, 12)
-"""Steps that make one tensor of two: rows of experts by turns or one below the other, [experts, in,
-out]; and the rows of a matrix below those of another, or for each head of keys its share of both.
-"""
+"""Changes of two tensors into one: gates and ups of experts interleaved or stacked, [experts, in,
+out]; rows below others', or by key head."""
 ZEROS = 12
 """A change that sets all values of a tensor to zero."""
 
@@ -58,8 +56,7 @@ class Placed:
     flat: bool = False
     """True if transformers has one dimension."""
     up: "Placed | None" = None
-    """The other half of a tensor, of which every second row stands elsewhere, or those behind, or
-    for each head of latents those of its values."""
+    """The other half of a tensor: interleaved, stacked, or the values of latents."""
 
     @property
     def kind(self) -> str:
@@ -103,8 +100,7 @@ class Placed:
 
 
 def placed_in(model: Model) -> dict[str, Placed]:
-    """Return the tensors of a model by transformers' names; `CheckpointError` names one that is not
-    known for its architecture."""
+    """Return a model's tensors by transformers' names; `CheckpointError` for an unknown tensor."""
     facts = Facts(model)
     naming, layers, blocks = naming_of(facts), facts.layers, facts.whole("block_count")
     if beyond := next((name for name in facts.tensors if _layer_of(name) >= blocks), None):
@@ -127,8 +123,8 @@ def placed_in(model: Model) -> dict[str, Placed]:
 
 
 def _without_shared(found: Mapping[str, Placed]) -> dict[str, Placed]:
-    """Return a shared expert with one unit of zeros for each layer with experts, which transformers
-    needs if a file has none."""
+    """Return shared experts with one unit of zeros, which transformers requires if a file has
+    none."""
     return {
         f"{name[:-11]}mixer.shared_experts.{part}_proj.weight": replace(
             placed, change=ZEROS, single=single
@@ -140,8 +136,7 @@ def _without_shared(found: Mapping[str, Placed]) -> dict[str, Placed]:
 
 
 def _reads_another(name: str, facts: Facts) -> bool:
-    """True if a tensor makes keys or values of a layer that reads those of another: files may have
-    such tensors, which are not used."""
+    """Return whether a tensor is an unused key or value of a layer that reads another's."""
     if SHARING not in facts:
         return False
     first = facts.layers - facts.whole(SHARING)
@@ -163,8 +158,7 @@ def naming_of(facts: Facts) -> Naming:
 
 
 def is_bamba(facts: Facts) -> bool:
-    """Return whether a file of Granite's hybrids is of a model that is none of them: it rotates,
-    and has none of Granite's factors."""
+    """Return whether a file of granitehybrid is a Bamba: rotated, and without Granite's factors."""
     hybrid = facts.architecture == "granitehybrid" and SCALE not in facts
     return hybrid and facts.truth("rope.scaling.finetuned", True)
 
@@ -289,8 +283,7 @@ def _piled(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
 
 
 def _heads_of_keys(name: str, facts: Facts) -> tuple[int, int]:
-    """Return the heads of keys that share the rows of two matrices, and the rows of queries and
-    keys."""
+    """Return the key heads that share the rows of two matrices, and rows of queries and keys."""
     if "in_proj_qkvz" not in name:
         return 0, 0
     heads = facts.whole("ssm.group_count")
@@ -298,8 +291,8 @@ def _heads_of_keys(name: str, facts: Facts) -> tuple[int, int]:
 
 
 def _turned(found: Mapping[str, Placed], facts: Facts, naming: Naming) -> dict[str, Placed]:
-    """The experts of gpt-oss and Llama 4 as transformers has them: [experts, in, out], rows of
-    gates and ups by turns or one below the other."""
+    """gpt-oss's and Llama 4's experts in transformers' layout [experts, in, out], interleaved or
+    stacked."""
     change = WOVEN if naming.stacks is Stacks.WOVEN else BEHIND
     woven: dict[str, Placed] = {}
     for name, placed in found.items():
@@ -320,8 +313,7 @@ def _turned(found: Mapping[str, Placed], facts: Facts, naming: Naming) -> dict[s
 
 
 def _joined(found: Mapping[str, Placed], facts: Facts) -> dict[str, Placed]:
-    """The matrix that makes keys and values of latents, as transformers has it: [heads (plain +
-    values), rank], for each head the rows of its keys and then those of its values."""
+    """transformers' matrix of latents' keys and values, [heads (plain + values), rank], by head."""
     joined: dict[str, Placed] = {}
     for name, placed in found.items():
         layer, keys, end = name.partition(KEYS_UP)

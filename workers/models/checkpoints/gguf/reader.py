@@ -1,10 +1,6 @@
-"""The container of a GGUF file: facts by key, and the place of every tensor (ggml's `docs/gguf.md`,
-versions 2 and 3, little-endian).
-
-Every count, length and offset is held against the file before anything is made of it, so that a
-file that is cut, foreign or forged ends in one sentence. Reads the head alone, by a memory map.
-Knows files; needs no torch.
-"""
+"""The head of a GGUF file: facts by key, and the place of every tensor (ggml's `docs/gguf.md`,
+versions 2 and 3, little-endian). Every count, length and offset is checked against the file, so
+that damaged and forged ones end in an error."""
 
 import mmap
 import struct
@@ -79,16 +75,16 @@ class Head:
     file: Path
     identity: Identity
     facts: Mapping[str, Any]
-    """Numbers, texts, lists of texts, numpy arrays of numbers, and lists of these. Outside the
-    tokenizer, text that is not UTF-8 is bytes, so check the type of a key that you need."""
+    """Numbers, texts, lists, and numpy arrays. Text that is not UTF-8 is bytes, outside the
+    tokenizer."""
     tensors: tuple[Place, ...]
     size_bytes: int
     """Offset of the first tensor, in bytes from the beginning of the file."""
 
 
 def read_head(file: Path, *, texts: bool = True) -> Head:
-    """Return the head of a GGUF file, with the texts of its vocabulary if `texts`;
-    `CheckpointError` where it is none, or is damaged."""
+    """Return a GGUF file's head, with its vocabulary if `texts`; `CheckpointError` if it is
+    damaged."""
     try:
         if not file.is_file():
             raise OSError(None, "it is not a file")
@@ -174,8 +170,7 @@ class _Reader:
         return np.frombuffer(self._take(size, key), dtype=SCALARS[kind])
 
     def _texts(self, key: str, count: int) -> list[Any]:
-        """A list of texts; vocabularies have hundreds of thousands, so nothing is called for
-        each."""
+        """Return a list of texts, inlined: vocabularies have hundreds of thousands."""
         content, place, size = self._content, self._place, self._size
         length, found = struct.Struct("<Q").unpack_from, list[Any]()
         wanted = self._wants_texts or not key.startswith("tokenizer.")

@@ -1,6 +1,5 @@
-"""Rows of a matrix or a table as a GGUF file has them: blocks that are not unpacked. Of a module
-they stand in the place of its weight, which stays without numbers, until they are packed; those of
-a file are read then, a few at a time."""
+"""Rows of a matrix as blocks of a GGUF file. They replace a module's weight until they are packed,
+and those of a file are read then, a few at a time."""
 
 import math
 import threading
@@ -38,13 +37,13 @@ class InFile:
     """int64 [blocks]: the block of a row of the file that each is; None: its blocks in turn."""
 
     def whole(self) -> Tensor:
-        """Return all rows, uint8 [rows, bytes]; `CheckpointError` where they cannot be read, or a
-        block stands for NaN or infinite numbers."""
+        """Return all rows, uint8 [rows, bytes]; `CheckpointError` if unreadable, or for NaN and
+        infinity."""
         return self._piece(0, self.shape[0], Memory())
 
     def pieces(self) -> Callable[[int, int], Tensor]:
-        """Return what reads `count` rows from the `first` on, like `whole`, in any thread; each
-        piece is there until its thread reads the next."""
+        """Return a reader of `count` rows from `first`, for any thread; a thread's next piece
+        reuses memory."""
         memory = Memory()
         return lambda first, count: self._piece(first, count, memory)
 
@@ -202,8 +201,7 @@ def rows_of(part: nn.Module) -> Rows | Pile | None:
 
 
 def contents_in(part: nn.Linear) -> Sequence[Content]:
-    """Return the rows of a linear in parts one below the other, those of blocks as their file has
-    them."""
+    """Return a linear's rows in parts, blocks as in their file."""
     rows = rows_of(part)
     if isinstance(rows, Pile):
         return rows.runs()

@@ -1,10 +1,6 @@
-"""Ways in which byte-level vocabularies split a text into words, by the names that GGUF files have
-for it (`tokenizer.ggml.pre`; the names of llama.cpp's `llama-vocab.cpp`).
-
-A name that is not here is refused: a wrong expression gives other tokens without a word. The
-expressions are those of the tokenizer.json of a family, one applied to what the one before has
-left.
-"""
+"""How byte-level vocabularies split a text into words, by `tokenizer.ggml.pre` (llama.cpp's
+`llama-vocab.cpp`). Unknown names are refused, since a wrong expression gives wrong tokens silently.
+Expressions are those of the family's tokenizer.json, applied in order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""The tensors of GGUF files as those of a checkpoint: each is read by itself, its blocks unpacked
-and its rows put in their places."""
+"""The tensors of GGUF files as a checkpoint's: read singly, unpacked, and rearranged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,8 +50,7 @@ class Blocks(Stored):
         return found
 
     def read(self, name: str, *, checked: bool = False) -> Tensor:
-        """Return the tensor as transformers has it; `CheckpointError` for blocks of NaN or infinite
-        numbers."""
+        """Return the tensor as transformers has it; `CheckpointError` for NaN and infinity."""
         place = self.placed.place
         found = unpacked(self.content(name), place.kind, place.shape)
         if (checked or place.kind in UNPACK) and not _finite(found):
@@ -60,9 +58,8 @@ class Blocks(Stored):
         return _changed(found, self.placed)
 
     def rows(self, name: str) -> Rows | None:
-        """Return a matrix [out, in] whose numbers are blocks as the file has it, its rows in their
-        places, to be read when they are needed, with the `CheckpointError` of `read`; None where it
-        is none, or what is to be done to it is more than that."""
+        """Return a matrix [out, in] as blocks of its file with rows in place, to be read later;
+        None if it has no blocks or needs other changes."""
         place, change = self.placed.place, self.placed.change
         if place.kind not in UNPACK or len(place.shape) != 2:
             return None
@@ -78,8 +75,7 @@ class Blocks(Stored):
 
 @dataclass(frozen=True)
 class Woven(Stored):
-    """Gates and ups of all experts of a layer, whose rows alternate in transformers, or stand one
-    behind the other."""
+    """Gates and ups of a layer's experts, interleaved in transformers, or stacked."""
 
     gate: Blocks
     up: Blocks
@@ -147,8 +143,7 @@ class Latents(Stored):
 
 
 def contents_of(stored: Stored, name: str) -> Sequence[Content]:
-    """Return the rows [out] of a matrix, called `name` in errors, in parts one below the other,
-    those of blocks as their file has them."""
+    """Return a matrix's rows [out] in parts, blocks as in their file; `name`: in errors."""
     if isinstance(stored, Woven):
         return [*contents_of(stored.gate, name), *contents_of(stored.up, name)]
     if isinstance(stored, Blocks):
@@ -160,22 +155,19 @@ def contents_of(stored: Stored, name: str) -> Sequence[Content]:
 
 
 def name_in_file(stored: Stored) -> str | None:
-    """Return the name of a tensor within its GGUF file, of two the first; None for a tensor of
-    safetensors."""
+    """Return a tensor's (first) name in its GGUF file; None for safetensors."""
     for first in ("gate", "keys", "upper"):
         stored = getattr(stored, first, stored)
     return stored.placed.place.name if isinstance(stored, Blocks) else None
 
 
 def stored_in(model: Model) -> dict[str, Stored]:
-    """Return the tensors of a model by transformers' names; `CheckpointError` names one that is not
-    known for its architecture."""
+    """Return a model's tensors by transformers' names; `CheckpointError` for an unknown one."""
     return {name: _stored(placed) for name, placed in placed_in(model).items()}
 
 
 def source_of(head: Head) -> Source:
-    """Return a file as its digest is made of it: the head, then the tensors in their order, and
-    what stands between them."""
+    """Return a file's parts for its digest: head, tensors in order, and gaps."""
     try:
         with head.file.open("rb") as file:
             content = file.read(head.size_bytes)
@@ -211,8 +203,7 @@ def _stored(placed: Placed) -> Stored:
 
 
 def _order(placed: Placed) -> Tensor:
-    """Which rows of two matrices one has: in turn, or for each head of keys its queries, keys,
-    values and gates."""
+    """Return the order of stacked rows, or by key head: its queries, keys, values and gates."""
     rows, upper, keys = torch.arange(placed.shape[0]), placed.place.shape[0], placed.first // 2
     if not placed.heads:
         return rows
@@ -245,8 +236,7 @@ def _moved(found: Tensor, placed: Placed) -> Tensor:
 
 
 def _values(found: Tensor, placed: Placed) -> Tensor:
-    """Rows of value heads, which stand one for each key head and then the next for each, next to
-    those of the same key head."""
+    """Move rows of value heads, stored one for each key head at a time, beside their key head's."""
     if not placed.heads:
         return found
     others, own = found[: placed.first], found[placed.first :]

@@ -1,9 +1,6 @@
-"""The numbers that blocks of codes stand for, one function for each format: of uint8 [blocks,
-bytes] it makes fp32 [blocks, numbers] (layouts: ggml's `ggml-common.h`).
-
-In formats of 32 numbers byte j of the codes holds number j in its lower half and number j + 16 in
-the upper one. In those of 256 numbers a block has sub-blocks with their own scales.
-"""
+"""Unpacks blocks uint8 [blocks, bytes] to fp32 [blocks, numbers], a function for each format
+(ggml's `ggml-common.h`). With 32 numbers, byte j holds number j in its low half and j + 16 in its
+high one; with 256, sub-blocks have scales of their own."""
 
 import torch
 from torch import Tensor
@@ -127,8 +124,8 @@ def _crumbs(codes: Tensor) -> Tensor:
 
 
 def _scaled(block: Tensor, codes: Tensor) -> Tensor:
-    """Numbers of codes [blocks, 8, 32] by the head of Q4_K and Q5_K: a scale and a minimum of six
-    bits for each sub-block, packed in twelve bytes."""
+    """Return numbers of codes [blocks, 8, 32], with the packed 6-bit scales and minima of Q4_K and
+    Q5_K."""
     first, second, third = block[:, 4:8], block[:, 8:12], block[:, 12:16]
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=1).float() * _half(block, 0)
     minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1).float()

@@ -1,9 +1,6 @@
-"""A folder in the Hugging Face layout that stands for a model in GGUF files: what these say of
-configuration, tokenizer and sampling, and where they are. It lies in the user's cache, under the
-identity of the files, and is made once; weights are read from the files themselves.
-
-Whatever takes the folder of a model takes this one. Needs no torch.
-"""
+"""A Hugging Face folder for a model in GGUF files, a view: configuration, tokenizer, sampling, and
+the files' paths. It is made once, in the user's cache by the files' identity; weights stay in the
+files."""
 
 import hashlib
 import json
@@ -37,10 +34,9 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def local_folder(path: Path, *, making: Callable[[], None] = lambda: None) -> Path | None:
-    """Return the folder of a model that a path names: the folder itself, or the view of a GGUF
-    file, or of the one model in a folder of them; None where the path is something else.
-    `CheckpointError` for a name that is not UTF-8, which messages and libraries do not support.
-    `making`: called before a view is made, which takes seconds."""
+    """Return the folder of a model's path: itself, or the view of its (only) GGUF file; None for
+    other paths. `CheckpointError` for names that are not UTF-8. `making` is called before a view is
+    made."""
     whole = path.absolute() if is_gguf(path) else path
     try:
         str(whole).encode()
@@ -78,8 +74,7 @@ OF_FOLDERS = re.compile(r"config\.json|correct it|fetch the model|must be")
 
 @contextmanager
 def blaming_the_file(folder: Path) -> Iterator[None]:
-    """Name the GGUF file in the `CheckpointError` of a view, which is none of its user's files, and
-    what there is to do about that file."""
+    """Name the GGUF file in a view's `CheckpointError`, and its remedy."""
     try:
         yield
     except CheckpointError as error:
@@ -94,8 +89,7 @@ def blaming_the_file(folder: Path) -> Iterator[None]:
 
 
 def view_of(file: Path, making: Callable[[], None] = lambda: None) -> Path:
-    """Return the view of the model that a GGUF file belongs to; `CheckpointError` in one sentence
-    for one that is damaged, foreign or not read here."""
+    """Return the view of a GGUF file's model; `CheckpointError` if it is damaged or unsupported."""
     parts = parts_of(file.absolute())
     folder = _place() / _key(parts) / parts[0].name
     if (folder / MARK).is_file():
@@ -134,14 +128,12 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """Return the weight files of a model's folder: its *.safetensors, or the files that it is the
-    view of."""
+    """Return a model folder's *.safetensors, or the files that it is the view of."""
     return files_of(folder) or sorted(folder.glob("*.safetensors"))
 
 
 def described_tensors(folder: Path) -> Mapping[str, Described]:
-    """Return the tensors of the model that a folder is the view of, by transformers' names; none if
-    it is no view."""
+    """Return the tensors of a view by transformers' names; none for other folders."""
     found = _mark(folder).get("tensors", {})
     return {
         name: Described(kind, tuple(shape), size, type)
@@ -155,14 +147,13 @@ def blocks_kept(folder: Path) -> bool:
 
 
 def mix_of(folder: Path) -> str:
-    """Return in words which types of numbers the files have that a folder is the view of; empty if
-    it is no view."""
+    """Return in words which number types a view's files have; empty for other folders."""
     return str(_mark(folder).get("mix", ""))
 
 
 def model_of(folder: Path) -> "Model | None":
-    """Return the model that a folder is a view of, without the texts of its vocabulary, which the
-    view has; None if it is not a view. `CheckpointError` if its files have changed since."""
+    """Return a view's model without its vocabulary; None for other folders. `CheckpointError` if
+    its files have changed."""
     from dovetail.workers.models.checkpoints.gguf.files import read_model
 
     mark = _mark(folder)
@@ -179,8 +170,7 @@ def model_of(folder: Path) -> "Model | None":
 
 
 def _mark(folder: Path) -> Mapping[str, Any]:
-    """The content of a view's mark; nothing of a folder that does not lie where views do: a
-    downloaded one may have a file of that name."""
+    """Return a view's mark; nothing outside the cache, as downloads may have such a file."""
     if folder.parent.parent.parts[-2:] != (cache_folder().name, VIEWS):
         return {}
     try:

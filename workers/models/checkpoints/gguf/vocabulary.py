@@ -1,10 +1,6 @@
-"""The tokenizer of a GGUF file, as the tokenizer.json that stands for it.
-
-Two kinds of vocabulary are read: `gpt2`, whose words are spelt in bytes and put together by
-merges, and `llama`, of SentencePiece, whose merges follow from the scores of its pieces; `gemma4`
-is of both. Any other is refused, as is a way of splitting words that is not known. Needs no library
-of tokenizers.
-"""
+"""The tokenizer.json of a GGUF file's vocabulary: `gpt2`, byte-level with merges; `llama`,
+SentencePiece with scores; `gemma4`, a mix. Other kinds and unknown ways of splitting are
+refused."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +23,7 @@ FILLED = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Keys of tokens that end a fill-in-the-middle completion, and so a reply -> their texts as control
-tokens, for files without such a key."""
+"""Keys of fill-in-the-middle tokens that end a reply -> their control tokens' texts."""
 ENDING = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
@@ -37,13 +32,12 @@ ENDING = frozenset(
         *("<end_of_utterance>", "<|tool_response>", "[e~["),
     )
 )
-"""Texts of control tokens that end a reply, of which files have only one as a key. llama.cpp checks
-only the text, but Gemma has </s> as an HTML tag."""
+"""Control tokens that end a reply. llama.cpp checks only the text, but Gemma's </s> is an HTML
+tag."""
 HARMONY = [
     {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
 ]
-"""Pairs of tokens: in a vocabulary with both, <|end|> ends a message of a reply, and not the
-reply."""
+"""If a vocabulary has both tokens, <|end|> ends a message and not the reply."""
 NORMAL_BESIDE = "<|tool_response>"
 """A token: in a vocabulary where it ends replies, </s> is an ordinary token."""
 STRIPPED = ("phi-3", "phi3")
@@ -176,8 +170,7 @@ def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
 
 
 def _sentence_pieces(facts: _Facts) -> tuple[dict[str, Any], bool]:
-    """SentencePiece's kind of pairs: pieces with scores, a sign for a space, bytes for letters that
-    there are not."""
+    """SentencePiece's kind: pieces with scores, a sign for a space, bytes for unknown letters."""
     prefixed = facts.flag("add_space_prefix", True)
     if facts.flag("remove_extra_whitespaces", False):
         raise facts.refusal("it drops spaces of a text (remove_extra_whitespaces)")
@@ -233,8 +226,7 @@ def _pairs_model(
 def _merges_of(
     tokens: Sequence[str], scores: np.ndarray, kinds: np.ndarray
 ) -> list[tuple[str, str]]:
-    """The pairs of pieces that are a piece, that of the highest score first, as SentencePiece puts
-    them together; of those of one piece the pair of the lowest ids."""
+    """Return the pairs that make a piece, by descending score, then by ids, as SentencePiece."""
     index = {
         token: place
         for place, (token, kind) in enumerate(zip(tokens, kinds.tolist(), strict=True))
@@ -259,9 +251,8 @@ def _spelt(token: str, kind: int) -> str:
 
 
 def _added(facts: _Facts) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before anything else is: control tokens, and those that a
-    user has defined, which are looked for in the normalised text. Those of Phi-3 take the spaces
-    behind them, which llama.cpp knows by the name of the model."""
+    """Return tokens that are matched first: control tokens, and user-defined ones in normalised
+    text. Phi-3's take the spaces behind them, which llama.cpp decides by the model's name."""
     pieces, name = facts.kind == "llama", str(facts.model.facts.get("general.name", "")).lower()
     strips = any(own in name for own in STRIPPED)
     return [
@@ -280,8 +271,7 @@ def _added(facts: _Facts) -> list[dict[str, Any]]:
 
 
 def _ends(facts: _Facts) -> list[int]:
-    """Return the ids that end a reply: those of the file's keys, and control tokens by their
-    text."""
+    """Return the ids that end a reply, by the file's keys and by control tokens' texts."""
     named = [found for name in ENDS if (found := facts.id(name)) is not None]
     control = [(place, facts.tokens[place]) for place in np.flatnonzero(facts.types == CONTROL)]
     more = [int(place) for place, token in control if token in ENDING]
@@ -297,8 +287,7 @@ def _ends(facts: _Facts) -> list[int]:
 
 
 def _with_control(facts: _Facts, ends: Sequence[int]) -> np.ndarray:
-    """Return the types of all tokens, in which a normal token that ends a reply by its text is a
-    control token."""
+    """Return the types of tokens; normal tokens whose text ends a reply become control tokens."""
     texts = ENDING.union(*FILLED.values())
     types = facts.types.copy()
     types[[end for end in ends if types[end] == NORMAL and facts.tokens[end] in texts]] = CONTROL

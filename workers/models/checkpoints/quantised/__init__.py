@@ -1,2 +1,1 @@
-"""Checkpoints whose weights are quantised, each matrix as codes and scales in its own tensors: AWQ,
-GPTQ, FP8 and compressed-tensors. They are decoded as they are read."""
+"""Quantised checkpoints, decoded as they are read: AWQ, GPTQ, FP8 and compressed-tensors."""

@@ -1,5 +1,4 @@
-"""Matrices of codes and scales as numbers: each is (code - zero point) times scale in fp32. Knows
-tensors, nothing of files or models."""
+"""Decodes matrices of codes: (code - zero point) x scale in fp32."""
 
 from collections.abc import Sequence
 
@@ -15,15 +14,14 @@ CHUNK = 1 << 20
 
 
 def split(words: Tensor, bits: int) -> Tensor:
-    """Return the codes [.., n * 32 / bits] int32 of words [.., n] int32, from the lowest bits of
-    each on."""
+    """Return the codes [.., n * 32 / bits] int32 of words [.., n], lowest bits first."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def awq(words: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
     """Return [out, in] fp32 of AWQ's words [in, out / 8], zero points [groups, out / 8] and scales
-    [groups, out]; each group holds for as many inputs, in their order."""
+    [groups, out]; groups are consecutive inputs."""
     inputs, outputs = len(words), scales.shape[1]
     order = torch.tensor(AWQ_PLACES).argsort()
     middle = _placed(split(zeros, AWQ_BITS), order)
@@ -47,11 +45,8 @@ def gptq(
     symmetric: bool,
 ) -> Tensor:
     """Return [out, in] fp32 of GPTQ's words [in bits / 32, out], zero points [groups, out bits /
-    32] and scales [groups, out]; `groups` [in] is the group of each input.
-
-    `below`: zero points are stored less one. Some files whose `symmetric` zero points all are the
-    middle of the codes store them as they are, whatever config.json says of it, and that shows.
-    """
+    32] and scales [groups, out]; `groups` [in]: of each input. `below`: zero points are stored less
+    one, unless all `symmetric` ones are the middle, as in some files."""
     each, outputs = WORD // bits, words.shape[1]
     middle = split(zeros, bits)[:, :outputs]
     if below and not (symmetric and bool((middle == 1 << (bits - 1)).all())):
@@ -68,9 +63,9 @@ def gptq(
 def packed(
     words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, bits: int
 ) -> Tensor:
-    """Return [out, in] fp32 of the words [out, in bits / 32] of compressed-tensors, scales [out,
-    groups] and zero points [out bits / 32, groups]; `groups` [in] is the group of each input, None
-    where they follow each other. Codes and zero points are stored with their middle added."""
+    """Return [out, in] fp32 of compressed-tensors' words [out, in bits / 32], scales [out, groups]
+    and zero points [out bits / 32, groups], stored with their middle added; `groups` [in] or None:
+    consecutive."""
     outputs, inputs, centre = len(words), words.shape[1] * WORD // bits, 1 << (bits - 1)
     if groups is None:
         groups = torch.arange(inputs) // (inputs // scales.shape[1])
@@ -84,8 +79,8 @@ def packed(
 
 
 def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int]) -> Tensor:
-    """Return [.., out, in] fp32 of codes of that shape, int8 or 8-bit floating point, with scales
-    [.., a, b] and zero points alike, each of which holds for `block` outputs and inputs."""
+    """Return [.., out, in] fp32 of int8 or fp8 codes, with scales and zero points [.., a, b] for
+    each `block` of outputs and inputs."""
     whole = codes.float()
     rows, columns = (min(size, most) for size, most in zip(block, codes.shape[-2:], strict=True))
     for first in range(0, codes.shape[-2], rows):

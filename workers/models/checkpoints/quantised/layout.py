@@ -1,5 +1,4 @@
-"""The tensors that hold the codes and scales of a matrix, by their names, types and shapes. Needs
-no torch and reads no files."""
+"""Which tensors hold the codes and scales of a matrix, by name, type and shape."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,8 +80,8 @@ def unlike(name: str) -> str:
 
 
 def matrices(scheme: Scheme, tensors: Mapping[str, P]) -> tuple[dict[str, Matrix[P]], dict[str, P]]:
-    """Return the quantised matrices among the tensors of a checkpoint by their names, and the
-    tensors that belong to none; `UnfitError` names a part that is missing or has another shape."""
+    """Return quantised matrices by name, and the other tensors; `UnfitError` for a part that is
+    missing or misshapen."""
     found, used = dict[str, Matrix[P]](), set[str]()
     for name, tensor in tensors.items():
         if (named := _names(name, tensor, tensors)) is None:
@@ -109,8 +108,8 @@ def matrices(scheme: Scheme, tensors: Mapping[str, P]) -> tuple[dict[str, Matrix
 
 
 def bits_of(parts: Parts[P], scheme: Scheme) -> int:
-    """Return the bits of the codes of a matrix: those of the one form of the scheme that goes with
-    the shapes of its parts; 0 if none does, `UnfitError` if several do."""
+    """Return the bits of a matrix's codes, by the one form that fits its parts' shapes; 0 if none,
+    `UnfitError` if several do."""
     words, scales = parts["words"][1].shape, parts["scales"][1].shape
     length, count = (words[0], scales[0]) if scheme.method == "gptq" else (words[1], scales[1])
     if scheme.method == "gptq" and "groups" in parts:  # some modules have their own bits
@@ -134,8 +133,7 @@ def bits_of(parts: Parts[P], scheme: Scheme) -> int:
 def block_of(
     shape: tuple[int, ...], scales: tuple[int, ...], scheme: Scheme
 ) -> tuple[int, int] | None:
-    """Return the outputs and inputs that share a scale, None where the shapes do not go
-    together."""
+    """Return the outputs and inputs that share a scale; None: the shapes do not fit."""
     *experts, outputs, inputs = shape
     if prod(scales) == 1 or scales == (*experts, 1, 1):
         return outputs, inputs
@@ -149,8 +147,7 @@ def block_of(
 
 
 def _names(name: str, tensor: P, tensors: Mapping[str, P]) -> tuple[str, dict[str, str]] | None:
-    """The name of the matrix that a tensor holds the codes of, and those of its parts; None for a
-    tensor that holds none."""
+    """Return the matrix that a tensor holds the codes of, and its parts' names; None: no codes."""
     base, _, end = name.rpartition(".")
     if end == "qweight":
         whole = f"{base}.weight"

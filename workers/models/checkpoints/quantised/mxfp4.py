@@ -1,5 +1,5 @@
-"""Weights in MXFP4: numbers of four bits, of which each block of 32 shares a power of two (OCP
-Microscaling Formats, 1.0). Every one of them is a number of bf16 too."""
+"""MXFP4: four-bit numbers with a power of two for each 32 (OCP Microscaling Formats 1.0); all fit
+into bf16."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,14 @@ BIAS, NO_NUMBER = 127, 255
 
 
 def packed_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the blocks and of their exponents, of a matrix [..., out, in] whose
-    blocks lie along `in`."""
+    """Return the shapes of blocks and exponents of a matrix [..., out, in]."""
     blocks = (*shape[:-1], shape[-1] // BLOCK)
     return (*blocks, BLOCK // 2), blocks
 
 
 def unpack(blocks: Tensor, exponents: Tensor) -> Tensor:
-    """Return bf16 [..., out, in] of uint8 blocks [..., out, in / 32, 16], the lower half of a byte
-    first, and exponents [..., out, in / 32]. ValueError for an exponent that is no number."""
+    """Return bf16 [..., out, in] of uint8 blocks [..., out, in / 32, 16], low half first, and
+    exponents [..., out, in / 32]. ValueError for a NaN exponent."""
     if bool((exponents == NO_NUMBER).any()):
         raise ValueError("a block's power of two is no number")
     codes = torch.tensor([*MAGNITUDES, *(-number for number in MAGNITUDES)], dtype=torch.bfloat16)
@@ -36,9 +35,8 @@ def unpack(blocks: Tensor, exponents: Tensor) -> Tensor:
 
 
 def as_in_gguf(blocks: Tensor, exponents: Tensor) -> Tensor:
-    """Return the rows uint8 [out, bytes] that a GGUF file has of blocks [out, in / 32, 16] and
-    exponents [out, in / 32]: numbers of a block whose codes share a byte are 16 apart there.
-    ValueError for an exponent that is no number."""
+    """Return GGUF's rows uint8 [out, bytes] of blocks [out, in / 32, 16] and exponents: its bytes
+    pair numbers 16 apart. ValueError for a NaN exponent."""
     if bool((exponents == NO_NUMBER).any()):
         raise ValueError("a block's power of two is no number")
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)

@@ -47,9 +47,8 @@ class FieldError(ValueError):
 
 
 def scheme_of(content: Mapping[str, Any]) -> Scheme | None:
-    """Return the scheme of a config.json, None where the weights are not quantised or are experts
-    of gpt-oss in MXFP4; ValueError says in a few words which scheme is not read, `FieldError` which
-    field is wrong."""
+    """Return a config.json's scheme; None: unquantised, or gpt-oss in MXFP4. ValueError for an
+    unread scheme, `FieldError` for a wrong field."""
     said = content.get("quantization_config") or content.get("compression_config")
     if not said:
         return None

@@ -1,13 +1,7 @@
-"""Weights int4: the matrices of a checkpoint of floats become blocks of GGUF, which are searched
-for when the model is loaded for the first time, and kept on disk.
-
-Matrices of layers become Q4_K, or Q5_0 where 256 does not divide their width; head and tables of
-tokens, on which logits hang most, Q6_K, or Q8_0. Everything else stays as it is stored, and so does
-a matrix whose width 32 does not divide. What is kept is named by the checkpoint's digest and the
-version of the search, a file a matrix, or a file for those of all experts of a layer, which is put
-in its place whole. Knows matrices and files; how blocks are searched for, and computed with, the
-kernels know.
-"""
+"""Weights int4: matrices are quantised to GGUF blocks at the first load, and cached on disk by the
+checkpoint's digest, a file a matrix or stack of experts. Layers become Q4_K, or Q5_0 if 256 does
+not divide their width; head and tables, which matter most, Q6_K or Q8_0; what 32 does not divide
+stays."""
 
 import hashlib
 import logging
@@ -37,8 +31,7 @@ from dovetail.workers.models.families.matrices import (
 from dovetail.workers.progress import count_bytes
 
 SEARCH = "search-1"
-"""The version of what is searched for, and of its types: part of fingerprints and of the names of
-what is kept."""
+"""Version of the search and its types: part of fingerprints and cache names."""
 TYPES = ("int4-int8", "int4-fp32")
 """Types of weights that are searched for, with the activations that they are multiplied with."""
 FOLDER = "int4"
@@ -49,8 +42,7 @@ PIECE_WEIGHTS = 1 << 19
 SAMPLED = 16
 """Rows of a matrix that are compared with the blocks found for them."""
 MOST_OFF = 0.3
-"""The distance of blocks from a matrix, relative to it, from which on they do not stand for it:
-0.07 is usual, and numbers beyond what 16 bits hold are off by all they are."""
+"""Largest distance of blocks from a matrix, relative to it: 0.07 is usual."""
 LARGEST = 65504.0
 """The largest number that 16 bits hold, and that blocks are searched for."""
 
@@ -58,8 +50,8 @@ log = logging.getLogger(__name__)
 
 
 def in_blocks(skeleton: Skeleton, checkpoint: Checkpoint | None, weights: str) -> Skeleton:
-    """Return a skeleton whose matrices are read as blocks that are searched for, if weights of a
-    type are; `checkpoint`: where it is from, None: nothing is kept."""
+    """Return a skeleton that reads matrices as searched blocks, for such weights; `checkpoint`: to
+    cache by, or None."""
     if weights not in TYPES:
         return skeleton
     searched = Searched(skeleton, checkpoint)
@@ -84,8 +76,7 @@ class Searched:
         self._folder = None if checkpoint is None else _open_folder(checkpoint.digest)
 
     def rows(self, name: str, part: nn.Module) -> Rows | None:
-        """Return the rows of the weight of a module, called `name`; None for one that stays as it
-        is stored."""
+        """Return the rows of a module's weight as blocks; None: it stays as stored."""
         weight: Any = part.weight
         count, width = weight.shape
         end = name in self._ends
@@ -102,8 +93,7 @@ class Searched:
         return Rows(kind, content)
 
     def experts(self, name: str) -> Unread:
-        """Return the experts of a parameter, to be read one by one, as blocks where they have
-        some."""
+        """Return a stack's experts, to be read one by one, as blocks if possible."""
         assert self._skeleton.experts is not None
         own, layout = self._skeleton.experts(name), self.layouts[name]
         part, _, last = name.rpartition(".")
@@ -137,8 +127,8 @@ class Searched:
         return self._folder / f"{name}.{KINDS[kind].name}.safetensors"
 
     def _kept(self, name: str, kind: int, shape: tuple[int, int]) -> Tensor | None:
-        """Return the blocks that are kept of a matrix; None where there are none, and a line in the
-        log where they cannot be used."""
+        """Return a matrix's cached blocks; None without any, or with damaged ones, which is
+        logged."""
         file = self._file(name, kind)
         if file is None or not file.is_file():
             return None
@@ -192,8 +182,7 @@ def _not_kept(folder: Path, error: OSError) -> None:
 
 @torch.inference_mode()
 def _found(name: str, kind: int, weight: Tensor) -> Tensor:
-    """Return the blocks, uint8 [out, bytes], of a matrix [out, in]; `CheckpointError` where none
-    stand for it."""
+    """Return the blocks uint8 [out, bytes] of a matrix; `CheckpointError` if none represent it."""
     count, width = weight.shape
     content = torch.empty(count, KINDS[kind].size_of((width,)), dtype=torch.uint8)
     step = max(1, PIECE_WEIGHTS // width)

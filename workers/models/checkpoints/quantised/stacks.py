@@ -1,9 +1,5 @@
-"""The blocks of all experts of a layer, kept in one file: searched for one expert after the other,
-so that no more than one of them is there as it was stored, and read one by one.
-
-The file is one of safetensors: blocks [experts, out, bytes], and for each expert what shows that
-its blocks are whole. Knows bytes; not what blocks stand for.
-"""
+"""Blocks of a layer's experts, cached in one safetensors file: blocks [experts, out, bytes] and a
+checksum of each. They are searched for and read one expert at a time."""
 
 import json
 import logging
@@ -29,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def check_of(path: Path, content: bytes | memoryview, index: int = 0) -> int:
-    """Return a checksum of blocks, of their file and folder, which is named after the checkpoint,
-    and of their expert: blocks of another matrix or checkpoint have another one."""
+    """Return a checksum of blocks, their file and folder (named by checkpoint), and their
+    expert."""
     return zlib.crc32(content, zlib.crc32(f"{path.parent.name}/{path.name} {index}".encode()))
 
 
@@ -46,9 +42,9 @@ class Stack:
         stored_bytes: int,
         not_kept: Callable[[Path, OSError], None],
     ) -> None:
-        """`file`: where they are kept, None: nowhere. `shape`: [experts, out, bytes]. `find`
-        searches for the blocks of one. `stored_bytes`: of all as the checkpoint has them, which
-        need not be read where blocks are there. `not_kept` says why a file cannot be written."""
+        """`file`: the cache, or None. `shape`: [experts, out, bytes]. `find` searches for one's
+        blocks. `stored_bytes`: what the checkpoint need not read with a cache. `not_kept` reports
+        write errors."""
         self._path, self._shape, self._find = file, shape, find
         self._stored_bytes, self._not_kept = stored_bytes, not_kept
         self._there = False
@@ -65,8 +61,8 @@ class Stack:
         self._whole = len(self._header) + blocks + checks
 
     def content(self, index: int) -> Tensor:
-        """Return the blocks uint8 [out, bytes] of the matrix of an index; `CheckpointError` where
-        somebody takes the file away or cuts it."""
+        """Return an expert's blocks uint8 [out, bytes]; `CheckpointError` if the file is removed or
+        cut."""
         with self._lock:
             self._open()
         if (path := self._path) is None:

@@ -1,5 +1,4 @@
-"""The tensors of a quantised checkpoint as the matrices that they stand for, each decoded as it is
-read."""
+"""The tensors of a quantised checkpoint as matrices, decoded as they are read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +24,7 @@ from dovetail.workers.models.checkpoints.stored import Stored
 
 @dataclass(frozen=True)
 class Coded(Stored):
-    """A matrix [out, in], or matrices [experts, out, in], held as codes and scales; `kind` and
-    `shape` are those of the numbers."""
+    """[out, in] or [experts, out, in] of codes and scales; `kind` and `shape` are the numbers'."""
 
     scheme: Scheme
     parts: Mapping[str, tuple[str, Stored]]
@@ -99,8 +97,8 @@ class Coded(Stored):
 
 
 def decoded(content: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint by the names of the matrices, where config.json says that
-    they are quantised; `CheckpointError` names a part that is missing or has another shape."""
+    """Return tensors by the names of their matrices, decoded if config.json says so;
+    `CheckpointError` for parts that are missing or misshapen."""
     if not tensors or (scheme := scheme_of(content)) is None:
         return dict(tensors)
     try:

@@ -1,7 +1,6 @@
-"""The parts of a GGUF file's config.json that architectures of llama.cpp share: its keys, in
-transformers' names. Constants of llama.cpp's code without a key in the file (Gemma's query scale,
-the rotation of every fourth layer of SmolLM 3) are constants here, too.
-"""
+"""What the config.json of llama.cpp's architectures has in common. Constants of llama.cpp's code
+without a key in the file (Gemma's query scale, SmolLM 3's unrotated layers) are constants here,
+too."""
 
 import math
 from typing import Any
@@ -20,8 +19,8 @@ UNTIED = frozenset(
         *("qwen2moe", "stablelm"),
     )
 )
-"""Architectures whose files llama.cpp does not load without a head (output.weight); in others, the
-embedding replaces a missing one."""
+"""Architectures that llama.cpp does not load without output.weight; elsewhere the embedding
+replaces it."""
 ROTATED_IN_PART = frozenset(
     (
         *("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"),
@@ -32,8 +31,7 @@ ROTATED_IN_PART = frozenset(
 
 
 def common(facts: Facts, kv_heads: int | None = None) -> Configuration:
-    """Return what all architectures but GPT-2's have in common; `kv_heads`: where the file has them
-    layer by layer."""
+    """Return what all architectures but GPT-2's have; `kv_heads`: if the file has a list."""
     sizes = sizes_of(facts)
     return {
         **sizes,
@@ -81,8 +79,7 @@ def everywhere(facts: Facts) -> Configuration:
 
 
 def rotation(facts: Facts, head: int) -> Configuration:
-    """Return the parameters of the rotation of queries and keys: its base, its scaling, and the
-    factors that `rope_freqs` divides frequencies by."""
+    """Return the rotation of queries and keys: base, scaling, and factors of `rope_freqs`."""
     rotated = facts.whole("rope.dimension_count", head)
     found: Configuration = {
         "rope_type": "default",
@@ -159,8 +156,7 @@ def with_rms(facts: Facts) -> Configuration:
 
 
 def pattern(facts: Facts, every: int) -> list[str]:
-    """Return the kinds of layers: by default all except every n-th have a window, with n = 0 all,
-    as in llama.cpp."""
+    """Return the types of layers: all but every n-th have a window; n = 0: all."""
     key, layers = "attention.sliding_window_pattern", range(facts.layers)
     if facts.is_list(key):
         windows = facts.numbers(key)[: len(layers)]

@@ -64,8 +64,7 @@ def phi3(facts: Facts) -> Configuration:
 
 
 def olmo2(facts: Facts) -> Configuration:
-    """OLMo 2, and OLMo 3 where there are windows: layers with one have a rotation that is not
-    scaled."""
+    """OLMo 2, or OLMo 3 if there are windows, whose layers do not scale their rotation."""
     found = {**with_rms(facts), "model_type": "olmo2", "hidden_act": "silu"}
     if not (window := facts.whole("attention.sliding_window", 0)):
         return found
@@ -110,8 +109,7 @@ def granite(facts: Facts) -> Configuration:
 
 
 def granite_factors(facts: Facts, head: int, logits: float | None) -> Configuration:
-    """Return Granite's factors of attention, embeddings, what halves add, and logits; `logits`:
-    this where the file has none."""
+    """Return Granite's factors; `logits`: the default of theirs."""
     return {
         "attention_multiplier": facts.real("attention.scale", 0.0) or head**-0.5,
         "embedding_multiplier": facts.real("embedding_scale", 0.0) or 1.0,
@@ -152,8 +150,7 @@ def qwen2vl(facts: Facts) -> Configuration:
 
 
 def qwen3vl(facts: Facts) -> Configuration:
-    """The language model alone: of text, all sections of the rotation have the same positions, and
-    no states of images are added."""
+    """The language model alone: for text, all sections of the rotation have equal positions."""
     facts.numbers("rope.dimension_sections")
     facts.whole("n_deepstack_layers", 0)
     return qwen3(facts)

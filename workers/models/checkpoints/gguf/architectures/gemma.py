@@ -66,16 +66,16 @@ def gemma3(facts: Facts) -> Configuration:
 
 
 def _gemmas(facts: Facts, found: Configuration) -> Configuration:
-    """The scale of queries, by the head's width or, of the largest model, by a share of the whole,
-    and the activation."""
+    """The scale of queries, by the head's width or the largest model's share, and the
+    activation."""
     large = found["num_hidden_layers"] == BIG_GEMMA[facts.architecture]
     width = found["hidden_size"] // found["num_attention_heads"] if large else found["head_dim"]
     return {"query_pre_attn_scalar": width, "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def gemma4(facts: Facts) -> Configuration:
-    """Layers with a window have heads of another width and their own rotation; the last may read
-    keys and values of others, and each may have its own inputs."""
+    """Windowed layers have other heads and rotations; the last may share keys, and each have own
+    inputs."""
     facts.numbers("attention.sliding_window_pattern")
     sizes, kinds = sizes_of(facts), pattern(facts, 6)
     head, shared = sizes["head_dim"], facts.whole("attention.shared_kv_layers", 0)
@@ -134,8 +134,8 @@ def gemma4(facts: Facts) -> Configuration:
 
 
 def _proportional(facts: Facts, head: int) -> Configuration:
-    """The rotation of layers that see all: of the first numbers of a head, the frequencies being
-    those of the whole."""
+    """The rotation of full layers: only the first numbers of a head, with the whole's
+    frequencies."""
     factors = numbers_of(facts.model, facts.need("rope_freqs.weight").name)
     rotated = len(list(takewhile(lambda factor: factor == 1.0, factors)))
     if len(factors) != head // 2 or any(factor < 0.99 * UNROTATED for factor in factors[rotated:]):

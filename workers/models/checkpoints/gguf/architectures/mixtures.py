@@ -1,8 +1,5 @@
-"""The configurations of GGUF files of models with experts whose layers are all attention.
-
-For most architectures the choice of experts is in llama.cpp's code; further keys of a file are used
-if transformers' model supports them, and refused otherwise.
-"""
+"""Configurations of GGUF models with experts and attention only. The choice of experts is mostly in
+llama.cpp's code; keys that transformers' model does not support are refused."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -125,8 +122,8 @@ def granitemoe(facts: Facts) -> Configuration:
 
 
 def glm4moe(facts: Facts) -> Configuration:
-    """The first layers have no experts, the others a shared one beside them; the choice is
-    corrected, and made among groups where the file has any."""
+    """The first layers are dense, others have a shared expert; the choice is corrected, in groups
+    if any."""
     found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
     return {
         **found,
@@ -151,9 +148,9 @@ def dots1(facts: Facts) -> Configuration:
 
 
 def deepseek2(facts: Facts) -> Configuration:
-    """Attention is over latents. Experts that are chosen by sigmoids, with a correction, are those
-    of DeepSeek-V3 (GLM-4.7-Flash, too), and by shares those of DeepSeek-V2; a file without this key
-    has the second, except for GLM-4.7-Flash, which llama.cpp recognises by its sizes."""
+    """Attention over latents. Corrected sigmoid experts are DeepSeek-V3's (and GLM-4.7-Flash's),
+    softmax ones DeepSeek-V2's; without the key the latter, but for GLM-4.7-Flash, known by its
+    sizes."""
     first = facts.whole("leading_dense_block_count", 0)
     if first >= facts.layers and not facts.whole("expert_count", 0):
         return _youtu(facts)
@@ -201,9 +198,8 @@ def _youtu(facts: Facts) -> Configuration:
 
 
 def _latents(facts: Facts, width: int | None = None) -> Configuration:
-    """Heads of attention over latents; neighbours are rotated together. Files in which keys and
-    values of a latent are one matrix have the widths of heads where others have that of a
-    latent."""
+    """Attention over latents, rotated in pairs of neighbours. Older files give heads' widths under
+    the keys that others use for latents."""
     heads, rotated = facts.whole(HEADS), facts.whole("rope.dimension_count")
     rank = facts.whole("attention.kv_lora_rank")
     keys, values = (
@@ -293,8 +289,8 @@ def hunyuan_moe(facts: Facts) -> Configuration:
 
 
 def llama4(facts: Facts) -> Configuration:
-    """Three of four layers see chunks of positions; the others rotate nothing, and their queries
-    grow. Those of 128 experts have no norms of heads."""
+    """Three of four layers see chunks; others have unrotated, growing queries. No head norms with
+    128 experts."""
     found = {**with_rms(facts), **experts_of(facts, SIGMOID)}
     experts, layers = found.pop("num_experts"), range(found["num_hidden_layers"])
     if "attention.sliding_window" in facts:

@@ -1,5 +1,5 @@
-"""The names of tensors in GGUF files and in transformers' models, by llama.cpp's architectures, and
-how their numbers are arranged. Names alone; needs no torch."""
+"""Names of tensors in GGUF files and in transformers, by llama.cpp's architectures, and their
+layouts."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ ONE_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.(.+)")
 
 
 class Tiled(Enum):
-    """The place of value heads in a tensor. A file has one of each key head there, then the next of
+    """Where value heads are in a tensor: a file has one for each key head, then the next for
     each."""
 
     ROWS = auto()
@@ -66,17 +66,15 @@ class Naming:
     flat: Sequence[str] = ()
     """Tensors of a layer that have one dimension in transformers."""
     logarithms: Sequence[str] = ()
-    """Tensors of a layer, with their ends, of which transformers has the logarithms of the
-    negatives."""
+    """Tensors of which transformers has the logarithms of the negatives, with their ends."""
     by_heads: Sequence[str] = ()
-    """Tensors of a layer that have queries, keys and values of all heads one below the other, where
-    transformers has those of each head."""
+    """Tensors of stacked queries, keys and values, which transformers has head by head."""
     latents: bool = False
     """Matrices that make keys and values of latents are numbers, in files of one or two tensors."""
 
     def in_file(self, name: str) -> str | None:
-        """Return the name that files have for a tensor of transformers' model, or for a matrix of
-        one expert; None where that is not one name."""
+        """Return a file's name for a tensor of transformers, or an expert's matrix; None if not
+        just one."""
         stem, _, end = name.rpartition(".")
         index, _, rest = name.removeprefix(self.prefix).partition(".")
         if not name.startswith(self.prefix) or not index.isdecimal():
@@ -100,9 +98,8 @@ MERGED = "ffn_gate_up_exps"
 BOTH_UP, KEYS_UP, VALUES_UP = (f"self_attn.{part}_b_proj" for part in ("kv", "k", "v"))
 """Names of matrices that make keys and values of latents; files alone have the last two."""
 UPPER, LOWER = "#upper", "#lower"
-"""Ends of the names of two matrices of a file that are one of transformers', whose name they end.
-The upper one is above the other; or, of heads of keys, queries, keys and values of each are above
-its gates."""
+"""Suffixes of two tensors of a file that are one of transformers', stacked, or for each key head
+its queries, keys and values above its gates."""
 
 
 ATTENTION = {

@@ -143,8 +143,7 @@ def _key_heads(facts: Facts) -> list[int]:
 
 
 def granitehybrid(facts: Facts) -> Configuration:
-    """Granite's factors; all rows share an MLP, beside experts where there are any. Bamba has
-    neither."""
+    """Granite's factors and a shared MLP, beside experts if any. Bamba has neither."""
     heads = _key_heads(facts)
     found = {
         **common(facts, max(heads)),
@@ -193,8 +192,7 @@ def falcon_h1(facts: Facts) -> Configuration:
 
 
 def nemotron_h(facts: Facts) -> Configuration:
-    """Layers of one half: attention where there are key heads, an MLP or experts where these have
-    a width, and Mamba-2 elsewhere."""
+    """Layers of one half: attention, an MLP or experts by their sizes, else Mamba-2."""
     widths, sparse = facts.each("feed_forward_length"), facts.architecture.endswith("moe")
     half = "moe" if sparse else "mlp"
     heads, wide = _key_heads(facts), sorted({width for width in widths if width})
