@@ -101,7 +101,7 @@ class InOrder(PinnedOnce):
     """Copies stand among what is computed, and nothing goes on beside them: the ablation's other
     side."""
 
-    def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+    def copy(self, source: Tensor, target: Tensor, after: torch.Event) -> torch.Event:
         target.copy_(source, non_blocking=True)
         return self.computed()
 
@@ -150,7 +150,7 @@ class Bench:
             vars(staged)["engine_of"] = vars(reader)["engine_of"] = lambda transfer: TorchEngine(
                 transfer.device
             )  # the CPU computes as a GPU does
-        self.transfer = HostTransfer() if self.on_cpu else PinnedOnce(device.torch_device.index)
+        self.transfer = HostTransfer() if self.on_cpu else PinnedOnce(device.torch_device)
         self.in_order = HostInOrder() if self.on_cpu else InOrder(device.torch_device.index)
         self.target = self._timed("target read and pinned", lambda: self._open_target(folder))
         back = self.target.back_end

@@ -27,8 +27,7 @@ from dovetail.workers.models.backends.stages.engines import TorchEngine
 from dovetail.workers.models.checkpoints.checkpoint import open_checkpoint
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import host_footprint
-from dovetail.workers.models.checkpoints.loader import open_skeleton
-from dovetail.workers.models.checkpoints.shapes import expert_shapes, linear_shapes
+from dovetail.workers.models.checkpoints.loader import expert_shapes, linear_shapes, open_skeleton
 from dovetail.workers.models.families.mixtures import FAMILIES
 from dovetail.workers.models.language_model import LanguageModel
 from dovetail.workers.models.loading import load_language_model

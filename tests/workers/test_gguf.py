@@ -31,10 +31,10 @@ from dovetail.workers.models.checkpoints.footprint import (
     sizes_in,
 )
 from dovetail.workers.models.checkpoints.gguf.files import read_model
-from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.rows import InFile, Pile, Rows
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS
+from dovetail.workers.models.checkpoints.gguf.unpacking import unpacked
 from dovetail.workers.models.checkpoints.gguf.view import files_of, local_folder, resolved, view_of
 from dovetail.workers.models.checkpoints.gguf.vocabulary import read_vocabulary
 from dovetail.workers.models.checkpoints.hub import find_folder

@@ -16,10 +16,10 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.experts import stacked_matrices
-from dovetail.workers.kernels.latent import LatentPlan
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, rotary_table
 from dovetail.workers.kernels.layer_plan import (
     CacheRows,
+    LatentPlan,
     LayerPlan,
     lay_paths,
     new_cache,

@@ -40,14 +40,14 @@ BLOB_BYTES = 8 << 20
 @pytest.fixture
 def transfer() -> CudaTransfer:
     open_device("cuda:0", 1)
-    return CudaTransfer(0)
+    return CudaTransfer(torch.device("cuda", 0))
 
 
 class Hasty(CudaTransfer):
     """Copies that do not wait for what is computed."""
 
-    def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-        never_recorded = torch.cuda.Event()
+    def copy(self, source: Tensor, target: Tensor, after: torch.Event) -> torch.Event:
+        never_recorded = torch.Event("cuda")
         return super().copy(source, target, never_recorded)
 
 

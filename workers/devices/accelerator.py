@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.workers.devices.base import DeviceKind
+
 GROUP, TILES = 64, 4
 """Weights that share a scale in int4 products, and the tiles of torch's layout (also in
 substitutes)."""
@@ -30,38 +32,44 @@ class Streams:
         """Do nothing: torch can lock existing pages for CUDA only, so copies are slower."""
 
     def buffer(self, size: int) -> Tensor:
-        """Return uint8 [size] whose memory is not reused before the last copy into it is done."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        buffer.record_stream(self._copies)
+        buffer.record_stream(self._copies)  # it is not reused before its last copy is done
         return buffer
 
     def copy(self, source: Tensor, target: Tensor, after: torch.Event) -> torch.Event:
-        """Put a copy into the stream of copies, behind `after`."""
         self._copies.wait_event(after)
         with self._copies:
             target.copy_(source, non_blocking=True)
         return self._copies.record_event()
 
     def computed(self) -> torch.Event:
-        """Return the end of what has been put into the stream that computes."""
         return self._computes().record_event()
 
     def wait(self, mark: torch.Event) -> None:
-        """Have the stream that computes go on behind the mark; the host does not wait."""
         self._computes().wait_event(mark)
 
     def _computes(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
 
-def pinned(size: int) -> Tensor:
-    """Return zeros uint8 [size] in pinned memory of the accelerator."""
-    return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+class WithStreams(DeviceKind):
+    """Kinds of devices with streams and pinned memory, as torch has them for all accelerators."""
+
+    def transfer(self, device: torch.device) -> Streams:
+        return Streams(device)
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        return copied(source, target, target.device)
+
+    def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
+        return copied(source, target, source.device)
 
 
 def copied(source: Tensor, target: Tensor, device: torch.device) -> Callable[[], None]:
-    """Start a copy from or to pinned memory on the computing stream; return what waits for its
-    end."""
+    """Start a copy from or to pinned memory; return what waits for its end."""
     target.copy_(source, non_blocking=True)
     return partial(_wait, torch.accelerator.current_stream(device).record_event())
 

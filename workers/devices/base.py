@@ -56,7 +56,6 @@ class InOrder:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def copy(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """Copy behind all that was asked for, `after` among it."""
         target.copy_(source)
 
     def computed(self) -> Mark:

@@ -40,11 +40,9 @@ class HostTransfer:
         """Do nothing: the CPU needs no preparation."""
 
     def buffer(self, size: int) -> Tensor:
-        """Return uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, source: Tensor, target: Tensor, after: "Future[None]") -> "Future[None]":
-        """Copy bytes into a buffer when `after` is done."""
 
         def copy_when_free() -> None:
             after.result()
@@ -59,7 +57,6 @@ class HostTransfer:
         return done
 
     def wait(self, mark: "Future[None]") -> None:
-        """Until a copy is done."""
         mark.result()
 
 

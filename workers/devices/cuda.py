@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.errors import SettingsError
-from dovetail.workers.devices.base import Capture, Device, DeviceKind, Program
+from dovetail.workers.devices.accelerator import Streams, WithStreams
+from dovetail.workers.devices.base import Capture, Device, Program
 from dovetail.workers.devices.graphs import capture
 from dovetail.workers.devices.memory import HELD
 from dovetail.workers.devices.nvidia import nvrtc
@@ -79,12 +80,8 @@ def program(device: torch.device, source: str) -> Functions | str:
     )
 
 
-class CudaTransfer:
-    """A `Transfer` to an NVIDIA GPU, with a stream of its own for copies."""
-
-    def __init__(self, index: int) -> None:
-        self.device = torch.device("cuda", index)
-        self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+class CudaTransfer(Streams):
+    """Transfers to an NVIDIA GPU, from locked pages."""
 
     def pin(self, memory: Tensor) -> None:
         """Lock pages in place while this tensor lives: torch's pinned memory comes in powers of
@@ -101,46 +98,6 @@ class CudaTransfer:
             memory, _unpin, self.device, memory.data_ptr()
         ).atexit = False  # else who gets these addresses next cannot lock them
 
-    def buffer(self, size: int) -> Tensor:
-        """Return uint8 [size] whose memory is not reused before the last copy into it is done."""
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        buffer.record_stream(self._copies)
-        return buffer
-
-    def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-        """Put a copy into the stream of copies, behind `after`."""
-        self._copies.wait_event(after)
-        with torch.cuda.stream(self._copies):
-            target.copy_(source, non_blocking=True)
-        return self._marked(self._copies)
-
-    def computed(self) -> torch.cuda.Event:
-        """The end of what has been put into the stream that computes."""
-        return self._marked(torch.cuda.current_stream(self.device))
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        """The stream that computes goes on behind the mark; the host does not wait."""
-        torch.cuda.current_stream(self.device).wait_event(mark)
-
-    def _marked(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
-
-
-def _copied(source: Tensor, target: Tensor, device: torch.device) -> Callable[[], None]:
-    """Begin a copy from or to locked pages; return what waits for its end."""
-    target.copy_(source, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(device))
-    return partial(_wait, copied)
-
-
-def _wait(event: torch.cuda.Event) -> None:
-    """Have the host wait for an event, which has passed most of the time."""
-    if not event.query():  # type: ignore[no-untyped-call]
-        event.synchronize()
-
 
 def _unpin(device: torch.device, address: int) -> None:
     """Let locked pages go, when nothing is copied from them any more."""
@@ -148,7 +105,7 @@ def _unpin(device: torch.device, address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-class Cuda(DeviceKind):
+class Cuda(WithStreams):
     """NVIDIA GPUs, by their index."""
 
     type = "cuda"
@@ -190,16 +147,7 @@ class Cuda(DeviceKind):
         return free
 
     def transfer(self, device: torch.device) -> CudaTransfer:
-        return CudaTransfer(device.index)
-
-    def pinned(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-
-    def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        return _copied(source, target, target.device)
-
-    def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        return _copied(source, target, source.device)
+        return CudaTransfer(device)
 
     def limit(self, device: torch.device, size: int) -> bool:
         share = size / torch.cuda.get_device_properties(device).total_memory

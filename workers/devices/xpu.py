@@ -1,20 +1,19 @@
 """Intel GPUs, by `torch.xpu`: Arc, integrated ones from Meteor Lake on, and Data Center GPU Max."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dovetail.workers.devices import accelerator, cpu
-from dovetail.workers.devices.accelerator import Streams, tried_int4
-from dovetail.workers.devices.base import Capture, Device, DeviceKind
+from dovetail.workers.devices import cpu
+from dovetail.workers.devices.accelerator import WithStreams, tried_int4
+from dovetail.workers.devices.base import Capture, Device
 from dovetail.workers.devices.graphs import capture, proved
 from dovetail.workers.devices.memory import HELD
 
 
-class _Xpu(DeviceKind):
+class _Xpu(WithStreams):
     """Intel GPUs, by their index."""
 
     type = "xpu"
@@ -67,18 +66,6 @@ class _Xpu(DeviceKind):
             return False
         limit(min(1.0, size / torch.xpu.get_device_properties(device).total_memory), device)
         return True
-
-    def transfer(self, device: torch.device) -> Streams:
-        return Streams(device)
-
-    def pinned(self, size: int) -> Tensor:
-        return accelerator.pinned(size)
-
-    def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        return accelerator.copied(source, target, target.device)
-
-    def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        return accelerator.copied(source, target, source.device)
 
     def has_fp64(self, device: torch.device) -> bool:
         """Return whether a GPU computes in fp64: Arc A and most integrated GPUs do not."""

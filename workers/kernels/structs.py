@@ -4,8 +4,7 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
 from dovetail.workers.kernels import MatrixStruct
 from dovetail.workers.kernels.experts import NormStruct, matrix_array, norm_struct
-from dovetail.workers.kernels.latent import LatentPlan
-from dovetail.workers.kernels.layer_plan import Norm
+from dovetail.workers.kernels.layer_plan import LatentPlan, Norm
 
 
 class ActivatorStruct(Structure):

@@ -22,8 +22,7 @@ from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.files import read_json
 from dovetail.workers.models.checkpoints.footprint import Tensor, read_tensors
-from dovetail.workers.models.checkpoints.loader import Skeleton, Types
-from dovetail.workers.models.checkpoints.shapes import expert_shapes, linear_shapes
+from dovetail.workers.models.checkpoints.loader import Skeleton, Types, expert_shapes, linear_shapes
 from dovetail.workers.models.language_model import (
     ROUNDED_TOLERANCE,
     WHOLE_TOLERANCE,

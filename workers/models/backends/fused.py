@@ -298,7 +298,6 @@ class Kernels:
         return LayerPass(positions, [cache_rows(segment) for segment in segments])
 
     def new_cache(self, capacity: int) -> Cache:
-        """An empty cache for `capacity` rows."""
         return self._open_cache(capacity, self._cache)
 
     def _open_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
@@ -309,12 +308,10 @@ class Kernels:
 
     @property
     def cache(self) -> str:
-        """Return the type of keys and values."""
         return CACHE_NAMES[self._cache]
 
     @property
     def routing(self) -> Routing | None:
-        """Return the experts of all layers; None: there are none."""
         plans = [layer.plan.experts for layer in self._layers]
         routers = [experts.router for experts in plans if experts is not None]
         if not routers:
@@ -332,7 +329,6 @@ class Kernels:
         rows: Tensor | None,
         kept: Kept,
     ) -> Tensor:
-        """Logits [R, V] of a pass."""
         return self._pass(tokens, positions, self._see(positions, segments), rows, kept)
 
     def _pass(

@@ -102,7 +102,6 @@ class Library:
             )
 
     def finish(self, model: Any) -> None:
-        """Take the rest over, which has its numbers too."""
         self._pack(model)
         if self._device.type == "cpu":
             widen_embeddings(model)
@@ -118,7 +117,6 @@ class Library:
         self._masks = Masks(groups=heads // self._kv_heads, device=self._device, dtype=self._dtype)
 
     def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for `capacity` rows."""
         return KVCache(
             layers=self._layers,
             kv_heads=self._kv_heads,
@@ -141,7 +139,6 @@ class Library:
         rows: Tensor | None,
         kept: Kept,
     ) -> Tensor:
-        """Logits [R, V] of a pass."""
         with keeping(self._model, tuple(self._decoder_layers), kept), timing_modules(self._timed):
             return transformers_pass(
                 self._model,

@@ -13,9 +13,8 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.blocks import PLAIN, WIDTH, BlockMatrix, Part
 from dovetail.workers.kernels.experts import stacked_matrices
-from dovetail.workers.kernels.latent import LatentPlan
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, normalise
-from dovetail.workers.kernels.layer_plan import Norm, NormKind
+from dovetail.workers.kernels.layer_plan import LatentPlan, Norm, NormKind
 from dovetail.workers.models.checkpoints.gguf.rows import (
     Content,
     InFile,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.protocol.errors import CheckpointError
+from dovetail.protocol.memory import read_room
 from dovetail.workers.devices.memory import is_out_of_memory
 from dovetail.workers.kernels.exact import ExactPowers
 from dovetail.workers.models import attention, transformers
@@ -33,10 +34,20 @@ from dovetail.workers.models.checkpoints.pieces import (
     within_fp32,
 )
 from dovetail.workers.models.checkpoints.tables import BlockEmbedding, is_table, scale_of
-from dovetail.workers.models.memory import refuse_beyond
 from dovetail.workers.progress import loading
 
 log = logging.getLogger(__name__)
+
+
+def refuse_beyond(source: str, size: int, what: str) -> None:
+    """`CheckpointError` if `size` more bytes, as `what` takes, exceed the free memory."""
+    room = read_room()
+    if room is not None and size > room.size + room.swap:
+        found = f"there are {room.size / 1e9:.3g} GB {room.bound}"
+        raise CheckpointError(
+            f"{source}: {what} takes {size / 1e9:.3g} GB of memory while it is loaded, and "
+            f"{found}: take a smaller model, or free memory"
+        )
 
 
 Read = Callable[[str], Tensor]
@@ -387,3 +398,22 @@ def linearise(model: Any) -> frozenset[str]:
             model.set_submodule(name, linear.requires_grad_(False))
             transposed.add(f"{name}.weight")
     return frozenset(transposed)
+
+
+def linear_shapes(model: Any) -> list[tuple[int, int]]:
+    """[out, in] of every linear."""
+    return [
+        (module.out_features, module.in_features)
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
+
+
+def expert_shapes(model: Any) -> list[tuple[int, int]]:
+    """Return [out, in] of every expert's linears, of stacks [experts, out, in]."""
+    return [
+        (int(tensor.shape[1]), int(tensor.shape[2]))
+        for name, tensor in model.named_parameters()
+        if tensor.ndim == 3 and "experts" in name.split(".")
+        for _ in range(tensor.shape[0])
+    ]

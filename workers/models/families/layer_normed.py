@@ -7,8 +7,10 @@ from dovetail.workers.models.families.description import (
     Family,
     LayerSpec,
     Norms,
+    Rope,
     attention,
     gated,
+    slides,
     ungated,
 )
 from dovetail.workers.models.parity.following import UnsupportedError
@@ -120,6 +122,27 @@ def _refuse_head_norms(config: Any) -> None:
         raise UnsupportedError("the kernels have no layer norms of queries and keys (qk_layernorm)")
 
 
+def _parallel(config: Any, index: int, **fields: Any) -> LayerSpec:
+    return LayerSpec(
+        attention(config, index, **fields),
+        gated(config.hidden_act),
+        Norms(config.layer_norm_eps, pre_mlp=None, kind=NormKind.LAYER_NORM),
+        parallel=True,
+    )
+
+
+def _cohere(config: Any, index: int) -> LayerSpec:
+    if config.use_qk_norm:
+        raise UnsupportedError("the kernels have no layer norms of queries and keys (use_qk_norm)")
+    return _parallel(config, index, window=0, rope=Rope(interleaved=True))
+
+
+def _cohere2(config: Any, index: int) -> LayerSpec:
+    """Layers without a window rotate nothing."""
+    rotates = config.sliding_window is not None and slides(config, index)
+    return _parallel(config, index, rope=Rope(interleaved=True) if rotates else None)
+
+
 FAMILIES = {
     "starcoder2": Family(_starcoder2),
     "jais2": Family(_jais2),
@@ -130,4 +153,6 @@ FAMILIES = {
     "gpt_neox": Family(_gpt_neox),
     "gpt2": Family(_gpt2),
     "gpt_bigcode": Family(_gpt_bigcode),
+    "cohere": Family(_cohere, logits="logit_scale"),
+    "cohere2": Family(_cohere2, logits="logit_scale"),
 }

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from dovetail.workers.kernels.layer_plan import HeadNorm, Score
+from dovetail.workers.kernels.layer_plan import Activation, HeadNorm, Score
 from dovetail.workers.models.families.description import (
     GATED,
     HEAD_NORMS,
@@ -328,6 +328,24 @@ GRANITE: dict[str, Any] = {
     "divides": True,
 }
 """The factors of embeddings and logits."""
+
+
+def _gpt_oss(config: Any, index: int) -> LayerSpec:
+    """Weights are the softmax of the chosen logits."""
+    router = Router(
+        "mlp.router.weight", Score.SOFTMAX_OF_CHOSEN, normalised=False, bias="mlp.router.bias"
+    )
+    experts = Experts(
+        config.num_experts_per_tok,
+        Activation.SWIGLU_CLAMPED,
+        router,
+        numbers=(config.swiglu_alpha, config.swiglu_limit),
+    )
+    return LayerSpec(
+        attention(config, index, sinks="self_attn.sinks"), experts, Norms(config.rms_norm_eps)
+    )
+
+
 FAMILIES = {
     "mixtral": Family(_mixtral),
     "qwen3_moe": Family(_qwen3_moe),
@@ -349,4 +367,5 @@ FAMILIES = {
     "hunyuan_v1_moe": Family(_hunyuan_v1_moe),
     "minimax_m2": Family(_minimax_m2),
     "llama4_text": Family(_llama4),
+    "gpt_oss": Family(_gpt_oss),
 }

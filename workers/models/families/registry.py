@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from dovetail.workers.models.families import (
-    cohere,
     gemma,
     latent,
     layer_normed,
@@ -12,7 +11,6 @@ from dovetail.workers.models.families import (
     mixtures,
     post_normed,
     recurrent,
-    sunken,
 )
 from dovetail.workers.models.families.description import Family
 
@@ -20,11 +18,9 @@ FAMILIES: Mapping[str, Family] = (
     llama.FAMILIES
     | gemma.FAMILIES
     | post_normed.FAMILIES
-    | cohere.FAMILIES
     | layer_normed.FAMILIES
     | mixtures.FAMILIES
     | latent.FAMILIES
-    | sunken.FAMILIES
     | recurrent.FAMILIES
     | mamba.FAMILIES
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dovetail.workers.models import attention
 from dovetail.workers.models.attention import Masks, Noted, Notes
 from dovetail.workers.models.checkpoints.configured import quiet
-from dovetail.workers.models.parity.claimed_cache import ClaimedCache
+from dovetail.workers.models.parity.caches import ClaimedCache, ProofCache
 from dovetail.workers.models.parity.comparison import Comparison, near
 from dovetail.workers.models.parity.following import (
     EAGER,
@@ -28,7 +28,6 @@ from dovetail.workers.models.parity.following import (
     line_of,
 )
 from dovetail.workers.models.parity.landmarks import runs_of
-from dovetail.workers.models.parity.proof_cache import ProofCache
 from dovetail.workers.models.segment import Paths, Segment
 
 attention.register()  # transformers' models are imported with this module

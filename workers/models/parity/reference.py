@@ -14,7 +14,7 @@ from dovetail.workers.models import attention
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.configured import base_model, decoder_layers
 from dovetail.workers.models.checkpoints.loader import Types, open_skeleton
-from dovetail.workers.models.parity.claimed_cache import ClaimedCache
+from dovetail.workers.models.parity.caches import ClaimedCache
 from dovetail.workers.models.parity.following import (
     EAGER,
     Call,

@@ -135,7 +135,6 @@ class DeviceSubstitute(Captured, CodedLayers):
             self.levels.ours = self._engine.ours_for(self._plans)
 
     def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for `capacity` rows."""
         cache = self._engine.new_cache(self._plans, capacity, self._target._cache)
         assert isinstance(cache, KVCache)
         return cache
@@ -148,7 +147,6 @@ class DeviceSubstitute(Captured, CodedLayers):
         rows: Tensor | None,
         kept: Kept,
     ) -> Tensor:
-        """Logits [R, V] of a pass, on the device."""
         if not kept.wanted:
             level = self.level_of(tokens, positions, segments, rows)
             if level is not None:

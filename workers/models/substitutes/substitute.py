@@ -29,8 +29,7 @@ from dovetail.workers.models.checkpoints.architecture import refuse_without_kern
 from dovetail.workers.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from dovetail.workers.models.checkpoints.configured import decoder_layers
 from dovetail.workers.models.checkpoints.context import context_of
-from dovetail.workers.models.checkpoints.loader import open_skeleton
-from dovetail.workers.models.checkpoints.shapes import expert_shapes, linear_shapes
+from dovetail.workers.models.checkpoints.loader import expert_shapes, linear_shapes, open_skeleton
 from dovetail.workers.models.language_model import BackEnd, LanguageModel
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.proving import StumbledError

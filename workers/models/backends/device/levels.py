@@ -20,6 +20,7 @@ from dovetail.workers.models.backends.device.fixed import (
     FixedPass,
     Form,
     Graphs,
+    Inputs,
     captured_over,
     form_of,
     passes_of,
@@ -56,6 +57,23 @@ def has_fixed_shapes(plan: LayerPlan) -> bool:
 def is_placeable(plan: LayerPlan) -> bool:
     """Return whether our attention computes a layer, wherever the keys and values of rows lie."""
     return not plan.softcap and takes_width(plan.head_dim)
+
+
+def fixed_rows(
+    inputs: Inputs,
+    plans: Sequence[LayerPlan],
+    cached: Tensor | PlacedRows,
+    turn: Callable[[Tensor], Turn | None],
+    by: Attending,
+    *,
+    turns: bool = True,
+) -> FixedRows:
+    """Return the rows of a pass as layers of these plans see them, within its capture."""
+    masks = {window: inputs.mask(torch.float32, window) for window in {p.window for p in plans}}
+    seeing = {(plan.window, plan.heads // plan.kv_heads) for plan in plans}
+    seen = {(window, groups): masks[window].repeat(groups, 1) for window, groups in seeing}
+    slots = inputs["slots"]
+    return FixedRows(turn(inputs["positions"]), cached, slots, seen, by=by, turns=turns)
 
 
 class LevelRows(Protocol):
@@ -174,22 +192,13 @@ class Levels:
         shapes = {"states": (torch.float32, (form.rows, self.hidden))}
         scratch = self.graphs.scratch(cache) if placed else None
         inputs = RankedInputs(form, shapes, ranks, self.device, scratch)
-        windows = {plan.window for plan in self.plans}
-        seeing = {(plan.window, plan.heads // plan.kv_heads) for plan in self.plans}
         cached: Tensor | PlacedRows = cache.rows
         if placed:
             assert self.ours is not None
             cached = PlacedRows(self.ours, inputs["places"], inputs["slots"], form.slots)
 
         def run() -> Tensor:
-            masks = {window: inputs.mask(torch.float32, window) for window in windows}
-            seen = FixedRows(
-                self.turn(inputs["positions"]),
-                cached,
-                inputs["slots"],
-                {(window, groups): masks[window].repeat(groups, 1) for window, groups in seeing},
-                by=self.by,
-            )
+            seen = fixed_rows(inputs, self.plans, cached, self.turn, self.by)
             passing = inputs["states"].clone()
             for layer in self.layers:
                 layer(seen, passing)

@@ -13,8 +13,7 @@ from dovetail.workers.models.backends.blocked_cache import BlockedCache
 from dovetail.workers.models.backends.placement import BUFFERS
 from dovetail.workers.models.backends.stages.cache import StagedPass, chunks_of, part_of
 from dovetail.workers.models.backends.stages.engines import Run, engine_of
-from dovetail.workers.models.backends.stages.layout import Layout
-from dovetail.workers.models.backends.stages.stage import made_once, run_parts
+from dovetail.workers.models.backends.stages.stage import Layout, made_once, run_parts
 from dovetail.workers.models.backends.stages.streaming import Ring
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.models.states import Kept

@@ -23,8 +23,12 @@ from dovetail.workers.models.backends.device.fixed import (
     form_of,
     passes_of,
 )
-from dovetail.workers.models.backends.device.levels import has_fixed_shapes, is_placeable
-from dovetail.workers.models.backends.device.rows import FixedRows, Ours, PlacedRows
+from dovetail.workers.models.backends.device.levels import (
+    fixed_rows,
+    has_fixed_shapes,
+    is_placeable,
+)
+from dovetail.workers.models.backends.device.rows import Ours, PlacedRows
 from dovetail.workers.models.backends.stages.engines import Engine, SettledLayer, TorchEngine
 from dovetail.workers.models.cache import HALF
 from dovetail.workers.models.segment import Paths, Segment
@@ -102,19 +106,9 @@ class Span:
         shapes = {"states": (torch.float32, (form.rows, hidden))}
         inputs = Inputs(form, shapes, engine.device, scratch)
         cached = PlacedRows(self.ours, inputs["places"], inputs["slots"], form.slots)
-        windows = {plan.window for plan in self.plans}
-        seeing = {(plan.window, plan.heads // plan.kv_heads) for plan in self.plans}
 
         def run() -> Passed:
-            masks = {window: inputs.mask(torch.float32, window) for window in windows}
-            seen = FixedRows(
-                engine.turn(inputs["positions"]),
-                cached,
-                inputs["slots"],
-                {(window, groups): masks[window].repeat(groups, 1) for window, groups in seeing},
-                by=engine.by,
-                turns=False,
-            )
+            seen = fixed_rows(inputs, self.plans, cached, engine.turn, engine.by, turns=False)
             passing, kept = inputs["states"].clone(), dict[int, Tensor]()
             for index, layer in enumerate(self.layers):
                 if index in wanted:

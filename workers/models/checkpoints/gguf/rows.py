@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.workers.kernels.blocks import wrong_row
-from dovetail.workers.models.checkpoints.gguf.formats import unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
+from dovetail.workers.models.checkpoints.gguf.unpacking import unpacked
 from dovetail.workers.models.checkpoints.stored import Stored
 from dovetail.workers.progress import count_bytes
 

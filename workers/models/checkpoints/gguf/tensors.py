@@ -10,7 +10,6 @@ from dovetail.workers.kernels.exact import log
 from dovetail.workers.models.checkpoints.digests import Part, Source
 from dovetail.workers.models.checkpoints.files import unreadable
 from dovetail.workers.models.checkpoints.gguf.files import Model
-from dovetail.workers.models.checkpoints.gguf.formats import UNPACK, unpacked
 from dovetail.workers.models.checkpoints.gguf.kinds import KINDS
 from dovetail.workers.models.checkpoints.gguf.placing import (
     BEHIND,
@@ -31,6 +30,7 @@ from dovetail.workers.models.checkpoints.gguf.placing import (
 )
 from dovetail.workers.models.checkpoints.gguf.reader import Head
 from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Pile, Rows
+from dovetail.workers.models.checkpoints.gguf.unpacking import UNPACK, unpacked
 from dovetail.workers.models.checkpoints.stored import Stored
 
 AT_A_TIME = 1 << 20
@@ -82,7 +82,6 @@ class Woven(Stored):
     by_turns: bool
 
     def read_one(self, name: str, index: int) -> Tensor:
-        """Return the tensor of one expert."""
         gate, up = (part.one(index).read(name) for part in (self.gate, self.up))
         return self._weave(gate[None], up[None])[0]
 

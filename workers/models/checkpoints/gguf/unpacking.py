@@ -2,10 +2,14 @@
 (ggml's `ggml-common.h`). With 32 numbers, byte j holds number j in its low half and j + 16 in its
 high one; with 256, sub-blocks have scales of their own."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+from dovetail.workers.models.checkpoints.gguf.kinds import BF16, F16, F32, KINDS, MXFP4
+
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the numbers of e2m1."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers of IQ4_NL and IQ4_XS."""
@@ -39,7 +43,7 @@ def mxfp4(block: Tensor) -> Tensor:
     """2^(e - 128) for each block, e its first byte; that of e = 0 and 1 is subnormal."""
     exponents = block[:, :1].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
-    return _table(MXFP4)[_nibbles(block[:, 1:]).int()] * bits.view(torch.float32)
+    return _table(E2M1)[_nibbles(block[:, 1:]).int()] * bits.view(torch.float32)
 
 
 def q4_k(block: Tensor) -> Tensor:
@@ -145,3 +149,38 @@ def _shifts(count: int, step: int) -> Tensor:
 
 def _table(numbers: tuple[int, ...]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
+
+
+CHUNK = 1 << 19
+"""Numbers that are unpacked at a time: all that is made on the way stays in the cache."""
+PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
+"""Kinds whose numbers stand there as they are."""
+UNPACK = {
+    2: q4_0,
+    3: q4_1,
+    6: q5_0,
+    7: q5_1,
+    8: q8_0,
+    10: q2_k,
+    11: q3_k,
+    12: q4_k,
+    13: q5_k,
+    14: q6_k,
+    20: iq4_nl,
+    23: iq4_xs,
+    MXFP4: mxfp4,
+}
+
+
+def unpacked(content: bytearray, kind: int, shape: Sequence[int]) -> Tensor:
+    """Return a tensor's numbers [*shape] in their own type; blocks in fp32, MXFP4 in bf16."""
+    if kind in PLAIN:
+        return torch.frombuffer(content, dtype=PLAIN[kind]).view(*shape)
+    said, unpack = KINDS[kind], UNPACK[kind]
+    blocks = torch.frombuffer(content, dtype=torch.uint8).view(-1, said.size_bytes)
+    dtype = torch.bfloat16 if kind == MXFP4 else torch.float32
+    whole = torch.empty(len(blocks), said.numbers, dtype=dtype)
+    step = CHUNK // said.numbers
+    for first in range(0, len(blocks), step):
+        whole[first : first + step] = unpack(blocks[first : first + step])
+    return whole.view(*shape)

@@ -32,7 +32,6 @@ class Coded(Stored):
 
     @property
     def reads_one(self) -> bool:
-        """Return whether the matrix of one expert can be read by itself."""
         return "codes" in self.parts
 
     def read(self, name: str, *, checked: bool = True) -> Tensor:
@@ -43,7 +42,6 @@ class Coded(Stored):
         return found
 
     def read_one(self, name: str, index: int) -> Tensor:
-        """Return the matrix of one expert."""
         parts = {
             part: (full, at.one(index) if len(at.shape) == len(self.shape) else at)
             for part, (full, at) in self.parts.items()

@@ -213,21 +213,13 @@ def exaone4(facts: Facts) -> Configuration:
 
 
 DENSE: Mapping[str, Callable[[Facts], Configuration]] = {
-    "llama": llama,
-    "mistral3": mistral3,
-    "qwen2": qwen2,
-    "qwen2vl": qwen2vl,
-    "qwen3": qwen3,
-    "qwen3vl": qwen3vl,
-    "phi3": phi3,
-    "olmo2": olmo2,
-    "smollm3": smollm3,
-    "granite": granite,
-    "seed_oss": seed_oss,
+    **{
+        make.__name__: make
+        for make in (
+            *(llama, mistral3, qwen2, qwen2vl, qwen3, qwen3vl, phi3, olmo2, smollm3),
+            *(granite, seed_oss, glm4, ernie4_5, arcee, exaone4),
+        )
+    },
     "hunyuan-dense": hunyuan_dense,
-    "glm4": glm4,
-    "ernie4_5": ernie4_5,
-    "arcee": arcee,
-    "exaone4": exaone4,
 }
 """Architecture of llama.cpp -> function that makes its configuration."""

@@ -162,9 +162,6 @@ def _experts(facts: Facts) -> Configuration:
 
 
 GEMMAS: Mapping[str, Callable[[Facts], Configuration]] = {
-    "gemma": gemma,
-    "gemma2": gemma2,
-    "gemma3": gemma3,
-    "gemma4": gemma4,
+    make.__name__: make for make in (gemma, gemma2, gemma3, gemma4)
 }
 """Architecture of llama.cpp -> function that makes its configuration."""

@@ -140,15 +140,18 @@ def cohere2(facts: Facts) -> Configuration:
 
 
 LAYER_NORMED: Mapping[str, Callable[[Facts], Configuration]] = {
-    "gpt2": gpt2,
-    "starcoder": starcoder,
-    "starcoder2": starcoder2,
-    "stablelm": stablelm,
-    "phi2": phi2,
-    "gptneox": gptneox,
-    "nemotron": nemotron,
-    "olmo": olmo,
-    "jais2": jais2,
-    "cohere2": cohere2,
+    make.__name__: make
+    for make in (
+        gpt2,
+        starcoder,
+        starcoder2,
+        stablelm,
+        phi2,
+        gptneox,
+        nemotron,
+        olmo,
+        jais2,
+        cohere2,
+    )
 }
 """Architecture of llama.cpp -> function that makes its configuration."""

@@ -329,19 +329,16 @@ def minicpm3(facts: Facts) -> Configuration:
 
 
 MIXTURES: Mapping[str, Callable[[Facts], Configuration]] = {
-    "qwen3moe": qwen3moe,
-    "qwen3vlmoe": qwen3vlmoe,
-    "qwen2moe": qwen2moe,
+    **{
+        make.__name__: make
+        for make in (
+            *(qwen3moe, qwen3vlmoe, qwen2moe, olmoe, granitemoe, glm4moe, dots1),
+            *(deepseek2, minicpm3, llama4),
+        )
+    },
     "gpt-oss": gpt_oss,
-    "olmoe": olmoe,
-    "granitemoe": granitemoe,
-    "glm4moe": glm4moe,
-    "dots1": dots1,
-    "deepseek2": deepseek2,
-    "minicpm3": minicpm3,
     "ernie4_5-moe": ernie4_5_moe,
     "minimax-m2": minimax_m2,
     "hunyuan-moe": hunyuan_moe,
-    "llama4": llama4,
 }
 """Architecture of llama.cpp -> function that makes its configuration."""

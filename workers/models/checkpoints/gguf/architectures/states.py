@@ -258,14 +258,11 @@ def _nemotron_experts(facts: Facts) -> Configuration:
 
 
 STATES: Mapping[str, Callable[[Facts], Configuration]] = {
-    "lfm2": lfm2,
-    "lfm2moe": lfm2moe,
-    "qwen3next": qwen3next,
-    "qwen35": qwen35,
-    "qwen35moe": qwen35moe,
-    "granitehybrid": granitehybrid,
+    **{
+        make.__name__: make
+        for make in (lfm2, lfm2moe, qwen3next, qwen35, qwen35moe, granitehybrid, nemotron_h)
+    },
     "falcon-h1": falcon_h1,
-    "nemotron_h": nemotron_h,
     "nemotron_h_moe": nemotron_h,
 }
 """Architecture of llama.cpp -> function that makes its configuration."""

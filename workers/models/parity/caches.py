@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.transformers import DynamicCache
 
 
@@ -43,3 +44,23 @@ class ClaimedCache(DynamicCache):  # type: ignore[misc]
 
     def update_recurrent_state(self, states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
         return states
+
+
+class ProofCache(KVCache):
+    """The keys and values of a proof, of whatever heads a layer turns out to have."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, key: Tensor, value: Tensor, start: int) -> None:
+        if layer not in self._rows:
+            self._rows[layer] = tuple(
+                part.new_zeros(part.shape[0], self.capacity, part.shape[2]) for part in (key, value)
+            )  # type: ignore[assignment]
+        for kept, new in zip(self._rows[layer], (key, value), strict=True):
+            kept[:, start : start + new.shape[1]] = new
+
+    def view(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._rows[layer]
+        return keys[:, start:stop], values[:, start:stop]
