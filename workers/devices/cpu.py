@@ -61,8 +61,6 @@ class HostTransfer:
 
 
 class _Cpu(DeviceKind):
-    """The CPU, where every machine can compute."""
-
     type = "cpu"
 
     def open(self, name: str) -> Device | None:

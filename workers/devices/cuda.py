@@ -100,7 +100,6 @@ class CudaTransfer(Streams):
 
 
 def _unpin(device: torch.device, address: int) -> None:
-    """Let locked pages go, when nothing is copied from them any more."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 

@@ -11,8 +11,6 @@ from dovetail.workers.devices.memory import HELD
 
 
 class _Mps(DeviceKind):
-    """The GPU of a Mac."""
-
     type = "mps"
     remedy = "Apple GPU; use device cpu, or install torch for macOS on Apple silicon"
     unproved = "dovetail has never been run on an Apple GPU"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -37,42 +37,17 @@ class Entry:
     memory: Memory
 
 
-def _cuda() -> "DeviceKind":
-    from dovetail.workers.devices.cuda import CUDA
-
-    return CUDA
-
-
-def _rocm() -> "DeviceKind":
-    from dovetail.workers.devices.rocm import ROCM
-
-    return ROCM
-
-
-def _xpu() -> "DeviceKind":
-    from dovetail.workers.devices.xpu import XPU
-
-    return XPU
-
-
-def _mps() -> "DeviceKind":
-    from dovetail.workers.devices.mps import MPS
-
-    return MPS
-
-
-def _cpu() -> "DeviceKind":
-    from dovetail.workers.devices.cpu import CPU
-
-    return CPU
+def _kind(module: str, name: str) -> "DeviceKind":
+    found: DeviceKind = getattr(import_module(f"dovetail.workers.devices.{module}"), name)
+    return found
 
 
 ENTRIES: Sequence[Entry] = (
-    Entry(_cuda, r"cuda(:\d{1,3})?", "cuda:N (NVIDIA, AMD)", Memory.OWN),
-    Entry(_rocm, r"cuda(:\d{1,3})?", "", Memory.OWN),
-    Entry(_xpu, r"xpu(:\d{1,3})?", "xpu:N (Intel)", Memory.OWN),
-    Entry(_mps, "mps", "mps (Apple)", Memory.SHARED),
-    Entry(_cpu, "cpu", "cpu", Memory.HOST),
+    Entry(partial(_kind, "cuda", "CUDA"), r"cuda(:\d{1,3})?", "cuda:N (NVIDIA, AMD)", Memory.OWN),
+    Entry(partial(_kind, "rocm", "ROCM"), r"cuda(:\d{1,3})?", "", Memory.OWN),
+    Entry(partial(_kind, "xpu", "XPU"), r"xpu(:\d{1,3})?", "xpu:N (Intel)", Memory.OWN),
+    Entry(partial(_kind, "mps", "MPS"), "mps", "mps (Apple)", Memory.SHARED),
+    Entry(partial(_kind, "cpu", "CPU"), "cpu", "cpu", Memory.HOST),
 )
 """dovetail's own kinds of devices, the fastest for a draft first."""
 VARIABLE = "DOVETAIL_DEVICES"

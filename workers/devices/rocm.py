@@ -10,8 +10,6 @@ from dovetail.workers.devices.graphs import proved
 
 
 class _Rocm(Cuda):
-    """AMD GPUs, by their index."""
-
     remedy = (
         "AMD GPU; use device cpu, or install AMD's driver (amdgpu, and membership of the groups "
         "render and video)"

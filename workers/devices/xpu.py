@@ -14,8 +14,6 @@ from dovetail.workers.devices.memory import HELD
 
 
 class _Xpu(WithStreams):
-    """Intel GPUs, by their index."""
-
     type = "xpu"
     remedy = (
         "Intel GPU; use device cpu, or install torch for XPU and Intel's compute runtime, as "

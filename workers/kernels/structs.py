@@ -21,14 +21,8 @@ class LayerStruct(Structure):
         *(
             (name, c_int32)
             for name in (
-                "hidden",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "intermediate",
-                "rotary_dim",
-                "window",
-                "norm_kind",
+                *("hidden", "heads", "kv_heads", "head_dim"),
+                *("intermediate", "rotary_dim", "window", "norm_kind"),
             )
         ),
         ("activation", ActivatorStruct),
@@ -39,12 +33,8 @@ class LayerStruct(Structure):
         *(
             (name, NormStruct)
             for name in (
-                "attention_norm",
-                "post_attention_norm",
-                "mlp_norm",
-                "post_mlp_norm",
-                "query_norm",
-                "key_norm",
+                *("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"),
+                *("query_norm", "key_norm"),
             )
         ),
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),

@@ -106,14 +106,13 @@ def assembled(
     skeleton: Skeleton, checkpoint: Checkpoint, wanted: Wanted, *, kernels: bool, choice: str
 ) -> LanguageModel:
     """Return a skeleton's model, computed by the kernels or by torch; `choice`: why."""
-
     tensors = read_tensors(checkpoint.folder) if wanted.weights in FILE_KINDS else ()
-
-    def open_back_end(model: Any) -> BackEnd:
-        return _open_back_end(model, wanted, tensors, kernels=kernels)
-
     return assemble(
-        skeleton, checkpoint, weights=wanted.weights, choice=choice, open_back_end=open_back_end
+        skeleton,
+        checkpoint,
+        weights=wanted.weights,
+        choice=choice,
+        open_back_end=lambda model: _open_back_end(model, wanted, tensors, kernels=kernels),
     )
 
 

@@ -119,7 +119,6 @@ class Block:
         return tail
 
     def _positions(self) -> Iterator[int]:
-        """The logical position of each row."""
         paths = self.segment.paths
         if paths is None:
             return iter(range(self.segment.start, self.segment.start + self.segment.count))

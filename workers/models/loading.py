@@ -220,7 +220,6 @@ def _refuse_blocks(checkpoint: Checkpoint, wanted: Wanted) -> None:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return how much memory is free on a device; None where torch cannot tell."""
     tell = getattr(torch.get_device_module(device), "mem_get_info", None)
     return None if tell is None else int(tell(device)[0])
 
@@ -268,7 +267,6 @@ def _refuse_library(
 
 
 def _library_on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device) -> LanguageModel:
-    """Load a model as transformers computes it, and prove it."""
     model = load_transformers(checkpoint, GPU_TYPES[wanted.weights])
     with provable(checkpoint, model):
         dtype = GPU_TYPES[wanted.weights]
@@ -287,7 +285,6 @@ def _library_on_gpu(checkpoint: Checkpoint, wanted: Wanted, device: torch.device
 
 
 def _check_fits(checkpoint: Checkpoint, weights: str, device: torch.device) -> None:
-    """`CheckpointError` where a device has too little memory for weights of a type."""
     free = _free_bytes(device)
     if free is not None and (why := against_device(checkpoint, weights, device, free)):
         raise CheckpointError(f"{checkpoint.source}: {why}")

@@ -87,7 +87,6 @@ def type_of(weights: str, checkpoint: Checkpoint, activations: str = "int8") -> 
 
 
 def _refuse_search(checkpoint: Checkpoint) -> None:
-    """`CheckpointError` for a checkpoint that is not quantised to 4 bits here."""
     if checkpoint.has_blocks:
         raise CheckpointError(
             f"{checkpoint.source}: its numbers are blocks already, which weights int4 would round "

@@ -70,5 +70,4 @@ def keep(name: str, content: bytes) -> None:
 
 
 def _seal(name: str, content: bytes) -> bytes:
-    """Return what shows that a content belongs to a name and is whole."""
     return hashlib.sha256(name.encode() + b"\0" + content).digest()

@@ -44,14 +44,10 @@ class DriverError(RuntimeError):
 
 
 class _Attribute(Structure):
-    """`CUlaunchAttribute`."""
-
     _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_char * 60))
 
 
 class _Launch(Structure):
-    """`CUlaunchConfig`."""
-
     _fields_ = (
         ("grid", c_uint * 3),
         ("block", c_uint * 3),
@@ -67,8 +63,6 @@ _STARTS_EARLY = _Attribute(id=6, value=1)
 
 
 class _Function:
-    """A function of the driver's, and where its arguments stand."""
-
     def __init__(self, handle: c_void_p, count: int) -> None:
         self.handle, self.numbers = handle, (c_uint64 * count)()
         start = addressof(self.numbers)
@@ -194,7 +188,6 @@ def _check(driver: CDLL, name: str, *arguments: object) -> None:
 
 
 def _number(argument: Tensor | int | None) -> int:
-    """Return what a function gets: an address, or an integer."""
     if argument is None:
         return 0
     return argument if isinstance(argument, int) else argument.data_ptr()

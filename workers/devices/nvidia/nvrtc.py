@@ -47,7 +47,6 @@ class Compiler:
             self.library.nvrtcDestroyProgram(byref(program))
 
     def _get(self, what: str, program: c_void_p) -> bytes:
-        """Return one of the results of a program."""
         size = c_size_t()
         self._check(getattr(self.library, f"nvrtcGet{what}Size")(program, byref(size)))
         found = create_string_buffer(size.value)
@@ -88,7 +87,6 @@ def _names() -> Iterator[str]:
 
 
 def _open(name: str) -> Compiler | None:
-    """Return the compiler in a file, if it is one that can be loaded."""
     if ".alt." in name:
         return None
     try:

@@ -94,7 +94,6 @@ def named(plan: LayerPlan, *, experts: bool = True) -> dict[str, PackedMatrix]:
 
 
 def _listed(owner: Any, parts: Sequence[str]) -> dict[str, PackedMatrix]:
-    """Return the matrices that a part of a plan has lists of."""
     return {
         numbered(part, index): matrix
         for part in parts
@@ -103,7 +102,6 @@ def _listed(owner: Any, parts: Sequence[str]) -> dict[str, PackedMatrix]:
 
 
 def _with(plan: LayerPlan, matrices: Mapping[str, PackedMatrix]) -> LayerPlan:
-    """Return the layer with these matrices in the place of those of the same names."""
     moved: dict[str, Any] = {name: matrices[name] for name in MATRICES if name in matrices}
     for name, (owner, field) in PARTS.items():
         if name in matrices:
@@ -118,7 +116,6 @@ def _with(plan: LayerPlan, matrices: Mapping[str, PackedMatrix]) -> LayerPlan:
 
 
 def _with_experts(plan: ExpertsPlan, matrices: Mapping[str, PackedMatrix]) -> ExpertsPlan:
-    """Return experts with these matrices, those of experts themselves where they are there."""
     if SHARED_GATE in matrices:
         plan = replace(plan, shared_gate=matrices[SHARED_GATE])
     if ROUTER not in matrices:
@@ -129,7 +126,6 @@ def _with_experts(plan: ExpertsPlan, matrices: Mapping[str, PackedMatrix]) -> Ex
 
 
 def _lists(owner: Any, parts: Sequence[str], matrices: Mapping[str, PackedMatrix]) -> Any:
-    """Return lists of matrices as long as those of a part of a plan."""
     return {
         part: [matrices[numbered(part, index)] for index in range(len(getattr(owner, part)))]
         for part in parts

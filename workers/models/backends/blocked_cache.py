@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dovetail.workers.kernels import shards
 from dovetail.workers.kernels.layer import slots_of
-from dovetail.workers.kernels.layer_plan import LANES, CacheRows, SharedRows, new_cache
+from dovetail.workers.kernels.layer_plan import LANES, CacheRows, LayerPlan, SharedRows, new_cache
 from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
-from dovetail.workers.kernels.states import StateRows, StateShape
+from dovetail.workers.kernels.states import StateRows, StateShape, placed
 from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.recurrent.states import RecurrentStates
 from dovetail.workers.models.segment import Segment, check_truncation
@@ -107,7 +107,6 @@ class BlockedCache(SlotCache):
         return other
 
     def _shared_rows(self, length: int) -> SharedRows | None:
-        """Return those of the first `length` rows that are shared; None: there are none."""
         if self.shared is None or length < LANES:
             return None
         return replace(self.shared, rows=min(length // LANES * LANES, self.shared.rows))
@@ -148,7 +147,6 @@ class BlockedCache(SlotCache):
             yield begin, stop, self._from(begin - self.first, self.keys, self.values)
 
     def _from(self, slot: int, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return views of keys and values from a slot on, which is a multiple of 16."""
         return [
             (own_keys[..., slot // LANES :, :, :], own_values[..., slot:, :])
             for own_keys, own_values in self._views(keys, values)
@@ -169,12 +167,10 @@ class BlockedCache(SlotCache):
 
     @property
     def _numbers(self) -> int:
-        """Numbers of a row's keys and values in all layers."""
         layers, kv_heads, _, head_dim = self.values.shape
         return layers * kv_heads * (self.keys.shape[3] + head_dim)
 
     def _open(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Fresh keys and values for this many rows."""
         layers, kv_heads, _, head_dim = self.values.shape
         return new_cache(
             layers=layers,
@@ -271,6 +267,53 @@ def cache_of(
     if shapes:
         cache.states = RecurrentStates(shapes)
     return cache
+
+
+def cache_for(plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype) -> BlockedCache:
+    """Return an empty cache of layers."""
+    caching = [plan for plan in plans if plan.caches]
+    return cache_of(
+        [(plan.kv_heads, plan.head_dim) for plan in caching],
+        capacity,
+        dtype,
+        [plan.scan.shape for plan in plans if plan.scan is not None],
+        latent=any(plan.latent is not None for plan in caching),
+    )
+
+
+class Layout:
+    """Gives layers, one after the other, their places."""
+
+    def __init__(self) -> None:
+        self.plans: list[LayerPlan] = []
+        """The layers in their places, but for those that read keys and values of others."""
+        self._places: dict[int, LayerPlan] = {}
+        """By the number of a layer in its model."""
+
+    def take(self, plan: LayerPlan) -> LayerPlan:
+        """Return a layer in its place behind the others; `plan.index`: its number in the model."""
+        if plan.reads is not None:
+            source = self._places[plan.reads]
+            return replace(plan, index=source.index, cached_before=source.cached_before)
+        caching = [other for other in self.plans if other.caches]
+        shapes = [other.scan.shape for other in self.plans if other.scan is not None]
+        own = replace(
+            plan,
+            index=len(caching),
+            cached_before=sum(other.kv_heads * other.head_dim for other in caching),
+            scan=None if plan.scan is None else placed(plan.scan, shapes),
+        )
+        self.plans.append(own)
+        self._places[plan.index] = own
+        return own
+
+    def caching(self, layer: int) -> LayerPlan:
+        """Return a layer of the model in its place, which has its own keys and values."""
+        return self._places[layer]
+
+    def has(self, layer: int) -> bool:
+        """Return whether the keys and values of a layer of the model have a place."""
+        return layer in self._places
 
 
 def states_of(states: RecurrentStates, segment: Segment) -> StateRows:

@@ -112,8 +112,6 @@ def inputs_of(model: Any, family: Family, kind: Kind) -> OwnInputs | None:
 
 
 class _Projection(nn.Module):
-    """A linear of the kernels."""
-
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__()
         self._matrix = matrix

@@ -136,7 +136,6 @@ class ExpertParts:
         pack_one: Callable[[MatrixT, int], None],
         unread: Unread | None,
     ) -> Sequence[MatrixT]:
-        """Pack the matrices of all experts, several at a time."""
         with ThreadPoolExecutor(threads(), "experts") as pool:
             for _ in pool.map(pack_one, matrices, range(self.count)):
                 if unread is not None:
@@ -144,7 +143,6 @@ class ExpertParts:
         return matrices
 
     def _pack_numbers(self, name: str, matrix: PackedMatrix, index: int) -> None:
-        """Pack the matrix of an expert by its numbers."""
         weight = self.matrix(name, index)
         if matrix.kind in (Kind.FP16, Kind.BF16):
             weight = weight.to(DTYPES[Kind(matrix.kind)])
@@ -273,7 +271,6 @@ class ExpertProof(nn.Module):
         return mixture(x, ids, weights, self._expert)
 
     def _expert(self, index: int, rows: Tensor) -> Tensor:
-        """Rows through one expert, by its packed matrices."""
         assert self._plan is not None
         inner = self._gate(self._plan.gate_up[index].linear(rows.contiguous()))
         y: Tensor = self._plan.down[index].linear(inner.contiguous())
@@ -306,7 +303,6 @@ class ExpertProof(nn.Module):
         return y
 
     def _run(self, experts: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Run transformers' experts on x, where there is one of them."""
         y: Tensor = experts(x, ids, weights)
         return y
 

@@ -18,9 +18,8 @@ from dovetail.workers import kernels
 from dovetail.workers.kernels import Kind, PackedMatrix
 from dovetail.workers.kernels.layer import DecoderLayer, LayerPass, tanh
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan, Norm, NormKind
-from dovetail.workers.kernels.states import StateShape, placed
 from dovetail.workers.models.attention import NOTHING, Noted
-from dovetail.workers.models.backends.blocked_cache import cache_of, cache_rows
+from dovetail.workers.models.backends.blocked_cache import Layout, cache_for, cache_rows
 from dovetail.workers.models.backends.embedding import inputs_of, share_table, widen_embeddings
 from dovetail.workers.models.backends.experts import ExpertParts
 from dovetail.workers.models.backends.layer_parts import (
@@ -102,9 +101,9 @@ class Kernels:
         self._begin(model, kind, RotaryTables(model, context), cache)
 
     def _begin(self, model: Any, kind: Kind, tables: RotaryTables, cache: torch.dtype) -> None:
-        """Have nothing taken over yet."""
         self._model, self._kind, self._tables, self._cache = model, kind, tables, cache
         self._layers: list[DecoderLayer] = []
+        self._layout = Layout()
         self._taken = 0
         self.noted: list[Noted] = []
         """The attention that each layer asks for."""
@@ -156,7 +155,6 @@ class Kernels:
     def _pack_experts(
         self, parts: LayerParts, matrices: Mapping[str, PackedMatrix]
     ) -> ExpertsPlan | None:
-        """Pack the experts of a layer, if there are any."""
         if parts.experts is None:
             return None
         around: dict[str, Any] = {name: matrices.get(name) for name in AROUND}
@@ -212,7 +210,6 @@ class Kernels:
             self._prove_cache()
 
     def _loop(self, layers: nn.Module) -> nn.Module:
-        """Return what stands in the place of all layers in transformers' own forward."""
         return Loop(layers, self._said, self._oracle.tuples)
 
     def _prove_end(self, norm: KernelNorm, head: nn.Linear, matrix: PackedMatrix) -> None:
@@ -236,7 +233,6 @@ class Kernels:
 
     @property
     def _layers_kind(self) -> IntEnum:
-        """Return the kind of the layers' matrices."""
         return self._kind
 
     def _finally(self, norm: KernelNorm) -> Tensor:
@@ -265,23 +261,7 @@ class Kernels:
 
     def _take(self, plan: LayerPlan) -> None:
         """Keep a layer; its index is that of its keys and values in a cache."""
-        if plan.reads is not None:
-            before = self._layers[plan.reads].plan.before
-        else:
-            before = sum(plan.kv_heads * plan.head_dim for plan in self._caching)
-        scan = None if plan.scan is None else placed(plan.scan, self._shapes)
-        self._layers.append(DecoderLayer(replace(plan, cached_before=before, scan=scan)))
-
-    @property
-    def _caching(self) -> list[LayerPlan]:
-        """The layers that have their own keys and values."""
-        plans = [layer.plan for layer in self._layers]
-        return [plan for plan in plans if plan.caches]
-
-    @property
-    def _shapes(self) -> list[StateShape]:
-        """The states of the layers that have one."""
-        return [layer.plan.scan.shape for layer in self._layers if layer.plan.scan is not None]
+        self._layers.append(DecoderLayer(self._layout.take(plan)))
 
     def _together(self) -> Any:
         """Return all layers as one module with a `run`, like `FusedLayers`."""
@@ -294,17 +274,13 @@ class Kernels:
         return KernelLinear(matrix)
 
     def _see(self, positions: Tensor, segments: Sequence[Segment]) -> Any:
-        """The rows of a pass in the words of the layers."""
         return LayerPass(positions, [cache_rows(segment) for segment in segments])
 
     def new_cache(self, capacity: int) -> Cache:
         return self._open_cache(capacity, self._cache)
 
     def _open_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
-        """An empty cache with keys and values of a type."""
-        heads = [(plan.kv_heads, plan.head_dim) for plan in self._caching]
-        latent = any(plan.latent is not None for plan in self._caching)
-        return cache_of(heads, capacity, dtype, self._shapes, latent=latent)
+        return cache_for(self._layout.plans, capacity, dtype)
 
     @property
     def cache(self) -> str:
@@ -353,13 +329,11 @@ class Kernels:
         return self._scaled(self._head(self._norm(states[rows])))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """Return the states that enter the first layer."""
         embedded: Tensor = self._model.get_input_embeddings()(tokens)
         factor = self._factor(self._family.embeddings)
         return embedded if factor == 1.0 else embedded * factor
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """Return logits with the factor or the cap that the model has for them."""
         if (cap := self._factor("final_logit_softcapping", 0.0)) != 0.0:
             with OwnTanh():
                 return torch.tanh(logits / cap) * cap
@@ -368,7 +342,6 @@ class Kernels:
         return logits / factor if self._family.divides else logits * factor
 
     def _factor(self, field: str, none: float = 1.0) -> float:
-        """Return the number of a field of the configuration; `none` where there is none."""
         found = getattr(self._model.config, field, None) if field else None
         return none if found is None else float(found)
 

@@ -181,7 +181,6 @@ class LayerParts:
             self._reorder("query_up", [queries])
 
     def _reorder(self, name: str, rows: Sequence[Tensor | None]) -> None:
-        """Have the outputs of the linears of a matrix in other orders."""
         self.rows[name] = rows
         for part, order in zip(self.linears[name], rows, strict=True):
             if order is None:
@@ -230,7 +229,6 @@ def by_heads(order: Tensor, width: int) -> Tensor:
 
 
 def _weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a norm, float32 [width]."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         raise UnsupportedError(f"a norm of type {type(module).__name__} without weights")
@@ -316,7 +314,6 @@ def plan_of(
 
 
 def _times(norm: Norm, factor: float) -> Norm:
-    """Return a norm whose results are multiplied by a factor."""
     bias = None if norm.bias is None else norm.bias * factor
     return Norm(norm.weight * factor, bias)
 

@@ -160,7 +160,6 @@ class Library:
 
 
 def _widen(layer: nn.Module) -> None:
-    """Have what is no linear in fp32: the experts of a layer, and their router."""
     for part in layer.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -168,7 +167,6 @@ def _widen(layer: nn.Module) -> None:
 
 
 def _configured_heads(config: Any) -> tuple[int, int, int]:
-    """Heads, key heads and the width of each, by the names of a configuration."""
     heads: int = config.num_attention_heads
     return (
         heads,

@@ -73,7 +73,6 @@ def pack(kind: Kind, linears: Sequence[nn.Linear]) -> PackedMatrix:
 
 
 def _pack_parts(kind: Kind, linears: Sequence[nn.Linear], bias: Tensor | None) -> PackedMatrix:
-    """One matrix of linears some of which have blocks."""
     contents = [content for part in linears for content in contents_in(part)]
     matrix = block_matrix(kind, contents, bias)
     pack_contents(matrix, contents)
@@ -321,7 +320,6 @@ class LatentParts:
 
 
 def _pack_heads(kind: Kind, name: str, weights: Tensor) -> Sequence[PackedMatrix]:
-    """Matrices of weights [heads, out, in]."""
     matrices = stacked_matrices(kind, *weights.shape)
     for matrix, weight in zip(matrices, weights, strict=True):
         matrix.pack_alone(weight.to(DTYPES[kind]).contiguous())

@@ -231,7 +231,6 @@ class LayerProof:
             )
 
     def _compare_attention(self, layer: DecoderLayer, rows: LayerPass) -> None:
-        """Compare queries, keys and what is attended to in the rows of our own pass."""
         oracle, plan = self._oracle, layer.plan
         qkv = self._given()
         layer.place(rows, qkv)
@@ -259,7 +258,6 @@ class LayerProof:
         self._compare("attention of", self._products["output"].given, mixed, tolerance)
 
     def _given(self) -> Tensor:
-        """Return the results of the first matrix for the rows of our own pass."""
         result = self._products["qkv"].result
         return torch.cat([result[: self._oracle.dense], result])
 
@@ -276,7 +274,6 @@ class LayerProof:
             )
 
     def _rows(self, plan: LayerPlan) -> list[CacheRows]:
-        """The rows of our own pass in the words of the kernels."""
         segments, first = [], 0
         heads, size = (plan.kv_heads, plan.head_dim) if plan.attends else (1, 1)
         for segment in self._oracle.segments(self._index, lambda _count: None):

@@ -58,7 +58,6 @@ class RotaryTables:
         return replace(table, sines=-table.sines) if rope.backward else table
 
     def _read(self, rope: Rope) -> tuple[Sequence[float], float]:
-        """Return frequencies and factor of a table of the model's own embedding."""
         if rope.part not in self._embeddings:
             self._embeddings[rope.part] = copy.deepcopy(self._base.get_submodule(rope.part))
         embedding, prefix = self._embeddings[rope.part], f"{rope.table}_" if rope.table else ""

@@ -149,7 +149,6 @@ def _is_usable(choice: LinearChoice | None, usable: Mapping[str, Candidate]) -> 
 
 
 def _fits_twice(shapes: Sequence[Shape]) -> bool:
-    """Return whether the free memory holds all weights in fp32 twice over."""
     free: int = psutil.virtual_memory().available
     return free > 2.2 * sum(4 * n * k for n, k in shapes)
 

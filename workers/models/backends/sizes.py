@@ -161,12 +161,10 @@ def _units(config: Mapping[str, Any]) -> Any:
 
 
 def _has_names_of_gpt2(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json calls its sizes as GPT-2's does."""
     return "n_embd" in config and "hidden_size" not in config
 
 
 def _has_latents(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a model whose attention is over latents."""
     return config.get("kv_lora_rank") is not None
 
 
@@ -245,8 +243,6 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
 
 @dataclass(frozen=True)
 class _Mixer:
-    """The attention of a layer."""
-
     matrices: Sequence[int]
     """Bytes of each."""
     cached: int
@@ -259,7 +255,6 @@ class _Mixer:
 def _heads(
     config: Mapping[str, Any], weights: str, heads: int, kv_heads: int, head_dim: int
 ) -> _Mixer:
-    """The attention of heads with their own keys and values."""
     hidden = int(config["n_embd" if _has_names_of_gpt2(config) else "hidden_size"])
     rows = (heads + 2 * kv_heads) * head_dim
     matrices = [

@@ -17,24 +17,13 @@ NOT_THERE = (
     "OWNER/NAME/FILE.gguf)"
 )
 SIZES = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_size",
-    "vocab_size",
-    "max_position_embeddings",
+    *("num_hidden_layers", "num_attention_heads", "hidden_size"),
+    *("vocab_size", "max_position_embeddings"),
 )
 COUNTS = (
     *SIZES,
-    "num_key_value_heads",
-    "intermediate_size",
-    "head_dim",
-    "n_embd",
-    "n_layer",
-    "n_head",
-    "n_positions",
-    "d_model",
-    "n_layers",
-    "n_heads",
+    *("num_key_value_heads", "intermediate_size", "head_dim", "n_embd", "n_layer"),
+    *("n_head", "n_positions", "d_model", "n_layers", "n_heads"),
 )
 LISTED = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),

@@ -11,23 +11,10 @@ from dovetail.protocol.errors import CheckpointError
 T = TypeVar("T")
 
 KINDS = (
-    "deepseek_vl",
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
-    "got_ocr2",
-    "idefics3",
-    "internvl",
-    "llama4",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "mistral3",
-    "ovis2",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "smolvlm",
-    "vipllava",
+    *("deepseek_vl", "gemma3", "gemma4", "gemma4_unified", "got_ocr2"),
+    *("idefics3", "internvl", "llama4", "llava", "llava_next"),
+    *("llava_onevision", "mistral3", "ovis2", "qwen3_5", "qwen3_5_moe"),
+    *("smolvlm", "vipllava"),
 )
 """Model types of checkpoints with a language model for one of their parts."""
 RENAMED = {
@@ -38,13 +25,8 @@ RENAMED = {
 """Prefixes of the language model's tensors, of any version of transformers, and those it has
 alone."""
 SHARED = (
-    "bos_token_id",
-    "compression_config",
-    "dtype",
-    "eos_token_id",
-    "quantization_config",
-    "torch_dtype",
-    "transformers_weights",
+    *("bos_token_id", "compression_config", "dtype", "eos_token_id", "quantization_config"),
+    *("torch_dtype", "transformers_weights"),
 )
 """Fields that hold for all parts unless the language model overrides them."""
 

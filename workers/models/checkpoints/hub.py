@@ -108,7 +108,6 @@ def cached_folders() -> list[Path]:
 
 
 def _is_complete(folder: Path, files: Sequence[str]) -> bool:
-    """Return whether a snapshot has the `files` it is needed for."""
     if not (folder / "config.json").is_file():
         return False
     if (index := folder / "model.safetensors.index.json").is_file():

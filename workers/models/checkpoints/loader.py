@@ -204,7 +204,6 @@ def _refuse_blocks(model: Any, checkpoint: Checkpoint) -> None:
 
 
 def _in_pieces(model: Any, checkpoint: Checkpoint, naming: Naming) -> Skeleton:
-    """The model of a checkpoint that holds the experts of a layer one by one."""
     tied = _tied(model)
     pieces = _pieces_of(model, checkpoint, naming, tied)
     pieces.refuse_misshapen(checkpoint.folder, checkpoint.own_names)
@@ -291,7 +290,6 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 
 def _filled(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The whole model of a checkpoint that transformers does not read by itself."""
     skeleton = open_skeleton(checkpoint)
     held = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
     name = str(dtype).removeprefix("torch.")
@@ -372,7 +370,6 @@ def _maps_one_to_one(model: Any, checkpoint: Checkpoint) -> bool:
 
 
 def _missing(model: Any, checkpoint: Checkpoint) -> set[str]:
-    """Return the model's tensors that a checkpoint lacks, by their own and tied names."""
     tied, tensors = _tied(model), checkpoint.tensors
     return {
         name for name in model.state_dict() if name not in tensors and tied.get(name) not in tensors

@@ -127,13 +127,11 @@ class Pieces:
         return len(self.shapes[name]) == 3 and EACH.search(self.of(name)[0]) is not None
 
     def _of_one(self, name: str, index: int) -> Sequence[str]:
-        """The pieces of one expert, where each has its own."""
         pieces = self.of(name)
         each = len(pieces) // self.shapes[name][0]
         return pieces[index * each : (index + 1) * each]
 
     def _blocks(self, name: str, index: int) -> Sequence[Content]:
-        """The rows of the matrix of one expert in MXFP4; those of gates and ups stand by turns."""
         pieces = self.of(name)
         with self._numbers_in(pieces):
             rows = as_in_gguf(*(self.tensors[piece].read_one(piece, index) for piece in pieces))
@@ -185,7 +183,6 @@ class Pieces:
         return (piece for piece in self.of(name) if piece not in self.tensors)
 
     def _shaped(self, name: str) -> Iterator[tuple[str, Sequence[int]]]:
-        """The pieces of a tensor, and the shape that each has to have."""
         pieces, shape = self.of(name), tuple(self.shapes[name])
         if pieces[0].endswith(BLOCKS):
             experts, inputs, outputs = shape

@@ -117,7 +117,6 @@ def read_template(folder: Path) -> str:
 
 
 def _own(folder: Path) -> Mapping[str, Any]:
-    """Return the content of tokenizer_config.json; empty if there is none."""
     file = folder / "tokenizer_config.json"
     return read_json(file) if file.is_file() else {}
 
@@ -183,7 +182,6 @@ def _text(file: Path) -> str:
 
 
 def _special_tokens(own: Mapping[str, Any], template: str) -> str:
-    """Return Jinja statements that set the special tokens that a template reads."""
     spelt = {
         name: token.get("content") if isinstance(token := own[name], dict) else token
         for name in SPECIAL_TOKENS
@@ -197,5 +195,4 @@ def _special_tokens(own: Mapping[str, Any], template: str) -> str:
 
 
 def _raising(why: str) -> str:
-    """Return a template that raises this error."""
     return f"{{{{ raise_exception({json.dumps(why)}) }}}}"

@@ -67,7 +67,6 @@ def _selective(
 
 
 def _bamba_mixer(config: Any, **fields: Any) -> StateMixer:
-    """Return a Mamba-2 with the sizes of a configuration like Bamba's."""
     _refuse_limits(config)
     return _selective(
         "mamba",

@@ -24,7 +24,6 @@ from dovetail.workers.models.families.description import (
 
 
 def _delta(config: Any, given: tuple[str, ...], order: Given) -> StateMixer:
-    """Return a Gated DeltaNet with the sizes of a configuration."""
     return StateMixer(
         ScanRule.GATED_DELTA,
         tuple(f"linear_attn.in_proj_{name}" for name in given),
@@ -53,7 +52,6 @@ def _qwen(config: Any, index: int, delta: StateMixer, mlp: Mlp | Experts) -> Lay
 
 
 def _shared_experts(config: Any, *, normalised: bool) -> Experts:
-    """Return experts next to a shared one with its own gate."""
     act = config.hidden_act
     return Experts(
         config.num_experts_per_tok,

@@ -61,7 +61,6 @@ def card_of(
 
 @torch.inference_mode()
 def _logits(checkpoint: Checkpoint, text: Sequence[int], weights: str, activations: str) -> Tensor:
-    """Return the logits [T, V] of a text by a model with weights of a type."""
     model = load_language_model(
         checkpoint.source, weights=weights, device="cpu", proof="auto", activations=activations
     )

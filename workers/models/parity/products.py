@@ -65,8 +65,6 @@ class Product:
 
 
 class _Rows(nn.Module):
-    """A linear that is some rows of a packed matrix."""
-
     def __init__(
         self, product: Product, first: int, count: int, order: Tensor | None = None
     ) -> None:

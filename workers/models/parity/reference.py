@@ -64,8 +64,6 @@ class _TextCache(ClaimedCache):
 
 
 class _Head(nn.Module):
-    """The head, widened a piece at a time."""
-
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
         self._weight, self._bias = head.weight, head.bias
@@ -138,7 +136,6 @@ def reference_logits(
 
 
 def _widen_beside(model: Any) -> None:
-    """Let the linears outside of the layers and the head compute in fp32."""
     base = base_model(model)
     for name, part in list(base.named_children()):
         if type(part) is nn.Linear:
@@ -148,7 +145,6 @@ def _widen_beside(model: Any) -> None:
 def _calls(
     model: Any, layers: Sequence[nn.Module], text: Tensor, part: slice, *, tuples: int
 ) -> dict[int, Call]:
-    """Return how the layers are called for a part of a text."""
     width = model.config.get_text_config().hidden_size
     nothing = torch.zeros(1).expand(1, part.stop - part.start, width)
     recorder = Recorder(layers, [nothing] * len(layers), tuples=tuples)
@@ -157,7 +153,6 @@ def _calls(
 
 
 def _run(layer: nn.Module, call: Call, states: Tensor, cache: ClaimedCache) -> Tensor:
-    """Return what a layer makes of states [1, T, hidden] behind what a cache holds."""
     args, kwargs = call.of(states)
 
     def change(value: Any) -> Any:

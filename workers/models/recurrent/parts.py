@@ -99,7 +99,6 @@ def scan_of(layer: nn.Module, said: StateMixer) -> ScanPlan:
 
 
 def _factors(said: StateMixer) -> Tensor | None:
-    """Return the factors of what the linears give, in the order of the kernels."""
     if said.factors is None:
         return None
     gate, value, key, query, step = map(torch.tensor, said.factors)

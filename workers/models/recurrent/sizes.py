@@ -106,7 +106,6 @@ def traffic_of(config: Mapping[str, Any]) -> StateTraffic:
 
 
 def _selective(config: Mapping[str, Any], layers: int, attending: int) -> StateSizes:
-    """The sizes of Mamba-2, in the words of Bamba or of Nemotron-H."""
     if "mamba_n_heads" in config:
         heads, key_dim = int(config["mamba_n_heads"]), int(config["mamba_d_state"])
         expanded = int(config.get("mamba_expand", 2)) * int(config["hidden_size"])
@@ -122,7 +121,6 @@ def _selective(config: Mapping[str, Any], layers: int, attending: int) -> StateS
 
 
 def _of_state(keys: int, key_dim: int, heads: int, value_dim: int) -> tuple[int, int]:
-    """Return the numbers of a state, and of the factors of a row."""
     columns = heads * _filled(value_dim)
     channels = _filled(2 * keys + heads * value_dim)
     return columns * key_dim, channels + _filled(keys) + columns + _filled(heads)

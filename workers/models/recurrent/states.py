@@ -134,7 +134,6 @@ class RecurrentStates:
         own[layer][self._places(slots)] = given[0][other._places(slots)].to(self._device)
 
     def _places(self, slots: Tensor) -> Tensor:
-        """The places of slots' factors in the ring."""
         return (slots % max(1, self._ring)).to(self._device)
 
     def _save(self, *, periodic: bool) -> None:
@@ -145,11 +144,9 @@ class RecurrentStates:
         self._checkpoints.append(_Checkpoint(self.length, self.state.clone(), window, periodic))
 
     def _seen(self, length: int) -> Tensor:
-        """Slots of the rows that a convolution sees at a length."""
         return torch.arange(max(0, length - self._window), length)
 
     def _make_room(self, rows: int, start: int) -> None:
-        """Have a ring of `rows` rows; those before slot `start` stay."""
         if rows <= self._ring:
             return
         ring = -(-max(rows, 3 * self._ring // 2) // CHAIN) * CHAIN
@@ -163,7 +160,6 @@ class RecurrentStates:
         self._ring, self._factors = ring, factors
 
     def _layers(self) -> Iterator[Tensor]:
-        """The factors [ring, numbers of a row] of each layer."""
         return factors_of_layers(self.shapes, self._factors, self._ring)
 
     def rows_as_they_are(self) -> StateRows:

@@ -156,5 +156,4 @@ def digest_of_logits(logits: torch.Tensor) -> str:
 
 
 def _seal(key: str, text: str) -> str:
-    """Return what shows that a proof belongs to a key and is whole."""
     return hashlib.sha256(f"{key}\0{text}".encode()).hexdigest()

@@ -62,7 +62,6 @@ class Memory:
 
     @property
     def _key(self) -> str:
-        """Return what the proof is kept under; this waits for the digest."""
         wanted, context = self._wanted, self._checkpoint.context
         digest = self._checkpoint.digest
         return f"{digest} {KINDS[wanted.weights].name} {wanted.cache_type} {context}"
@@ -248,7 +247,6 @@ def sample(model: LanguageModel) -> str:
 
 
 def _sparse(model: Any) -> tuple[str, ...]:
-    """Return the beginnings of the paths of what is in layers with experts."""
     name, layers = decoder_layers(model)
     family = FAMILIES[model.config.model_type]
     specs = (family.layer(model.config, index) for index in range(len(layers)))
@@ -282,7 +280,6 @@ def _measured(path: str, module: nn.Module, *, matrices: bool) -> tuple[str, str
 
 
 def _module(kind: str, measures: Any) -> nn.Module:
-    """Return a module without numbers."""
     if kind == "list":
         return nn.ModuleList()
     if kind == "linear":

@@ -131,7 +131,6 @@ def _random(bits: int, shape: tuple[int, int], seed: int) -> Codes:
 
 
 def _against(bits: int, program: Program, device: torch.device) -> str:
-    """Say where our product differs from the kernels'; empty if it is the same bytes."""
     bias = torch.linspace(-1, 1, SHAPE[0])
     matrix = pack_codes([_random(bits, SHAPE, 1)], [bias])
     return against_kernels(_own(program, matrix, device), matrix, device)

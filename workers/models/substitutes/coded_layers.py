@@ -33,7 +33,6 @@ class CodedLayers(Kernels):
         return taken
 
     def _codes_of(self, layer: nn.Module, index: int) -> Mapping[nn.Linear, Codes]:
-        """Return the codes of every linear of a layer."""
         return self._substitutes.of_layer(layer, index, self._model.config.num_hidden_layers)
 
     @property

@@ -106,7 +106,6 @@ class Substitutes:
         return tensors
 
     def _check(self, tensors: Kept, name: str, rows: int, inputs: int) -> None:
-        """ValueError, or KeyError, where the codes of a matrix are not what they have to be."""
         content, scales, offsets = found = [tensors[f"{name}.{what}"] for what in PARTS]
         groups = groups_of(inputs)
         shapes = [(rows, groups * GROUP * self.bits // 8), (rows, groups), (rows, groups)]
@@ -122,7 +121,6 @@ class Substitutes:
         return Codes(self.bits, inputs, from_bytes(content, self.bits), scales, offsets)
 
     def _make(self, file: Path | None, matrices: Mapping[str, Callable[[], Tensor]]) -> Kept:
-        """Quantise matrices [out, in], and keep what comes of it in a file."""
         check_installed()
         start, found = time.monotonic(), dict[str, Tensor]()
         for name, matrix in matrices.items():

@@ -87,8 +87,6 @@ def shared_cache(cache: Cache) -> Cache:
 
 
 class _CodedLinear(nn.Module):
-    """A linear of codes, by our product or torch's."""
-
     def __init__(self, codes: Codes, bias: Tensor | None, device: torch.device) -> None:
         super().__init__()
         self._product = linear_product(codes, bias, device)

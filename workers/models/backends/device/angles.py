@@ -74,6 +74,5 @@ class Turn:
 
 
 def _equal(one: Rotary, other: Rotary) -> bool:
-    """Return whether two tables have the same numbers."""
     pairs = ((one.cosines, other.cosines), (one.sines, other.sines), (one.factors, other.factors))
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)

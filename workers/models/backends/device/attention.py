@@ -262,7 +262,6 @@ def _pairs(
 
 
 def _over(cache: Tensor, attend: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Attend to all of a cache [2, kv_heads, S, width] with x [T, heads width]."""
     _, heads, slots, width = cache.shape
     query = x.view(len(x), -1, width).transpose(0, 1)
     mask = torch.zeros(x.numel() // heads // width, slots, device=x.device)

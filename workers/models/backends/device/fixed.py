@@ -77,7 +77,6 @@ class Packed:
         self._wait = _nothing
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor on the device."""
         return self._there[name]
 
     def open(self) -> Mapping[str, NDArray[np.generic]]:
@@ -135,7 +134,6 @@ class Inputs:
             self["places"].copy_(torch.tensor([scratch.data_ptr(), 1, 1]).expand(form.rows, PLACE))
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor on the device."""
         return self._packed[name]
 
     def send(self, segments: Sequence[Segment], rows: dict[str, NDArray[np.generic]]) -> None:
@@ -148,7 +146,6 @@ class Inputs:
         segments: Sequence[Segment],
         rows: dict[str, NDArray[np.generic]],
     ) -> None:
-        """Do what `send` does. `here`: the tensors on the host, which may be written."""
         count = 0
         for segment in segments:
             self._lay(segment, slice(count, count + segment.count), here)
@@ -161,7 +158,6 @@ class Inputs:
         self._packed.send()
 
     def _lay(self, segment: Segment, to: slice, here: Mapping[str, NDArray[Any]]) -> None:
-        """Write where the rows of a segment lie, and what they see."""
         paths, cache = segment.paths, segment.cache
         assert paths is not None
         slots = np.arange(segment.start, segment.start + segment.count)

@@ -93,7 +93,6 @@ class DeviceLayer:
             states *= plan.scalar
 
     def _input(self, rows: Seen, own: InputPlan, states: Tensor, multiply: Multiply) -> Tensor:
-        """Return what the layer's own inputs add to rows, but for its norm."""
         assert rows.inputs is not None
         inputs = rows.inputs[:, own.first : own.first + own.gate.n]
         both = torch.cat([multiply("input_gate", states), inputs], dim=1)
@@ -175,7 +174,6 @@ class DeviceLayer:
 
 
 def _experts_of(plan: LayerPlan, device: torch.device) -> DeviceExperts:
-    """Return the experts of a layer on a device that computes them."""
     assert plan.experts is not None
     router = plan.experts.router
     norms = (

@@ -102,7 +102,6 @@ def _name(type: int) -> str:
 
 
 def _defined(macro: str, type: int, own: Format) -> str:
-    """Return the line of C++ that makes the products of a format."""
     words = [
         int.from_bytes(bytes(number & 255 for number in own.numbers[at : at + 4]), "little")
         for at in range(0, len(own.numbers), 4)
@@ -292,7 +291,6 @@ def random_blocks(
 
 
 def _against(kind: Kind, program: Program, device: torch.device) -> str:
-    """Name the first format whose product differs from the kernels'; empty if none does."""
     for type in FORMATS:
         bias = torch.linspace(-1, 1, PROOF[0])
         matrix = random_blocks([Part(type, PROOF[0])], PROOF[1], bias, 1, kind)

@@ -193,7 +193,6 @@ class DeviceNorm:
 
 
 def _against(program: Program, device: torch.device) -> str:
-    """Return what is wrong with our functions; empty if nothing is."""
     parts, generator = Parts(program), torch.Generator().manual_seed(1)
     for kind in NormKind:
         x, weight, bias = (

@@ -32,8 +32,6 @@ class StatefulRows:
 
 @dataclass(frozen=True)
 class _Rows(Factors):
-    """The numbers of rows of a pass."""
-
     query: Tensor
     """[T, value_heads, key_dim, 1]."""
     value: Tensor
@@ -226,8 +224,6 @@ class DeviceScan:
 
 @dataclass
 class _Node:
-    """A slot in a tree."""
-
     parent: int
     inner: bool = False
     """True if it has children."""
@@ -278,7 +274,6 @@ def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
 
 
 def _normalised(heads: Tensor) -> Tensor:
-    """Queries or keys [T, heads, key_dim], each divided by its length."""
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + LEAST)
 
 
@@ -288,7 +283,6 @@ def _after(outer: Tensor, states: Tensor, decay: Tensor) -> Tensor:
 
 
 def _through(state: Tensor, place: Place, slots: range) -> Tensor:
-    """Return the state behind slots that follow one another."""
     for states in _known(state, place.kept(slots)) if slots else ():
         state = states[-1:]
     return state

@@ -27,8 +27,6 @@ LINGER_S = 1.0
 
 
 class _Process:
-    """A process that tries functions on one device, one at a time."""
-
     def __init__(self, command: Sequence[str]) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(

@@ -17,7 +17,7 @@ from dovetail.workers.models.attention import Masks, by_torch
 from dovetail.workers.models.backends.blob import ROUTER, Blob, Lying, Matrix, plan_at, unpack
 from dovetail.workers.models.backends.blocked_cache import (
     BlockedCache,
-    cache_of,
+    cache_for,
     cache_rows,
     states_of,
 )
@@ -109,14 +109,7 @@ class KernelEngine:
     def new_cache(
         self, plans: Sequence[LayerPlan], capacity: int, dtype: torch.dtype
     ) -> BlockedCache:
-        caching = [plan for plan in plans if plan.caches]
-        return cache_of(
-            [(plan.kv_heads, plan.head_dim) for plan in caching],
-            capacity,
-            dtype,
-            [plan.scan.shape for plan in plans if plan.scan is not None],
-            latent=any(plan.latent is not None for plan in caching),
-        )
+        return cache_for(plans, capacity, dtype)
 
     def see(
         self, positions: Tensor, segments: Sequence[Segment], inputs: Tensor | None = None

@@ -191,7 +191,6 @@ def _place() -> Path:
 
 
 def _key(parts: list[Path]) -> str:
-    """The name that a view is kept under: of the places and identities of files, and our code."""
     whole = hashlib.sha256(_sources().encode())
     for part in parts:
         try:
@@ -206,7 +205,6 @@ def _key(parts: list[Path]) -> str:
 
 @cache
 def _sources() -> str:
-    """The digest of the code that makes views."""
     whole = hashlib.sha256()
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         whole.update(file.read_bytes())

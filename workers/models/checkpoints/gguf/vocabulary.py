@@ -57,8 +57,6 @@ class Vocabulary:
 
 
 class _Facts:
-    """The keys of a file's tokenizer, checked."""
-
     def __init__(self, model: Model) -> None:
         self.model = model
         self.tokens = self._list("tokens", required=True)

@@ -102,6 +102,5 @@ def _placed(codes: Tensor, order: Tensor) -> Tensor:
 
 
 def _parts(count: int, width: int) -> Sequence[slice]:
-    """Return slices of `count` rows of that width, none of them of many numbers."""
     step = max(1, CHUNK // max(1, width))
     return [slice(first, min(first + step, count)) for first in range(0, count, step)]

@@ -21,14 +21,8 @@ KINDS = {
 SCALES = ("_scale_inv", "_scale")
 """Ends of the names of a matrix's scales, behind its own."""
 BESIDE = (
-    "input_global_scale",
-    "input_scale",
-    "input_zero_point",
-    "k_scale",
-    "output_scale",
-    "output_zero_point",
-    "q_scale",
-    "v_scale",
+    *("input_global_scale", "input_scale", "input_zero_point", "k_scale", "output_scale"),
+    *("output_zero_point", "q_scale", "v_scale"),
 )
 """Last parts of names of what holds for activations and caches, which are not quantised here."""
 
@@ -176,7 +170,6 @@ def _names(name: str, tensor: P, tensors: Mapping[str, P]) -> tuple[str, dict[st
 
 
 def _matrix(scheme: Scheme, parts: Parts[P]) -> Matrix[P]:
-    """A matrix of its parts, whose shapes and types are what the scheme calls for."""
     name, main = parts.get("codes") or parts["words"]
     whole_numbers = main.kind == WHOLE and scheme.method != "compressed-tensors"
     if whole_numbers or (shape := _shape(scheme, parts)) is None:
@@ -197,7 +190,6 @@ def _matrix(scheme: Scheme, parts: Parts[P]) -> Matrix[P]:
 
 
 def _shape(scheme: Scheme, parts: Parts[P]) -> tuple[int, ...] | None:
-    """The shape of the numbers, None where the parts do not go together."""
     scales = parts["scales"][1].shape
     if "codes" in parts:
         shape = parts["codes"][1].shape
@@ -214,7 +206,6 @@ def _shape(scheme: Scheme, parts: Parts[P]) -> tuple[int, ...] | None:
 
 
 def _due(scheme: Scheme, shape: tuple[int, ...], parts: Parts[P]) -> Mapping[str, tuple[int, ...]]:
-    """The shapes that parts of a matrix of that shape have to have."""
     scales = parts["scales"][1].shape
     if "codes" in parts:
         return {"zeros": scales}

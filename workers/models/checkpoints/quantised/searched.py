@@ -115,7 +115,6 @@ class Searched:
         )
 
     def _numbers(self, name: str, weight: Tensor) -> Tensor:
-        """Return a matrix [out, in] in the type that it is stored in."""
         if not weight.is_meta:
             return weight.detach()
         found = self._skeleton.read(name)
@@ -210,7 +209,6 @@ def _unfit(name: str) -> CheckpointError:
 
 
 def _in_pieces(find: Callable[[int], None], firsts: range) -> None:
-    """Run a function for each piece, by as many threads as torch has."""
     if len(firsts) == 1:
         find(firsts[0])
         return

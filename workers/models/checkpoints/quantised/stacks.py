@@ -77,7 +77,6 @@ class Stack:
         return torch.frombuffer(found, dtype=torch.uint8).view(self._shape[1:])
 
     def _open(self) -> None:
-        """Look for the file, which is made where it is not there or damaged."""
         if self._path is None or self._there:
             return
         try:
@@ -103,7 +102,6 @@ class Stack:
         return False
 
     def _make(self, path: Path) -> None:
-        """Search for the blocks of all, and put their file in its place when it is whole."""
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made, checks = Path(folder) / path.name, []
             with made.open("wb") as file:
@@ -122,14 +120,12 @@ class Stack:
         return found
 
     def _checks(self, source: FileIO) -> list[int]:
-        """Return the checksums that stand in a file."""
         size = self._shape[0] * NUMBER_BYTES
         found = bytearray(os.pread(source.fileno(), size, self._whole - size))
         checks: list[int] = torch.frombuffer(found, dtype=torch.int64).tolist()
         return checks
 
     def _computed(self, source: FileIO) -> Iterator[int]:
-        """Compute the checksums of the blocks in a file."""
         return (self._check(i, self._read(source, i)) for i in range(self._shape[0]))
 
     def _check(self, index: int, content: bytes | memoryview) -> int:
