@@ -71,9 +71,7 @@ class ExpertParts:
 
     def _layout(self, name: str) -> Layout:
         if (found := layout_of(self.module, self.said, name)) is None:
-            raise UnsupportedError(
-                f"{self.said.part} of {type(self.layer).__name__} does not say its layout"
-            )
+            raise UnsupportedError(f"{self.said.part} of {type(self.layer).__name__} has no layout")
         return found
 
     def stored(self, name: str, index: int) -> Tensor:
@@ -324,9 +322,7 @@ class ExpertProof(nn.Module):
             expected = self._run(_alone(parts), x, ids, weights)
             found = mixture(x, ids, weights, expert)
         except Exception as error:  # unknown experts may fail in any way
-            raise UnsupportedError(
-                f"experts of {self._what} cannot be run alone ({line_of(error)})"
-            ) from error
+            raise UnsupportedError(f"experts of {self._what} fail ({line_of(error)})") from error
         if not float((found - expected).norm()) <= TOLERANCE * float(expected.norm()):
             raise UnsupportedError(f"experts of {self._what} are other MLPs in transformers")
 

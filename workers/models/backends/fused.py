@@ -124,9 +124,7 @@ class Kernels:
             }
         parts = LayerParts(layer, spec)
         if what := self._lacking(spec):
-            raise UnsupportedError(
-                f"layers with {what} have no copy in few bits, which a substitute would be"
-            )
+            raise UnsupportedError(f"layers with {what} have no copy in few bits, as a substitute")
         self._arrange(parts)
         proof = LayerProof(self._oracle, layer, index, parts, self._heard, self._inputs)
         matrices = {
@@ -239,9 +237,7 @@ class Kernels:
         """The final states [T, hidden] of the oracle, which this norm has to give too."""
         expected = self._oracle.final
         if expected is None:
-            raise UnsupportedError(
-                "transformers' own forward cannot be followed behind the last layer"
-            )
+            raise UnsupportedError("transformers' own forward fails behind the last layer")
         found = norm(self._oracle.last[0])
         if worst := self._oracle.far(expected, found, expected.norm(dim=-1), LAYER_TOLERANCE):
             raise UnsupportedError(

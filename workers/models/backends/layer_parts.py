@@ -186,9 +186,7 @@ class LayerParts:
             if order is None:
                 continue
             if len(order) != part.out_features:
-                raise UnsupportedError(
-                    f"a linear of {part.out_features} outputs, where {len(order)} are due"
-                )
+                raise UnsupportedError(f"a linear of {part.out_features} outputs, not {len(order)}")
             take_places(part, order, part)
 
 

@@ -206,9 +206,7 @@ def compare_product(name: str, matrix: PackedMatrix, found: Tensor, expected: Te
             f"weights by {share:.0%}, and {most:.0%} is the most"
         )
     if not share <= most:
-        raise UnsupportedError(
-            f"a product by its {name} weights differs from that by the checkpoint's by {share:.1e}"
-        )
+        raise UnsupportedError(f"a product by its {name} weights differs by {share:.1e}")
 
 
 class KernelLinear(nn.Module):

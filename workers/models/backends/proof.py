@@ -170,9 +170,7 @@ class LayerProof:
         except (UnsupportedError, UnprovableError) as error:
             raise type(error)(f"{self._what}: {error}") from error
         except Exception as error:  # an unknown layer may fail in any way
-            raise UnprovableError(
-                f"{self._what} cannot be computed here ({line_of(error)})"
-            ) from error
+            raise UnprovableError(f"{self._what} cannot be computed ({line_of(error)})") from error
         if not notes:
             raise UnsupportedError(f"{self._what} computes no attention")
         if self._reads is not None and self._heard[self._index] is not self._heard[self._reads]:
@@ -199,9 +197,7 @@ class LayerProof:
         except (UnsupportedError, UnprovableError):
             raise
         except Exception as error:
-            raise UnsupportedError(
-                f"{self._what} cannot be run alone ({line_of(error)})"
-            ) from error
+            raise UnsupportedError(f"{self._what} cannot run alone ({line_of(error)})") from error
         try:
             layer = DecoderLayer(replace(plan, index=0))
         except ValueError as error:

@@ -92,9 +92,7 @@ def refuse_elsewhere(content: Mapping[str, Any], file: Path) -> None:
     names."""
     if (named := content.get("transformers_weights")) is not None:
         key = f"transformers_weights is {str(named)[:100]!r}"
-        raise CheckpointError(
-            f"{file} names other weights ({key}), which are not read; remove the key"
-        )
+        raise CheckpointError(f"{file} names other weights ({key}), which are not read; remove it")
     refuse_scheme(content, file.parent)
 
 
@@ -271,10 +269,7 @@ def why_not(config: Any, model_class: Any) -> str:
             f"transformers' {name} computes attention, masks or positions by itself, and "
             "token trees need other ones"
         )
-    return (
-        "a trial of its layers with the attention that token trees need fails within "
-        f"transformers' {name}"
-    )
+    return f"a trial with the attention that token trees need fails within transformers' {name}"
 
 
 def shown(value: object) -> str:

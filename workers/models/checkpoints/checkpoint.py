@@ -291,9 +291,7 @@ def _indexed_files(folder: Path, index: Path) -> list[Path]:
         or not weight_map
         or not all(isinstance(f, str) for f in weight_map.values())
     ):
-        raise CheckpointError(
-            f"{index} has no weight_map of tensor names to file names; fetch the model again"
-        )
+        raise CheckpointError(f"{index} has no weight_map of tensor files; fetch the model again")
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):

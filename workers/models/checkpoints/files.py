@@ -53,9 +53,7 @@ def read_bytes(file: Path) -> bytes:
     except OSError as error:
         raise unreadable(file, error) from None
     if len(content) > MAX_FILE_BYTES:
-        raise CheckpointError(
-            f"{file} has more than {MAX_FILE_BYTES >> 20} MiB; fetch the model again"
-        )
+        raise CheckpointError(f"{file} exceeds {MAX_FILE_BYTES >> 20} MiB; fetch the model again")
     return content
 
 

@@ -179,9 +179,7 @@ def follow(
                 )
                 raise UnprovableError(why) from error
     if not recorder.complete:
-        raise UnprovableError(
-            f"transformers' own forward calls {len(recorder.calls)} of the model's decoder layers"
-        )
+        raise UnprovableError(f"transformers' own forward calls only {len(recorder.calls)} layers")
 
 
 def cache_name(model: Any) -> str:

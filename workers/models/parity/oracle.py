@@ -155,20 +155,14 @@ class Oracle:
             if tensor.is_floating_point()
         )
         if not (same and near(given.states, own.states)):
-            raise UnprovableError(
-                "it does not number tokens by 0, 1, 2, ... from the first one on, as sessions "
-                "here do"
-            )
+            raise UnprovableError("it does not number tokens by 0, 1, 2, ..., as sessions do")
         if given.states.dim() != 3:
             raise UnprovableError(
                 f"its layers return states of shape {[*given.states.shape]} instead of one row for "
                 "each token"
             )
         if not near(given.states, turned.states.flip(1)):
-            raise UnprovableError(
-                "it numbers tokens by itself, where the branches of a token tree are at the "
-                "same positions"
-            )
+            raise UnprovableError("it numbers tokens itself, but branches share positions")
 
     # what a row sees
 
@@ -183,9 +177,7 @@ class Oracle:
                 if leaf.ndim == 4 and tuple(leaf.shape[-2:]) == shape
             ]
             if len(set(map(id, leaves))) > 1:
-                raise UnprovableError(
-                    f"layer {index} is given several masks, which is not supported"
-                )
+                raise UnprovableError(f"layer {index} has several masks, which is not supported")
             found.append(leaves[0] if leaves else None)
         return found
 
@@ -368,7 +360,5 @@ def _visible(mask: Tensor, index: int) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if not bool(((mask == 0.0) | (mask <= HIDDEN)).all()):
-        raise UnprovableError(
-            f"layer {index} is given a mask that adds to scores, which is not supported"
-        )
+        raise UnprovableError(f"layer {index} adds to scores, which is not supported")
     return mask == 0.0

@@ -129,9 +129,7 @@ def reference_logits(
                 head=True,
             )
             if recorder.final is None:
-                raise UnprovableError(
-                    "transformers' own forward cannot be followed behind the last layer"
-                )
+                raise UnprovableError("transformers' own forward fails behind the last layer")
             yield recorder.final
 
 

@@ -28,9 +28,7 @@ def split_gates(module: nn.Linear, heads: int, head_dim: int) -> Gates:
     """Take queries and gates apart; the linear loses its weights."""
     order = torch.arange(2 * heads * head_dim).view(heads, 2, head_dim).transpose(0, 1).flatten()
     if len(order) != module.out_features:
-        raise UnsupportedError(
-            f"queries and gates of {module.out_features} outputs, where {len(order)} are due"
-        )
+        raise UnsupportedError(f"{module.out_features} queries and gates, not {len(order)}")
     queries, gates = (_rows(module, part) for part in order.chunk(2))
     drop_weight(module)
     return Gates(module, queries, gates, order)

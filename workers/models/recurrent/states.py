@@ -76,9 +76,7 @@ class RecurrentStates:
         """Move the factors of `slots` to `first` on; `length` rows are then committed. RuntimeError
         if the states hold more."""
         if self.length > length:
-            raise RuntimeError(
-                f"{length} rows are to be kept, where a chain of {self.length} is in the states"
-            )
+            raise RuntimeError(f"{length} rows are to be kept, and the states hold {self.length}")
         if slots:
             source, target = (
                 self._places(torch.tensor(part))

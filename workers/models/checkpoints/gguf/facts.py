@@ -59,9 +59,7 @@ class Facts:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iub":
             raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, no list of numbers")
         if value.size and not 0 <= min(value.tolist()) <= max(value.tolist()) <= LARGEST:
-            raise self.refusal(
-                f"{self._prefix}{key} is {str(value)[:50]}, no numbers from 0 to {LARGEST}"
-            )
+            raise self.refusal(f"{self._prefix}{key} is {str(value)[:50]}, not 0 to {LARGEST}")
         return [int(one) for one in value]
 
     def each(self, key: str) -> list[int]:
@@ -139,9 +137,7 @@ class Facts:
         """`CheckpointError` naming an unread key, or unused factors of the rotation."""
         for key in self._keys():
             if key not in self._asked:
-                raise self.refusal(
-                    f"key {self._prefix}{key} is not known for this architecture here"
-                )
+                raise self.refusal(f"key {self._prefix}{key} is not known for this architecture")
         for name in sorted(NOT_READ & self.tensors.keys() - self._needed):
             raise self.refusal(f"tensor {name} is not known for this architecture here")
 

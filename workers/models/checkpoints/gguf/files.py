@@ -92,9 +92,7 @@ def _refuse_places(head: Head) -> None:
             raise CheckpointError(f"{head.file}: tensor {place.name} {error}; {AGAIN}") from None
         if place.offset < end:
             within = f"tensor {before}" if before else "the head"
-            raise CheckpointError(
-                f"{head.file}: tensor {place.name} begins within {within}; {AGAIN}"
-            )
+            raise CheckpointError(f"{head.file}: {place.name} begins within {within}; {AGAIN}")
         end, before = place.offset + size, place.name
         if end > head.identity.size:
             raise CheckpointError(f"{head.file} ends within tensor {place.name}; {AGAIN}")
@@ -122,9 +120,7 @@ def _refuse_kind(head: Head) -> None:
     if not isinstance(architecture, str) or not architecture:
         raise CheckpointError(f"{head.file} does not name its architecture; {AGAIN}")
     if kind == "adapter":
-        raise CheckpointError(
-            f"{head.file} holds a LoRA adapter; merge it into its model, and name that"
-        )
+        raise CheckpointError(f"{head.file} holds a LoRA adapter; merge it into its model")
     if kind == "mmproj" or architecture == "clip":
         raise CheckpointError(
             f"{head.file} holds an encoder of images or sound (mmproj); name the file of the "

@@ -249,9 +249,7 @@ def _tiled(placed: Placed, what: Tiled, facts: Facts) -> Placed:
     inputs = what is Tiled.INPUTS
     count = placed.place.shape[-1 if inputs else 0] - first
     if keys < 1 or values < 1 or values % keys or count < 1 or count % values:
-        raise facts.refusal(
-            f"tensor {placed.place.name} has {count} values for {values} heads, {keys} of keys"
-        )
+        raise facts.refusal(f"tensor {placed.place.name}: {count} values for {values} heads")
     change = {Tiled.INPUTS: VALUE_INPUTS, Tiled.DECAYS: DECAYS}.get(what, VALUES)
     return replace(placed, change=change, heads=keys, values=values // keys, first=first)
 

@@ -123,9 +123,7 @@ def read_vocabulary(model: Model) -> Vocabulary:
     facts = _Facts(model)
     makers = {"gpt2": _byte_level, "llama": _sentence_pieces, "gemma4": _raw_pairs}
     if facts.kind not in makers:
-        raise facts.refusal(
-            f"{PREFIX}model is {facts.kind[:50]!r}, and {', '.join(makers)} are known"
-        )
+        raise facts.refusal(f"{PREFIX}model is {facts.kind[:50]!r}, not one of {', '.join(makers)}")
     if len(set(facts.tokens)) != len(facts.tokens):
         raise facts.refusal("two of its tokens are spelt alike")
     begin, ends = facts.id("bos"), _ends(facts)
@@ -150,9 +148,7 @@ def _byte_level(facts: _Facts) -> tuple[dict[str, Any], bool]:
     name = facts.get("pre")
     if not isinstance(name, str) or name not in SPLITTINGS:
         said = "is missing" if name is None else f"is {str(name)[:50]!r}"
-        raise facts.refusal(
-            f"{PREFIX}pre, the way in which it splits words, {said} and not known here"
-        )
+        raise facts.refusal(f"{PREFIX}pre, the way of splitting words, {said} and not known here")
     splitting: Splitting = SPLITTINGS[name]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits = [_split(expression) for expression in splitting.expressions]

@@ -95,9 +95,7 @@ def matrices(scheme: Scheme, tensors: Mapping[str, P]) -> tuple[dict[str, Matrix
         if name not in used and name.rpartition(".")[2] not in BESIDE
     }
     for name in sorted(plain.keys() & found.keys()):
-        raise UnfitError(
-            f"tensor {name} is there as it is and quantised, too; fetch the model again", name
-        )
+        raise UnfitError(f"tensor {name} is there plain and quantised; fetch the model again", name)
     return found, plain
 
 
@@ -163,9 +161,7 @@ def _names(name: str, tensor: P, tensors: Mapping[str, P]) -> tuple[str, dict[st
         return None
     for part in needed:
         if part not in tensors:
-            raise UnfitError(
-                f"tensor {name} is quantised, and {part} is missing; fetch the model again", name
-            )
+            raise UnfitError(f"tensor {name} is quantised, {part} is missing; fetch it again", name)
     return whole, {**names, **more}
 
 

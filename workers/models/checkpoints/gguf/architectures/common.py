@@ -88,9 +88,7 @@ def rotation(facts: Facts, head: int) -> Configuration:
     if not 0 < rotated <= head or rotated % 2:
         raise facts.refusal(f"it rotates {rotated} numbers of a head of {head}")
     if rotated != head and facts.architecture not in ROTATED_IN_PART:
-        raise facts.refusal(
-            f"it rotates {rotated} numbers of a head of {head}, where its architecture has all"
-        )
+        raise facts.refusal(f"it rotates {rotated} numbers of a head of {head}, not all")
     if facts.architecture in ROTATED_IN_PART:  # of some, transformers has its own share
         found["partial_rotary_factor"] = rotated / head
     unsaid = "linear" if facts.real("rope.scaling.factor", 1.0) != 1.0 else "none"
