@@ -101,7 +101,7 @@ class InOrder(PinnedOnce):
     """Copies stand among what is computed, and nothing goes on beside them: the ablation's other
     side."""
 
-    def copy(self, source: Tensor, target: Tensor, after: torch.Event) -> torch.Event:
+    def copy(self, source: Tensor, target: Tensor, after: Any) -> Any:
         target.copy_(source, non_blocking=True)
         return self.computed()
 

@@ -273,6 +273,6 @@ def test_copies_of_an_accelerator_wait_for_what_is_computed_and_it_for_them(
     assert way._copies.asked == [("waits", mark), "entered", "left", "recorded"]  # type: ignore[attr-defined]
     assert computes.asked == ["recorded", ("waits", copied)]
     assert target.tolist() == [1, 1, 1]
-    accelerator.copied(torch.zeros(3, dtype=torch.uint8), target, device())()
+    accelerator.copied(torch.zeros(3, dtype=torch.uint8), target, computes)()
     assert computes.asked[-1] == "host"
     assert target.tolist() == [0, 0, 0]

@@ -26,7 +26,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies = torch.Stream(device)
+        self._copies: Any = torch.Stream(device)
 
     def pin(self, memory: Tensor) -> None:
         """Do nothing: torch can lock existing pages for CUDA only, so copies are slower."""
@@ -36,20 +36,23 @@ class Streams:
         buffer.record_stream(self._copies)  # it is not reused before its last copy is done
         return buffer
 
-    def copy(self, source: Tensor, target: Tensor, after: torch.Event) -> torch.Event:
+    def copy(self, source: Tensor, target: Tensor, after: Any) -> Any:
         self._copies.wait_event(after)
-        with self._copies:
+        with self._copying():
             target.copy_(source, non_blocking=True)
         return self._copies.record_event()
 
-    def computed(self) -> torch.Event:
+    def computed(self) -> Any:
         return self._computes().record_event()
 
-    def wait(self, mark: torch.Event) -> None:
+    def wait(self, mark: Any) -> None:
         self._computes().wait_event(mark)
 
-    def _computes(self) -> torch.Stream:
+    def _computes(self) -> Any:
         return torch.accelerator.current_stream(self.device)
+
+    def _copying(self) -> Any:
+        return self._copies
 
 
 class WithStreams(DeviceKind):
@@ -62,16 +65,19 @@ class WithStreams(DeviceKind):
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        return copied(source, target, target.device)
+        return copied(source, target, self._computes(target.device))
 
     def fetch(self, source: Tensor, target: Tensor) -> Callable[[], None]:
-        return copied(source, target, source.device)
+        return copied(source, target, self._computes(source.device))
+
+    def _computes(self, device: torch.device) -> Any:
+        return torch.accelerator.current_stream(device)
 
 
-def copied(source: Tensor, target: Tensor, device: torch.device) -> Callable[[], None]:
-    """Start a copy from or to pinned memory; return what waits for its end."""
+def copied(source: Tensor, target: Tensor, computes: Any) -> Callable[[], None]:
+    """Start a copy from or to pinned memory on a stream; return what waits for its end."""
     target.copy_(source, non_blocking=True)
-    return partial(_wait, torch.accelerator.current_stream(device).record_event())
+    return partial(_wait, computes.record_event())
 
 
 def _wait(event: torch.Event) -> None:

@@ -81,7 +81,17 @@ def program(device: torch.device, source: str) -> Functions | str:
 
 
 class CudaTransfer(Streams):
-    """Transfers to an NVIDIA GPU, from locked pages."""
+    """Transfers to an NVIDIA GPU, from locked pages, on torch.cuda's streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def _computes(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _copying(self) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(self._copies)
 
     def pin(self, memory: Tensor) -> None:
         """Lock pages in place while this tensor lives: torch's pinned memory comes in powers of
@@ -147,6 +157,9 @@ class Cuda(WithStreams):
 
     def transfer(self, device: torch.device) -> CudaTransfer:
         return CudaTransfer(device)
+
+    def _computes(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
 
     def limit(self, device: torch.device, size: int) -> bool:
         share = size / torch.cuda.get_device_properties(device).total_memory

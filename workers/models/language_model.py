@@ -18,7 +18,7 @@ from dovetail.workers.models.checkpoints.checkpoint import Checkpoint
 from dovetail.workers.models.checkpoints.context import context_of, digest_within
 from dovetail.workers.models.parity.following import UnprovableError
 from dovetail.workers.models.segment import Cache, Paths, Segment
-from dovetail.workers.models.states import Kept
+from dovetail.workers.models.states import Kept, ModelPass
 
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
 """Largest distance of logits from transformers' on a CPU, relative to their norm."""
@@ -59,14 +59,7 @@ class BackEnd(Protocol):
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` rows."""
 
-    def compute(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segments: Sequence[Segment],
-        rows: Tensor | None,
-        kept: Kept,
-    ) -> Tensor:
+    def compute(self, asked: ModelPass) -> Tensor:
         """Return logits [R, V], see `LanguageModel.forward`; keeps wanted states."""
 
 
@@ -121,8 +114,7 @@ class LanguageModel:
     ) -> Tensor:
         """Return logits [R, V] of tokens and positions int64 [T] of all segments in order; caches
         their keys and values. ValueError for positions beyond the context."""
-        self._check_positions(positions)
-        return self._back_end.compute(tokens, positions, segments, rows, Kept()).float()
+        return self.forward_with_states(tokens, positions, segments, wanted=(), rows=rows)[0]
 
     @property
     def captures(self) -> bool:
@@ -150,8 +142,8 @@ class LanguageModel:
         residual stream that enters a layer, or LAST, behind the final norm."""
         self._check_positions(positions)
         kept = Kept(set(wanted))
-        logits = self._back_end.compute(tokens, positions, segments, rows, kept).float()
-        return logits, kept.states
+        asked = ModelPass(tokens, positions, segments, rows, kept)
+        return self._back_end.compute(asked).float(), kept.states
 
     @torch.inference_mode()
     def read_apart(
@@ -163,8 +155,8 @@ class LanguageModel:
         positions = torch.arange(segment.count)
         self._check_positions(positions)
         kept = Kept(set(wanted))
-        logits = self._back_end.read(tokens, positions, segment, rows, kept).float()
-        return logits, kept.states
+        asked = ModelPass(tokens, positions, [segment], rows, kept)
+        return self._back_end.read(asked).float(), kept.states
 
     def _check_positions(self, positions: Tensor) -> None:
         """ValueError for positions that the tables of the model do not have, nor its embeddings."""

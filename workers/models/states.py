@@ -3,11 +3,13 @@ norm."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from dovetail.workers.models.checkpoints.configured import base_model
+from dovetail.workers.models.segment import Segment
 
 LAST = -1
 """The place behind the final norm."""
@@ -29,6 +31,19 @@ class Kept:
         """Keep the states behind the final norm, which nobody writes to, if they are wanted."""
         if LAST in self.wanted:
             self.states[LAST] = states
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """T rows that a back end computes: those of all segments in order."""
+
+    tokens: Tensor
+    """int64 [T]; `positions` likewise."""
+    positions: Tensor
+    segments: Sequence[Segment] = ()
+    rows: Tensor | None = None
+    """int64 [R]: the rows that have logits; None: all."""
+    kept: Kept = field(default_factory=Kept)
 
 
 @contextmanager

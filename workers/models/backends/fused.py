@@ -52,7 +52,7 @@ from dovetail.workers.models.families.registry import FAMILIES
 from dovetail.workers.models.parity.following import UnsupportedError
 from dovetail.workers.models.parity.products import Product
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
-from dovetail.workers.models.states import LAST, Kept, keeping
+from dovetail.workers.models.states import LAST, ModelPass, keeping
 
 VERSION = "dovetail-4"
 """The version of the functions that the kernels compute, to the last bit; part of fingerprints."""
@@ -216,17 +216,17 @@ class Kernels:
         product.use(matrix)
         product(states)
 
-    def _rows_over(self, cache: torch.dtype) -> tuple[Tensor, Tensor, Any]:
-        """Tokens, positions and rows of the oracle, over keys and values of a type."""
+    def _rows_over(self, cache: torch.dtype) -> tuple[ModelPass, Any]:
+        """Return the oracle's rows, over keys and values of a type."""
         tokens, positions = self._oracle.tokens, self._oracle.positions
-        segment = Segment(self._open_cache(len(tokens), cache), 0, len(tokens))
-        return tokens, positions, self._see(positions, [segment])
+        segments = [Segment(self._open_cache(len(tokens), cache), 0, len(tokens))]
+        return ModelPass(tokens, positions, segments), self._see(positions, segments)
 
     @torch.inference_mode()
     def _prove_cache(self) -> None:
         """`CheckpointError` where keys and values in 16 bits move logits by more than rounding."""
         by_type = map(self._rows_over, (torch.float32, self._cache))
-        exact, found = (self._pass(*rows, None, Kept()) for rows in by_type)
+        exact, found = (self._pass(*rows) for rows in by_type)
         prove_cache(exact, found, self._layers_kind)
 
     @property
@@ -293,31 +293,21 @@ class Kernels:
             most=sum(router.logits.n for router in routers),
         )
 
-    def compute(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segments: Sequence[Segment],
-        rows: Tensor | None,
-        kept: Kept,
-    ) -> Tensor:
-        return self._pass(tokens, positions, self._see(positions, segments), rows, kept)
+    def compute(self, asked: ModelPass) -> Tensor:
+        return self._pass(asked, self._see(asked.positions, asked.segments))
 
-    def _pass(
-        self, tokens: Tensor, positions: Tensor, seen: Any, rows: Tensor | None, kept: Kept
-    ) -> Tensor:
+    def _pass(self, asked: ModelPass, seen: Any) -> Tensor:
         if self._inputs is not None:
-            seen.use_inputs(self._inputs(tokens))
+            seen.use_inputs(self._inputs(asked.tokens))
         if self._straight:
-            return self._compute_directly(tokens, seen, rows, kept)
-        with keeping(self._model, (), kept), OwnTanh():
-            return transformers_pass(self._model, tokens, positions, rows, seen=seen, kept=kept)
+            return self._compute_directly(asked, seen)
+        with keeping(self._model, (), asked.kept), OwnTanh():
+            return transformers_pass(self._model, asked, seen=seen, kept=asked.kept)
 
-    def _compute_directly(
-        self, tokens: Tensor, seen: Any, rows: Tensor | None, kept: Kept
-    ) -> Tensor:
+    def _compute_directly(self, asked: ModelPass, seen: Any) -> Tensor:
         """Compute embedding, layers, norm and head directly: transformers' forward takes 0.1 ms."""
-        states: Tensor = self._fused.run(self._embedded(tokens), seen, kept)
+        rows, kept = asked.rows, asked.kept
+        states: Tensor = self._fused.run(self._embedded(asked.tokens), seen, kept)
         if LAST in kept.wanted or rows is None:
             states = self._norm(states)
             kept.keep_last(states)
@@ -344,9 +334,9 @@ class Kernels:
     @torch.inference_mode()
     def _nothing_else(self) -> bool:
         """Return whether the direct way gives transformers' bytes: not with embedded positions."""
-        tokens, positions, seen = self._rows_over(self._cache)
+        asked, seen = self._rows_over(self._cache)
         if self._inputs is not None:
-            seen.use_inputs(self._inputs(tokens))
+            seen.use_inputs(self._inputs(asked.tokens))
         with OwnTanh():
-            own = transformers_pass(self._model, tokens, positions, None, seen=seen, kept=Kept())
-        return torch.equal(own, self._compute_directly(tokens, seen, None, Kept()))
+            own = transformers_pass(self._model, asked, seen=seen, kept=asked.kept)
+        return torch.equal(own, self._compute_directly(asked, seen))

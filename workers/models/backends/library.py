@@ -25,7 +25,7 @@ from dovetail.workers.models.parity.following import (
 )
 from dovetail.workers.models.parity.landmarks import short_text
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
-from dovetail.workers.models.states import Kept, keeping
+from dovetail.workers.models.states import ModelPass, keeping
 from dovetail.workers.models.timing import Part, timing_modules
 
 if TYPE_CHECKING:
@@ -35,16 +35,14 @@ LAYER_TOLERANCE = 2e-4
 """The tolerance of what a layer adds, in fp32; rounding gives 1e-6."""
 
 
-def transformers_pass(
-    model: Any, tokens: Tensor, positions: Tensor, rows: Tensor | None, **given: Any
-) -> Tensor:
+def transformers_pass(model: Any, asked: ModelPass, **given: Any) -> Tensor:
     """Logits [R, V] by transformers' own forward; what is `given` reaches the layers."""
     device = model.get_input_embeddings().weight.device
     output = model(
-        input_ids=tokens.to(device).unsqueeze(0),
-        position_ids=positions.to(device).unsqueeze(0),
+        input_ids=asked.tokens.to(device).unsqueeze(0),
+        position_ids=asked.positions.to(device).unsqueeze(0),
         use_cache=False,
-        logits_to_keep=0 if rows is None else rows.to(device),
+        logits_to_keep=0 if asked.rows is None else asked.rows.to(device),
         **given,
     )
     logits: Tensor = output.logits[0]
@@ -131,22 +129,10 @@ class Library:
         """Return the type of keys and values: that of the states."""
         return CACHE_NAMES[self._dtype]
 
-    def compute(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segments: Sequence[Segment],
-        rows: Tensor | None,
-        kept: Kept,
-    ) -> Tensor:
-        with keeping(self._model, tuple(self._decoder_layers), kept), timing_modules(self._timed):
-            return transformers_pass(
-                self._model,
-                tokens,
-                positions,
-                rows,
-                blocks=attention.arrange(segments, self._masks),
-            )
+    def compute(self, asked: ModelPass) -> Tensor:
+        layers, blocks = tuple(self._decoder_layers), attention.arrange(asked.segments, self._masks)
+        with keeping(self._model, layers, asked.kept), timing_modules(self._timed):
+            return transformers_pass(self._model, asked, blocks=blocks)
 
     def _pack(self, module: nn.Module) -> None:
         if self._selection is None:
@@ -215,7 +201,7 @@ def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -
     )
     positions = torch.arange(count)
     with implementation(model, EAGER):
-        expected = transformers_pass(model, tokens, positions, None).float().cpu()
+        expected = transformers_pass(model, ModelPass(tokens, positions)).float().cpu()
     cut, stranger = count // 2, min(3, count)
     cache, other = back_end.new_cache(count), back_end.new_cache(stranger)
     passes = [
@@ -229,11 +215,8 @@ def prove_whole(model: Any, back_end: Library, context: int, tolerance: float) -
     found = []
     for rows, places, segments in passes:
         parts = [Segment(*segment) for segment in segments if segment[2]]
-        found.append(
-            back_end.compute(rows, places, parts, None, Kept())
-            .float()
-            .cpu()[-segments[-1][2] or len(rows) :]
-        )
+        logits = back_end.compute(ModelPass(rows, places, parts)).float().cpu()
+        found.append(logits[-segments[-1][2] or len(rows) :])
         cache.keep(range(cache.length, cache.length + segments[-1][2]), segments[-1][2])
     norms = expected.norm(dim=-1)
     shares = (torch.cat(found) - expected).norm(dim=-1) / norms.clamp(

@@ -2,7 +2,6 @@
 products, and levels captured as one launch (`device/levels.py`). Experts, states and prompts are
 computed operation by operation."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from dovetail.workers.models.backends.staged import DeviceHead, Staged, Staging
 from dovetail.workers.models.backends.stages.cache import part_of
 from dovetail.workers.models.backends.stages.engines import RoundedLayer, TorchEngine
 from dovetail.workers.models.segment import Segment
-from dovetail.workers.models.states import Kept
+from dovetail.workers.models.states import ModelPass
 
 
 class RoundingEngine(TorchEngine):
@@ -72,19 +71,10 @@ class ResidentDraft(Captured, Staged):
             ours=engine.ours_for(plans),
         )
 
-    def compute(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segments: Sequence[Segment],
-        rows: Tensor | None,
-        kept: Kept,
-    ) -> Tensor:
-        if not kept.wanted:
-            level = self.level_of(tokens, positions, segments, rows)
-            if level is not None:
-                return level
-        return super().compute(tokens, positions, segments, rows, kept).to(self.engine.device)
+    def compute(self, asked: ModelPass) -> Tensor:
+        if (level := self.level_of(asked)) is not None:
+            return level
+        return super().compute(asked).to(self.engine.device)
 
     def _own(self, segment: Segment) -> Segment:
         return replace(segment, cache=part_of(segment.cache, 0))

@@ -32,7 +32,7 @@ from dovetail.workers.models.backends.stages.engines import (
 from dovetail.workers.models.backends.stages.reader import Reader
 from dovetail.workers.models.backends.stages.stage import Stage
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
-from dovetail.workers.models.states import Kept
+from dovetail.workers.models.states import Kept, ModelPass
 
 LONG_PROMPT_ROWS = 1 << 15
 """Rows of a prompt that pass a layer before the next: 512 MiB of states of width 4096."""
@@ -152,15 +152,12 @@ class Staged(Kernels):
         hidden = int(self._model.config.hidden_size)
         return max(PROMPT_ROWS, LONG_PROMPT_ROWS * hidden // (hidden + self._inputs.width))
 
-    def read(
-        self, tokens: Tensor, positions: Tensor, segment: Segment, rows: Tensor | None, kept: Kept
-    ) -> Tensor:
+    def read(self, asked: ModelPass) -> Tensor:
         """`compute` for the first rows of a session, with the reader in the CPU's place."""
+        (segment,) = asked.segments
         if segment.start or segment.paths is not None:
             raise ValueError("a reader reads the beginning of a prompt")
-        return self._pass(
-            tokens, positions, StagedPass(positions, [segment], apart=True), rows, kept
-        )
+        return self._pass(asked, StagedPass(asked.positions, asked.segments, apart=True))
 
     @property
     def routing(self) -> Routing | None:
@@ -228,9 +225,7 @@ class Staged(Kernels):
     def _open_cache(self, capacity: int, dtype: torch.dtype) -> StagedCache:
         return StagedCache([stage.new_cache(capacity, dtype) for stage in self._stages])
 
-    def _pass(
-        self, tokens: Tensor, positions: Tensor, seen: Any, rows: Tensor | None, kept: Kept
-    ) -> Tensor:
-        logits = super()._pass(tokens, positions, seen, rows, kept)
+    def _pass(self, asked: ModelPass, seen: Any) -> Tensor:
+        logits, kept = super()._pass(asked, seen), asked.kept
         kept.states = {place: states.cpu() for place, states in kept.states.items()}
         return logits

@@ -31,8 +31,7 @@ from dovetail.workers.models.checkpoints.context import context_of
 from dovetail.workers.models.checkpoints.loader import open_skeleton
 from dovetail.workers.models.families.description import LayerSpec
 from dovetail.workers.models.language_model import LanguageModel
-from dovetail.workers.models.segment import Segment
-from dovetail.workers.models.states import LAST, Kept
+from dovetail.workers.models.states import LAST, ModelPass
 from dovetail.workers.models.substitutes.coded import coded_product, computed_by
 from dovetail.workers.models.substitutes.coded_layers import CodedLayers
 from dovetail.workers.models.substitutes.kept import Substitutes, Tell
@@ -139,20 +138,12 @@ class DeviceSubstitute(Captured, CodedLayers):
         assert isinstance(cache, KVCache)
         return cache
 
-    def compute(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segments: Sequence[Segment],
-        rows: Tensor | None,
-        kept: Kept,
-    ) -> Tensor:
-        if not kept.wanted:
-            level = self.level_of(tokens, positions, segments, rows)
-            if level is not None:
-                return level
-        states = self._states(tokens).to(self.device)
-        seen = self._engine.see(positions, segments)
+    def compute(self, asked: ModelPass) -> Tensor:
+        if (level := self.level_of(asked)) is not None:
+            return level
+        rows, kept = asked.rows, asked.kept
+        states = self._states(asked.tokens).to(self.device)
+        seen = self._engine.see(asked.positions, asked.segments)
         for index, layer in enumerate(self._coded):
             kept.keep(index, states)
             layer(seen, states)

@@ -35,6 +35,7 @@ from dovetail.workers.models.backends.device.ranked import (
 from dovetail.workers.models.backends.device.rows import FixedRows, Ours, PlacedRows
 from dovetail.workers.models.cache import HALF
 from dovetail.workers.models.segment import Segment
+from dovetail.workers.models.states import ModelPass
 
 Layer = Callable[[FixedRows, Tensor], None]
 """A layer of its own matrices: (the rows of a pass, states [T, hidden]), in place."""
@@ -241,16 +242,16 @@ class Captured(ABC):
                 found[place] = level
         return found
 
-    def level_of(
-        self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor | None
-    ) -> Tensor | None:
-        """Return the logits [R, V] of a pass if it is a level of one session; else None."""
-        if len(segments) > 1:
+    def level_of(self, asked: ModelPass) -> Tensor | None:
+        """Return the logits [R, V] of a pass if it is a level of one session, of which no states
+        are wanted; else None."""
+        if len(asked.segments) > 1 or asked.kept.wanted:
             return None
-        (level,) = self.levels_of([Asked(tokens, positions, segments[0], len(tokens))])
-        if level is None or rows is None:
+        own = Asked(asked.tokens, asked.positions, asked.segments[0], len(asked.tokens))
+        (level,) = self.levels_of([own])
+        if level is None or asked.rows is None:
             return None if level is None else level.logits
-        return level.logits[rows.to(level.logits.device)]
+        return level.logits[asked.rows.to(level.logits.device)]
 
     def _own(self, segment: Segment) -> Segment:
         """Return a segment with the cache that the layers write."""
