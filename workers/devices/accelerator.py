@@ -15,10 +15,8 @@ GROUP, TILES = 64, 4
 substitutes)."""
 SHAPES = ((6, 64), (80, 64), (32, 64))
 """The shapes of rows, of a matrix and of keys by which a device is proved."""
-CLOSE = 5e-3
-"""Largest error of a device, as a share of the largest number: fp16 has 11 bits."""
-TOLERANCE = 2e-2
-"""Largest error of an int4 product in bf16, as a share of its largest number."""
+CLOSE = 5e-3  # largest error of a device, as a share of the largest number: fp16 has 11 bits
+TOLERANCE = 2e-2  # largest error of an int4 product in bf16, as a share of its largest number
 
 
 class Streams:

@@ -68,14 +68,11 @@ class InOrder:
 class Program(Protocol):
     """Functions of ours, compiled for a device."""
 
-    about: str
-    """The compiler and the chip, in words."""
+    about: str  # the compiler and the chip, in words
     key: str
     """A digest of all that decides how fast the functions are: source, compiler, chip, torch."""
-    units: int
-    """The multiprocessors of the device."""
-    timed: bool
-    """False: times mean nothing here, as where the CPU stands for a GPU."""
+    units: int  # the multiprocessors of the device
+    timed: bool  # False: times mean nothing here, as where the CPU stands for a GPU
 
     def launch(
         self,
@@ -92,8 +89,7 @@ class Program(Protocol):
 class DeviceKind(ABC):
     """One kind of device; the devices of a kind are distinguished by their index."""
 
-    type: ClassVar[str]
-    """The name of the device in torch."""
+    type: ClassVar[str]  # the name of the device in torch
     unproved: ClassVar[str] = ""
     """Why a device of this kind is untested; empty if dovetail has been run on one."""
 
@@ -196,15 +192,12 @@ class Device:
     """One device of this process, set up for decoding."""
 
     kind: DeviceKind
-    name: str
-    """Its name in the settings."""
+    name: str  # its name in the settings
     torch_device: torch.device
-    library: str
-    """What computes, for fingerprints: library, instruction set or chip, threads."""
+    library: str  # what computes, for fingerprints: library, instruction set or chip, threads
     draft_weights: str
     """The type of weights that suits a draft here: a draft's rounding changes no token."""
-    capture: Capture | None = None
-    """None: nothing would be faster for it."""
+    capture: Capture | None = None  # None: nothing would be faster for it
 
     @property
     def is_cpu(self) -> bool:

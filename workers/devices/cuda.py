@@ -21,8 +21,7 @@ from dovetail.workers.devices.nvidia.driver import Functions, load_functions
 
 CAPTURING: dict[str, Any] = {"capture_error_mode": "thread_local"}
 """The mode of captures: other threads may ask the GPU for anything meanwhile."""
-DRIVER = Path("/sys/module/nvidia/version")
-"""The file with the version of NVIDIA's driver."""
+DRIVER = Path("/sys/module/nvidia/version")  # the file with the version of NVIDIA's driver
 
 
 def _make_products_exact() -> None:

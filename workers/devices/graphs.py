@@ -11,8 +11,7 @@ from dovetail.workers.devices.base import Capture
 from dovetail.workers.devices.memory import HELD
 
 ResultT = TypeVar("ResultT")
-WARM_UPS = 3
-"""Runs before a capture, in which libraries choose kernels and allocate memory."""
+WARM_UPS = 3  # runs before a capture, in which libraries choose kernels and allocate memory
 
 
 def capture(

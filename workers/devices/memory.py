@@ -25,8 +25,7 @@ EXHAUSTED = (
     "MPS backend out of memory",
 )
 """Words in the messages of errors for which torch has no class."""
-PAUSE_S = 60.0
-"""Seconds without captures after graphs were freed."""
+PAUSE_S = 60.0  # seconds without captures after graphs were freed
 
 
 class Holder(Protocol):

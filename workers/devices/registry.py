@@ -28,12 +28,9 @@ class Memory(Enum):
 class Entry:
     """A kind of device."""
 
-    load: "Callable[[], DeviceKind]"
-    """Import its file, and with it torch."""
-    pattern: str
-    """A regular expression that matches the names of its devices in the settings."""
-    said: str
-    """The names of its devices in an error message's list; empty: they are not in it."""
+    load: "Callable[[], DeviceKind]"  # import its file, and with it torch
+    pattern: str  # a regular expression that matches the names of its devices in the settings
+    said: str  # the names of its devices in an error message's list; empty: they are not in it
     memory: Memory
 
 

@@ -79,7 +79,8 @@ WHY_PLAIN = {
 STORED = {"float32": Kind.FP32, "float16": Kind.FP16, "bfloat16": Kind.BF16}
 """The kinds of numbers that matrices are packed from."""
 WIDENED = (Kind.FP32, Kind.INT8)
-"""Kinds that are packed from any of these; others from their own numbers, or uint16 raw bits."""
+"""Kinds that are packed from any of these; the others are packed from their own numbers, or from
+uint16, their raw bits."""
 
 
 class MatrixStruct(Structure):

@@ -15,10 +15,16 @@ from dovetail.workers.kernels import LIBRARY
 
 FOLDER = Path(__file__).parent
 FLAGS = (
-    *("-std=c++17", "-O3", "-g0", "-ffp-contract=off"),
-    *("-fno-math-errno", "-fno-trapping-math", "-pthread"),
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
 )
-"""No fast-math, no implicit fusing: the bytes of a result must not depend on the compiler."""
+"""No fast-math, and products are fused only explicitly: the bytes of a result must not depend on
+the compiler."""
 
 
 def sources() -> list[Path]:

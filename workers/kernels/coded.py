@@ -42,7 +42,7 @@ class CodedMatrix(PackedMatrix):
         self.groups = groups_of(k)
 
     def pack_codes(self, codes: Array, scales: Array, offsets: Array, first: int = 0) -> None:
-        """Pack outputs first .. first + count: codes [count, groups GROUP] uint8, scales and
+        """Pack the outputs first .. first + count: codes [count, groups GROUP] uint8, scales and
         offsets [count, groups] float16."""
         count = codes.shape[0]
         if not 0 <= first <= first + count <= self.n:

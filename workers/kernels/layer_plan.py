@@ -128,7 +128,8 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class BesidePlan:
-    """A mixer with a state parallel to attention: each has its own norm, and results are added."""
+    """A mixer with a state parallel to attention: both read the same states, each through its own
+    norm, and their results are added."""
 
     norm: Norm
     given: PackedMatrix  # [input width of the mixer, hidden]
@@ -207,7 +208,8 @@ class LayerPlan:
     experts, or no MLP."""
     down: PackedMatrix | None
     attention_norm: Norm | None
-    """None: attention reads the states as they are, as in the first layer of an EAGLE head."""
+    """The norm before attention; None: attention reads the hidden states as they are, as in the
+    first layer of an EAGLE head."""
     mlp_norm: Norm | None
     """The norm before the MLP; None: the MLP reads the hidden states as they are, or attention's
     input. Parallel to attention it is a norm of that norm's input."""
@@ -244,7 +246,8 @@ class LayerPlan:
     mixer_gate: PackedMatrix | None = None
     """[heads head_dim, hidden]: the sigmoid of its output scales the result of attention."""
     reads: int | None = None
-    """The layer whose keys and values it reads (at `cached_before`); None: its own."""
+    """The layer whose keys and values it reads, located by `cached_before`; None if it has its
+    own."""
     own_input: InputPlan | None = None
     given: int = 0
     """The width of attention's own input, for heads that also read embeddings; 0: it reads the
@@ -296,7 +299,8 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class CacheRows:
-    """The rows of one session, written to slots start .. start + count - 1 of its cache."""
+    """The rows of one session in a pass: they are written to slots start .. start + count - 1 of
+    its cache."""
 
     keys: Tensor
     """float32 or float16 [layers, kv_heads, capacity / 16, head_dim, 16] of the whole cache; if

@@ -34,10 +34,14 @@ class Placed:
 
 
 class _CoresStruct(Structure):
+    """`ShardCores` of native/shards.h."""
+
     _fields_ = (("cores", c_void_p), ("count", c_int32), ("node", c_int32))
 
 
 class _SpreadStruct(Structure):
+    """`Spread` of native/shards.h."""
+
     _fields_ = (
         ("start", c_void_p),
         *((name, c_int64) for name in ("items", "stride", "all", "first")),
@@ -46,6 +50,8 @@ class _SpreadStruct(Structure):
 
 
 class _PlacedStruct(Structure):
+    """`Placed` of native/shards.h."""
+
     _fields_ = (("looked", c_int64), ("home", c_int64), ("refused", c_int32), ("_", c_int32))
 
 

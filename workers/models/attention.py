@@ -31,12 +31,10 @@ HARMLESS = frozenset(
     }
 )
 """Keywords that do not change attention; any other refuses the model."""
-KNOWN = {"position_bias": "biases of positions (position_bias)"}
-"""Other names of some of these."""
+KNOWN = {"position_bias": "biases of positions (position_bias)"}  # other names of some of these
 
 
-Reach = tuple[int | None, int]
-"""The window of a row, or None, and the size of chunks, or 0."""
+Reach = tuple[int | None, int]  # the window of a row, or None, and the size of chunks, or 0
 
 
 class Masks:
@@ -161,8 +159,7 @@ class Noted:
         return self.heads, self.kv_heads, self.head_dim
 
 
-NOTHING = Noted(0, 0, 0, 0.0, None, None, 0)
-"""The attention of a layer that has none."""
+NOTHING = Noted(0, 0, 0, 0.0, None, None, 0)  # the attention of a layer that has none
 Notes = Callable[[Noted, Tensor, Tensor, Tensor], None]
 """Receives attention's arguments, with queries, keys and values [1, heads or kv_heads, T,
 head_dim]."""

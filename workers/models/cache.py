@@ -34,8 +34,7 @@ class Heads:
 
     kv_heads: int
     head_dim: int
-    latent: int = 0
-    """Numbers of a latent, which begins a key and is the value; 0: no latents."""
+    latent: int = 0  # numbers of a latent, which begins a key and is the value; 0: no latents
 
 
 class SlotCache:

@@ -22,8 +22,7 @@ from dovetail.workers.models.states import Kept, ModelPass
 
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
 """Largest distance of logits from transformers' on a CPU, relative to their norm."""
-ROUNDED_TOLERANCE = 0.1
-"""The distance where states are rounded to 16 bits between the layers."""
+ROUNDED_TOLERANCE = 0.1  # the distance where states are rounded to 16 bits between the layers
 PER_TENSOR_SLACK = 0.5
 """How far torch's int8 may move a token's logits with its neighbours; ignored masks: by 100%."""
 
@@ -31,12 +30,9 @@ PER_TENSOR_SLACK = 0.5
 class BackEnd(Protocol):
     """Computes a model: takes over its layers one by one, then the rest."""
 
-    backend: str
-    """kernels or library."""
-    prompt_rows: int
-    """Rows of a prompt that are best computed in a pass."""
-    reads_apart: int
-    """First rows of a prompt that `read` computes on another device; 0: none."""
+    backend: str  # kernels or library
+    prompt_rows: int  # rows of a prompt that are best computed in a pass
+    reads_apart: int  # first rows of a prompt that `read` computes on another device; 0: none
 
     @property
     def kernels(self) -> str:
@@ -77,8 +73,7 @@ class LanguageModel:
         self.backend, self.kernels = back_end.backend, back_end.kernels
         self.cache = back_end.cache
         self.prompt_rows, self.reads_apart = back_end.prompt_rows, back_end.reads_apart
-        self.choice = choice
-        """Why this back end."""
+        self.choice = choice  # why this back end
         self.proved = ""
         """The day of the remembered proof by which it was loaded; empty: it was proved again."""
         self.device: torch.device = model.get_input_embeddings().weight.device

@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 
 PROMPT_ROWS = 256
 """Rows of a prompt computed at a time: enough to be bound by arithmetic, with small activations."""
-SLACK = 2
-"""A cache keeps memory for this many times the rows that are asked for, rather than move."""
+SLACK = 2  # a cache keeps memory for this many times the rows that are asked for, rather than move
 
 
 class Cache(Protocol):
     """A session's keys and values; each back end has its own layout."""
 
-    length: int
-    """Committed rows: slots 0..length-1, the tokens in order."""
+    length: int  # committed rows: slots 0..length-1, the tokens in order
     capacity: int
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
@@ -137,7 +135,6 @@ class Segment:
     cache: Cache
     start: int
     count: int
-    paths: Paths | None = None
-    """Slots that each row sees; None: every row sees those up to its own."""
+    paths: Paths | None = None  # slots that each row sees; None: every row sees those up to its own
     follows: bool = False
     """True if it goes on where another of the same pass and session ends, before it."""

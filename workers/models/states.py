@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from dovetail.workers.models.checkpoints.configured import base_model
 from dovetail.workers.models.segment import Segment
 
-LAST = -1
-"""The place behind the final norm."""
+LAST = -1  # the place behind the final norm
 
 
 class Kept:
@@ -37,12 +36,10 @@ class Kept:
 class ModelPass:
     """T rows that a back end computes: those of all segments in order."""
 
-    tokens: Tensor
-    """int64 [T]; `positions` likewise."""
+    tokens: Tensor  # int64 [T]; `positions` likewise
     positions: Tensor
     segments: Sequence[Segment] = ()
-    rows: Tensor | None = None
-    """int64 [R]: the rows that have logits; None: all."""
+    rows: Tensor | None = None  # int64 [R]: the rows that have logits; None: all
     kept: Kept = field(default_factory=Kept)
 
 

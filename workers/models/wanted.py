@@ -22,17 +22,13 @@ Stager = Callable[[Mapping[str, Any], str, Matrices], Staging]
 class Wanted:
     """The model that is asked for."""
 
-    asked: str
-    """The type of weights in the words of the settings."""
-    weights: str
-    """The type of weights, `half` being one of the two 16-bit types."""
+    asked: str  # the type of weights in the words of the settings
+    weights: str  # the type of weights, `half` being one of the two 16-bit types
     backend: str
     profile: Path | None = None
     stage: Stager | None = None
-    cache: str = "fp32"
-    """The type of keys and values: one of `protocol.settings.CACHES`."""
-    proof: str = "off"
-    """One of `protocol.settings.PROOFS`: whether a remembered proof is enough."""
+    cache: str = "fp32"  # the type of keys and values: one of `protocol.settings.CACHES`
+    proof: str = "off"  # one of `protocol.settings.PROOFS`: whether a remembered proof is enough
 
     @property
     def cache_type(self) -> torch.dtype:

@@ -13,10 +13,8 @@ from dovetail.workers.devices.nvidia.nvrtc import OPTIONS, Compiler
 log = logging.getLogger(__name__)
 
 FOLDER = "cuda"
-MOST_KEPT = 32
-"""Files that are kept; the oldest go."""
-OTHERS = 0o077
-"""The rights of everybody but a file's owner."""
+MOST_KEPT = 32  # files that are kept; the oldest go
+OTHERS = 0o077  # the rights of everybody but a file's owner
 SEAL_BYTES = 32
 
 

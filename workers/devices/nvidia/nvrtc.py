@@ -11,8 +11,7 @@ from typing import Any
 
 OPTIONS = ("--std=c++17", "--fmad=false")
 """Products are fused only explicitly: the bytes of a result must not depend on the compiler."""
-MAJORS = (12, 13)
-"""The versions of CUDA that torch comes with."""
+MAJORS = (12, 13)  # the versions of CUDA that torch comes with
 SUCCESS = 0
 
 

@@ -24,8 +24,7 @@ PARTS = {
     "input_projection": ("own_input", "projection"),
 }
 """Others of them, by the part of a plan that has them, and by their names in that."""
-BY_HEAD = ("key_up", "value_up")
-"""The matrices of the heads of attention over latents."""
+BY_HEAD = ("key_up", "value_up")  # the matrices of the heads of attention over latents
 ROUTER, SHARED_GATE, EXPERTS = "router", "shared_gate", ("gate_up", "down")
 AROUND = {"before_experts": "before", "behind_experts": "behind"}
 """The matrices around experts of another width, by their names in the plan of experts."""
@@ -49,8 +48,7 @@ class Lying:
     offset: int
     size: int
     bias: bool
-    parts: Sequence[Part] = ()
-    """The parts of a matrix of blocks; empty for any other."""
+    parts: Sequence[Part] = ()  # the parts of a matrix of blocks; empty for any other
 
     @classmethod
     def of(cls, matrix: PackedMatrix, offset: int = 0) -> "Lying":
@@ -64,8 +62,7 @@ class Lying:
 class Blob:
     """The bytes of a layer's matrices, and where each lies."""
 
-    memory: Tensor
-    """uint8 on the CPU."""
+    memory: Tensor  # uint8 on the CPU
     matrices: Mapping[str, Lying]
 
 
@@ -173,10 +170,8 @@ class Matrix:
     """A matrix as torch has it, on any device."""
 
     kind: IntEnum
-    weight: Tensor
-    """[n, k]; of INT8 k is padded with zeros to a multiple of 4."""
-    scales: Tensor | None
-    """[n] of INT8."""
+    weight: Tensor  # [n, k]; of INT8 k is padded with zeros to a multiple of 4
+    scales: Tensor | None  # [n] of INT8
     bias: Tensor | None
 
 

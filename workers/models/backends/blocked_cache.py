@@ -18,10 +18,8 @@ from dovetail.workers.models.segment import Segment, check_truncation
 
 LEAST_SHARED = 128
 """Fewer rows are copied, since to share rows the other rows of the session have to move, too."""
-SHARED_ANEW = 2
-"""Shared rows are moved together anew if they are this many times more than before."""
-MOST_ROOM = 1024
-"""Most rows that a cache has beyond those asked for: some turns of a conversation."""
+SHARED_ANEW = 2  # shared rows are moved together anew if they are this many times more than before
+MOST_ROOM = 1024  # most rows that a cache has beyond those asked for: some turns of a conversation
 
 
 def with_room(capacity: int) -> int:
@@ -287,8 +285,7 @@ class Layout:
     def __init__(self) -> None:
         self.plans: list[LayerPlan] = []
         """The layers in their places, but for those that read keys and values of others."""
-        self._places: dict[int, LayerPlan] = {}
-        """By the number of a layer in its model."""
+        self._places: dict[int, LayerPlan] = {}  # by the number of a layer in its model
 
     def take(self, plan: LayerPlan) -> LayerPlan:
         """Return a layer in its place behind the others; `plan.index`: its number in the model."""

@@ -29,8 +29,7 @@ from dovetail.workers.models.checkpoints.tables import (
 from dovetail.workers.models.families.description import Family, Norms, TokenInputs
 from dovetail.workers.models.parity.following import UnsupportedError
 
-PROVED_ROWS = 8
-"""Rows by which the packed projection is compared with the checkpoint's."""
+PROVED_ROWS = 8  # rows by which the packed projection is compared with the checkpoint's
 
 
 def share_table(model: Any, head: nn.Linear, matrix: PackedMatrix) -> None:
@@ -82,8 +81,7 @@ class OwnInputs:
             base, said.norm, KernelNorm(NormKind.RMS, described_norm(norm, norms), norms.epsilon)
         )
         self._model, self._base, self._said = model, base, said
-        self.width = matrix.n
-        """Numbers of the inputs of all layers for one token."""
+        self.width = matrix.n  # numbers of the inputs of all layers for one token
         self._width = int(getattr(model.config, said.width))
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -34,16 +34,13 @@ from dovetail.workers.models.families.matrices import Layout, layout_of
 from dovetail.workers.models.parity.following import EAGER, UnsupportedError, line_of
 from dovetail.workers.progress import count_bytes
 
-ROWS = 4
-"""Rows on which transformers' experts are held against the formula."""
+ROWS = 4  # rows on which transformers' experts are held against the formula
 TOLERANCE = 1e-4
 TIE, ROUNDED_TIE = 1e-4, 2e-2
 """Margin of a choice that rounding cannot change; larger where inputs are rounded to integers."""
-LEAST_SETTLED = 0.25
-"""The least share of rows that have to be that far from a tie."""
+LEAST_SETTLED = 0.25  # the least share of rows that have to be that far from a tie
 
-Expert = Callable[[int, Tensor], Tensor]
-"""Gives the outputs of one expert, by its index, for rows."""
+Expert = Callable[[int, Tensor], Tensor]  # gives the outputs of one expert, by its index, for rows
 
 
 class ExpertParts:

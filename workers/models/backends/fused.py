@@ -91,8 +91,7 @@ class Kernels:
             raise UnsupportedError("none of the families that are described here has that name")
         self._family = family
         self._inputs = inputs_of(model, family, kind)
-        self._heard: dict[int, Tensor] = {}
-        """The keys that each layer attends to in its proof."""
+        self._heard: dict[int, Tensor] = {}  # the keys that each layer attends to in its proof
         self._oracle = Oracle(model, decoder_layers(model)[1], context)
         if not self._oracle.isolated:
             raise UnsupportedError(
@@ -105,8 +104,7 @@ class Kernels:
         self._layers: list[DecoderLayer] = []
         self._layout = Layout()
         self._taken = 0
-        self.noted: list[Noted] = []
-        """The attention that each layer asks for."""
+        self.noted: list[Noted] = []  # the attention that each layer asks for
 
     @property
     def angles(self) -> Mapping[str, tuple[Sequence[float], float]]:

@@ -51,22 +51,17 @@ class LayerParts:
         """Matrix -> for each linear int64 [out]: places of its outputs in the checkpoint, or
         None."""
         self.experts: ExpertParts | None = None
-        self.sinks: Tensor | None = None
-        """float32 [heads]: scores without a value."""
+        self.sinks: Tensor | None = None  # float32 [heads]: scores without a value
         self.value_norm: Norm | None = None
-        self.unit_norms: dict[str, Norm] = {}
-        """The norms of queries and keys that have no weights."""
-        self.scalar = 1.0
-        """The factor of what the layer gives."""
-        self.numbers = (0.0, 0.0)
-        """The numbers of the activation."""
+        self.unit_norms: dict[str, Norm] = {}  # the norms of queries and keys that have no weights
+        self.scalar = 1.0  # the factor of what the layer gives
+        self.numbers = (0.0, 0.0)  # the numbers of the activation
         self.scan: ScanPlan | None = None
         """The mixer with a state that stands in the place of attention, or next to it."""
         self.activation = Activation.SILU_GATED
         self.linears: dict[str, list[nn.Linear]] = {}
         """The linears of each matrix, below each other."""
-        self.gates: Gates | None = None
-        """Queries and the gates behind attention, taken apart."""
+        self.gates: Gates | None = None  # queries and the gates behind attention, taken apart
         self.latent: LatentParts | None = None
         """The matrices of heads and the norms of attention over latents."""
         mixer, norms = spec.attention, spec.norms

@@ -31,8 +31,7 @@ from dovetail.workers.models.timing import Part, timing_modules
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
 
-LAYER_TOLERANCE = 2e-4
-"""The tolerance of what a layer adds, in fp32; rounding gives 1e-6."""
+LAYER_TOLERANCE = 2e-4  # the tolerance of what a layer adds, in fp32; rounding gives 1e-6
 
 
 def transformers_pass(model: Any, asked: ModelPass, **given: Any) -> Tensor:
@@ -68,8 +67,7 @@ class Library:
     ) -> None:
         """`oracle`: proves each layer; None: no proof is needed."""
         self._oracle = oracle
-        self._noted: list[Noted] = []
-        """The attention that each proved layer asks for."""
+        self._noted: list[Noted] = []  # the attention that each proved layer asks for
         self.kernels = "plain" if selection is None else selection.name
         self._selection, self._device, self._dtype = selection, device, dtype
 

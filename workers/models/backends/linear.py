@@ -13,8 +13,7 @@ from torch.nn.functional import linear, pad
 
 from dovetail.protocol.profile import cpu_flags
 
-Product = Callable[[Tensor], Tensor]
-"""x [T, in] -> [T, out], both fp32."""
+Product = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out], both fp32
 
 LEAST_ROWS = 4
 """Fewer rows are padded: oneDNN takes longer for 1 to 3 than for 4 (7B on Zen 4: 54 ms, 40 ms)."""
@@ -29,11 +28,9 @@ class Candidate:
     """One way to compute linears whose weights are of the type `stored`."""
 
     name: str
-    stored: torch.dtype
-    """The type of the weight that `pack` takes."""
+    stored: torch.dtype  # the type of the weight that `pack` takes
     tolerance: float
-    copies: int
-    """Copies of the weight in memory: MKL needs the original, too."""
+    copies: int  # copies of the weight in memory: MKL needs the original, too
     pack: Callable[[Tensor, Tensor | None], Product]
 
 

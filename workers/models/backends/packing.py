@@ -39,11 +39,9 @@ DTYPES = {
 EXACT_KINDS = {torch.float32: Kind.FP32, torch.float16: Kind.FP16, torch.bfloat16: Kind.BF16}
 """The kind that holds weights of a type as they are."""
 BLOCK_KINDS = (Kind.BLOCKS, Kind.EXACT_BLOCKS)
-ROUNDING = (Kind.INT8, Kind.BLOCKS)
-"""Kinds that round the rows that they are multiplied with."""
+ROUNDING = (Kind.INT8, Kind.BLOCKS)  # kinds that round the rows that they are multiplied with
 Q8_0 = 8
-SAMPLED = 4
-"""Rows of a matrix that are compared with the checkpoint's."""
+SAMPLED = 4  # rows of a matrix that are compared with the checkpoint's
 PRODUCT_TOLERANCE = {**dict.fromkeys(Kind, 1e-4), Kind.INT8: 0.1}
 """Largest difference of a product by packed weights to one by the checkpoint's (`product_of`)."""
 

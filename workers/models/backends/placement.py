@@ -22,8 +22,7 @@ from dovetail.workers.models.checkpoints.footprint import (
 
 BUFFERS = 2
 """Buffers that streamed layers pass through: one is computed from while the next is filled."""
-TREES_AHEAD = 8
-"""Trees that a draft in its target's cache has rows for (`drafters/tree.py`)."""
+TREES_AHEAD = 8  # trees that a draft in its target's cache has rows for (`drafters/tree.py`)
 LEVEL_ROWS, LEVEL_LOGITS = 64, 4
 """Rows of the largest captured pass (`device/levels.py`), and copies of their logits."""
 
@@ -32,8 +31,7 @@ class Place(Enum):
     """The place where a layer is computed."""
 
     CPU = "cpu"
-    RESIDENT = "resident"
-    """On the device, which keeps its weights."""
+    RESIDENT = "resident"  # on the device, which keeps its weights
     STREAMED = "streamed"
     """On the device; its weights stay in the memory of the host and are copied for every pass."""
 
@@ -42,12 +40,9 @@ class Place(Enum):
 class Demand:
     """The placement that the settings ask for; None: as many as there is room for."""
 
-    device: str = "cpu"
-    """The device that computes the layers; the CPU may stand for a GPU."""
-    computed: int | None = None
-    """So many of the last layers the device computes."""
-    resident: int | None = None
-    """Layers of these that stay on the device."""
+    device: str = "cpu"  # the device that computes the layers; the CPU may stand for a GPU
+    computed: int | None = None  # so many of the last layers the device computes
+    resident: int | None = None  # layers of these that stay on the device
     streams: bool = True
     """Without `computed`: True streams what does not fit, False leaves it to the CPU."""
     device_bytes: int | None = None
@@ -55,8 +50,7 @@ class Demand:
     host_bytes: int | None = None
     host_experts: bool = False
     """True if the CPU computes the experts of the layers that the device computes."""
-    codes: int = 0
-    """Bytes of a layer's codes in a substitute; resident layers need none."""
+    codes: int = 0  # bytes of a layer's codes in a substitute; resident layers need none
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,7 @@ class Placement:
     """The places of all layers; those on the CPU come first. The head is where the last one is."""
     device_bytes: int
     """Bytes that the device needs: weights, buffers, caches of one long conversation, a pass."""
-    host_bytes: int
-    """Bytes that the host needs for the same of its layers, and to load the model."""
+    host_bytes: int  # bytes that the host needs for the same of its layers, and to load the model
     host_experts: bool = False
     tokens: int | None = None
     """Tokens of all sessions that fit on the device, trees included; None: no limit is known."""

@@ -15,8 +15,7 @@ from dovetail.workers.models.checkpoints.configured import base_model
 from dovetail.workers.models.families.description import Growth, Rope
 from dovetail.workers.models.parity.following import UnsupportedError
 
-ROTARY_NAMES = ("rotary_emb", "pos_emb")
-"""The names of a model's rotary embedding."""
+ROTARY_NAMES = ("rotary_emb", "pos_emb")  # the names of a model's rotary embedding
 TABLE_ROWS = 512
 """Positions, over all the context, at which angles are compared with the model's own."""
 TABLE_TOLERANCE = 1e-5

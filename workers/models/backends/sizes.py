@@ -10,16 +10,12 @@ from dovetail.workers.models.checkpoints.gguf.kinds import KINDS, int4_kind
 from dovetail.workers.models.recurrent.sizes import StateSizes, count_layers, state_sizes
 
 WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
-INT4 = "int4"
-"""Weights that become blocks of 4 bits, and of more at both ends."""
-NUMBER_BYTES = 4
-"""Bytes of states, norms and biases: fp32."""
-CACHE_BYTES = {"fp32": 4, "half": 2}
-"""Bytes of keys and values of a type."""
+INT4 = "int4"  # weights that become blocks of 4 bits, and of more at both ends
+NUMBER_BYTES = 4  # bytes of states, norms and biases: fp32
+CACHE_BYTES = {"fp32": 4, "half": 2}  # bytes of keys and values of a type
 TREE_ROWS = 289
 """Rows of a pass that may have logits: the largest of the papers' trees, 288 nodes and the root."""
-MOST = 1 << 24
-"""The bound of any number of a config.json: none of a model that there is comes near."""
+MOST = 1 << 24  # the bound of any number of a config.json: none of a model that there is comes near
 
 
 @dataclass(frozen=True)
@@ -27,58 +23,38 @@ class Sizes:
     """Bytes of a model's parts, with 4 bytes an output for a bias, present or not."""
 
     layers: int
-    layer: int
-    """One decoder layer's matrices and norms."""
-    matrix: int
-    """The largest matrix of a layer: a device needs it again while it is laid out."""
-    head: int
-    """The final norm and the language model's head."""
+    layer: int  # one decoder layer's matrices and norms
+    matrix: int  # the largest matrix of a layer: a device needs it again while it is laid out
+    head: int  # the final norm and the language model's head
     embedding: int
-    row: int
-    """Keys and values of a token in one layer, on average if some layers have states."""
+    row: int  # keys and values of a token in one layer, on average if some layers have states
     context: int
-    state: int
-    """The state of one row between two layers."""
-    inner: int
-    """A row within a layer: normed states, queries, keys, values, attention, MLP units."""
-    groups: int
-    """Query heads of a key head: a GPU has what a row sees once for each."""
-    logits: int
-    """Bytes of one row."""
-    widened: int = 0
-    """Keys and values of a token in one layer, widened as a GPU computes with them."""
-    states: int = 0
-    """The states of a session and of a tree behind it in one layer."""
-    experts: int = 0
-    """The bytes of a layer's routed experts and their router."""
+    state: int  # the state of one row between two layers
+    inner: int  # a row within a layer: normed states, queries, keys, values, attention, MLP units
+    groups: int  # query heads of a key head: a GPU has what a row sees once for each
+    logits: int  # bytes of one row
+    widened: int = 0  # keys and values of a token in one layer, widened as a GPU computes with them
+    states: int = 0  # the states of a session and of a tree behind it in one layer
+    experts: int = 0  # the bytes of a layer's routed experts and their router
     apart: int = 0
     """The bytes of a layer on a device that stay with the CPU, which computes that part."""
-    unrounded: int = 0
-    """What a layer's unquantised matrices take beyond those of its type."""
-    wider: int = 0
-    """Bytes that one of the last layers takes beyond the mean one."""
-    lent: int = 0
-    """Keys and values of a token in layers that others read, which a device mirrors."""
-    inputs: int = 0
-    """The inputs that all layers have of their own for one row."""
-    tied: int = 0
-    """The part of the embedding that lies in the CPU's head."""
-    loading: int = 0
-    """Most bytes beyond the weights while loading; 0: the tensors are unknown."""
+    unrounded: int = 0  # what a layer's unquantised matrices take beyond those of its type
+    wider: int = 0  # bytes that one of the last layers takes beyond the mean one
+    lent: int = 0  # keys and values of a token in layers that others read, which a device mirrors
+    inputs: int = 0  # the inputs that all layers have of their own for one row
+    tied: int = 0  # the part of the embedding that lies in the CPU's head
+    loading: int = 0  # most bytes beyond the weights while loading; 0: the tensors are unknown
 
 
-Shapes = Sequence[tuple[int, int]]
-"""[out, in] of matrices."""
+Shapes = Sequence[tuple[int, int]]  # [out, in] of matrices
 
 
 @dataclass(frozen=True)
 class Matrices:
     """A model's matrices, for experts and layers that differ."""
 
-    linears: Shapes
-    """The head's included."""
-    experts: Shapes = ()
-    """Both matrices of every expert of every layer."""
+    linears: Shapes  # the head's included
+    experts: Shapes = ()  # both matrices of every expert of every layer
     tensors: Sequence[Any] = ()
     """The tensors of a file whose blocks the matrices are (`footprint.Tensor`)."""
 
@@ -243,12 +219,9 @@ def sizes_of(config: Mapping[str, Any], weights: str, cache: str = "fp32") -> Si
 
 @dataclass(frozen=True)
 class _Mixer:
-    matrices: Sequence[int]
-    """Bytes of each."""
-    cached: int
-    """Numbers of a row in a cache."""
-    inner: int
-    """Numbers that a row takes within it."""
+    matrices: Sequence[int]  # bytes of each
+    cached: int  # numbers of a row in a cache
+    inner: int  # numbers that a row takes within it
     unrounded: int = 0
 
 
@@ -381,12 +354,9 @@ class SharedLayers:
     """The last layers of a model, which read keys and values of others."""
 
     layers: int
-    widened: int
-    """1 if their MLPs are twice as wide as those of the others, else 0."""
-    lent: int
-    """Numbers of a token's keys in those that they read: the last one of each kind."""
-    wider: int
-    """Numbers that a head of the widest has beyond the mean one of all layers."""
+    widened: int  # 1 if their MLPs are twice as wide as those of the others, else 0
+    lent: int  # numbers of a token's keys in those that they read: the last one of each kind
+    wider: int  # numbers that a head of the widest has beyond the mean one of all layers
 
     @classmethod
     def of(

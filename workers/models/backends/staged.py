@@ -42,8 +42,7 @@ LONG_PROMPT_ROWS = 1 << 15
 class Staging:
     """The spread of a model over stages."""
 
-    places: Sequence[Place]
-    """The places of all layers; those on the CPU come first."""
+    places: Sequence[Place]  # the places of all layers; those on the CPU come first
     transfer: Transfer | None = None
     """The way to the device that computes what is not on the CPU, and the head."""
     reader: Transfer | None = None

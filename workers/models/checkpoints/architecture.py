@@ -76,8 +76,7 @@ UNREAD = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), ASSISTANT),
 }
 """Why model types are unsupported that otherwise look supported."""
-LONGEST_SHOWN = 60
-"""Characters of a value that an error shows."""
+LONGEST_SHOWN = 60  # characters of a value that an error shows
 
 
 def why_no_folder(source: str) -> str:

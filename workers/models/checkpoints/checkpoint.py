@@ -53,8 +53,7 @@ class Weights:
 
     folder: Path
     digesting: Future[str]
-    tensors: Mapping[str, Stored]
-    """Every tensor in the weight files."""
+    tensors: Mapping[str, Stored]  # every tensor in the weight files
 
     @property
     def digest(self) -> str:
@@ -69,13 +68,10 @@ class Checkpoint:
     source: str
     folder: Path
     digesting: Future[str]
-    tokenizer: bytes
-    """The content of tokenizer.json."""
-    table: TokenTable
-    """Its vocabulary."""
+    tokenizer: bytes  # the content of tokenizer.json
+    table: TokenTable  # its vocabulary
     vocabulary: VocabularyFacts
-    tensors: Mapping[str, Stored]
-    """Every tensor in the weight files."""
+    tensors: Mapping[str, Stored]  # every tensor in the weight files
     context: int | None = None
     """The longest sequence that the settings ask for; None: what the model has."""
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4 << 20
 """A multiple of every number's size; small enough to stay in the cache until it is hashed."""
-BLOCKS = 3
-"""One is read while another is hashed, and one waits."""
+BLOCKS = 3  # one is read while another is hashed, and one waits
 EXPONENTS = {
     "F64": (8, 0x7FF << 52),
     "F32": (4, 0xFF << 23),
@@ -36,8 +35,7 @@ EXPONENTS = {
 }
 """Type -> bytes of a number, and its exponent bits: all of them are set in NaN and infinity."""
 FOLDER = "digests"
-MOST_KEPT = 256
-"""Digests that are kept; the oldest go."""
+MOST_KEPT = 256  # digests that are kept; the oldest go
 CHECKED_BYTES_S = 50e6
 """Rate that another process's reading of the same files is waited for, and `LEAST_WAIT_S`."""
 LEAST_WAIT_S = 10.0

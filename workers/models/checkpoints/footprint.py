@@ -38,34 +38,25 @@ PROCESS_BYTES = 305_000_000 + COMPILER_BYTES
 """A process with torch and transformers and no model (torch 2.13, transformers 5.24, measured)."""
 MIXTURE_BYTES = 30_000_000
 """What packing a layer with experts takes beyond the sum (measured: up to 29 MB)."""
-PROCESS_SPACE = 1_300_000_000
-"""Bytes of its address space."""
+PROCESS_SPACE = 1_300_000_000  # bytes of its address space
 EXPERTS_READ = 4
 """Matrices of an expert in memory as they were stored: gate and up, apart and joined."""
-CACHED_ROWS = 4096
-"""Rows of keys and values in a limit: a long conversation, and a prompt of it."""
-PASS_ROWS = {"cpu": 256, "gpu": 1024}
-"""Rows of a prompt that go through a layer at a time."""
+CACHED_ROWS = 4096  # rows of keys and values in a limit: a long conversation, and a prompt of it
+PASS_ROWS = {"cpu": 256, "gpu": 1024}  # rows of a prompt that go through a layer at a time
 WIDENED_BYTES = 64 << 20
 """Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device/layer.py`)."""
-PACKED_LAYERS = 2
-"""Layers that loading holds both as stored and as packed."""
-PROOF_BYTES = 48 << 20
-"""A piece of a matrix in fp32, and the rows of a proof (`backends/fused.py`)."""
+PACKED_LAYERS = 2  # layers that loading holds both as stored and as packed
+PROOF_BYTES = 48 << 20  # a piece of a matrix in fp32, and the rows of a proof (`backends/fused.py`)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of a file that is not what it should be."""
-MAX_HEADER_BYTES = 100 << 20
-"""safetensors' own limit."""
-IN_BLOCKS = (FILE, INT4)
-"""Weights that are blocks, of the checkpoint or searched for."""
+MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+IN_BLOCKS = (FILE, INT4)  # weights that are blocks, of the checkpoint or searched for
 STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
-FEWEST_BITS = 4
-"""Bits of a number of any other type at least."""
+FEWEST_BITS = 4  # bits of a number of any other type at least
 TABLE = re.compile(
     r"(^|\.)(embed_tokens|embeddings|embed_in|embed_positions|word_embeddings|wte|wpe|tok_embeddings)(_per_layer)?\.weight$"
 )
-PLACES = re.compile(r"(^|\.)(embed_positions|wpe)\.weight$")
-"""Tables of positions."""
+PLACES = re.compile(r"(^|\.)(embed_positions|wpe)\.weight$")  # tables of positions
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 UNROUNDED = re.compile(r"\.kv_b_proj\.weight$")
 """Matrices of attention over latents, which are as they are stored where others are int8."""
@@ -80,8 +71,7 @@ class Tensor:
     name: str
     kind: str
     shape: tuple[int, ...]
-    packed_bytes: int = 0
-    """Bytes of its blocks as the kernels have them; 0: it has none."""
+    packed_bytes: int = 0  # bytes of its blocks as the kernels have them; 0: it has none
 
     @property
     def numbers(self) -> int:
@@ -203,16 +193,11 @@ def in_pieces(folder: Path) -> bool:
 class Footprint:
     """The memory that a process takes, in bytes: its own, not that of files on a disk."""
 
-    process: int
-    """The interpreter, and what it imports."""
-    weights: int = 0
-    """Packed matrices, tables, norms."""
-    caches: int = 0
-    """Keys and values, or states, of a long conversation and of a tree behind it."""
-    scratch: int = 0
-    """What a pass holds: states, the inside of a layer, logits."""
-    loading: int = 0
-    """The most that is there beside process and weights while these are loaded."""
+    process: int  # the interpreter, and what it imports
+    weights: int = 0  # packed matrices, tables, norms
+    caches: int = 0  # keys and values, or states, of a long conversation and of a tree behind it
+    scratch: int = 0  # what a pass holds: states, the inside of a layer, logits
+    loading: int = 0  # the most that is there beside process and weights while these are loaded
     tokenizer: int = 0
 
     @property

@@ -14,16 +14,14 @@ from dovetail.workers.models.checkpoints.gguf import view
 from dovetail.workers.models.checkpoints.gguf.names import models_in, parts_of
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
-PICKLED_FILES = ("*.bin",)
-"""Fetched besides, where the user allows pickled weights."""
+PICKLED_FILES = ("*.bin",)  # fetched besides, where the user allows pickled weights
 CONFIG_ALONE = ("config.json",)
 HUB_ID = re.compile(r"([\w][\w.-]*(?:/[\w][\w.-]*)?)(?:@([\w./-]+))?")
 HUB_FILE = re.compile(
     r"([\w][\w.-]*/[\w][\w.-]*)/((?:[\w][\w.-]*/)*[\w][\w.-]*\.gguf)(?:@([\w./-]+))?"
 )
 ERRNO = re.compile(r"\[Errno -?\d+\] ")
-ASK_S = 5.0
-"""The hub has so long to accept a connection, and so long again to answer."""
+ASK_S = 5.0  # the hub has so long to accept a connection, and so long again to answer
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ def refuse_beyond(source: str, size: int, what: str) -> None:
         )
 
 
-Read = Callable[[str], Tensor]
-"""The tensor of a name, in the type it is stored in."""
+Read = Callable[[str], Tensor]  # the tensor of a name, in the type it is stored in
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ class Types:
     """The types that a model's numbers get as they are read; None: as they are stored."""
 
     linear: torch.dtype | None
-    table: torch.dtype | None
-    """The type of embeddings."""
+    table: torch.dtype | None  # the type of embeddings
     rest: torch.dtype | None = torch.float32
     blocks: bool = False
     """True if matrices and tables of blocks stay as a GGUF file has them (`gguf/rows.py`)."""
@@ -72,10 +70,8 @@ class Skeleton:
 
     model: Any
     read: Read
-    transposed: frozenset[str]
-    """Weights that the checkpoint holds as [in, out]."""
-    buffers: frozenset[str] = frozenset()
-    """Buffers that the checkpoint holds."""
+    transposed: frozenset[str]  # weights that the checkpoint holds as [in, out]
+    buffers: frozenset[str] = frozenset()  # buffers that the checkpoint holds
     stored: Mapping[str, str] | None = None
     """Parameter -> tensor of the checkpoint; None: they are made of several, or by transformers."""
     experts: Callable[[str], Unread] | None = None
@@ -84,8 +80,7 @@ class Skeleton:
     """Tensor -> its stand-in in the checkpoint, for pieces; None: not read from pieces."""
     rows: Callable[[str, nn.Module], Rows | Pile | None] | None = None
     """Returns the blocks of a module's weight, if any; None: there are no blocks."""
-    size_bytes: int = 0
-    """The bytes of all of it where there is no checkpoint."""
+    size_bytes: int = 0  # the bytes of all of it where there is no checkpoint
 
     def fill(
         self,

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-BLOCKS, EXPONENTS = "_blocks", "_scales"
-"""Ends of the names of a stack of experts in MXFP4."""
+BLOCKS, EXPONENTS = "_blocks", "_scales"  # ends of the names of a stack of experts in MXFP4
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, 
 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
-EACH = re.compile(r"\.experts\.\d+\.")
-"""The part of a name that says of which expert a piece is."""
+EACH = re.compile(r"\.experts\.\d+\.")  # the part of a name that says of which expert a piece is
 UNREAD = "unread_experts"
 """Attribute of transformers' experts: an `Unread` for each stack that has not been read."""
 
@@ -35,10 +34,8 @@ def others(missing: Sequence[str]) -> str:
 class Unread:
     """The matrices of all experts of a layer, each of which is read when it is asked for."""
 
-    numbers: Callable[[int], Tensor]
-    """Reads the matrix of an expert as transformers has it."""
-    size_bytes: int
-    """The bytes that are read for one of them."""
+    numbers: Callable[[int], Tensor]  # reads the matrix of an expert as transformers has it
+    size_bytes: int  # the bytes that are read for one of them
     rows: Callable[[int], Sequence[Content]] | None = None
     """Reads the rows [out] of an expert's matrix in parts, gates first, blocks as stored; None: no
     blocks."""
@@ -50,8 +47,7 @@ class Pieces:
 
     naming: Naming
     tensors: Mapping[str, Stored]
-    shapes: Mapping[str, Sequence[int]]
-    """The shapes of the model's tensors."""
+    shapes: Mapping[str, Sequence[int]]  # the shapes of the model's tensors
 
     def of(self, name: str) -> Sequence[str]:
         """Return the names of the pieces of a tensor of the model, one below the other."""

@@ -24,12 +24,10 @@ FLOAT_TYPES = {
 }
 COUNT_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 """Types of tables of token ids, which some draft heads have."""
-CODE_TYPES = {"U8": torch.uint8}
-"""Types of what stands for other numbers."""
+CODE_TYPES = {"U8": torch.uint8}  # types of what stands for other numbers
 QUANTISED_TYPES = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 """Types of numbers that mean nothing without a scale."""
-POWER_TYPES = {"F8_E8M0": torch.float8_e8m0fnu}
-"""Types of scales that are powers of two."""
+POWER_TYPES = {"F8_E8M0": torch.float8_e8m0fnu}  # types of scales that are powers of two
 READABLE = {**FLOAT_TYPES, **COUNT_TYPES, **CODE_TYPES, **QUANTISED_TYPES, **POWER_TYPES}
 
 
@@ -38,14 +36,11 @@ class Stored:
     """The place of one tensor's numbers in a safetensors file."""
 
     file: Path
-    kind: str
-    """safetensors' name of the type: F32, F16, BF16, ..."""
+    kind: str  # safetensors' name of the type: F32, F16, BF16, ..
     shape: tuple[int, ...]
-    offset: int
-    """Offset in bytes from the beginning of the file."""
+    offset: int  # offset in bytes from the beginning of the file
     size_bytes: int
-    identity: Identity
-    """The file's identity when its header was read; a changed file is refused."""
+    identity: Identity  # the file's identity when its header was read; a changed file is refused
 
     def read(self, name: str, *, checked: bool = False) -> Tensor:
         """Return the tensor in its stored type, called `name` in errors. `checked`: refuse NaN and

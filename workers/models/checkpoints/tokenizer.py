@@ -26,8 +26,7 @@ FACTS = {
 }
 """The files of a folder that hold the facts of its vocabulary."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "mask_token")
-MAX_TEMPLATE = 1 << 18
-"""Most characters of a template in `VocabularyFacts`."""
+MAX_TEMPLATE = 1 << 18  # most characters of a template in `VocabularyFacts`
 WORTH_KEEPING = 1 << 20
 """Size in bytes from which a tokenizer.json takes longer to parse than its cached table to read."""
 MOST_KEPT = 64

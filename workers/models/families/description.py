@@ -43,14 +43,12 @@ class Growth:
 class Rope:
     """The rotary embedding of a layer."""
 
-    table: str = ""
-    """The layer type whose angles are taken, where a model has several tables."""
+    table: str = ""  # the layer type whose angles are taken, where a model has several tables
     interleaved: bool = False
     """True if neighbours are rotated together, 0 with 1 and 2 with 3; else the halves of a head."""
     part: str = ""
     """The rotary embedding within the model, where that has several; empty: its only one."""
-    backward: bool = False
-    """True if heads are turned the other way round, by the negative angles."""
+    backward: bool = False  # True if heads are turned the other way round, by the negative angles
 
 
 @dataclass(frozen=True)
@@ -62,33 +60,27 @@ class Attention:
     head_dim: int
     scale: float
     rope: Rope | None = field(default_factory=Rope)
-    window: int = 0
-    """A position sees itself and window - 1 before it; 0: all."""
-    chunk: int = 0
-    """A position sees those before it back to a multiple of chunk; 0: all."""
+    window: int = 0  # a position sees itself and window - 1 before it; 0: all
+    chunk: int = 0  # a position sees those before it back to a multiple of chunk; 0: all
     growth: Growth | None = None
     softcap: float = 0.0
     qkv: Sequence[str] = SEPARATE
-    by_head: bool = False
-    """True if of each head query, key and value stand together in one linear."""
+    by_head: bool = False  # True if of each head query, key and value stand together in one linear
     output: str = "self_attn.o_proj"
     norms: tuple[str, str | None] | None = None
     """Names of the RMS norms of queries and of keys; None: there are none."""
     norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
     norms_heads: bool = False
     """True if each head's queries and keys have an RMS norm without weights; by `norm_place`."""
-    norms_values: bool = False
-    """True if each head's values have an RMS norm without weights."""
+    norms_values: bool = False  # True if each head's values have an RMS norm without weights
     sinks: str | None = None
     """The name of scores without a value, one for each head, that take their share of weights."""
     reads: int | None = None
     """The layer before this one whose keys and values it reads; None: it has its own."""
-    key_factor: float = 1.0
-    """The factor of keys."""
+    key_factor: float = 1.0  # the factor of keys
     gated: bool = False
     """True if the rows of each head's queries are followed by those of its gate (a sigmoid)."""
-    gate: str | None = None
-    """The linear of the gates, where these are not fused with the queries."""
+    gate: str | None = None  # the linear of the gates, where these are not fused with the queries
 
 
 @dataclass(frozen=True)
@@ -96,27 +88,22 @@ class Latent:
     """Attention whose cache holds a latent and a rotated key for all heads; parts by name."""
 
     heads: int
-    rank: int
-    """Numbers of a latent."""
-    plain: int
-    """Numbers of a head's query and key that are not rotated, and stand first."""
+    rank: int  # numbers of a latent
+    plain: int  # numbers of a head's query and key that are not rotated, and stand first
     rotated: int
     value_dim: int
     scale: float
     rope: Rope
     growth: Growth | None = None
-    query: str = "self_attn.q_proj"
-    """The linear of queries, or of what `query_up` makes queries of."""
+    query: str = "self_attn.q_proj"  # the linear of queries, or of what `query_up` makes queries of
     query_norm: str | None = None
     query_up: str | None = None
-    latent: str = "self_attn.kv_a_proj_with_mqa"
-    """The linear of latents, with the key behind them."""
+    latent: str = "self_attn.kv_a_proj_with_mqa"  # the linear of latents, with the key behind them
     latent_norm: str = "self_attn.kv_a_layernorm"
     latent_up: str = "self_attn.kv_b_proj"
     """The linear that makes keys and values of latents, those of each head together."""
     output: str = "self_attn.o_proj"
-    epsilon: float = 1e-6
-    """The epsilon of the two norms."""
+    epsilon: float = 1e-6  # the epsilon of the two norms
 
 
 class Given(Enum):
@@ -133,8 +120,7 @@ class StateMixer:
     """A mixer with a state in the place of attention; parts by their names within the layer."""
 
     rule: ScanRule
-    given: Sequence[str]
-    """The linears before it."""
+    given: Sequence[str]  # the linears before it
     output: str
     conv: str
     order: Given = Given.IN_ORDER
@@ -146,12 +132,9 @@ class StateMixer:
     """The name of the logarithms of negative decays, one for each value head."""
     step_bias: str | None = None
     skip: str | None = None
-    norm: str | None = None
-    """The name of the RMS norm of what is read, with plain weights."""
-    norm_width: int = 0
-    """Numbers that have a norm together."""
-    gate_first: bool = False
-    """True if the norm is of what has been multiplied by the gate."""
+    norm: str | None = None  # the name of the RMS norm of what is read, with plain weights
+    norm_width: int = 0  # numbers that have a norm together
+    gate_first: bool = False  # True if the norm is of what has been multiplied by the gate
     epsilon: float = 1e-6
     query_scale: float = 1.0
     factors: tuple[float, float, float, float, float] | None = None
@@ -165,10 +148,8 @@ class Beside:
     """A mixer with a state parallel to attention; results are added."""
 
     mixer: StateMixer
-    given_factor: float = 1.0
-    """The factor of what the mixer reads."""
-    factor: float = 1.0
-    """The factor of what it gives."""
+    given_factor: float = 1.0  # the factor of what the mixer reads
+    factor: float = 1.0  # the factor of what it gives
     attention_given_factor: float = 1.0
     attention_factor: float = 1.0
 
@@ -182,34 +163,28 @@ class Mlp:
     down: str = "mlp.down_proj"
     function: str | None = None
     """The name of transformers' part for the activation, where that has its own numbers."""
-    gate_factor: float = 1.0
-    """The factor of the gate, before the activation."""
-    factor: float = 1.0
-    """The factor of what the MLP gives."""
+    gate_factor: float = 1.0  # the factor of the gate, before the activation
+    factor: float = 1.0  # the factor of what the MLP gives
 
 
 @dataclass(frozen=True)
 class Router:
     """The choice of a row's experts; parts by their names within the layer."""
 
-    weight: str = "mlp.gate.weight"
-    """[experts, hidden], of the logits."""
+    weight: str = "mlp.gate.weight"  # [experts, hidden], of the logits
     score: Score = Score.SOFTMAX
     correction: str | None = None
     """The name of what is added to the scores for the choice alone, a number for each expert."""
     groups: int = 1
     chosen_groups: int = 1
     """Experts are chosen within this many groups: those whose two best experts are best."""
-    best_alone: bool = False
-    """True if a group is worth what its best expert is."""
+    best_alone: bool = False  # True if a group is worth what its best expert is
     normalised: bool = True
     """True if the weights are divided by their sum, or by `least_sum` where that is more."""
     least_sum: float = 0.0
-    added_sum: float = 0.0
-    """The number that is added to that sum."""
+    added_sum: float = 0.0  # the number that is added to that sum
     scale: float = 1.0
-    bias: str | None = None
-    """The name of what is added to the logits, a number for each expert."""
+    bias: str | None = None  # the name of what is added to the logits, a number for each expert
     scales_input: bool = False
     """True if what an expert reads is multiplied by its weight, and not what it gives."""
     part: str | None = None
@@ -217,8 +192,7 @@ class Router:
     norm."""
     norm_weight: str | None = None
     """The name of that norm's weights, which stand there times the root of the width."""
-    epsilon: float = 0.0
-    """The epsilon of that norm."""
+    epsilon: float = 0.0  # the epsilon of that norm
     scales: str | None = None
     """The name of what weights are multiplied by, a number for each expert."""
 
@@ -227,8 +201,7 @@ class Router:
 class Experts:
     """A layer's experts, instead of its MLP or beside a shared one."""
 
-    chosen: int
-    """The number of experts that a row uses."""
+    chosen: int  # the number of experts that a row uses
     activation: Activation
     router: Router = field(default_factory=Router)
     part: str = "mlp.experts"
@@ -237,18 +210,14 @@ class Experts:
     stacks: tuple[str, str] = ("gate_up_proj", "down_proj")
     transposed: bool | None = None
     """True if they are transposed; None if the part itself has a flag."""
-    numbers: tuple[float, float] = (0.0, 0.0)
-    """The numbers of the activation."""
-    shared: Mlp | None = None
-    """The MLP of all rows."""
+    numbers: tuple[float, float] = (0.0, 0.0)  # the numbers of the activation
+    shared: Mlp | None = None  # the MLP of all rows
     shared_gate: str | None = None
     """A linear [1, hidden], by whose sigmoid the shared MLP is multiplied."""
     input_norm: str | None = None
     """The norm of what the experts read, the states before the half's norm."""
-    output_norm: str | None = None
-    """The norm of what the experts of a row add up to."""
-    shared_norm: str | None = None
-    """The norm of what the shared MLP gives."""
+    output_norm: str | None = None  # the norm of what the experts of a row add up to
+    shared_norm: str | None = None  # the norm of what the shared MLP gives
     around: tuple[str, str] | None = None
     """The linears before and behind experts that are of another width than states."""
 
@@ -259,23 +228,19 @@ class Norms:
 
     epsilon: float
     pre_mixer: str | None = "input_layernorm"
-    post_mixer: str | None = None
-    """The norm of what attention adds."""
+    post_mixer: str | None = None  # the norm of what attention adds
     pre_mlp: str | None = "post_attention_layernorm"
     post_mlp: str | None = None
     kind: NormKind = NormKind.RMS
-    plus_one: bool = False
-    """True if the checkpoint stores weights minus one."""
-    plain: int = 0
-    """The width of norms that have no weights; 0: they have."""
+    plus_one: bool = False  # True if the checkpoint stores weights minus one
+    plain: int = 0  # the width of norms that have no weights; 0: they have
 
 
 @dataclass(frozen=True)
 class OwnInput:
     """A layer's own input, computed from the token alone; parts by their names within the layer."""
 
-    first: int
-    """The place in a row of the inputs of all layers where it begins."""
+    first: int  # the place in a row of the inputs of all layers where it begins
     gate: str = "per_layer_input_gate"
     projection: str = "per_layer_projection"
     norm: str = "post_per_layer_input_norm"
@@ -290,12 +255,10 @@ class LayerSpec:
     norms: Norms
     beside: Beside | None = None
     """The mixer with a state that is next to attention, if there is one."""
-    residual_scale: float = 1.0
-    """The factor of what each half adds."""
+    residual_scale: float = 1.0  # the factor of what each half adds
     parallel: bool = False
     """True if the MLP reads what attention reads, or parallel to it has its own norm."""
-    scalar: str | None = None
-    """The name of the number by which the layer's result is multiplied."""
+    scalar: str | None = None  # the name of the number by which the layer's result is multiplied
     own_input: OwnInput | None = None
     given: int = 0
     """The width of the rows that attention reads in the place of the states; 0: the states."""
@@ -325,12 +288,9 @@ class Family:
 
     layer: Callable[[Any, int], LayerSpec]
     """The layer of a configuration at an index; a pure function."""
-    embeddings: str = ""
-    """The field of the factor of embeddings; empty: there is none."""
-    logits: str = ""
-    """The field of the factor of logits."""
-    divides: bool = False
-    """True if logits are divided by it."""
+    embeddings: str = ""  # the field of the factor of embeddings; empty: there is none
+    logits: str = ""  # the field of the factor of logits
+    divides: bool = False  # True if logits are divided by it
     inputs: TokenInputs | None = None
 
 

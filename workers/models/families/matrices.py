@@ -16,10 +16,8 @@ from dovetail.workers.models.families.registry import FAMILIES
 class Layout:
     """A way in which the matrix of an expert stands in a stack of transformers'."""
 
-    transposed: bool
-    """True for [in, out]."""
-    mixed: bool
-    """True if gates and what they are for stand there one by one."""
+    transposed: bool  # True for [in, out]
+    mixed: bool  # True if gates and what they are for stand there one by one
 
     def rows(self, stored: Tensor) -> Tensor:
         """Return the rows [out, in], gates first, of a matrix as transformers has it."""

@@ -10,5 +10,4 @@ minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron nemot
 olmo3 olmoe phi phi3 phi4_multimodal qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
 qwen3_next sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
-DESCRIBED = frozenset(NAMES.split())
-"""The keys of `registry.FAMILIES`."""
+DESCRIBED = frozenset(NAMES.split())  # the keys of `registry.FAMILIES`

@@ -15,8 +15,7 @@ class ClaimedCache(DynamicCache):  # type: ignore[misc]
         """`length`: int64 [rows], of each row, where it is only to be added to a row's number."""
         super().__init__()
         self._length = length
-        self.asked = False
-        """True if anybody wanted to know how many rows there are."""
+        self.asked = False  # True if anybody wanted to know how many rows there are
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         self.asked = True

@@ -17,8 +17,7 @@ from dovetail.workers.models.weight_types import type_of
 
 TYPES = ("fp32", "half", "int8", "int4", "file")
 """Types of weights that have a line, where a checkpoint can be computed in them."""
-Tell = Callable[[str], None]
-"""Is called with the next step."""
+Tell = Callable[[str], None]  # is called with the next step
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,12 @@ class Line:
     """The changes that a type of weights makes, over all positions of a text."""
 
     weights: str
-    size_bytes: int
-    """Bytes of all weights as they lie in memory."""
+    size_bytes: int  # bytes of all weights as they lie in memory
     tokens: int
     error: float
     """|found - exact| / |exact| of the logits, each row without its mean, which no softmax sees."""
-    divergence: float
-    """The mean of KL(exact || found), in nats."""
-    same: float
-    """The share of positions whose likeliest token is the same."""
+    divergence: float  # the mean of KL(exact || found), in nats
+    same: float  # the share of positions whose likeliest token is the same
 
 
 def card_of(

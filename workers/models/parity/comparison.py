@@ -9,8 +9,7 @@ from dovetail.workers.models.parity.following import Call, Path, UnprovableError
 
 CHANGING = ("dynamic", "longrope")
 """Rotary embeddings whose angles may depend on the longest sequence."""
-SAME = 1e-5
-"""Tolerance of what layers get beside other rows: rounding only."""
+SAME = 1e-5  # tolerance of what layers get beside other rows: rounding only
 
 
 class Comparison:

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-DENSE = 8
-"""Positions at the beginning that are all there: smaller windows are crossed for real."""
+DENSE = 8  # positions at the beginning that are all there: smaller windows are crossed for real
 LANDMARK = re.compile("position|window|chunk|floor|context|block|length|segment|stride|scale_")
 """Names of settings that may be positions at which a function changes."""
 MOST_LANDMARKS = 12
 SHORT, BEYOND = 64, 4
 """A whole model is run over some tokens beyond the last landmark that is no farther than this."""
-SPREAD = (32, 256, 2048, 16384, 65536)
-"""Positions that are always compared."""
+SPREAD = (32, 256, 2048, 16384, 65536)  # positions that are always compared
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,10 @@ from dovetail.workers.models.parity.landmarks import runs_of
 from dovetail.workers.models.segment import Paths, Segment
 
 attention.register()  # transformers' models are imported with this module
-HIDDEN = -1e4
-"""The most that eager attention adds to the score of what a row does not see."""
+HIDDEN = -1e4  # the most that eager attention adds to the score of what a row does not see
 LENGTHS = (0, 1, 2)
 """The parts of tuples that layers of transformers give: states, and weights of attention."""
-LEAST_ADDED = 1e-3
-"""Layers that add less than this share of the states are measured by the states."""
+LEAST_ADDED = 1e-3  # layers that add less than this share of the states are measured by the states
 
 
 class Oracle:
@@ -82,8 +80,7 @@ class Oracle:
         parts = [
             slice(first, first + run.count) for first, run in zip(offsets, self.runs, strict=False)
         ]
-        self.tuples = 0
-        """The parts of the tuples that its layers give; 0: they give states alone."""
+        self.tuples = 0  # the parts of the tuples that its layers give; 0: they give states alone
         with self.eagerly():
             for self.tuples in LENGTHS:
                 try:

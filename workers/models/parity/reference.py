@@ -28,13 +28,10 @@ from dovetail.workers.models.parity.following import (
 from dovetail.workers.models.parity.oracle import Oracle
 from dovetail.workers.models.transformers import DynamicCache
 
-PART = 128
-"""Tokens of a text that are read at a time."""
-HEAD_ROWS = 8192
-"""Rows of the head that are in fp32 at a time."""
+PART = 128  # tokens of a text that are read at a time
+HEAD_ROWS = 8192  # rows of the head that are in fp32 at a time
 
-Tell = Callable[[int, int], None]
-"""Is called with the number of finished layers, and of all."""
+Tell = Callable[[int, int], None]  # is called with the number of finished layers, and of all
 
 
 class _TextCache(ClaimedCache):

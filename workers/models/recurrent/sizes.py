@@ -6,14 +6,10 @@ from typing import Any
 
 from dovetail.protocol.calibration import STATELESS, StateTraffic
 
-NUMBER_BYTES = 4
-"""States are fp32, whatever the weights are."""
-WAITING = 32
-"""Rows whose factors a session has at a time, about, in addition to those of a tree."""
-STEP = 4096
-"""Rows from one checkpoint of a long session to the next (`states.py`)."""
-COLUMNS = 16
-"""Numbers that parts of states and factors are filled up to."""
+NUMBER_BYTES = 4  # states are fp32, whatever the weights are
+WAITING = 32  # rows whose factors a session has at a time, about, in addition to those of a tree
+STEP = 4096  # rows from one checkpoint of a long session to the next (`states.py`)
+COLUMNS = 16  # numbers that parts of states and factors are filled up to
 RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
 ATTENDING = ("full_attention", "attention", "hybrid")
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -25,18 +21,13 @@ class StateSizes:
     """The layers with a state of a model."""
 
     layers: int
-    attending: int
-    """Layers with keys and values; some may have a state too, and some neither."""
-    given: int
-    """Outputs of the matrix before a mixer."""
-    taken: int
-    """Inputs of the matrix behind it."""
+    attending: int  # layers with keys and values; some may have a state too, and some neither
+    given: int  # outputs of the matrix before a mixer
+    taken: int  # inputs of the matrix behind it
     gated: bool
     """True if the attention of the other layers has gates, as many as numbers of queries."""
-    state: int
-    """Numbers of a state."""
-    row: int
-    """Numbers of the factors of a row."""
+    state: int  # numbers of a state
+    row: int  # numbers of the factors of a row
 
     def session_bytes(self, tree_rows: int) -> int:
         """Return a session's bytes in a layer: state, checkpoint, factors of waiting rows and a

@@ -12,14 +12,12 @@ from torch import Tensor
 from dovetail.workers.kernels.states import StateRows, StateShape
 
 CPU = torch.device("cpu")
-CHAIN = 16
-"""Rows of a chain that go into the states as they are computed, at least."""
+CHAIN = 16  # rows of a chain that go into the states as they are computed, at least
 PENDING = 8
 """Committed rows that wait by their factors: writing the states takes about as long as 8 rows."""
 STEP = 4096
 """Rows from one checkpoint to the next in a long session: by then keys and values take more."""
-WAITING = 24
-"""Rows whose factors a session has at a time, about, in addition to those of a tree."""
+WAITING = 24  # rows whose factors a session has at a time, about, in addition to those of a tree
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ class RecurrentStates:
         self.state = torch.zeros(sum(shape.state for shape in shapes), device=device)
         self.folded = torch.zeros(len(shapes), dtype=torch.int64)
         self._ring, self._factors = 0, torch.empty(0, device=device)
-        self._ahead = 0
-        """The slot up to which a chain has been advanced into the states, in parts."""
+        self._ahead = 0  # the slot up to which a chain has been advanced into the states, in parts
         self._checkpoints: list[_Checkpoint] = []
         self._window = max(shape.taps for shape in shapes) - 1
 

@@ -26,8 +26,7 @@ from dovetail.workers import kernels
 log = logging.getLogger(__name__)
 
 FOLDER = "proofs"
-MOST_KEPT = 64
-"""Proofs that are kept; the oldest go."""
+MOST_KEPT = 64  # proofs that are kept; the oldest go
 ROOM = Path(__file__).parent.parent.parent
 SOURCES = ("models", "kernels", "devices")
 """Our folders whose code decides what a loaded model computes."""
@@ -37,12 +36,10 @@ SOURCES = ("models", "kernels", "devices")
 class Proof:
     """transformers' facts that loading needs, and the digest of the model's logits."""
 
-    config: Mapping[str, Any]
-    """The configuration with transformers' defaults."""
+    config: Mapping[str, Any]  # the configuration with transformers' defaults
     modules: Sequence[Sequence[Any]]
     """Path, kind and measures of each module, parents first, as `recall.Outline` reads them."""
-    base: str
-    """The path of the part without the head."""
+    base: str  # the path of the part without the head
     embedding: str
     head: str
     stored: Mapping[str, str] | None
@@ -54,10 +51,8 @@ class Proof:
     """Rotary table -> its frequencies and the factor of cosines and sines."""
     attention: Sequence[Mapping[str, Any]]
     """The arguments with which each layer calls its attention, as `attention.Noted` has them."""
-    logits: str
-    """The digest of logits, see `recall.sample`."""
-    made: str
-    """The day of the proof."""
+    logits: str  # the digest of logits, see `recall.sample`
+    made: str  # the day of the proof
 
 
 LIBRARIES = ("torch", "transformers", "safetensors")

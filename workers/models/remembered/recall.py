@@ -44,10 +44,8 @@ FOLLOWING = ("num_hidden_layers", "layers_block_type", "layer_types", "mlp_layer
 """Fields that the configurations of some families have from others."""
 TRAITS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 """The attributes of transformers' experts that describe their layout."""
-GATE = "_apply_gate"
-"""The function that reads them."""
-SAMPLED = 4
-"""Rows whose logits are compared."""
+GATE = "_apply_gate"  # the function that reads them
+SAMPLED = 4  # rows whose logits are compared
 
 
 class Memory:

@@ -27,13 +27,11 @@ from dovetail.workers.models.substitutes.quantize import (
 )
 from dovetail.workers.progress import beat
 
-Tell = Callable[[int, int], None]
-"""Hears how many layers of how many have codes."""
+Tell = Callable[[int, int], None]  # hears how many layers of how many have codes
 PARTS = ("codes", "scales", "offsets")
 TYPES = (torch.uint8, torch.float16, torch.float16)
 
-Kept = Mapping[str, Tensor]
-"""The codes of matrices as a file has them: `PARTS` of each by its name."""
+Kept = Mapping[str, Tensor]  # the codes of matrices as a file has them: `PARTS` of each by its name
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +52,8 @@ class Substitutes:
         self.bits, self._tell, self._device = bits, tell, device
         key = hashlib.sha256(f"{digest}\0{SCHEME}\0{bits}".encode()).hexdigest()
         self.folder = None if folder is None else folder / key[:32]
-        self.made = 0
-        """Layers that had to be quantised."""
-        self.seconds = 0.0
-        """The seconds that it took."""
+        self.made = 0  # layers that had to be quantised
+        self.seconds = 0.0  # the seconds that it took
         self.weights = 0
 
     def of_layer(self, layer: nn.Module, index: int, layers: int) -> Mapping[nn.Linear, Codes]:

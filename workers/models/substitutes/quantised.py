@@ -10,11 +10,9 @@ from torch.nn.functional import pad
 from dovetail.workers.kernels.coded import GROUP, groups_of
 from dovetail.workers.models.substitutes.quantize import CPU, Codes
 
-Product = Callable[[Tensor], Tensor]
-"""x [T, in] -> [T, out], bf16."""
+Product = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out], bf16
 
-ROWS = 16
-"""Rows of a matrix come in multiples of this."""
+ROWS = 16  # rows of a matrix come in multiples of this
 LEAST_SCALE = 1e-6
 """The least scale, that of a group whose weights are all the same; fp16 still tells it from 0."""
 TILES = (8, 4)

@@ -30,12 +30,9 @@ class Codes:
 
     bits: int
     inputs: int
-    codes: Tensor
-    """[rows, groups GROUP] uint8."""
-    scales: Tensor
-    """[rows, groups] float16."""
-    offsets: Tensor
-    """[rows, groups] float16."""
+    codes: Tensor  # [rows, groups GROUP] uint8
+    scales: Tensor  # [rows, groups] float16
+    offsets: Tensor  # [rows, groups] float16
 
     @property
     def shape(self) -> tuple[int, int]:

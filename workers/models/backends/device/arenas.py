@@ -13,16 +13,14 @@ from dovetail.workers.devices.memory import HELD, is_out_of_memory, without_spar
 from dovetail.workers.models.cache import KVCache
 from dovetail.workers.models.segment import SLACK
 
-MOST_SPARE = 2
-"""Arenas that are held for sessions to come."""
+MOST_SPARE = 2  # arenas that are held for sessions to come
 
 
 @dataclass(eq=False)
 class Arena:
     """The memory of one cache."""
 
-    rows: Tensor
-    """[layers, 2, kv_heads, slots, head_dim]"""
+    rows: Tensor  # [layers, 2, kv_heads, slots, head_dim]
     captured: dict[Hashable, Any] = field(default_factory=dict)
     """The passes that have been captured over its addresses, by their keys."""
 

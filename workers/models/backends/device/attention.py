@@ -18,17 +18,12 @@ from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.cache import HALF
 
 SOURCE = source_of("attention")
-ROWS, SLOTS, COLUMNS = 8, 64, 32
-"""Rows, slots and columns of values of a block."""
-PLACE = 3
-"""Numbers of a place: address, slots, slots that may be read."""
+ROWS, SLOTS, COLUMNS = 8, 64, 32  # rows, slots and columns of values of a block
+PLACE = 3  # numbers of a place: address, slots, slots that may be read
 THREADS = 128
-FOUR = 4
-"""Rows of scores begin at multiples of this many."""
-WIDTHS = (128, 256)
-"""The most numbers of a key that a function takes."""
-MULTIPLE = 8
-"""Numbers of a key come in multiples of this."""
+FOUR = 4  # rows of scores begin at multiples of this many
+WIDTHS = (128, 256)  # the most numbers of a key that a function takes
+MULTIPLE = 8  # numbers of a key come in multiples of this
 MOST_SCORES = 1 << 24
 """So many scores are in memory at a time, 64 MiB, unless a single key head has more."""
 TOLERANCE = 1e-5
@@ -83,10 +78,8 @@ class Placed:
     """int64 [T, PLACE]: a cache's address, its slots, and readable slots; sessions are
     contiguous."""
     layer: int
-    heads: int
-    """Key heads."""
-    slots: int
-    """The most slots that a token sees."""
+    heads: int  # key heads
+    slots: int  # the most slots that a token sees
 
     @property
     def first_key(self) -> int:

@@ -33,12 +33,10 @@ from dovetail.workers.models.backends.device.trying import tried
 
 SHAPE = (83, 333)
 """[out, in] of the proof: two panels, the second one narrow, and no multiple of any step."""
-ROWS = (1, 3, 4, 5, 17, 33, 70)
-"""Rows of the proof: every function that there is, full and not."""
+ROWS = (1, 3, 4, 5, 17, 33, 70)  # rows of the proof: every function that there is, full and not
 TIMED_SHAPE = (4096, 4096)
 TIMED_ROWS = (1, 4, 16)
-TIMED_BYTES = 128 << 20
-"""Weights that are read in turn, so that no cache has them."""
+TIMED_BYTES = 128 << 20  # weights that are read in turn, so that no cache has them
 TIMES = 3
 STORED = {Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
 """The type of a matrix that is packed."""
@@ -67,16 +65,13 @@ class Contest:
     """Something that ours and torch's both compute, to be held against each other on a device."""
 
     kind: IntEnum
-    does: str
-    """The words of a sentence about it."""
-    source: str
-    """The functions of ours, in CUDA C++."""
+    does: str  # the words of a sentence about it
+    source: str  # the functions of ours, in CUDA C++
     against: Callable[[Program, torch.device], str]
     """Describes what is wrong with ours; empty if it is right."""
     pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
     """Yields matrices of `TIMED_SHAPE`, each with our product and with what makes torch's."""
-    torchs: bool = True
-    """False: torch cannot compute it, and there is nothing to be faster than."""
+    torchs: bool = True  # False: torch cannot compute it, and there is nothing to be faster than
 
     @property
     def name(self) -> str:
@@ -98,8 +93,7 @@ class Products:
         self._chosen: dict[IntEnum, bool] = {}
         self.said: dict[IntEnum, str] = {}
         """Kind of matrix -> a sentence with the product that is used, and why."""
-        self.told: set[IntEnum] = set()
-        """The kinds that a worker has reported."""
+        self.told: set[IntEnum] = set()  # the kinds that a worker has reported
 
     def owner(self, contest: Contest) -> Program | None:
         """Return our functions if they are chosen, which the first call decides; else None."""

@@ -22,12 +22,10 @@ from dovetail.workers.models.segment import Segment
 
 SLOTS = 512
 """Attention in fixed shapes reads slots in multiples of it, or in powers of two from it on."""
-MOST_ROWS = 64
-"""The most rows of a pass."""
+MOST_ROWS = 64  # the most rows of a pass
 PATHS, LONGER = 16, 4
 """Slots of the shortest path that rows are padded to, and the factor to the next length."""
-ALIGNMENT = 16
-"""Bytes: every tensor of a pass's inputs begins at a multiple of it."""
+ALIGNMENT = 16  # bytes: every tensor of a pass's inputs begins at a multiple of it
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ResultT = TypeVar("ResultT")
 InputsT = TypeVar("InputsT", bound="Inputs")
@@ -38,8 +36,7 @@ class Form(NamedTuple):
 
     rows: int
     slots: int
-    path: int
-    """Slots of each row's path."""
+    path: int  # slots of each row's path
 
 
 def form_of(segments: Sequence[Segment], least_rows: int = 1, *, placed: bool) -> Form:
@@ -198,8 +195,7 @@ class Graphs:
     """The passes that are captured for all sessions of a worker."""
 
     def __init__(self) -> None:
-        self.captured: dict[Hashable, Any] = {}
-        """The passes, by their keys."""
+        self.captured: dict[Hashable, Any] = {}  # the passes, by their keys
         self._scratch: Tensor | None = None
         HELD.add(self)
 

@@ -118,13 +118,10 @@ class Levels:
 
     capture: Capture
     device: torch.device
-    hidden: int
-    """Width of a state."""
+    hidden: int  # width of a state
     plans: Sequence[LayerPlan]
-    layers: Sequence[Layer]
-    """Behind the plans, in their order."""
-    turn: Callable[[Tensor], Turn | None]
-    """Positions int64 [T] on the device -> their angles."""
+    layers: Sequence[Layer]  # behind the plans, in their order
+    turn: Callable[[Tensor], Turn | None]  # positions int64 [T] on the device -> their angles
     by: Attending
     logits: Callable[[Tensor], Tensor]
     """States [T, hidden] behind the last layer -> logits [T, V] on the device."""
@@ -216,8 +213,7 @@ class Levels:
 class Captured(ABC):
     """The part of a back end that computes levels."""
 
-    levels: Levels | None = None
-    """None: all passes are computed operation by operation."""
+    levels: Levels | None = None  # None: all passes are computed operation by operation
 
     @property
     def captures(self) -> bool:

@@ -23,16 +23,11 @@ FOLDER = Path(kernels.__file__).parent / "cuda"
 class Block:
     """A block of threads, by what it computes of a product; see `products.cu`."""
 
-    vectors: int
-    """Vectors of 16 outputs: 1, or 3, which are a panel."""
-    columns: int
-    """Outputs of a thread."""
-    rows: int
-    """Rows of a thread."""
-    groups: int
-    """Threads with the same outputs."""
-    steps: int
-    """Inputs that come together."""
+    vectors: int  # vectors of 16 outputs: 1, or 3, which are a panel
+    columns: int  # outputs of a thread
+    rows: int  # rows of a thread
+    groups: int  # threads with the same outputs
+    steps: int  # inputs that come together
 
     @property
     def tile(self) -> int:
@@ -91,16 +86,13 @@ CODES_SOURCE = source_of("formats", "rounded") + "".join(
     f"DT_ROUNDED(codes{bits}, {GROUP}, {bits}, {1 << bits - 1}, false, HALF_AND_MORE, false, 0)\n"
     for bits in (8, 4, 3, 2)
 )
-WORDS = 4
-"""Rows of x begin at multiples of this many words."""
+WORDS = 4  # rows of x begin at multiples of this many words
 ROW_THREADS, GROUP_THREADS = 512, 128
 """Threads of a block that rounds a row, or groups of rows, a warp each."""
 RELAY_ROWS, RELAY_THREADS = 8, 256
 """Rows and threads of a block over codes, of a substitute or of a GGUF file."""
-DEPTH = 4
-"""Rows of x have their groups in multiples of this many."""
-RELAY_BLOCKS = 2
-"""Blocks of that kind that a multiprocessor has at a time."""
+DEPTH = 4  # rows of x have their groups in multiples of this many
+RELAY_BLOCKS = 2  # blocks of that kind that a multiprocessor has at a time
 WARP = 32
 
 
@@ -112,13 +104,10 @@ class OwnMatrix:
     kind: IntEnum
     n: int
     k: int
-    packed: Tensor
-    """uint8: the layout of `kernels/native/packing.h`."""
-    scales: Tensor | None
-    """[n] of INT8."""
+    packed: Tensor  # uint8: the layout of `kernels/native/packing.h`
+    scales: Tensor | None  # [n] of INT8
     bias: Tensor | None
-    wide: bool = False
-    """True if few rows are computed in blocks of whole panels."""
+    wide: bool = False  # True if few rows are computed in blocks of whole panels
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
@@ -174,8 +163,7 @@ class RoundedRows:
     groups: int
     values: Tensor
     """int8 [tiles of 8 rows, groups padded to 4, 8, inputs of a group], four inputs a step."""
-    abouts: Tensor
-    """[tiles, groups up to a multiple of 4, 8, 4]: scales and sums."""
+    abouts: Tensor  # [tiles, groups up to a multiple of 4, 8, 4]: scales and sums
 
 
 def rounded_rows(program: Program, x: Tensor, width: int) -> RoundedRows:
@@ -211,8 +199,7 @@ class OwnCodes:
     bits: int
     n: int
     k: int
-    packed: Tensor
-    """uint8: the layout of `kernels/native/packing.h`."""
+    packed: Tensor  # uint8: the layout of `kernels/native/packing.h`
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:

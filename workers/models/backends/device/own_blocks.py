@@ -60,8 +60,7 @@ class Format(NamedTuple):
     numbers: Sequence[int] = ()
 
 
-SUPER = 8
-"""The number of blocks that share scales of scales."""
+SUPER = 8  # the number of blocks that share scales of scales
 
 
 def scale_bytes(form: Format) -> int:
@@ -261,8 +260,7 @@ def _plain(matrix: Matrix | OwnMatrix, bias: Tensor | None, x: Tensor) -> Tensor
 PROOF = 20, 1280
 """[out, in]: two vectors, the second one narrow, and more blocks than are computed at a time."""
 TIMED_TYPE, TIMED_MATRICES = 12, 4
-SMALL = 0x3B
-"""A byte below which the upper half of 16 bits is that of a number below 1."""
+SMALL = 0x3B  # a byte below which the upper half of 16 bits is that of a number below 1
 
 
 def random_blocks(

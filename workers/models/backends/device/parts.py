@@ -29,8 +29,7 @@ SOURCE = source_of("parts")
 NORM_THREADS, TURN_THREADS, GATE_THREADS, WARP = 512, 128, 256, 32
 MOST_WIDTH = 16 * NORM_THREADS
 """The widest row that our norm takes: 16 numbers a thread (`HELD` in parts.cu)."""
-TOLERANCE = 1e-5
-"""The largest difference to double precision, as a share of the largest number."""
+TOLERANCE = 1e-5  # the largest difference to double precision, as a share of the largest number
 HEADS, KV_HEADS, WIDTH, HALF_TURN, SLOTS = 3, 2, 40, 16, 9
 """The shape of the proof of a rotation; the last numbers of each head are not rotated."""
 PROOF_WIDTH, UNITS = 1100, 300
@@ -44,8 +43,7 @@ class Turning:
     program: Program
     heads: int
     kv_heads: int
-    query_weight: Tensor | None
-    """[width]: the norm of each query; None: they have none."""
+    query_weight: Tensor | None  # [width]: the norm of each query; None: they have none
     key_weight: Tensor | None
     epsilon: float
 

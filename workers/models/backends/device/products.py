@@ -10,10 +10,8 @@ from torch.nn.functional import linear, pad
 from dovetail.workers.kernels import Kind
 from dovetail.workers.models.backends.blob import Matrix
 
-Product = Callable[[Tensor], Tensor]
-"""x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
-TILE_WEIGHTS = 1 << 24
-"""So many 16-bit weights are widened at a time: 64 MiB of fp32."""
+Product = Callable[[Tensor], Tensor]  # x [T, k] fp32 -> x W^T + bias [T, n] fp32
+TILE_WEIGHTS = 1 << 24  # so many 16-bit weights are widened at a time: 64 MiB of fp32
 LEAST_ROWS, MULTIPLE = 32, 8
 """torch's integer product needs more than 16 rows, and sizes that are multiples of 8."""
 TINY = 1e-30

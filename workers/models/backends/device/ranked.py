@@ -14,12 +14,9 @@ from dovetail.workers.models.backends.device.fixed import Form, Inputs, Shapes
 from dovetail.workers.models.segment import Segment
 
 Floats = NDArray[np.float32]
-CHUNK = 2048
-"""Numbers searched at a time: the chunks of a vocabulary in parallel, then their best."""
-LEAST_CHUNKED = 8 * CHUNK
-"""Rows of fewer numbers are searched as a whole."""
-LEAST_WIDTH = 32
-"""Children of a row that are ranked at least: trees of other widths share a pass."""
+CHUNK = 2048  # numbers searched at a time: the chunks of a vocabulary in parallel, then their best
+LEAST_CHUNKED = 8 * CHUNK  # rows of fewer numbers are searched as a whole
+LEAST_WIDTH = 32  # children of a row that are ranked at least: trees of other widths share a pass
 
 
 @dataclass(frozen=True)
@@ -28,11 +25,9 @@ class DeviceRanking:
 
     width: int
     vocabulary_size: int
-    temperatures: Floats
-    """[N], above 0, which a greedy ranking does not read."""
+    temperatures: Floats  # [N], above 0, which a greedy ranking does not read
     sharpenings: Floats
-    noise: Sequence[Tensor] | None
-    """A row [V] for each node; None: the ranking is greedy."""
+    noise: Sequence[Tensor] | None  # a row [V] for each node; None: the ranking is greedy
 
 
 class RankingShape(NamedTuple):
@@ -91,10 +86,8 @@ class Fetched:
 class Ranked:
     """The logits of a level's rows, and their children."""
 
-    logits: Tensor
-    """[N, V] on the device."""
-    best: Fetched | None
-    """None: the host ranks them."""
+    logits: Tensor  # [N, V] on the device
+    best: Fetched | None  # None: the host ranks them
 
 
 class RankedInputs(Inputs):

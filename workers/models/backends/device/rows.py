@@ -44,8 +44,7 @@ class Rows:
     """The rows of several sessions, in the shapes that their caches have."""
 
     turn: Turn | None
-    blocks: Mapping[int, Sequence[Block]]
-    """By how many query heads share a key head."""
+    blocks: Mapping[int, Sequence[Block]]  # by how many query heads share a key head
     stateful: Sequence[StatefulRows] = ()
     """The rows and the states of their sessions, if layers have any."""
     by: Attending = by_torch
@@ -82,12 +81,9 @@ class PlacedRows:
     """The caches of the rows of a pass, each where its place says."""
 
     ours: Ours
-    places: Tensor
-    """int64 [T, PLACE]."""
-    slots: Tensor
-    """int64 [T]: where the rows are written."""
-    seen: int
-    """The most slots that a row sees."""
+    places: Tensor  # int64 [T, PLACE]
+    slots: Tensor  # int64 [T]: where the rows are written
+    seen: int  # the most slots that a row sees
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write key and value [kv_heads, T, head_dim]."""
@@ -126,12 +122,10 @@ class FixedRows:
     turn: Turn | None
     cached: Tensor | PlacedRows
     """The rows of a `KVCache`, if all are those of one session, or those of any."""
-    slots: Tensor
-    """int64 [T]: where the rows are written; rows that are the same may share one."""
+    slots: Tensor  # int64 [T]: where the rows are written; rows that are the same may share one
     masks: Mapping[tuple[int, int], Tensor]
     """(window or 0, query heads of a key head) -> [groups * T, S] of 0 and -inf."""
-    stateful: Sequence[StatefulRows] = ()
-    """None: states are not in fixed shapes."""
+    stateful: Sequence[StatefulRows] = ()  # None: states are not in fixed shapes
     by: Attending = by_torch
     inputs: Tensor | None = None
     turns: bool = True

@@ -14,10 +14,8 @@ from dovetail.workers.kernels.states import ScanPlan, ScanRule, StateRows
 from dovetail.workers.models.backends.device.state_rows import Factors, Place, by_value
 from dovetail.workers.models.segment import Segment
 
-AT_A_TIME = 16
-"""Rows of a prompt, or of a level, whose states are in memory at a time."""
-LEAST = 1e-6
-"""Added to the squares of queries and keys before they are divided by their length."""
+AT_A_TIME = 16  # rows of a prompt, or of a level, whose states are in memory at a time
+LEAST = 1e-6  # added to the squares of queries and keys before they are divided by their length
 
 
 @dataclass(frozen=True)
@@ -25,17 +23,14 @@ class StatefulRows:
     """The rows of one session in a pass, and its states."""
 
     segment: Segment
-    first: int
-    """The first row in the pass."""
+    first: int  # the first row in the pass
     states: StateRows
 
 
 @dataclass(frozen=True)
 class _Rows(Factors):
-    query: Tensor
-    """[T, value_heads, key_dim, 1]."""
-    value: Tensor
-    """[T, value_heads, value_dim]."""
+    query: Tensor  # [T, value_heads, key_dim, 1]
+    value: Tensor  # [T, value_heads, value_dim]
     taken: Tensor | None
     """[T, value_heads, 1, 1], by which the delta rule adds what a key reads of the state."""
 
@@ -225,8 +220,7 @@ class DeviceScan:
 @dataclass
 class _Node:
     parent: int
-    inner: bool = False
-    """True if it has children."""
+    inner: bool = False  # True if it has children
 
 
 def _levels(segment: Segment, prefix: int) -> list[dict[int, _Node]]:

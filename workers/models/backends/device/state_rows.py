@@ -14,10 +14,8 @@ class Factors:
     """How rows change a state (decay state + key added); keys and queries repeated for value
     heads."""
 
-    decay: Tensor
-    """[T, value_heads, 1, 1]."""
-    key: Tensor
-    """[T, value_heads, key_dim, 1]."""
+    decay: Tensor  # [T, value_heads, 1, 1]
+    key: Tensor  # [T, value_heads, key_dim, 1]
     added: Tensor
     """[T, value_heads, 1, value_dim]; of the delta rule without what depends on the state."""
 

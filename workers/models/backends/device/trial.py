@@ -19,8 +19,7 @@ CONTESTS = (
     *(attention.CONTEST, parts.CONTEST, *own_blocks.CONTESTS.values()),
 )
 """Every contest between functions of ours and torch's."""
-LONGEST = 4096
-"""Bytes of a question; one is asked at a time."""
+LONGEST = 4096  # bytes of a question; one is asked at a time
 
 
 def main(device: str, name: str) -> str:

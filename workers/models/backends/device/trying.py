@@ -17,11 +17,9 @@ from typing import IO
 from dovetail.workers.progress import beat
 
 MODULE = "dovetail.workers.models.backends.device.trial"
-LIMIT_S = 120.0
-"""A trial with compiling and torch's start takes about ten seconds."""
+LIMIT_S = 120.0  # a trial with compiling and torch's start takes about ten seconds
 BEAT_S = 0.5
-PART = 4096
-"""Bytes that are read at a time."""
+PART = 4096  # bytes that are read at a time
 LINGER_S = 1.0
 """Seconds without a question after which the process ends: its context takes device memory."""
 
@@ -87,8 +85,7 @@ class Trials:
         self._command = [sys.executable, "-P", "-m", module, device, str(linger_s)]
         self._limit_s = limit_s
         self._process: _Process | None = None
-        self.started = 0
-        """Processes that have been started so far."""
+        self.started = 0  # processes that have been started so far
 
     def tried(self, name: str) -> bytes | str:
         """Return what a trial of the functions `name` has measured; or how it failed."""

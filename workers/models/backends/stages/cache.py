@@ -14,8 +14,7 @@ class StagedPass:
 
     positions: Tensor
     segments: Sequence[Segment]
-    apart: bool = False
-    """True if the reader computes the layers on the CPU."""
+    apart: bool = False  # True if the reader computes the layers on the CPU
     inputs: Tensor | None = None
     """The inputs that layers have of their own, [rows, width of all]; None: they have none."""
 

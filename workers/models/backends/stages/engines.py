@@ -60,8 +60,7 @@ class Engine(Protocol):
     """The engine that computes layers on a device."""
 
     device: torch.device
-    chunk: int
-    """Rows of a prompt that a layer computes at a time."""
+    chunk: int  # rows of a prompt that a layer computes at a time
 
     def prepare(self, plan: LayerPlan, blob: Blob) -> Ready:
         """A layer, but for its matrices."""
@@ -201,8 +200,7 @@ class TorchEngine:
         self.device, self.products = device, products
         self.by = by_torch if products is None else attending(products)
         self.arenas = Arenas()
-        self._masks: dict[int, Masks] = {}
-        """By how many query heads share a key head."""
+        self._masks: dict[int, Masks] = {}  # by how many query heads share a key head
         self._angles = Angles(device)
 
     @cached_property

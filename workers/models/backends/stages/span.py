@@ -47,8 +47,7 @@ class Passed:
 class Span:
     """Some layers in a row of a stage."""
 
-    first: int
-    """The number of the first layer in its stage."""
+    first: int  # the number of the first layer in its stage
     layers: Sequence[SettledLayer]
     plans: Sequence[LayerPlan]
     engine: TorchEngine

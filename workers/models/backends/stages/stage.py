@@ -34,12 +34,10 @@ class Stage:
         self._number, self._first, self._transfer = number, first, transfer
         self.layout = Layout()
         self._layers: list[Run | Ready] = []
-        self._blobs: list[Tensor] = []
-        """The numbers of the layers that are streamed."""
+        self._blobs: list[Tensor] = []  # the numbers of the layers that are streamed
         self._ring: Ring | None = None
         self._made: dict[tuple[int, int], Run] = {}
-        self._spans: Mapping[int, Span] = {}
-        """Layers that are captured, by the first of them."""
+        self._spans: Mapping[int, Span] = {}  # layers that are captured, by the first of them
         self._mirrored: list[tuple[int, int]] = []
         """Places of mirrored layers in the caches of the stage before and of this one."""
 

@@ -20,8 +20,7 @@ class Ring:
         self._transfer, self._blobs = transfer, blobs
         largest = max(blob.numel() for blob in blobs)
         self._buffers = [transfer.buffer(largest) for _ in range(buffers)]
-        self._turn = 0
-        """Blobs so far: the next is blobs[turn % blobs], in buffers[turn % buffers]."""
+        self._turn = 0  # blobs so far: the next is blobs[turn % blobs], in buffers[turn % buffers]
         self.copied_bytes = 0
         start = transfer.computed()
         self._filled = [self._fetch(turn, start) for turn in range(buffers)]

@@ -13,8 +13,7 @@ from dovetail.workers.models.checkpoints.gguf.reader import Place
 
 HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
 """Keys that do not change what a model computes."""
-LARGEST = 1 << 32
-"""The largest whole number in a file's architecture, which has 32 bits."""
+LARGEST = 1 << 32  # the largest whole number in a file's architecture, which has 32 bits
 HEADS = "attention.head_count"
 KV_HEADS = "attention.head_count_kv"
 GUESSES = "nextn_predict_layers"

@@ -11,11 +11,9 @@ class Kind:
     """A type of numbers, whose blocks hold `numbers` neighbours of a row in `size_bytes`."""
 
     name: str
-    numbers: int
-    """Numbers of a block, neighbours in a row."""
+    numbers: int  # numbers of a block, neighbours in a row
     size_bytes: int
-    packed: int = 0
-    """Bytes of a block as the kernels have it, where these are others."""
+    packed: int = 0  # bytes of a block as the kernels have it, where these are others
 
     def size_of(self, shape: Sequence[int]) -> int:
         """Return the bytes of a tensor [..., row]; ValueError if its rows are not whole blocks."""
@@ -35,13 +33,10 @@ class Kind:
 class Described(NamedTuple):
     """A tensor of a model in GGUF files, as transformers has it."""
 
-    kind: str
-    """safetensors' name of the type in which it is read."""
+    kind: str  # safetensors' name of the type in which it is read
     shape: tuple[int, ...]
-    packed_bytes: int
-    """Bytes that the kernels take for its blocks; 0: it has none."""
-    type: int
-    """ggml's number of its type in the file."""
+    packed_bytes: int  # bytes that the kernels take for its blocks; 0: it has none
+    type: int  # ggml's number of its type in the file
 
 
 F32, F16, BF16, MXFP4 = 0, 1, 30, 39

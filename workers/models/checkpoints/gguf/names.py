@@ -7,10 +7,8 @@ from pathlib import Path
 
 from dovetail.protocol.errors import CheckpointError
 
-AGAIN = "fetch the file again"
-"""The remedy for a damaged file."""
-MARK = "gguf.json"
-"""The file that names the source of a view."""
+AGAIN = "fetch the file again"  # the remedy for a damaged file
+MARK = "gguf.json"  # the file that names the source of a view
 SUFFIX = ".gguf"
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 SIDECARS = re.compile(r"(^|[-_.])mmproj|^mtp[-_.]", re.IGNORECASE)

@@ -34,8 +34,7 @@ numbers."""
 WOVEN, BEHIND, BELOW = range(9, 12)
 """Changes of two tensors into one: gates and ups of experts interleaved or stacked, [experts, in,
 out]; rows below others', or by key head."""
-ZEROS = 12
-"""A change that sets all values of a tensor to zero."""
+ZEROS = 12  # a change that sets all values of a tensor to zero
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,12 @@ class Placed:
     head: Head
     place: Place
     change: int = NOTHING
-    heads: int = 0
-    """The number of heads that HALVES is about, or of key heads."""
-    values: int = 1
-    """The number of value heads for each key head."""
-    first: int = 0
-    """The first row of value heads."""
+    heads: int = 0  # the number of heads that HALVES is about, or of key heads
+    values: int = 1  # the number of value heads for each key head
+    first: int = 0  # the first row of value heads
     single: int | None = None
     """A dimension of one number that transformers has in addition to those of the file."""
-    flat: bool = False
-    """True if transformers has one dimension."""
+    flat: bool = False  # True if transformers has one dimension
     up: "Placed | None" = None
     """The other half of a tensor: interleaved, stacked, or the values of latents."""
 

@@ -36,17 +36,13 @@ SCALARS = {
 """numpy's types of the types of values that are numbers."""
 STRING, ARRAY = 8, 9
 MOST_KEYS, MOST_TENSORS = 1 << 16, 1 << 20
-MOST_ITEMS = 1 << 24
-"""Items of an array: more tokens than any embedding has rows here."""
-MOST_NESTED = 2
-"""Deepest nesting of a list in other lists; no such key is used."""
-NEEDED = ("tokenizer.", "the name of a tensor")
-"""Prefixes of what has to be valid text."""
+MOST_ITEMS = 1 << 24  # items of an array: more tokens than any embedding has rows here
+MOST_NESTED = 2  # deepest nesting of a list in other lists; no such key is used
+NEEDED = ("tokenizer.", "the name of a tensor")  # prefixes of what has to be valid text
 LONGEST_NAME = 1 << 16
 LONGEST_TEXT = 1 << 28
 DIMENSIONS = 4
-LARGEST = 1 << 48
-"""Numbers of a tensor."""
+LARGEST = 1 << 48  # numbers of a tensor
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 16
 
 
@@ -55,12 +51,9 @@ class Place:
     """A tensor as the head of a file has it."""
 
     name: str
-    shape: tuple[int, ...]
-    """The last dimension is that of a row, whose numbers are neighbours."""
-    kind: int
-    """ggml's number of the type."""
-    offset: int
-    """Offset in bytes from the beginning of the file."""
+    shape: tuple[int, ...]  # the last dimension is that of a row, whose numbers are neighbours
+    kind: int  # ggml's number of the type
+    offset: int  # offset in bytes from the beginning of the file
 
     @property
     def size_bytes(self) -> int:
@@ -78,8 +71,7 @@ class Head:
     """Numbers, texts, lists, and numpy arrays. Text that is not UTF-8 is bytes, outside the
     tokenizer."""
     tensors: tuple[Place, ...]
-    size_bytes: int
-    """Offset of the first tensor, in bytes from the beginning of the file."""
+    size_bytes: int  # offset of the first tensor, in bytes from the beginning of the file
 
 
 def read_head(file: Path, *, texts: bool = True) -> Head:

@@ -16,21 +16,17 @@ from dovetail.workers.models.checkpoints.gguf.unpacking import unpacked
 from dovetail.workers.models.checkpoints.stored import Stored
 from dovetail.workers.progress import count_bytes
 
-ROWS = "rows_of_file"
-"""The attribute of a linear that has its rows."""
+ROWS = "rows_of_file"  # the attribute of a linear that has its rows
 
 
 @dataclass(frozen=True)
 class InFile:
     """Rows of one type of blocks that are read when they are needed."""
 
-    stored: Stored
-    """The tensor of them, [rows, inputs] in its file."""
-    name: str
-    """The name of the tensor in errors."""
+    stored: Stored  # the tensor of them, [rows, inputs] in its file
+    name: str  # the name of the tensor in errors
     kind: int
-    shape: tuple[int, int]
-    """Numbers of rows and of the bytes of each."""
+    shape: tuple[int, int]  # numbers of rows and of the bytes of each
     order: Tensor | None = None
     """int64 [rows]: the row of the file that each is; None: the rows of the file in turn."""
     blocks: Tensor | None = None
@@ -92,10 +88,8 @@ class Memory(threading.local):
 class Rows:
     """Rows of one type of blocks."""
 
-    kind: int
-    """ggml's number of the type."""
-    source: Tensor | InFile
-    """uint8 [rows, bytes], or where to read them."""
+    kind: int  # ggml's number of the type
+    source: Tensor | InFile  # uint8 [rows, bytes], or where to read them
 
     def __deepcopy__(self, memo: Any) -> "Rows":
         return self  # they are never changed, and a copy of a layer should take no memory for them
@@ -137,8 +131,7 @@ class Pile:
     """Rows of several matrices of a file, the types of which may differ."""
 
     parts: "Sequence[Content]"
-    order: Tensor
-    """int64 [rows]: which row of the parts, counted through, each is."""
+    order: Tensor  # int64 [rows]: which row of the parts, counted through, each is
 
     def __deepcopy__(self, memo: Any) -> "Pile":
         return self  # as `Rows`

@@ -43,12 +43,9 @@ class Splitting:
     """A way of splitting a text before its words are made of tokens."""
 
     expressions: Sequence[str]
-    ignore_merges: bool = False
-    """A word that is a token is taken whole."""
-    composed: bool = False
-    """The text is brought into Unicode's composed form (NFC) first."""
-    begins: bool = False
-    """By default a text begins with the begin token."""
+    ignore_merges: bool = False  # a word that is a token is taken whole
+    composed: bool = False  # the text is brought into Unicode's composed form (NFC) first
+    begins: bool = False  # by default a text begins with the begin token
 
 
 _PLAIN = Splitting((_GPT2,))

@@ -33,8 +33,7 @@ from dovetail.workers.models.checkpoints.gguf.rows import Content, InFile, Pile,
 from dovetail.workers.models.checkpoints.gguf.unpacking import UNPACK, unpacked
 from dovetail.workers.models.checkpoints.stored import Stored
 
-AT_A_TIME = 1 << 20
-"""Numbers that are looked at for NaN and infinity."""
+AT_A_TIME = 1 << 20  # numbers that are looked at for NaN and infinity
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ class Piled(Stored):
 
     upper: Blocks
     lower: Blocks
-    order: Tensor
-    """int64 [rows]: which row of both, counted through, each is."""
+    order: Tensor  # int64 [rows]: which row of both, counted through, each is
 
     def read(self, name: str, *, checked: bool = False) -> Tensor:
         """Return [out, in]."""
@@ -130,10 +128,8 @@ class Piled(Stored):
 class Latents(Stored):
     """Matrices that make keys and values of latents, which lie apart from each other."""
 
-    keys: Blocks
-    """[heads, rank, plain]."""
-    values: Blocks
-    """[heads, width, rank]."""
+    keys: Blocks  # [heads, rank, plain]
+    values: Blocks  # [heads, width, rank]
 
     def read(self, name: str, *, checked: bool = False) -> Tensor:
         """Return [heads (plain + width), rank]."""

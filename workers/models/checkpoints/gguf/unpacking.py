@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dovetail.workers.models.checkpoints.gguf.kinds import BF16, F16, F32, KINDS, MXFP4
 
-E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of e2m1."""
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of e2m1
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers of IQ4_NL and IQ4_XS."""
 

@@ -24,12 +24,9 @@ from dovetail.workers.models.checkpoints.gguf.names import MARK, is_gguf, only_m
 if TYPE_CHECKING:
     from dovetail.workers.models.checkpoints.gguf.files import Model
 
-FILE = "file"
-"""Weights that stay the blocks of a file."""
-VIEWS = "gguf"
-"""The folder of views among the caches."""
-MOST_KEPT = 64
-"""Views that are kept; the oldest go."""
+FILE = "file"  # weights that stay the blocks of a file
+VIEWS = "gguf"  # the folder of views among the caches
+MOST_KEPT = 64  # views that are kept; the oldest go
 WEIGHTS = ("*.safetensors", "*.bin")
 
 

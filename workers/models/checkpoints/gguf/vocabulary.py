@@ -13,8 +13,7 @@ from dovetail.workers.models.checkpoints.gguf.files import Model
 from dovetail.workers.models.checkpoints.gguf.splitting import SPLITTINGS, Splitting
 
 PREFIX = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
-"""Types of tokens that matter here."""
+NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4  # types of tokens that matter here
 SPACE = "▁"
 INSTEAD = "take the model's folder of safetensors, or a file whose tokenizer is known"
 ENDS = ("eos", "eot", "eom")
@@ -50,8 +49,7 @@ UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 class Vocabulary:
     """The tokens of a file, and what it says of them."""
 
-    content: Mapping[str, Any]
-    """tokenizer.json."""
+    content: Mapping[str, Any]  # tokenizer.json
     begin: int | None
     ends: Sequence[int]
 

@@ -9,8 +9,7 @@ from dovetail.workers.models.checkpoints.quantised.layout import AWQ_BITS, WORD
 
 AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs, of eight, whose codes stand in a word of AWQ, from its lowest bits on."""
-CHUNK = 1 << 20
-"""Numbers that are decoded at a time, so that little memory is taken on the way."""
+CHUNK = 1 << 20  # numbers that are decoded at a time, so that little memory is taken on the way
 
 
 def split(words: Tensor, bits: int) -> Tensor:

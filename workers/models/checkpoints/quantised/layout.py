@@ -7,19 +7,16 @@ from typing import Generic, Protocol, TypeVar
 
 from dovetail.workers.models.checkpoints.quantised.schemes import PACKABLE_BITS, Scheme
 
-WORD = 32
-"""Bits of a word that codes are packed into."""
+WORD = 32  # bits of a word that codes are packed into
 AWQ_BITS = 4
-WHOLE, FLOATING = "I8", "F8_E4M3"
-"""Types of codes that stand one by one."""
+WHOLE, FLOATING = "I8", "F8_E4M3"  # types of codes that stand one by one
 KINDS = {
     "groups": ("I32", "I64"),
     "scales": ("F64", "F32", "F16", "BF16", FLOATING, "F8_E8M0"),
     "shape": ("I32", "I64"),
 }
 """A part of a matrix -> the types that it may be stored in."""
-SCALES = ("_scale_inv", "_scale")
-"""Ends of the names of a matrix's scales, behind its own."""
+SCALES = ("_scale_inv", "_scale")  # ends of the names of a matrix's scales, behind its own
 BESIDE = (
     *("input_global_scale", "input_scale", "input_zero_point", "k_scale", "output_scale"),
     *("output_zero_point", "q_scale", "v_scale"),

@@ -6,8 +6,7 @@ from typing import Any, TypeGuard
 
 from dovetail.protocol.errors import CheckpointError
 
-PACKABLE_BITS = (2, 4, 8)
-"""Bits of a code, of which words of 32 bits hold a whole number."""
+PACKABLE_BITS = (2, 4, 8)  # bits of a code, of which words of 32 bits hold a whole number
 AWQ_LAYOUTS = ("gemm", "exllama", "ipex")
 """Values of AWQ's `version` whose tensors are laid out alike."""
 GPTQ_FORMATS = ("gptq", "gptq_v2")
@@ -27,16 +26,13 @@ READ = "AWQ (gemm), GPTQ, FP8 and compressed-tensors of whole or 8-bit floating-
 class Scheme:
     """The facts of config.json that codes cannot be decoded without."""
 
-    method: str
-    """awq, gptq, fp8 or compressed-tensors."""
+    method: str  # awq, gptq, fp8 or compressed-tensors
     forms: tuple[tuple[int, int], ...] = ()
     """(bits of a code, inputs that share a scale; 0: all of them), each that occurs."""
     block: tuple[int, int] = (0, 0)
     """Outputs and inputs that share a scale of FP8, 0 for all of them."""
-    symmetric: bool = False
-    """True if the zero point of GPTQ is the middle of the codes throughout."""
-    below: bool = False
-    """True if GPTQ's zero points are stored less one."""
+    symmetric: bool = False  # True if the zero point of GPTQ is the middle of the codes throughout
+    below: bool = False  # True if GPTQ's zero points are stored less one
 
 
 class FieldError(ValueError):

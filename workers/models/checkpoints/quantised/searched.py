@@ -30,21 +30,15 @@ from dovetail.workers.models.families.matrices import (
 )
 from dovetail.workers.progress import count_bytes
 
-SEARCH = "search-1"
-"""Version of the search and its types: part of fingerprints and cache names."""
+SEARCH = "search-1"  # version of the search and its types: part of fingerprints and cache names
 TYPES = ("int4-int8", "int4-fp32")
 """Types of weights that are searched for, with the activations that they are multiplied with."""
 FOLDER = "int4"
-MOST_KEPT = 8
-"""Checkpoints whose blocks are kept; those that were not used for longest go."""
-PIECE_WEIGHTS = 1 << 19
-"""Weights that a thread quantises at a time."""
-SAMPLED = 16
-"""Rows of a matrix that are compared with the blocks found for them."""
-MOST_OFF = 0.3
-"""Largest distance of blocks from a matrix, relative to it: 0.07 is usual."""
-LARGEST = 65504.0
-"""The largest number that 16 bits hold, and that blocks are searched for."""
+MOST_KEPT = 8  # checkpoints whose blocks are kept; those that were not used for longest go
+PIECE_WEIGHTS = 1 << 19  # weights that a thread quantises at a time
+SAMPLED = 16  # rows of a matrix that are compared with the blocks found for them
+MOST_OFF = 0.3  # largest distance of blocks from a matrix, relative to it: 0.07 is usual
+LARGEST = 65504.0  # the largest number that 16 bits hold, and that blocks are searched for
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +64,7 @@ class Searched:
     def __init__(self, skeleton: Skeleton, checkpoint: Checkpoint | None) -> None:
         self._skeleton, self._tensors = skeleton, {} if checkpoint is None else checkpoint.tensors
         self._layers = frozenset(layer_matrices(skeleton.model))
-        self.layouts = expert_layouts(skeleton.model)
-        """The stacks of experts' matrices."""
+        self.layouts = expert_layouts(skeleton.model)  # the stacks of experts' matrices
         self._ends = frozenset(tables_and_head(skeleton.model))
         self._folder = None if checkpoint is None else _open_folder(checkpoint.digest)
 

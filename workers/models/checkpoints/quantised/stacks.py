@@ -18,8 +18,7 @@ from dovetail.protocol.errors import CheckpointError
 from dovetail.protocol.files import refusal
 from dovetail.workers.progress import count_bytes
 
-NUMBER_BYTES = 8
-"""Bytes of the length of the header, and of each checksum."""
+NUMBER_BYTES = 8  # bytes of the length of the header, and of each checksum
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from dovetail.workers.models.checkpoints.gguf.kinds import BF16, F16, F32
 
 Configuration = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
-BASE = 10000.0
-"""The default base of rotation: llama.cpp's, for every architecture."""
+BASE = 10000.0  # the default base of rotation: llama.cpp's, for every architecture
 UNTIED = frozenset(
     (
         *("dots1", "gpt-oss", "gptneox", "minimax-m2", "nemotron", "olmo2", "olmoe", "phi2"),

@@ -12,8 +12,7 @@ from dovetail.workers.models.checkpoints.gguf.architectures.common import (
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 
 EPSILON = "attention.layer_norm_epsilon"
-OLMO_EPSILON = 1e-5
-"""The epsilon of OLMo's norms, a constant of transformers."""
+OLMO_EPSILON = 1e-5  # the epsilon of OLMo's norms, a constant of transformers
 
 
 def gpt2(facts: Facts) -> Configuration:

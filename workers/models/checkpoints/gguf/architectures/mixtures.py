@@ -16,13 +16,11 @@ from dovetail.workers.models.checkpoints.gguf.architectures.common import (
 from dovetail.workers.models.checkpoints.gguf.architectures.dense import granite, qwen3vl
 from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Facts
 
-SOFTMAX, SIGMOID = 1, 2
-"""Functions that make scores of a router's logits, by llama.cpp's numbers."""
+SOFTMAX, SIGMOID = 1, 2  # functions that make scores of a router's logits, by llama.cpp's numbers
 NOTHING = 0
 SCORED = frozenset(("dots1", "lfm2moe", "minimax-m2"))
 """Architectures whose files must name the scores of experts: llama.cpp has no default."""
-GLM_FLASH = ((47, 154880), (48, 154880))
-"""Layers and tokens of GLM-4.7-Flash."""
+GLM_FLASH = ((47, 154880), (48, 154880))  # layers and tokens of GLM-4.7-Flash
 LLAMA4_CHUNK = 8192
 """Positions of a chunk, and those after which queries grow: a constant of llama.cpp."""
 
@@ -39,8 +37,7 @@ def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:
     }
 
 
-SHARED = ".ffn_up_shexp.weight"
-"""Suffix of the name of a shared expert's up projection."""
+SHARED = ".ffn_up_shexp.weight"  # suffix of the name of a shared expert's up projection
 
 
 def shared_width(facts: Facts) -> int:

@@ -19,8 +19,7 @@ class Tiled(Enum):
     each."""
 
     ROWS = auto()
-    BEHIND_KEYS = auto()
-    """Rows behind those of queries and keys."""
+    BEHIND_KEYS = auto()  # rows behind those of queries and keys
     INPUTS = auto()
     DECAYS = auto()
 
@@ -28,12 +27,9 @@ class Tiled(Enum):
 class Stacks(Enum):
     """The matrices of all experts of a layer in transformers' model."""
 
-    APART = auto()
-    """Read as a checkpoint's, expert by expert."""
-    TURNED = auto()
-    """[experts, in, out], gates before ups."""
-    WOVEN = auto()
-    """[experts, in, out], gates and ups by turns."""
+    APART = auto()  # read as a checkpoint's, expert by expert
+    TURNED = auto()  # [experts, in, out], gates before ups
+    WOVEN = auto()  # [experts, in, out], gates and ups by turns
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,10 @@ class Naming:
     """Names of the tensors that are of no layer."""
     permuted: bool = False
     """True if rows of queries and keys that are rotated together are neighbours."""
-    plus_one: bool = False
-    """True if weights of norms include the 1 that transformers adds."""
-    plain_norms: Sequence[str] = ()
-    """Norms of a layer whose weights do not include that 1."""
-    tiled: Mapping[str, Tiled] = field(default_factory=dict)
-    """Tensors of a layer with value heads."""
-    transposed: bool = False
-    """True if transformers has the matrices of layers as [in, out]."""
+    plus_one: bool = False  # True if weights of norms include the 1 that transformers adds
+    plain_norms: Sequence[str] = ()  # norms of a layer whose weights do not include that 1
+    tiled: Mapping[str, Tiled] = field(default_factory=dict)  # tensors of a layer with value heads
+    transposed: bool = False  # True if transformers has the matrices of layers as [in, out]
     experts: Mapping[str, str] = field(default_factory=dict)
     """Matrices of all experts of a layer, and the name of one expert's after `experts.N.`."""
     expert_part: str = "mlp"
@@ -63,8 +55,7 @@ class Naming:
     """Tensors of a layer, with their ends, whose names have none in transformers."""
     single: Mapping[str, int] = field(default_factory=dict)
     """Tensors of a layer that have one dimension more in transformers, of one number, and which."""
-    flat: Sequence[str] = ()
-    """Tensors of a layer that have one dimension in transformers."""
+    flat: Sequence[str] = ()  # tensors of a layer that have one dimension in transformers
     logarithms: Sequence[str] = ()
     """Tensors of which transformers has the logarithms of the negatives, with their ends."""
     by_heads: Sequence[str] = ()
