@@ -151,7 +151,7 @@ class Bench:
                 transfer.device
             )  # the CPU computes as a GPU does
         self.transfer = HostTransfer() if self.on_cpu else PinnedOnce(device.torch_device)
-        self.in_order = HostInOrder() if self.on_cpu else InOrder(device.torch_device.index)
+        self.in_order = HostInOrder() if self.on_cpu else InOrder(device.torch_device)
         self.target = self._timed("target read and pinned", lambda: self._open_target(folder))
         back = self.target.back_end
         assert isinstance(back, staged.Staged)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.workers.models.recurrent.states import RecurrentStates, session_bytes, token_bytes
-from dovetail.workers.models.segment import check_truncation, has_to_move, slots_in_place
+from dovetail.workers.models.segment import SLACK
 
 HALF = torch.float16
 """Type of 16-bit keys and values: three bits more than bfloat16, clamped to 65504."""
@@ -64,7 +64,14 @@ class SlotCache:
         raise NotImplementedError
 
     def keep(self, slots: Sequence[int], committed: int) -> None:
-        in_place = slots_in_place(self, slots, committed)
+        free = range(self.length, self.capacity)
+        if any(slot not in free for slot in slots) or not 0 <= committed <= len(slots):
+            raise ValueError(
+                f"cannot commit {committed} of slots {list(slots)}: {self.length} of "
+                f"{self.capacity} are committed already"
+            )
+        moves = (i for i, slot in enumerate(slots) if slot != self.length + i)
+        in_place = next(moves, len(slots))
         first, moved = self.length + in_place, slots[in_place:]
         if self.states is not None:
             self.states.keep(first, moved, self.length + committed)
@@ -72,8 +79,13 @@ class SlotCache:
             self._move(moved, first)
         self.length += committed
 
+    def check_length(self, length: int) -> None:
+        """ValueError unless `length` rows are committed."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot keep {length} of {self.length} committed rows")
+
     def truncate(self, length: int) -> None:
-        check_truncation(self, length)
+        self.check_length(length)
         if self.states is not None:
             self.states.truncate(length)
         self.length = length
@@ -86,7 +98,9 @@ class SlotCache:
             self.states.checkpoint()
 
     def resize(self, capacity: int) -> None:
-        if has_to_move(self, self.row_slots, capacity):
+        if capacity < self.length:
+            raise ValueError(f"a capacity of {capacity} rows, where {self.length} are committed")
+        if not capacity <= self.row_slots <= SLACK * capacity:
             self._grow(capacity)
         self.capacity = capacity
 
@@ -168,7 +182,7 @@ class KVCache(SlotCache):
 
     def branch(self, length: int, *, used: int = 0) -> "KVCache":
         """Return a cache with a copy of the first `length` committed rows."""
-        check_truncation(self, length)
+        self.check_length(length)
         other = copy.copy(self)
         other._parts = [rows[..., :length, :].clone() for rows in self._parts]
         other.length = other.capacity = length

@@ -55,32 +55,6 @@ class Cache(Protocol):
         """Memory of a session in addition to that of its rows."""
 
 
-def slots_in_place(cache: Cache, slots: Sequence[int], committed: int) -> int:
-    """Return how many of `slots` are already in place for `keep`; ValueError for invalid ones."""
-    if any(
-        not cache.length <= slot < cache.capacity for slot in slots
-    ) or not 0 <= committed <= len(slots):
-        raise ValueError(
-            f"cannot commit {committed} of slots {list(slots)}: {cache.length} of "
-            f"{cache.capacity} are committed already"
-        )
-    return next((i for i, slot in enumerate(slots) if slot != cache.length + i), len(slots))
-
-
-def has_to_move(cache: Cache, slots: int, capacity: int) -> bool:
-    """Return whether `capacity` rows need other memory than `slots`; ValueError for fewer than
-    committed."""
-    if capacity < cache.length:
-        raise ValueError(f"a capacity of {capacity} rows, where {cache.length} are committed")
-    return not capacity <= slots <= SLACK * capacity
-
-
-def check_truncation(cache: Cache, length: int) -> None:
-    """ValueError unless a cache has `length` committed rows."""
-    if not 0 <= length <= cache.length:
-        raise ValueError(f"cannot keep {length} of {cache.length} committed rows")
-
-
 @dataclass(frozen=True)
 class Paths:
     """The slots that rows see: 0..prefix-1, and row i slots[offsets[i] : offsets[i + 1]], itself

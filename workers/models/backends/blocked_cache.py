@@ -14,7 +14,7 @@ from dovetail.workers.kernels.layer_plan import Paths as KernelPaths
 from dovetail.workers.kernels.states import StateRows, StateShape, placed
 from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.recurrent.states import RecurrentStates
-from dovetail.workers.models.segment import Segment, check_truncation
+from dovetail.workers.models.segment import Segment
 
 LEAST_SHARED = 128
 """Fewer rows are copied, since to share rows the other rows of the session have to move, too."""
@@ -94,7 +94,7 @@ class BlockedCache(SlotCache):
     def branch(self, length: int, *, used: int = 0) -> "BlockedCache":
         """Return a cache with the first `length` committed rows; many rows are shared instead of
         copied, after both caches' have moved once."""
-        check_truncation(self, length)
+        self.check_length(length)
         rows = length // LANES * LANES
         if rows >= LEAST_SHARED and rows > SHARED_ANEW * self.first:
             shared = SharedRows(*self._copy(0, rows, rows), rows)

@@ -9,11 +9,11 @@ from torch import Tensor
 from dovetail.workers.devices.base import Transfer
 from dovetail.workers.kernels.layer_plan import LayerPlan
 from dovetail.workers.models.backends.blob import Blob
-from dovetail.workers.models.backends.blocked_cache import BlockedCache
+from dovetail.workers.models.backends.blocked_cache import BlockedCache, Layout
 from dovetail.workers.models.backends.placement import BUFFERS
 from dovetail.workers.models.backends.stages.cache import StagedPass, chunks_of, part_of
 from dovetail.workers.models.backends.stages.engines import Run, engine_of
-from dovetail.workers.models.backends.stages.stage import Layout, made_once, run_parts
+from dovetail.workers.models.backends.stages.stage import made_once, run_parts
 from dovetail.workers.models.backends.stages.streaming import Ring
 from dovetail.workers.models.segment import Cache
 from dovetail.workers.models.states import Kept
