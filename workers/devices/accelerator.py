@@ -10,11 +10,8 @@ from torch import Tensor
 
 from dovetail.workers.devices.base import DeviceKind
 
-GROUP, TILES = 64, 4
-"""Weights that share a scale in int4 products, and the tiles of torch's layout (also in
-substitutes)."""
-SHAPES = ((6, 64), (80, 64), (32, 64))
-"""The shapes of rows, of a matrix and of keys by which a device is proved."""
+GROUP, TILES = 64, 4  # weights that share a scale in int4, and the tiles of torch's layout
+SHAPES = ((6, 64), (80, 64), (32, 64))  # shapes of rows, matrix and keys in a device's proof
 CLOSE = 5e-3  # largest error of a device, as a share of the largest number: fp16 has 11 bits
 TOLERANCE = 2e-2  # largest error of an int4 product in bf16, as a share of its largest number
 

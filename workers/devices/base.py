@@ -16,8 +16,7 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """A function of fixed shapes -> one that does the same again, faster, into the same tensors."""
 
 
-Mark = Any
-"""A place in what a device has been asked to do: it is passed when everything before it is done."""
+Mark = Any  # a place among what a device was asked: passed when all before it is done
 
 
 class Transfer(Protocol):
@@ -69,8 +68,7 @@ class Program(Protocol):
     """Functions of ours, compiled for a device."""
 
     about: str  # the compiler and the chip, in words
-    key: str
-    """A digest of all that decides how fast the functions are: source, compiler, chip, torch."""
+    key: str  # a digest of what decides speed: source, compiler, chip, torch
     units: int  # the multiprocessors of the device
     timed: bool  # False: times mean nothing here, as where the CPU stands for a GPU
 
@@ -90,8 +88,7 @@ class DeviceKind(ABC):
     """One kind of device; the devices of a kind are distinguished by their index."""
 
     type: ClassVar[str]  # the name of the device in torch
-    unproved: ClassVar[str] = ""
-    """Why a device of this kind is untested; empty if dovetail has been run on one."""
+    unproved: ClassVar[str] = ""  # why a kind is untested; empty: dovetail has run on one
 
     def is_here(self) -> bool:
         """Return whether this build of torch means this kind by `type`: NVIDIA and AMD share
@@ -150,8 +147,7 @@ class DeviceKind(ABC):
         """Return the version of a device's driver, where `library` does not name it."""
         return ""
 
-    counts_time: ClassVar[bool] = False
-    """True: `clock` counts the cost of operations instead of wall time."""
+    counts_time: ClassVar[bool] = False  # True: `clock` counts operations instead of time
 
     def clock(self) -> float:
         """Return the time in seconds by which a device is measured."""
@@ -195,8 +191,7 @@ class Device:
     name: str  # its name in the settings
     torch_device: torch.device
     library: str  # what computes, for fingerprints: library, instruction set or chip, threads
-    draft_weights: str
-    """The type of weights that suits a draft here: a draft's rounding changes no token."""
+    draft_weights: str  # the type of weights that suits a draft, which changes no token
     capture: Capture | None = None  # None: nothing would be faster for it
 
     @property

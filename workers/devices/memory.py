@@ -46,8 +46,7 @@ class Held:
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._caches: set[Callable[[], None]] = set()
         self._told: set[str] = set()
-        self.trying = False
-        """True within `trial`: graphs are kept, and one that does not fit is an error."""
+        self.trying = False  # True in `trial`: graphs are kept, and must fit
 
     def add(self, holder: Holder) -> None:
         """Have a holder let go where memory runs out, for as long as it lives."""

@@ -47,9 +47,7 @@ ENTRIES: Sequence[Entry] = (
     Entry(partial(_kind, "cpu", "CPU"), "cpu", "cpu", Memory.HOST),
 )
 """dovetail's own kinds of devices, the fastest for a draft first."""
-VARIABLE = "DOVETAIL_DEVICES"
-"""Environment variable with import paths of more entries, `package.module:ENTRY`, separated by
-commas."""
+VARIABLE = "DOVETAIL_DEVICES"  # a variable with more import paths, `package.module:ENTRY`
 
 
 @cache

@@ -42,8 +42,7 @@ class SlotCache:
 
     capacity: int
     length: int
-    states: RecurrentStates | None = None
-    """The states of layers that have one; None: there are none."""
+    states: RecurrentStates | None = None  # the states of layers that have one
 
     @property
     def row_slots(self) -> int:

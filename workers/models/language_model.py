@@ -23,8 +23,7 @@ from dovetail.workers.models.states import Kept, ModelPass
 WHOLE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-3, "int8-per-tensor": 0.5}
 """Largest distance of logits from transformers' on a CPU, relative to their norm."""
 ROUNDED_TOLERANCE = 0.1  # the distance where states are rounded to 16 bits between the layers
-PER_TENSOR_SLACK = 0.5
-"""How far torch's int8 may move a token's logits with its neighbours; ignored masks: by 100%."""
+PER_TENSOR_SLACK = 0.5  # how far int8 may move logits with the neighbours; masks: by 100%
 
 
 class BackEnd(Protocol):
@@ -68,17 +67,14 @@ class LanguageModel:
         self._back_end = back_end
         self.checkpoint = checkpoint
         self.checkpoint_digest = digest_within(checkpoint.digest, model.config)
-        self.weights = weights
-        """The type: fp32, fp16, bf16, int8, int8-per-tensor, or int4 or file with activations."""
+        self.weights = weights  # the type: fp32, fp16, bf16, int8, int4 or file, with activations
         self.backend, self.kernels = back_end.backend, back_end.kernels
         self.cache = back_end.cache
         self.prompt_rows, self.reads_apart = back_end.prompt_rows, back_end.reads_apart
         self.choice = choice  # why this back end
-        self.proved = ""
-        """The day of the remembered proof by which it was loaded; empty: it was proved again."""
+        self.proved = ""  # the day of the remembered proof; empty: it was proved again
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.vocabulary_size = int(model.config.vocab_size)
-        """Columns V of the logits; the embedding may have more rows, which are never predicted."""
+        self.vocabulary_size = int(model.config.vocab_size)  # columns V of the logits
         self.hidden_size: int = model.config.hidden_size
         self.layers = int(model.config.num_hidden_layers)
         self.end: tuple[int, ...] = checkpoint.vocabulary.end

@@ -10,8 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-PROMPT_ROWS = 256
-"""Rows of a prompt computed at a time: enough to be bound by arithmetic, with small activations."""
+PROMPT_ROWS = 256  # rows of a prompt at a time: bound by arithmetic, with small activations
 SLACK = 2  # a cache keeps memory for this many times the rows that are asked for, rather than move
 
 
@@ -110,5 +109,4 @@ class Segment:
     start: int
     count: int
     paths: Paths | None = None  # slots that each row sees; None: every row sees those up to its own
-    follows: bool = False
-    """True if it goes on where another of the same pass and session ends, before it."""
+    follows: bool = False  # True if it goes on where the one before it ends

@@ -34,9 +34,7 @@ ARGUMENTS = {
     "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
 }
-EARLY = 90
-"""Compute capability, times ten, from which a kernel may start early (programmatic dependent
-launch)."""
+EARLY = 90  # compute capability times ten from which a kernel may start early
 
 
 class DriverError(RuntimeError):
@@ -58,8 +56,7 @@ class _Launch(Structure):
     )
 
 
-_STARTS_EARLY = _Attribute(id=6, value=1)
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed."""
+_STARTS_EARLY = _Attribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Function:

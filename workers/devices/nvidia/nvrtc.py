@@ -21,8 +21,7 @@ class Compiler:
 
     library: CDLL
     version: tuple[int, int]
-    architectures: tuple[int, ...]
-    """The compute capabilities that it compiles for, ten times the first number plus the second."""
+    architectures: tuple[int, ...]  # the compute capabilities that it compiles for, times ten
 
     def __str__(self) -> str:
         return f"NVRTC {self.version[0]}.{self.version[1]}"

@@ -14,8 +14,7 @@ from dovetail.workers.kernels import ALIGNMENT, Kind, PackedMatrix, fresh_memory
 from dovetail.workers.kernels.blocks import BlockMatrix, Part
 from dovetail.workers.kernels.layer_plan import ExpertsPlan, LayerPlan
 
-MATRICES = ("qkv", "output", "gate_up", "down", "mixer_gate")
-"""The matrices that all rows go through, by their names in a plan."""
+MATRICES = ("qkv", "output", "gate_up", "down", "mixer_gate")  # the matrices of all rows, by name
 PARTS = {
     "beside_given": ("beside", "given"),
     "beside_output": ("beside", "output"),
@@ -28,8 +27,7 @@ BY_HEAD = ("key_up", "value_up")  # the matrices of the heads of attention over 
 ROUTER, SHARED_GATE, EXPERTS = "router", "shared_gate", ("gate_up", "down")
 AROUND = {"before_experts": "before", "behind_experts": "behind"}
 """The matrices around experts of another width, by their names in the plan of experts."""
-PANEL, VECTOR, STEP = 48, 16, 4
-"""Of `kernels/native/packing.h`: outputs of a panel and of a vector, int8 inputs side by side."""
+PANEL, VECTOR, STEP = 48, 16, 4  # of `kernels/native/packing.h`: outputs of a panel, of a vector
 ELEMENTS: Mapping[IntEnum, torch.dtype] = {
     Kind.FP32: torch.float32,
     Kind.FP16: torch.float16,

@@ -16,8 +16,7 @@ from dovetail.workers.models.cache import SlotCache
 from dovetail.workers.models.recurrent.states import RecurrentStates
 from dovetail.workers.models.segment import Segment
 
-LEAST_SHARED = 128
-"""Fewer rows are copied, since to share rows the other rows of the session have to move, too."""
+LEAST_SHARED = 128  # fewer rows are copied: to share rows moves the session's others
 SHARED_ANEW = 2  # shared rows are moved together anew if they are this many times more than before
 MOST_ROOM = 1024  # most rows that a cache has beyond those asked for: some turns of a conversation
 
@@ -44,8 +43,7 @@ def give_rows(keys: Tensor, values: Tensor, length: int) -> None:
 class BlockedCache(SlotCache):
     """A session's keys and values for the kernels: keys of sixteen slots side by side."""
 
-    shared: SharedRows | None = None
-    """The first rows, shared with other sessions; own memory begins behind them."""
+    shared: SharedRows | None = None  # the first rows, shared with other sessions; own come after
 
     def __init__(
         self,
@@ -283,8 +281,7 @@ class Layout:
     """Gives layers, one after the other, their places."""
 
     def __init__(self) -> None:
-        self.plans: list[LayerPlan] = []
-        """The layers in their places, but for those that read keys and values of others."""
+        self.plans: list[LayerPlan] = []  # the layers in their places, but those that read others'
         self._places: dict[int, LayerPlan] = {}  # by the number of a layer in its model
 
     def take(self, plan: LayerPlan) -> LayerPlan:

@@ -54,8 +54,7 @@ class ExpertParts:
                 raise UnsupportedError(f"{said.part} of {type(layer).__name__} has no {name}")
         self._layouts = {name: self._layout(name) for name in said.stacks}
         told = hasattr(self.module, "_apply_gate")
-        self.mixed = self._layouts[said.stacks[0]].mixed
-        """True if gates and what they are for stand there one by one."""
+        self.mixed = self._layouts[said.stacks[0]].mixed  # True if gates and outputs are apart
         self.biased = told and self.module.has_bias
         self.gated = getattr(self.module, "has_gate", True)
         self.count = len(getattr(self.module, said.stacks[0]))

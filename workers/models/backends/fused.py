@@ -54,8 +54,7 @@ from dovetail.workers.models.parity.products import Product
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.states import LAST, ModelPass, keeping
 
-VERSION = "dovetail-4"
-"""The version of the functions that the kernels compute, to the last bit; part of fingerprints."""
+VERSION = "dovetail-4"  # the version of the functions, to the last bit; part of fingerprints
 
 
 class OwnTanh(TorchFunctionMode):

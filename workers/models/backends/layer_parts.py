@@ -45,8 +45,7 @@ class LayerParts:
 
     def __init__(self, layer: nn.Module, spec: LayerSpec) -> None:
         self.layer, self.spec = layer, spec
-        self.order: Tensor | None = None
-        """int64 [head_dim]: places in the checkpoint of a head's numbers; None: in place."""
+        self.order: Tensor | None = None  # int64 [head_dim]: a head's places in the checkpoint
         self.rows: dict[str, Sequence[Tensor | None]] = {}
         """Matrix -> for each linear int64 [out]: places of its outputs in the checkpoint, or
         None."""
@@ -56,8 +55,7 @@ class LayerParts:
         self.unit_norms: dict[str, Norm] = {}  # the norms of queries and keys that have no weights
         self.scalar = 1.0  # the factor of what the layer gives
         self.numbers = (0.0, 0.0)  # the numbers of the activation
-        self.scan: ScanPlan | None = None
-        """The mixer with a state that stands in the place of attention, or next to it."""
+        self.scan: ScanPlan | None = None  # the mixer with a state in or next to attention's place
         self.activation = Activation.SILU_GATED
         self.linears: dict[str, list[nn.Linear]] = {}
         """The linears of each matrix, below each other."""

@@ -54,8 +54,7 @@ class Library:
     backend = "library"
     prompt_rows = PROMPT_ROWS
     reads_apart = 0
-    routing: Routing | None = None
-    """The experts that a pass can go through; None: the library does not count them."""
+    routing: Routing | None = None  # the experts of a pass; None: they are not counted
 
     def __init__(
         self,

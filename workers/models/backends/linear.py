@@ -15,8 +15,7 @@ from dovetail.protocol.profile import cpu_flags
 
 Product = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out], both fp32
 
-LEAST_ROWS = 4
-"""Fewer rows are padded: oneDNN takes longer for 1 to 3 than for 4 (7B on Zen 4: 54 ms, 40 ms)."""
+LEAST_ROWS = 4  # fewer rows are padded: oneDNN is slower for 1 to 3 (7B, Zen 4: 54 ms, 40 ms)
 BATCH_HINT = 16
 """Rows that a layout is made for: 4 to 64 are alike for oneDNN, 1 is slow; MKL takes one number."""
 EXACT, HALF_ROUNDED, TENSOR_ROUNDED = 1e-5, 2e-2, 5e-2

@@ -20,11 +20,9 @@ from dovetail.workers.models.checkpoints.footprint import (
     seen_bytes,
 )
 
-BUFFERS = 2
-"""Buffers that streamed layers pass through: one is computed from while the next is filled."""
+BUFFERS = 2  # buffers of streamed layers: one is computed from while the next is filled
 TREES_AHEAD = 8  # trees that a draft in its target's cache has rows for (`drafters/tree.py`)
-LEVEL_ROWS, LEVEL_LOGITS = 64, 4
-"""Rows of the largest captured pass (`device/levels.py`), and copies of their logits."""
+LEVEL_ROWS, LEVEL_LOGITS = 64, 4  # rows of the largest captured pass, and copies of its logits
 
 
 class Place(Enum):
@@ -32,8 +30,7 @@ class Place(Enum):
 
     CPU = "cpu"
     RESIDENT = "resident"  # on the device, which keeps its weights
-    STREAMED = "streamed"
-    """On the device; its weights stay in the memory of the host and are copied for every pass."""
+    STREAMED = "streamed"  # on the device; the weights stay in the host's memory and are copied
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,10 @@ class Demand:
     device: str = "cpu"  # the device that computes the layers; the CPU may stand for a GPU
     computed: int | None = None  # so many of the last layers the device computes
     resident: int | None = None  # layers of these that stay on the device
-    streams: bool = True
-    """Without `computed`: True streams what does not fit, False leaves it to the CPU."""
-    device_bytes: int | None = None
-    """The most that the target may take of the device's memory; None: nothing is too much."""
+    streams: bool = True  # without `computed`: True streams the rest, False leaves it to the CPU
+    device_bytes: int | None = None  # the most that the target may take; None: no limit
     host_bytes: int | None = None
-    host_experts: bool = False
-    """True if the CPU computes the experts of the layers that the device computes."""
+    host_experts: bool = False  # True if the CPU computes the experts of these layers
     codes: int = 0  # bytes of a layer's codes in a substitute; resident layers need none
 
 
@@ -58,14 +52,11 @@ class Placement:
     """The placement that was decided."""
 
     device: str
-    places: tuple[Place, ...]
-    """The places of all layers; those on the CPU come first. The head is where the last one is."""
-    device_bytes: int
-    """Bytes that the device needs: weights, buffers, caches of one long conversation, a pass."""
+    places: tuple[Place, ...]  # the places of all layers, those on the CPU first
+    device_bytes: int  # bytes on the device: weights, buffers, a long conversation, a pass
     host_bytes: int  # bytes that the host needs for the same of its layers, and to load the model
     host_experts: bool = False
-    tokens: int | None = None
-    """Tokens of all sessions that fit on the device, trees included; None: no limit is known."""
+    tokens: int | None = None  # tokens of all sessions that fit, trees included; None: no limit
 
     @property
     def first(self) -> int:

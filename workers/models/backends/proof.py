@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTENTION_TOLERANCE = 1e-4
-LAYER_TOLERANCE = 2e-4
-"""The tolerance of what a layer adds; rounding gives 1e-6, a forgotten part 1e-2 and more."""
-ROUNDED_TOLERANCE = 2e-2
-"""For matrices that round inputs to integers, which turns 1e-7 into up to 1e-3."""
+LAYER_TOLERANCE = 2e-4  # of what a layer adds: rounding gives 1e-6, a forgotten part 1e-2
+ROUNDED_TOLERANCE = 2e-2  # of matrices that round inputs to int8, which makes 1e-7 up to 1e-3
 EXACT = (Kind.FP32, Kind.FP16, Kind.BF16, Kind.EXACT_BLOCKS)
 CACHE_TOLERANCE, ROUNDED_CACHE_TOLERANCE = 0.1, 0.5
 """Largest share by which 16-bit keys and values may move the logits of the middle row: 1e-3 is

@@ -16,8 +16,7 @@ from dovetail.workers.models.families.description import Growth, Rope
 from dovetail.workers.models.parity.following import UnsupportedError
 
 ROTARY_NAMES = ("rotary_emb", "pos_emb")  # the names of a model's rotary embedding
-TABLE_ROWS = 512
-"""Positions, over all the context, at which angles are compared with the model's own."""
+TABLE_ROWS = 512  # positions of the context at which angles are compared with the model's
 TABLE_TOLERANCE = 1e-5
 
 

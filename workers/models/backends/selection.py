@@ -29,12 +29,10 @@ from dovetail.workers.models.backends.linear import (
 
 Shape = tuple[int, int]  # [out, in] of a linear
 
-ROW_CLASSES = (3, 64, 1 << 20)
-"""Most rows of each class: a token at a time, a tree, a chunk of a prompt."""
+ROW_CLASSES = (3, 64, 1 << 20)  # most rows of each class: a token, a tree, a chunk of a prompt
 TIMED_ROWS = (1, 16, 128)
 BUDGET_S = 1.5  # time limit for measuring all shapes of a model together
-TIMED_WEIGHTS = 1 << 24
-"""Weights of a matrix that are timed at most: 64 MiB of fp32, beyond most caches."""
+TIMED_WEIGHTS = 1 << 24  # weights of a matrix that are timed: 64 MiB, beyond most caches
 WORTH_A_COPY = 0.9  # a second layout must take at most this share of the first one's time
 LARGEST_COPIED_BYTES = 64 << 20
 """Models with larger linears get no second layout; a call's overhead decides for small ones (256 x

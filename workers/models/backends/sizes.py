@@ -13,8 +13,7 @@ WEIGHT_BYTES = {"fp32": 4, "half": 2, "fp16": 2, "bf16": 2, "int8": 1}
 INT4 = "int4"  # weights that become blocks of 4 bits, and of more at both ends
 NUMBER_BYTES = 4  # bytes of states, norms and biases: fp32
 CACHE_BYTES = {"fp32": 4, "half": 2}  # bytes of keys and values of a type
-TREE_ROWS = 289
-"""Rows of a pass that may have logits: the largest of the papers' trees, 288 nodes and the root."""
+TREE_ROWS = 289  # rows of a pass that may have logits: 288 nodes of a tree, and the root
 MOST = 1 << 24  # the bound of any number of a config.json: none of a model that there is comes near
 
 
@@ -36,8 +35,7 @@ class Sizes:
     widened: int = 0  # keys and values of a token in one layer, widened as a GPU computes with them
     states: int = 0  # the states of a session and of a tree behind it in one layer
     experts: int = 0  # the bytes of a layer's routed experts and their router
-    apart: int = 0
-    """The bytes of a layer on a device that stay with the CPU, which computes that part."""
+    apart: int = 0  # the bytes of a layer on a device that stay with the CPU
     unrounded: int = 0  # what a layer's unquantised matrices take beyond those of its type
     wider: int = 0  # bytes that one of the last layers takes beyond the mean one
     lent: int = 0  # keys and values of a token in layers that others read, which a device mirrors
@@ -55,8 +53,7 @@ class Matrices:
 
     linears: Shapes  # the head's included
     experts: Shapes = ()  # both matrices of every expert of every layer
-    tensors: Sequence[Any] = ()
-    """The tensors of a file whose blocks the matrices are (`footprint.Tensor`)."""
+    tensors: Sequence[Any] = ()  # the tensors of a file that the matrices are
 
 
 def mixed(sizes: Sizes, weights: str, matrices: Matrices) -> Sizes:
@@ -345,8 +342,7 @@ UNGATED = frozenset(
 )
 """Model types, of those with names like Llama's, whose MLP has no gate."""
 
-ALIGNMENT, VECTOR, STEP = 64, 16, 4
-"""Of `kernels/native/packing.h`: alignment, outputs side by side, int8 inputs side by side."""
+ALIGNMENT, VECTOR, STEP = 64, 16, 4  # of `kernels/native/packing.h`: alignment, outputs of a panel
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from dovetail.workers.models.backends.stages.stage import Stage
 from dovetail.workers.models.segment import PROMPT_ROWS, Segment
 from dovetail.workers.models.states import Kept, ModelPass
 
-LONG_PROMPT_ROWS = 1 << 15
-"""Rows of a prompt that pass a layer before the next: 512 MiB of states of width 4096."""
+LONG_PROMPT_ROWS = 1 << 15  # rows of a prompt that pass a layer: 512 MiB at width 4096
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,11 @@ class Staging:
     """The spread of a model over stages."""
 
     places: Sequence[Place]  # the places of all layers; those on the CPU come first
-    transfer: Transfer | None = None
-    """The way to the device that computes what is not on the CPU, and the head."""
-    reader: Transfer | None = None
-    """The way to a device that reads prompts for the layers on the CPU."""
-    host_experts: bool = False
-    """True if the CPU computes the experts of the layers that the device computes."""
-    capture: Capture | None = None
-    """Captures passes over resident layers; None: nothing is captured."""
-    draft: Device | None = None
-    """The device that computes all of it for a draft, whose products may round."""
+    transfer: Transfer | None = None  # to the device of what is not on the CPU, and the head
+    reader: Transfer | None = None  # to a device that reads prompts for layers on the CPU
+    host_experts: bool = False  # True if the CPU computes the experts of these layers
+    capture: Capture | None = None  # captures passes over resident layers; None: none
+    draft: Device | None = None  # the device that computes a draft, and may round
 
 
 class StagedLayers(nn.Module):

@@ -72,8 +72,7 @@ class Checkpoint:
     table: TokenTable  # its vocabulary
     vocabulary: VocabularyFacts
     tensors: Mapping[str, Stored]  # every tensor in the weight files
-    context: int | None = None
-    """The longest sequence that the settings ask for; None: what the model has."""
+    context: int | None = None  # the longest sequence that is asked for; None: the model's
 
     @property
     def digest(self) -> str:

@@ -35,8 +35,7 @@ from dovetail.workers.models.checkpoints.stored import FLOAT_TYPES
 CORRECT = "correct it, or take the config.json that belongs to the weights"
 BESIDE_TEXT = {"phi4_multimodal": "model.embed_tokens_extend"}
 """The module of a language model that puts images and sound among its embeddings, by model type."""
-WIDELY_TAKEN = torch.bfloat16
-"""Type in which torch tries products on the meta device: grouped experts have no other."""
+WIDELY_TAKEN = torch.bfloat16  # type of products on the meta device: grouped experts have no other
 
 
 def configured(checkpoint: Checkpoint) -> Any:

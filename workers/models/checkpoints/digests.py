@@ -36,8 +36,7 @@ EXPONENTS = {
 """Type -> bytes of a number, and its exponent bits: all of them are set in NaN and infinity."""
 FOLDER = "digests"
 MOST_KEPT = 256  # digests that are kept; the oldest go
-CHECKED_BYTES_S = 50e6
-"""Rate that another process's reading of the same files is waited for, and `LEAST_WAIT_S`."""
+CHECKED_BYTES_S = 50e6  # rate at which another process is waited for, and `LEAST_WAIT_S`
 LEAST_WAIT_S = 10.0
 LOOK_S = 0.05
 GRAIN_NS, COARSE_GRAIN_NS = 50_000_000, 2_000_000_000
@@ -54,8 +53,7 @@ class Identity:
     inode: int
     size: int
     modified_ns: int
-    changed_ns: int
-    """Time of the last change of the file or its metadata, which programs cannot set."""
+    changed_ns: int  # time of the last change of the file or its metadata
 
     @classmethod
     def of(cls, file: IO[bytes]) -> "Identity":

@@ -9,8 +9,7 @@ from dovetail.protocol.arrays import MAX_ARRAY_BYTES
 from dovetail.protocol.errors import CheckpointError
 from dovetail.workers.models.checkpoints.architecture import MODEL_FILES, reason, shown
 
-MAX_FILE_BYTES = MAX_ARRAY_BYTES
-"""Largest configuration, index or tokenizer: what a message may hold, twice the largest known."""
+MAX_FILE_BYTES = MAX_ARRAY_BYTES  # largest configuration or tokenizer: twice the largest known
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -35,16 +35,14 @@ from dovetail.workers.models.checkpoints.quantised.schemes import scheme_of
 COMPILER_BYTES = 45_000_000 if find_spec("hqq") else 0
 """torch's compiler, which transformers imports where hqq is installed (measured)."""
 PROCESS_BYTES = 305_000_000 + COMPILER_BYTES
-"""A process with torch and transformers and no model (torch 2.13, transformers 5.24, measured)."""
+"""A process with torch and transformers, without a model (2.13, 5.24; measured)."""
 MIXTURE_BYTES = 30_000_000
 """What packing a layer with experts takes beyond the sum (measured: up to 29 MB)."""
 PROCESS_SPACE = 1_300_000_000  # bytes of its address space
-EXPERTS_READ = 4
-"""Matrices of an expert in memory as they were stored: gate and up, apart and joined."""
+EXPERTS_READ = 4  # matrices of an expert as they were stored: gate and up, apart and joined
 CACHED_ROWS = 4096  # rows of keys and values in a limit: a long conversation, and a prompt of it
 PASS_ROWS = {"cpu": 256, "gpu": 1024}  # rows of a prompt that go through a layer at a time
-WIDENED_BYTES = 64 << 20
-"""Bytes of a 16-bit matrix on a GPU that are in fp32 at a time (`device/layer.py`)."""
+WIDENED_BYTES = 64 << 20  # bytes of a 16-bit matrix on a GPU that are in fp32 at a time
 PACKED_LAYERS = 2  # layers that loading holds both as stored and as packed
 PROOF_BYTES = 48 << 20  # a piece of a matrix in fp32, and the rows of a proof (`backends/fused.py`)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -58,8 +56,7 @@ TABLE = re.compile(
 )
 PLACES = re.compile(r"(^|\.)(embed_positions|wpe)\.weight$")  # tables of positions
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
-UNROUNDED = re.compile(r"\.kv_b_proj\.weight$")
-"""Matrices of attention over latents, which are as they are stored where others are int8."""
+UNROUNDED = re.compile(r"\.kv_b_proj\.weight$")  # matrices over latents that stay as stored
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 EXPERTS = re.compile(r"\.experts?\.|\.block_sparse_moe\.|_experts\.")
 

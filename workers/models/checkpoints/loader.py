@@ -60,8 +60,7 @@ class Types:
     linear: torch.dtype | None
     table: torch.dtype | None  # the type of embeddings
     rest: torch.dtype | None = torch.float32
-    blocks: bool = False
-    """True if matrices and tables of blocks stay as a GGUF file has them (`gguf/rows.py`)."""
+    blocks: bool = False  # True if matrices and tables stay as a GGUF file has them
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,9 @@ class Skeleton:
     read: Read
     transposed: frozenset[str]  # weights that the checkpoint holds as [in, out]
     buffers: frozenset[str] = frozenset()  # buffers that the checkpoint holds
-    stored: Mapping[str, str] | None = None
-    """Parameter -> tensor of the checkpoint; None: they are made of several, or by transformers."""
-    experts: Callable[[str], Unread] | None = None
-    """Reads a stack's experts one by one; None: they are read together."""
-    tied: Mapping[str, str] | None = None
-    """Tensor -> its stand-in in the checkpoint, for pieces; None: not read from pieces."""
+    stored: Mapping[str, str] | None = None  # parameter -> tensor of the checkpoint; None: several
+    experts: Callable[[str], Unread] | None = None  # reads experts one by one; None: together
+    tied: Mapping[str, str] | None = None  # tensor -> its stand-in, for pieces; None: none
     rows: Callable[[str, nn.Module], Rows | Pile | None] | None = None
     """Returns the blocks of a module's weight, if any; None: there are no blocks."""
     size_bytes: int = 0  # the bytes of all of it where there is no checkpoint

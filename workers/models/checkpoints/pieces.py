@@ -21,8 +21,7 @@ from dovetail.workers.models.checkpoints.stored import CODE_TYPES, FLOAT_TYPES, 
 STACK = re.compile(r"^(.+\.experts)\.(gate_up|up|down)_proj$")
 """The matrices of all experts of a layer, as transformers names them: [experts, out, in]."""
 EACH = re.compile(r"\.experts\.\d+\.")  # the part of a name that says of which expert a piece is
-UNREAD = "unread_experts"
-"""Attribute of transformers' experts: an `Unread` for each stack that has not been read."""
+UNREAD = "unread_experts"  # attribute of experts: an `Unread` for each stack that is not read
 
 
 def others(missing: Sequence[str]) -> str:

@@ -15,8 +15,7 @@ from dovetail.workers.models.checkpoints.loader import Skeleton, linearise
 from dovetail.workers.models.checkpoints.pieces import Unread
 from dovetail.workers.progress import count_bytes
 
-RANDOM_NUMBERS = (1 << 20) + 7
-"""Numbers that random weights are taken from: a prime, so that the rows of a matrix differ."""
+RANDOM_NUMBERS = (1 << 20) + 7  # numbers to take weights from: a prime, so that rows differ
 
 
 def random_skeleton(

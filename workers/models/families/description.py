@@ -44,10 +44,8 @@ class Rope:
     """The rotary embedding of a layer."""
 
     table: str = ""  # the layer type whose angles are taken, where a model has several tables
-    interleaved: bool = False
-    """True if neighbours are rotated together, 0 with 1 and 2 with 3; else the halves of a head."""
-    part: str = ""
-    """The rotary embedding within the model, where that has several; empty: its only one."""
+    interleaved: bool = False  # True if neighbours are rotated together; else a head's halves
+    part: str = ""  # the rotary embedding in the model, where there are several; or empty
     backward: bool = False  # True if heads are turned the other way round, by the negative angles
 
 
@@ -67,19 +65,14 @@ class Attention:
     qkv: Sequence[str] = SEPARATE
     by_head: bool = False  # True if of each head query, key and value stand together in one linear
     output: str = "self_attn.o_proj"
-    norms: tuple[str, str | None] | None = None
-    """Names of the RMS norms of queries and of keys; None: there are none."""
+    norms: tuple[str, str | None] | None = None  # the norms of queries and keys; None: none
     norm_place: HeadNorm = HeadNorm.HEAD_BEFORE_ROPE
-    norms_heads: bool = False
-    """True if each head's queries and keys have an RMS norm without weights; by `norm_place`."""
+    norms_heads: bool = False  # True if heads' queries and keys have norms without weights
     norms_values: bool = False  # True if each head's values have an RMS norm without weights
-    sinks: str | None = None
-    """The name of scores without a value, one for each head, that take their share of weights."""
-    reads: int | None = None
-    """The layer before this one whose keys and values it reads; None: it has its own."""
+    sinks: str | None = None  # the name of a score per head that takes its share of weights
+    reads: int | None = None  # the layer whose keys and values it reads; None: its own
     key_factor: float = 1.0  # the factor of keys
-    gated: bool = False
-    """True if the rows of each head's queries are followed by those of its gate (a sigmoid)."""
+    gated: bool = False  # True if each head's queries are followed by a gate (a sigmoid)
     gate: str | None = None  # the linear of the gates, where these are not fused with the queries
 
 
@@ -100,8 +93,7 @@ class Latent:
     query_up: str | None = None
     latent: str = "self_attn.kv_a_proj_with_mqa"  # the linear of latents, with the key behind them
     latent_norm: str = "self_attn.kv_a_layernorm"
-    latent_up: str = "self_attn.kv_b_proj"
-    """The linear that makes keys and values of latents, those of each head together."""
+    latent_up: str = "self_attn.kv_b_proj"  # makes the keys and values of latents, head by head
     output: str = "self_attn.o_proj"
     epsilon: float = 1e-6  # the epsilon of the two norms
 
@@ -128,8 +120,7 @@ class StateMixer:
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
-    decay: str | None = None
-    """The name of the logarithms of negative decays, one for each value head."""
+    decay: str | None = None  # the logarithms of negative decays, one per value head
     step_bias: str | None = None
     skip: str | None = None
     norm: str | None = None  # the name of the RMS norm of what is read, with plain weights
@@ -161,8 +152,7 @@ class Mlp:
     activation: Activation
     gate_up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    function: str | None = None
-    """The name of transformers' part for the activation, where that has its own numbers."""
+    function: str | None = None  # transformers' activation, where it has own numbers
     gate_factor: float = 1.0  # the factor of the gate, before the activation
     factor: float = 1.0  # the factor of what the MLP gives
 
@@ -173,25 +163,21 @@ class Router:
 
     weight: str = "mlp.gate.weight"  # [experts, hidden], of the logits
     score: Score = Score.SOFTMAX
-    correction: str | None = None
-    """The name of what is added to the scores for the choice alone, a number for each expert."""
+    correction: str | None = None  # added to the scores for the choice alone
     groups: int = 1
     chosen_groups: int = 1
     """Experts are chosen within this many groups: those whose two best experts are best."""
     best_alone: bool = False  # True if a group is worth what its best expert is
-    normalised: bool = True
-    """True if the weights are divided by their sum, or by `least_sum` where that is more."""
+    normalised: bool = True  # True if the weights are divided by their sum, or by `least_sum`
     least_sum: float = 0.0
     added_sum: float = 0.0  # the number that is added to that sum
     scale: float = 1.0
     bias: str | None = None  # the name of what is added to the logits, a number for each expert
-    scales_input: bool = False
-    """True if what an expert reads is multiplied by its weight, and not what it gives."""
+    scales_input: bool = False  # True if an expert's input is weighted, not its output
     part: str | None = None
     """The router's part, if experts do not get its choice or if it reads the states through its own
     norm."""
-    norm_weight: str | None = None
-    """The name of that norm's weights, which stand there times the root of the width."""
+    norm_weight: str | None = None  # that norm's weights, times the root of the width
     epsilon: float = 0.0  # the epsilon of that norm
     scales: str | None = None
     """The name of what weights are multiplied by, a number for each expert."""
@@ -208,18 +194,15 @@ class Experts:
     """The part with the `stacks` [experts, 2 units, hidden] and [experts, hidden, units]; it says
     whether they are transposed, interleaved, ungated or biased."""
     stacks: tuple[str, str] = ("gate_up_proj", "down_proj")
-    transposed: bool | None = None
-    """True if they are transposed; None if the part itself has a flag."""
+    transposed: bool | None = None  # True if transposed; None: the part has a flag
     numbers: tuple[float, float] = (0.0, 0.0)  # the numbers of the activation
     shared: Mlp | None = None  # the MLP of all rows
-    shared_gate: str | None = None
-    """A linear [1, hidden], by whose sigmoid the shared MLP is multiplied."""
+    shared_gate: str | None = None  # a linear [1, hidden]: its sigmoid weights the shared MLP
     input_norm: str | None = None
     """The norm of what the experts read, the states before the half's norm."""
     output_norm: str | None = None  # the norm of what the experts of a row add up to
     shared_norm: str | None = None  # the norm of what the shared MLP gives
-    around: tuple[str, str] | None = None
-    """The linears before and behind experts that are of another width than states."""
+    around: tuple[str, str] | None = None  # the linears around experts of another width
 
 
 @dataclass(frozen=True)
@@ -253,15 +236,13 @@ class LayerSpec:
     attention: Attention | Latent | StateMixer | None
     mlp: Mlp | Experts | None
     norms: Norms
-    beside: Beside | None = None
-    """The mixer with a state that is next to attention, if there is one."""
+    beside: Beside | None = None  # the mixer with a state next to attention, if any
     residual_scale: float = 1.0  # the factor of what each half adds
     parallel: bool = False
     """True if the MLP reads what attention reads, or parallel to it has its own norm."""
     scalar: str | None = None  # the name of the number by which the layer's result is multiplied
     own_input: OwnInput | None = None
-    given: int = 0
-    """The width of the rows that attention reads in the place of the states; 0: the states."""
+    given: int = 0  # width of rows that attention reads instead of states; 0: none
 
     @property
     def state(self) -> StateMixer | None:
@@ -278,16 +259,14 @@ class TokenInputs:
     table: str = "embed_tokens_per_layer"
     projection: str = "per_layer_model_projection"
     norm: str = "per_layer_projection_norm"
-    width: str = "hidden_size_per_layer_input"
-    """The name of their width in the configuration; 0 there: layers have none."""
+    width: str = "hidden_size_per_layer_input"  # their width in the config; 0 there: none
 
 
 @dataclass(frozen=True)
 class Family:
     """A family of models, by transformers' names of tensors."""
 
-    layer: Callable[[Any, int], LayerSpec]
-    """The layer of a configuration at an index; a pure function."""
+    layer: Callable[[Any, int], LayerSpec]  # the layer of a configuration at an index
     embeddings: str = ""  # the field of the factor of embeddings; empty: there is none
     logits: str = ""  # the field of the factor of logits
     divides: bool = False  # True if logits are divided by it

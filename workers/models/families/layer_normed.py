@@ -15,8 +15,7 @@ from dovetail.workers.models.families.description import (
 )
 from dovetail.workers.models.parity.following import UnsupportedError
 
-OLMO_EPSILON = 1e-5
-"""The epsilon of OLMo's norms, which no configuration has (`OlmoLayerNorm` of transformers)."""
+OLMO_EPSILON = 1e-5  # the epsilon of OLMo's norms (`OlmoLayerNorm` of transformers)
 
 
 def _layer_norms(epsilon: float, **fields: Any) -> Norms:

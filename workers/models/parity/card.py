@@ -27,8 +27,7 @@ class Line:
     weights: str
     size_bytes: int  # bytes of all weights as they lie in memory
     tokens: int
-    error: float
-    """|found - exact| / |exact| of the logits, each row without its mean, which no softmax sees."""
+    error: float  # |found - exact| / |exact| of the logits, without the means of rows
     divergence: float  # the mean of KL(exact || found), in nats
     same: float  # the share of positions whose likeliest token is the same
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from dovetail.workers.models.parity.following import Call, Path, UnprovableError
 
-CHANGING = ("dynamic", "longrope")
-"""Rotary embeddings whose angles may depend on the longest sequence."""
+CHANGING = ("dynamic", "longrope")  # rotations that may depend on the longest sequence
 SAME = 1e-5  # tolerance of what layers get beside other rows: rounding only
 
 

@@ -101,10 +101,8 @@ class Recorder:
         first."""
         self.calls: dict[int, Call] = {}
         self.results: list[Tensor] = []
-        self.final: Tensor | None = None
-        """The model's final states in fp32; None: they have another type."""
-        self.isolated = True
-        """Whether each layer gets the result of the one before, unchanged and in order."""
+        self.final: Tensor | None = None  # the model's final states in fp32, or None
+        self.isolated = True  # whether each layer got the result of the one before
         self._layers, self._given, self._tuples = layers, results, tuples
 
     @property

@@ -32,8 +32,7 @@ from dovetail.workers.models.segment import Paths, Segment
 
 attention.register()  # transformers' models are imported with this module
 HIDDEN = -1e4  # the most that eager attention adds to the score of what a row does not see
-LENGTHS = (0, 1, 2)
-"""The parts of tuples that layers of transformers give: states, and weights of attention."""
+LENGTHS = (0, 1, 2)  # in tuples of transformers' layers: states, and attention's weights
 LEAST_ADDED = 1e-3  # layers that add less than this share of the states are measured by the states
 
 

@@ -17,8 +17,7 @@ from dovetail.workers.models.parity.following import UnprovableError, Unsupporte
 if TYPE_CHECKING:
     from dovetail.workers.models.parity.oracle import Oracle
 
-LAYERS_TRIED = 8
-"""Layers on which a refusal's remedy is tried: kinds alternate in cycles of two to six."""
+LAYERS_TRIED = 8  # layers on which a remedy is tried: kinds alternate in cycles to six
 
 
 class TriedError(UnsupportedError):

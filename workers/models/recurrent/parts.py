@@ -20,8 +20,7 @@ class Gates:
     module: nn.Linear
     queries: nn.Linear
     gates: nn.Linear
-    order: Tensor
-    """int64 [out]: where the outputs of both, one behind the other, stand in the checkpoint."""
+    order: Tensor  # int64 [out]: the places of both outputs in the checkpoint
 
 
 def split_gates(module: nn.Linear, heads: int, head_dim: int) -> Gates:

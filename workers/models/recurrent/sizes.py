@@ -12,8 +12,7 @@ STEP = 4096  # rows from one checkpoint of a long session to the next (`states.p
 COLUMNS = 16  # numbers that parts of states and factors are filled up to
 RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
 ATTENDING = ("full_attention", "attention", "hybrid")
-PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-"""The letters of Nemotron-H for the kinds of layers."""
+PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # nemotron-H's kinds of layers
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,7 @@ class StateSizes:
     attending: int  # layers with keys and values; some may have a state too, and some neither
     given: int  # outputs of the matrix before a mixer
     taken: int  # inputs of the matrix behind it
-    gated: bool
-    """True if the attention of the other layers has gates, as many as numbers of queries."""
+    gated: bool  # True if attention has gates, as many as numbers of queries
     state: int  # numbers of a state
     row: int  # numbers of the factors of a row
 

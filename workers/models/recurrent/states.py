@@ -13,10 +13,8 @@ from dovetail.workers.kernels.states import StateRows, StateShape
 
 CPU = torch.device("cpu")
 CHAIN = 16  # rows of a chain that go into the states as they are computed, at least
-PENDING = 8
-"""Committed rows that wait by their factors: writing the states takes about as long as 8 rows."""
-STEP = 4096
-"""Rows from one checkpoint to the next in a long session: by then keys and values take more."""
+PENDING = 8  # committed rows that wait by their factors: a write costs as much as 8 rows
+STEP = 4096  # rows between checkpoints in a long session: by then caches take more
 WAITING = 24  # rows whose factors a session has at a time, about, in addition to those of a tree
 
 

@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 FOLDER = "proofs"
 MOST_KEPT = 64  # proofs that are kept; the oldest go
 ROOM = Path(__file__).parent.parent.parent
-SOURCES = ("models", "kernels", "devices")
-"""Our folders whose code decides what a loaded model computes."""
+SOURCES = ("models", "kernels", "devices")  # folders that decide what a model computes
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,14 @@ class Proof:
     """transformers' facts that loading needs, and the digest of the model's logits."""
 
     config: Mapping[str, Any]  # the configuration with transformers' defaults
-    modules: Sequence[Sequence[Any]]
-    """Path, kind and measures of each module, parents first, as `recall.Outline` reads them."""
+    modules: Sequence[Sequence[Any]]  # path, kind and measures of each module, parents first
     base: str  # the path of the part without the head
     embedding: str
     head: str
-    stored: Mapping[str, str] | None
-    """Parameter -> tensor of the checkpoint; None: tensors are made of pieces."""
-    tied: Mapping[str, str]
-    """Tensor -> another that may stand for it in the checkpoint, of models in pieces."""
+    stored: Mapping[str, str] | None  # parameter -> tensor of the checkpoint; None: of pieces
+    tied: Mapping[str, str]  # tensor -> one that may stand for it, of models in pieces
     transposed: Sequence[str]
-    angles: Mapping[str, tuple[Sequence[float], float]]
-    """Rotary table -> its frequencies and the factor of cosines and sines."""
+    angles: Mapping[str, tuple[Sequence[float], float]]  # table -> its frequencies and factor
     attention: Sequence[Mapping[str, Any]]
     """The arguments with which each layer calls its attention, as `attention.Noted` has them."""
     logits: str  # the digest of logits, see `recall.sample`

@@ -25,8 +25,7 @@ from dovetail.workers.models.backends.device.products import Product
 from dovetail.workers.models.substitutes.quantised import CodedProduct
 from dovetail.workers.models.substitutes.quantize import BITS, Codes, from_bytes
 
-TORCHS, OWN = "torch-int4", "own-codes"
-"""The names of torch's products of codes and of ours in what a model says of itself."""
+TORCHS, OWN = "torch-int4", "own-codes"  # the products of codes, in what a model says of itself
 
 SHAPE = (83, 1100)
 """[out, in] of the proof: narrow at both ends, and more groups than a block has at a time."""

@@ -17,8 +17,7 @@ class Angles:
         self._tables: dict[int, tuple[Rotary, Tensor, Tensor]] = {}
         self._alike: dict[int, tuple[Rotary, int]] = {}
         """Tables with the numbers of another one, and the id of that."""
-        self._factors: dict[int, Tensor] = {}
-        """The factors of queries of those tables that have any."""
+        self._factors: dict[int, Tensor] = {}  # the factors of queries of tables that have any
 
     def add(self, rotary: Rotary) -> None:
         """Take a table over, if it is a new one; one with the same numbers is not copied again."""
@@ -51,8 +50,7 @@ class Angles:
 class Turn:
     """The angles of the rows of a pass."""
 
-    angles: Mapping[int, tuple[Tensor, Tensor]]
-    """Cosines and sines [T, 1, rotary_dim / 2], by the id of their table."""
+    angles: Mapping[int, tuple[Tensor, Tensor]]  # cosines and sines [T, 1, rotary_dim / 2] by table
     factors: Mapping[int, Tensor] = field(default_factory=dict)
     """The factors of queries [T, 1, 1], by the id of their table."""
 

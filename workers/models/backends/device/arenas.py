@@ -22,7 +22,7 @@ class Arena:
 
     rows: Tensor  # [layers, 2, kv_heads, slots, head_dim]
     captured: dict[Hashable, Any] = field(default_factory=dict)
-    """The passes that have been captured over its addresses, by their keys."""
+    """The passes captured over it, by key."""
 
 
 class Arenas:

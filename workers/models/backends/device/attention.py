@@ -24,10 +24,8 @@ THREADS = 128
 FOUR = 4  # rows of scores begin at multiples of this many
 WIDTHS = (128, 256)  # the most numbers of a key that a function takes
 MULTIPLE = 8  # numbers of a key come in multiples of this
-MOST_SCORES = 1 << 24
-"""So many scores are in memory at a time, 64 MiB, unless a single key head has more."""
-TOLERANCE = 1e-5
-"""The largest difference to attention in double precision, as a share of the largest output."""
+MOST_SCORES = 1 << 24  # scores in memory at a time (64 MiB), unless one key head has more
+TOLERANCE = 1e-5  # the largest difference to double precision, as a share of the output
 PROOF_WIDTHS = (64, 128, 256)
 TIMED_SLOTS, TIMED_HEAD, TIMED_GROUPS, TIMED_CACHES = 2048, 128, 4, 4
 
@@ -74,9 +72,7 @@ class Placed:
     """Keys and values [layers, 2, kv_heads, slots, width] of T tokens, each in its session's
     cache."""
 
-    places: Tensor
-    """int64 [T, PLACE]: a cache's address, its slots, and readable slots; sessions are
-    contiguous."""
+    places: Tensor  # int64 [T, PLACE]: a cache's address, its slots, and the readable ones
     layer: int
     heads: int  # key heads
     slots: int  # the most slots that a token sees

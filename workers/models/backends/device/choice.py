@@ -31,8 +31,7 @@ from dovetail.workers.models.backends.device.products import (
 )
 from dovetail.workers.models.backends.device.trying import tried
 
-SHAPE = (83, 333)
-"""[out, in] of the proof: two panels, the second one narrow, and no multiple of any step."""
+SHAPE = (83, 333)  # [out, in] of the proof: two panels, one narrow, no multiple of any step
 ROWS = (1, 3, 4, 5, 17, 33, 70)  # rows of the proof: every function that there is, full and not
 TIMED_SHAPE = (4096, 4096)
 TIMED_ROWS = (1, 4, 16)
@@ -40,8 +39,7 @@ TIMED_BYTES = 128 << 20  # weights that are read in turn, so that no cache has t
 TIMES = 3
 STORED = {Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16, Kind.INT8: torch.float32}
 """The type of a matrix that is packed."""
-SMALL = 0x3B
-"""A byte below which the upper half of a number of 16 or 32 bits is that of a small number."""
+SMALL = 0x3B  # a lower byte: the upper half of a number is that of a small number
 
 
 class Function(IntEnum):
@@ -67,8 +65,7 @@ class Contest:
     kind: IntEnum
     does: str  # the words of a sentence about it
     source: str  # the functions of ours, in CUDA C++
-    against: Callable[[Program, torch.device], str]
-    """Describes what is wrong with ours; empty if it is right."""
+    against: Callable[[Program, torch.device], str]  # what is wrong with ours; empty: it is right
     pairs: Callable[[Program, torch.device], Iterator[tuple[Product, Callable[[], Product]]]]
     """Yields matrices of `TIMED_SHAPE`, each with our product and with what makes torch's."""
     torchs: bool = True  # False: torch cannot compute it, and there is nothing to be faster than
@@ -91,8 +88,7 @@ class Products:
         `trying.tried`."""
         self.device, self.functions, self._trial = device, cache(functions), trial
         self._chosen: dict[IntEnum, bool] = {}
-        self.said: dict[IntEnum, str] = {}
-        """Kind of matrix -> a sentence with the product that is used, and why."""
+        self.said: dict[IntEnum, str] = {}  # kind of matrix -> which product is used, and why
         self.told: set[IntEnum] = set()  # the kinds that a worker has reported
 
     def owner(self, contest: Contest) -> Program | None:

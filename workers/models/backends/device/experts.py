@@ -12,8 +12,7 @@ from dovetail.workers.kernels.layer import DecoderLayer
 from dovetail.workers.kernels.layer_plan import Activation, LayerPlan, RouterPlan, Score
 from dovetail.workers.models.backends.blob import AROUND, EXPERTS, ROUTER, SHARED_GATE, numbered
 
-Multiply = Callable[[str, Tensor], Tensor]
-"""A layer's matrix by its name and x [T, k] fp32 -> x W^T + bias [T, n] fp32."""
+Multiply = Callable[[str, Tensor], Tensor]  # by a matrix's name: x [T, k] fp32 -> x W^T + bias
 NormOf = Callable[[Tensor], Tensor]
 
 

@@ -20,11 +20,9 @@ from dovetail.workers.models.backends.device.arenas import ArenaCache
 from dovetail.workers.models.backends.device.attention import PLACE
 from dovetail.workers.models.segment import Segment
 
-SLOTS = 512
-"""Attention in fixed shapes reads slots in multiples of it, or in powers of two from it on."""
+SLOTS = 512  # fixed shapes read slots in multiples of it, or beyond it in powers of two
 MOST_ROWS = 64  # the most rows of a pass
-PATHS, LONGER = 16, 4
-"""Slots of the shortest path that rows are padded to, and the factor to the next length."""
+PATHS, LONGER = 16, 4  # slots of the shortest padded path, and the factor to the next
 ALIGNMENT = 16  # bytes: every tensor of a pass's inputs begins at a multiple of it
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ResultT = TypeVar("ResultT")

@@ -37,8 +37,7 @@ from dovetail.workers.models.cache import HALF
 from dovetail.workers.models.segment import Segment
 from dovetail.workers.models.states import ModelPass
 
-Layer = Callable[[FixedRows, Tensor], None]
-"""A layer of its own matrices: (the rows of a pass, states [T, hidden]), in place."""
+Layer = Callable[[FixedRows, Tensor], None]  # a layer: (the rows of a pass, states), in place
 
 
 def has_fixed_shapes(plan: LayerPlan) -> bool:
@@ -123,10 +122,8 @@ class Levels:
     layers: Sequence[Layer]  # behind the plans, in their order
     turn: Callable[[Tensor], Turn | None]  # positions int64 [T] on the device -> their angles
     by: Attending
-    logits: Callable[[Tensor], Tensor]
-    """States [T, hidden] behind the last layer -> logits [T, V] on the device."""
-    ours: Ours | None = None
-    """Our functions for rows of several sessions; None: torch's compute those of one."""
+    logits: Callable[[Tensor], Tensor]  # states [T, hidden] of the last layer -> logits [T, V]
+    ours: Ours | None = None  # functions for rows of several sessions; None: torch's
     graphs: Graphs = field(default_factory=Graphs)
 
     def covers(self, segment: Segment) -> bool:

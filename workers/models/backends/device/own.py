@@ -68,8 +68,7 @@ BLOCKS = (
 )
 """The smallest that holds all rows, or the largest repeatedly. Narrow, so that all multiprocessors
 work."""
-WIDE = Block(3, 1, 1, 4, 64)
-"""The block of few rows if every multiprocessor has `ENOUGH` of these: it reads whole panels."""
+WIDE = Block(3, 1, 1, 4, 64)  # the block of few rows if every multiprocessor has `ENOUGH` of them
 ENOUGH = 2
 
 
@@ -87,8 +86,7 @@ CODES_SOURCE = source_of("formats", "rounded") + "".join(
     for bits in (8, 4, 3, 2)
 )
 WORDS = 4  # rows of x begin at multiples of this many words
-ROW_THREADS, GROUP_THREADS = 512, 128
-"""Threads of a block that rounds a row, or groups of rows, a warp each."""
+ROW_THREADS, GROUP_THREADS = 512, 128  # threads of a block that rounds a row, or groups by warps
 RELAY_ROWS, RELAY_THREADS = 8, 256
 """Rows and threads of a block over codes, of a substitute or of a GGUF file."""
 DEPTH = 4  # rows of x have their groups in multiples of this many
@@ -161,8 +159,7 @@ class RoundedRows:
 
     rows: int
     groups: int
-    values: Tensor
-    """int8 [tiles of 8 rows, groups padded to 4, 8, inputs of a group], four inputs a step."""
+    values: Tensor  # int8 [tiles of 8 rows, groups padded to 4, 8, inputs of a group]
     abouts: Tensor  # [tiles, groups up to a multiple of 4, 8, 4]: scales and sums
 
 

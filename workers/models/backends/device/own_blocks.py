@@ -126,8 +126,7 @@ EXACT_SOURCE = "\n".join(
     ]
 )
 EXACT_TILES, EXACT_THREADS = (8, 32), 128
-"""Rows of a block of threads in fp32: the smallest that holds all, else the largest; its
-threads."""
+"""The smallest number of rows of a block in fp32 that holds all, and its threads."""
 
 
 class Inputs(Protocol):
@@ -176,8 +175,7 @@ class OwnPart:
 
     first: int
     count: int
-    name: str
-    """The function that multiplies blocks; empty: the part has none, and `plain` multiplies it."""
+    name: str  # the function that multiplies blocks; empty: `plain` does
     packed: Tensor
     plain: Callable[[Tensor], Tensor] | None = None
 
@@ -257,8 +255,7 @@ def _plain(matrix: Matrix | OwnMatrix, bias: Tensor | None, x: Tensor) -> Tensor
 
 # ---- their proof, and what they are timed by
 
-PROOF = 20, 1280
-"""[out, in]: two vectors, the second one narrow, and more blocks than are computed at a time."""
+PROOF = 20, 1280  # [out, in]: two vectors, one narrow, and more blocks than at a time
 TIMED_TYPE, TIMED_MATRICES = 12, 4
 SMALL = 0x3B  # a byte below which the upper half of 16 bits is that of a number below 1
 

@@ -27,8 +27,7 @@ from dovetail.workers.models.cache import HALF, rounded
 
 SOURCE = source_of("parts")
 NORM_THREADS, TURN_THREADS, GATE_THREADS, WARP = 512, 128, 256, 32
-MOST_WIDTH = 16 * NORM_THREADS
-"""The widest row that our norm takes: 16 numbers a thread (`HELD` in parts.cu)."""
+MOST_WIDTH = 16 * NORM_THREADS  # the widest row of our norm: 16 numbers a thread (parts.cu)
 TOLERANCE = 1e-5  # the largest difference to double precision, as a share of the largest number
 HEADS, KV_HEADS, WIDTH, HALF_TURN, SLOTS = 3, 2, 40, 16, 9
 """The shape of the proof of a rotation; the last numbers of each head are not rotated."""

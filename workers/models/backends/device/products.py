@@ -12,10 +12,8 @@ from dovetail.workers.models.backends.blob import Matrix
 
 Product = Callable[[Tensor], Tensor]  # x [T, k] fp32 -> x W^T + bias [T, n] fp32
 TILE_WEIGHTS = 1 << 24  # so many 16-bit weights are widened at a time: 64 MiB of fp32
-LEAST_ROWS, MULTIPLE = 32, 8
-"""torch's integer product needs more than 16 rows, and sizes that are multiples of 8."""
-TINY = 1e-30
-"""A row whose largest magnitude is less is all zeros in int8 (`kernels/native/linear.inl`)."""
+LEAST_ROWS, MULTIPLE = 32, 8  # torch's product needs more than 16 rows, and multiples of 8
+TINY = 1e-30  # a row of smaller numbers is all zeros in int8 (`kernels/native/linear.inl`)
 
 
 def product(matrix: Matrix | Product, x: Tensor) -> Tensor:

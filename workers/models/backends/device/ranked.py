@@ -105,8 +105,7 @@ class RankedInputs(Inputs):
         scales = dict.fromkeys(("temperatures", "sharpenings"), (torch.float32, (form.rows,)))
         super().__init__(form, {**more, **scales}, device, scratch)
         width = ranks.vocabulary_size if ranks is not None and ranks.noisy else 0
-        self._noise = torch.zeros(form.rows, width, device=device)
-        """[T, V] on the device alone; [T, 0] for a greedy ranking."""
+        self._noise = torch.zeros(form.rows, width, device=device)  # [T, V]; [T, 0] if it is greedy
         shape = (2, form.rows, 0 if ranks is None else ranks.width)
         self._children = torch.zeros(*shape, dtype=torch.int32, device=device)
         self._kind = kind_of(device)

@@ -45,8 +45,7 @@ class Rows:
 
     turn: Turn | None
     blocks: Mapping[int, Sequence[Block]]  # by how many query heads share a key head
-    stateful: Sequence[StatefulRows] = ()
-    """The rows and the states of their sessions, if layers have any."""
+    stateful: Sequence[StatefulRows] = ()  # the rows and the states of their sessions, if any
     by: Attending = by_torch
     inputs: Tensor | None = None
 
@@ -120,16 +119,13 @@ class FixedRows:
     """Rows in shapes that depend only on the numbers of rows and slots, for CUDA graphs."""
 
     turn: Turn | None
-    cached: Tensor | PlacedRows
-    """The rows of a `KVCache`, if all are those of one session, or those of any."""
+    cached: Tensor | PlacedRows  # the rows of one session's `KVCache`, or those of any
     slots: Tensor  # int64 [T]: where the rows are written; rows that are the same may share one
-    masks: Mapping[tuple[int, int], Tensor]
-    """(window or 0, query heads of a key head) -> [groups * T, S] of 0 and -inf."""
+    masks: Mapping[tuple[int, int], Tensor]  # (window or 0, query heads of a key head) -> [.., S]
     stateful: Sequence[StatefulRows] = ()  # None: states are not in fixed shapes
     by: Attending = by_torch
     inputs: Tensor | None = None
-    turns: bool = True
-    """False: queries and keys are rotated as those of other `Rows` are, to the same bytes."""
+    turns: bool = True  # False: rotated as those of other `Rows`, to the same bytes
 
     def attend(
         self, plan: LayerPlan, query: Tensor, key: Tensor | None, value: Tensor | None

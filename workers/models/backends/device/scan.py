@@ -31,8 +31,7 @@ class StatefulRows:
 class _Rows(Factors):
     query: Tensor  # [T, value_heads, key_dim, 1]
     value: Tensor  # [T, value_heads, value_dim]
-    taken: Tensor | None
-    """[T, value_heads, 1, 1], by which the delta rule adds what a key reads of the state."""
+    taken: Tensor | None  # [T, value_heads, 1, 1], times what a key reads of the state
 
 
 class DeviceScan:

@@ -16,8 +16,7 @@ class Factors:
 
     decay: Tensor  # [T, value_heads, 1, 1]
     key: Tensor  # [T, value_heads, key_dim, 1]
-    added: Tensor
-    """[T, value_heads, 1, value_dim]; of the delta rule without what depends on the state."""
+    added: Tensor  # [T, value_heads, 1, value_dim], without what depends on the state
 
 
 class Place:

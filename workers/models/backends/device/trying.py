@@ -20,8 +20,7 @@ MODULE = "dovetail.workers.models.backends.device.trial"
 LIMIT_S = 120.0  # a trial with compiling and torch's start takes about ten seconds
 BEAT_S = 0.5
 PART = 4096  # bytes that are read at a time
-LINGER_S = 1.0
-"""Seconds without a question after which the process ends: its context takes device memory."""
+LINGER_S = 1.0  # seconds without a question until the process ends: it takes device memory
 
 
 class _Process:

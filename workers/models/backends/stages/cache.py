@@ -15,8 +15,7 @@ class StagedPass:
     positions: Tensor
     segments: Sequence[Segment]
     apart: bool = False  # True if the reader computes the layers on the CPU
-    inputs: Tensor | None = None
-    """The inputs that layers have of their own, [rows, width of all]; None: they have none."""
+    inputs: Tensor | None = None  # the layers' own inputs [rows, width of all]; None: none
 
     def use_inputs(self, inputs: Tensor) -> None:
         """Have layers with their own inputs read them from these."""

@@ -38,12 +38,10 @@ from dovetail.workers.models.recurrent.states import RecurrentStates
 from dovetail.workers.models.segment import PROMPT_ROWS, Cache, Segment
 from dovetail.workers.models.timing import asked
 
-GPU_ROWS = 1024
-"""Rows of a long prompt on a GPU at a time: 90 MB between the matrices of a 7B model's MLP."""
+GPU_ROWS = 1024  # rows of a long prompt on a GPU: 90 MB between the MLP's matrices at 7B
 
 
-Run = Callable[[Any, Tensor], None]
-"""A layer with its weights: (rows of a pass, states [T, hidden]), in place."""
+Run = Callable[[Any, Tensor], None]  # a layer: (rows of a pass, states [T, hidden]), in place
 
 
 class Ready(Protocol):

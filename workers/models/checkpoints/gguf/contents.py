@@ -24,8 +24,7 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 """Names under `general.sampling`, and those of generation_config.json."""
-TEMPLATE = "tokenizer.chat_template"
-"""The key of the default chat template; named ones append their name."""
+TEMPLATE = "tokenizer.chat_template"  # the default chat template; named ones append their name
 
 
 def contents_of(model: Model) -> tuple[dict[str, str], TokenTable]:

@@ -47,11 +47,9 @@ class Placed:
     heads: int = 0  # the number of heads that HALVES is about, or of key heads
     values: int = 1  # the number of value heads for each key head
     first: int = 0  # the first row of value heads
-    single: int | None = None
-    """A dimension of one number that transformers has in addition to those of the file."""
+    single: int | None = None  # a dimension of one that the file's tensor does not have
     flat: bool = False  # True if transformers has one dimension
-    up: "Placed | None" = None
-    """The other half of a tensor: interleaved, stacked, or the values of latents."""
+    up: "Placed | None" = None  # the other half: interleaved, stacked, or values of latents
 
     @property
     def kind(self) -> str:

@@ -67,9 +67,7 @@ class Head:
 
     file: Path
     identity: Identity
-    facts: Mapping[str, Any]
-    """Numbers, texts, lists, and numpy arrays. Text that is not UTF-8 is bytes, outside the
-    tokenizer."""
+    facts: Mapping[str, Any]  # numbers, texts, lists, and arrays; text that is not UTF-8 is bytes
     tensors: tuple[Place, ...]
     size_bytes: int  # offset of the first tensor, in bytes from the beginning of the file
 

@@ -27,10 +27,9 @@ class InFile:
     name: str  # the name of the tensor in errors
     kind: int
     shape: tuple[int, int]  # numbers of rows and of the bytes of each
-    order: Tensor | None = None
-    """int64 [rows]: the row of the file that each is; None: the rows of the file in turn."""
+    order: Tensor | None = None  # int64 [rows]: the row of the file that each is; None: in turn
     blocks: Tensor | None = None
-    """int64 [blocks]: the block of a row of the file that each is; None: its blocks in turn."""
+    """int64 [blocks]: the block of the file that each is; None: in turn."""
 
     def whole(self) -> Tensor:
         """Return all rows, uint8 [rows, bytes]; `CheckpointError` if unreadable, or for NaN and
@@ -178,8 +177,7 @@ def _inputs(kind: int, width: int) -> int:
     return width // KINDS[kind].size_bytes * KINDS[kind].numbers
 
 
-Content = Rows | Tensor
-"""Rows of a matrix: blocks as a file has them, or plain numbers [rows, inputs]."""
+Content = Rows | Tensor  # rows of a matrix: a file's blocks, or numbers [rows, inputs]
 
 
 def keep_rows(part: nn.Module, rows: Rows | Pile | None) -> None:

@@ -150,10 +150,8 @@ def _table(numbers: tuple[int, ...]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-CHUNK = 1 << 19
-"""Numbers that are unpacked at a time: all that is made on the way stays in the cache."""
-PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
-"""Kinds whose numbers stand there as they are."""
+CHUNK = 1 << 19  # numbers unpacked at a time: what is made on the way stays in the cache
+PLAIN = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}  # kinds that are numbers
 UNPACK = {
     2: q4_0,
     3: q4_1,

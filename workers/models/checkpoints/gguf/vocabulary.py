@@ -37,12 +37,9 @@ HARMONY = [
     {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
 ]
 """If a vocabulary has both tokens, <|end|> ends a message and not the reply."""
-NORMAL_BESIDE = "<|tool_response>"
-"""A token: in a vocabulary where it ends replies, </s> is an ordinary token."""
-STRIPPED = ("phi-3", "phi3")
-"""Parts of names of models whose added tokens also match the whitespace behind them."""
-UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
-"""Added tokens of the models of `STRIPPED` that do not match the whitespace behind them."""
+NORMAL_BESIDE = "<|tool_response>"  # where it ends replies, </s> is an ordinary token
+STRIPPED = ("phi-3", "phi3")  # names of models whose added tokens match the space behind them
+UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # added tokens of `STRIPPED` that do not
 
 
 @dataclass(frozen=True)

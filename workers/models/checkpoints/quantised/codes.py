@@ -7,8 +7,7 @@ from torch import Tensor
 
 from dovetail.workers.models.checkpoints.quantised.layout import AWQ_BITS, WORD
 
-AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The outputs, of eight, whose codes stand in a word of AWQ, from its lowest bits on."""
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, of each code in a word of AWQ
 CHUNK = 1 << 20  # numbers that are decoded at a time, so that little memory is taken on the way
 
 

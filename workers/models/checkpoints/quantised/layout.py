@@ -37,8 +37,7 @@ class Place(Protocol):
 
 
 P = TypeVar("P", bound=Place)
-Parts = Mapping[str, tuple[str, P]]
-"""A part of a matrix (codes or words, scales, zeros, groups, shape) -> its name and place."""
+Parts = Mapping[str, tuple[str, P]]  # a part of a matrix (codes, scales, zeros) -> name and place
 
 
 @dataclass(frozen=True)

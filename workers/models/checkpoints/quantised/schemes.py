@@ -7,11 +7,9 @@ from typing import Any, TypeGuard
 from dovetail.protocol.errors import CheckpointError
 
 PACKABLE_BITS = (2, 4, 8)  # bits of a code, of which words of 32 bits hold a whole number
-AWQ_LAYOUTS = ("gemm", "exllama", "ipex")
-"""Values of AWQ's `version` whose tensors are laid out alike."""
+AWQ_LAYOUTS = ("gemm", "exllama", "ipex")  # AWQ's `version`s that are laid out alike
 GPTQ_FORMATS = ("gptq", "gptq_v2")
-PACKED = "pack-quantized"
-"""The format of compressed-tensors whose codes stand in words, several in each."""
+PACKED = "pack-quantized"  # compressed-tensors' format of several codes in a word
 COMPRESSED_FORMATS = (
     "float-quantized",
     "int-quantized",
@@ -28,9 +26,8 @@ class Scheme:
 
     method: str  # awq, gptq, fp8 or compressed-tensors
     forms: tuple[tuple[int, int], ...] = ()
-    """(bits of a code, inputs that share a scale; 0: all of them), each that occurs."""
-    block: tuple[int, int] = (0, 0)
-    """Outputs and inputs that share a scale of FP8, 0 for all of them."""
+    """(bits of a code, inputs of a scale; 0: all) that occur."""
+    block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale of FP8
     symmetric: bool = False  # True if the zero point of GPTQ is the middle of the codes throughout
     below: bool = False  # True if GPTQ's zero points are stored less one
 

@@ -31,8 +31,7 @@ from dovetail.workers.models.families.matrices import (
 from dovetail.workers.progress import count_bytes
 
 SEARCH = "search-1"  # version of the search and its types: part of fingerprints and cache names
-TYPES = ("int4-int8", "int4-fp32")
-"""Types of weights that are searched for, with the activations that they are multiplied with."""
+TYPES = ("int4-int8", "int4-fp32")  # types that are searched for, with their activations
 FOLDER = "int4"
 MOST_KEPT = 8  # checkpoints whose blocks are kept; those that were not used for longest go
 PIECE_WEIGHTS = 1 << 19  # weights that a thread quantises at a time

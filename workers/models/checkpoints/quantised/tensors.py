@@ -27,8 +27,7 @@ class Coded(Stored):
     """[out, in] or [experts, out, in] of codes and scales; `kind` and `shape` are the numbers'."""
 
     scheme: Scheme
-    parts: Mapping[str, tuple[str, Stored]]
-    """A part of the matrix, as `layout.py` calls it -> its name and place."""
+    parts: Mapping[str, tuple[str, Stored]]  # a part, as `layout.py` calls it -> name and place
 
     @property
     def reads_one(self) -> bool:

@@ -17,8 +17,7 @@ from dovetail.workers.models.checkpoints.gguf.files import numbers_of
 
 LOCAL_BASE = 10000.0  # the default base of rotation of layers with a window
 FINAL_CAP = 30.0  # the default cap of logits of Gemma 2 and 4; Gemma 3 has none
-BIG_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models, whose queries are scaled by another width."""
+BIG_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, which scale queries otherwise
 UNROTATED = 1e30  # frequencies of numbers that are not rotated are divided by this
 EXPERTS = "expert_feed_forward_length"
 

@@ -18,11 +18,9 @@ from dovetail.workers.models.checkpoints.gguf.facts import HEADS, KV_HEADS, Fact
 
 SOFTMAX, SIGMOID = 1, 2  # functions that make scores of a router's logits, by llama.cpp's numbers
 NOTHING = 0
-SCORED = frozenset(("dots1", "lfm2moe", "minimax-m2"))
-"""Architectures whose files must name the scores of experts: llama.cpp has no default."""
+SCORED = frozenset(("dots1", "lfm2moe", "minimax-m2"))  # architectures that must name their scores
 GLM_FLASH = ((47, 154880), (48, 154880))  # layers and tokens of GLM-4.7-Flash
-LLAMA4_CHUNK = 8192
-"""Positions of a chunk, and those after which queries grow: a constant of llama.cpp."""
+LLAMA4_CHUNK = 8192  # positions of a chunk, and those after which queries grow (llama.cpp's)
 
 
 def experts_of(facts: Facts, score: int = SOFTMAX) -> Configuration:

@@ -10,8 +10,7 @@ GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 NOT_READ = frozenset(("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"))
 """Factors of the rotation, which become part of the configuration."""
 
-ONE_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.(.+)")
-"""The end of the name of a matrix of one expert in transformers' model."""
+ONE_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.(.+)")  # the end of the name of one expert's matrix
 
 
 class Tiled(Enum):
@@ -36,13 +35,10 @@ class Stacks(Enum):
 class Naming:
     """The names of an architecture, without the ends `.weight` and `.bias`."""
 
-    layer: Mapping[str, str]
-    """Names of a layer's tensors, after `blk.N.` and after `prefix` and `N.`."""
+    layer: Mapping[str, str]  # names of a layer's tensors, after `blk.N.` and `prefix` and `N.`
     prefix: str = "model.layers."
-    outside: Mapping[str, str] = field(default_factory=lambda: GLOBAL)
-    """Names of the tensors that are of no layer."""
-    permuted: bool = False
-    """True if rows of queries and keys that are rotated together are neighbours."""
+    outside: Mapping[str, str] = field(default_factory=lambda: GLOBAL)  # names of the other tensors
+    permuted: bool = False  # True if rows that are rotated together are neighbours
     plus_one: bool = False  # True if weights of norms include the 1 that transformers adds
     plain_norms: Sequence[str] = ()  # norms of a layer whose weights do not include that 1
     tiled: Mapping[str, Tiled] = field(default_factory=dict)  # tensors of a layer with value heads
@@ -58,8 +54,7 @@ class Naming:
     flat: Sequence[str] = ()  # tensors of a layer that have one dimension in transformers
     logarithms: Sequence[str] = ()
     """Tensors of which transformers has the logarithms of the negatives, with their ends."""
-    by_heads: Sequence[str] = ()
-    """Tensors of stacked queries, keys and values, which transformers has head by head."""
+    by_heads: Sequence[str] = ()  # stacked queries, keys and values, head by head in the model
     latents: bool = False
     """Matrices that make keys and values of latents are numbers, in files of one or two tensors."""
 
@@ -84,8 +79,7 @@ def _only(names: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-MERGED = "ffn_gate_up_exps"
-"""The gate and up matrices of all experts of a layer in one tensor, those of gates first."""
+MERGED = "ffn_gate_up_exps"  # the gate and up matrices of all experts in one, gates first
 BOTH_UP, KEYS_UP, VALUES_UP = (f"self_attn.{part}_b_proj" for part in ("kv", "k", "v"))
 """Names of matrices that make keys and values of latents; files alone have the last two."""
 UPPER, LOWER = "#upper", "#lower"
