@@ -1,27 +1,10 @@
-"""The document of the API, /openapi.json: which route answers what, by the models in `schemas.py`.
-Nothing here decides anything: a fuzzer holds the API to it."""
+"""The document of the API, /openapi.json: the routes, their requests, and the errors that they
+answer with. A fuzzer holds the API to it."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Response
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
-
-from dovetail.runtime.http.schemas import (
-    ChatEvent,
-    ChatReply,
-    DetokenizeReply,
-    ErrorReply,
-    LoadReply,
-    Model,
-    Models,
-    ReadyReply,
-    TextEvent,
-    TextReply,
-    TokenizeReply,
-    VersionReply,
-)
 
 STATUSES = {
     400: "The request is wrong; `param` names the field.",
@@ -45,78 +28,64 @@ HEADERS = {
 EVERYWHERE = (401, 403)
 ASKING = (400, 404, 413, 415, 503)
 DECODING = (*ASKING, 429, 500, 504)
-ANSWERS: Mapping[str, tuple[type[BaseModel] | None, tuple[int, ...]]] = {
-    "chat": (ChatReply, DECODING),
-    "text": (TextReply, DECODING),
-    "chat_again": (ChatReply, DECODING),
-    "text_again": (TextReply, DECODING),
-    "models": (Models, (503,)),
-    "model": (Model, (404, 503)),
-    "tokenize": (TokenizeReply, ASKING),
-    "detokenize": (DetokenizeReply, ASKING),
-    "readyz": (ReadyReply, ()),
-    "version": (VersionReply, ()),
-    "load": (LoadReply, ()),
-    "health": (None, ()),
-    "metrics": (None, ()),
+ERRORS: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("chat", "text", "chat_again", "text_again"), DECODING),
+    "models": (503,),
+    "model": (404, 503),
+    **dict.fromkeys(("tokenize", "detokenize"), ASKING),
+    **dict.fromkeys(("readyz", "version", "load", "health", "metrics"), ()),
 }
-"""Route -> what it answers, and with which errors."""
-STREAMED: Mapping[str, type[BaseModel]] = {
-    "chat": ChatEvent,
-    "text": TextEvent,
-    "chat_again": ChatEvent,
-    "text_again": TextEvent,
+"""Route -> the errors that it answers with."""
+STREAMED = ("chat", "text", "chat_again", "text_again")
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                **{name: {"type": "string"} for name in ("message", "type")},
+                **{name: {"type": ["string", "null"]} for name in ("param", "code")},
+            },
+        }
+    },
 }
-"""Route -> the server-sent events of its streams."""
-SCHEMAS = "#/components/schemas/{model}"
-"""The place of a model's schema in the document."""
+"""The schema of every error's body."""
 
 
 def documented(name: str) -> dict[str, Any]:
     """Return the arguments with which a route is declared, so that the document has its answers."""
-    model, errors = ANSWERS[name]
     responses: dict[int | str, dict[str, Any]] = {
         status: {
-            "model": ErrorReply,
+            "content": {"application/json": {"schema": ERROR}},
             "description": STATUSES[status],
             **({"headers": HEADERS[status]} if status in HEADERS else {}),
         }
-        for status in sorted((*errors, *EVERYWHERE))
+        for status in sorted((*ERRORS[name], *EVERYWHERE))
     }
-    declared: dict[str, Any] = {
-        "response_model": model,
-        "response_description": "Done.",
-        "responses": responses,
-    }
+    declared: dict[str, Any] = {"response_description": "Done.", "responses": responses}
     if name in STREAMED:
-        event = {"$ref": SCHEMAS.format(model=STREAMED[name].__name__)}
-        responses[200] = {"content": {"text/event-stream": {"itemSchema": event}}}
+        responses[200] = {"content": {"text/event-stream": {}}}
     if name == "readyz":
-        responses[503] = {"model": ReadyReply, "description": "Requests are not served."}
+        responses[503] = {"description": "Requests are not served."}
     if name == "health":
         responses[503] = {"description": "There is no coordinator."}
     if name == "metrics":
         responses[200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-    return declared if model is not None else {**declared, "response_class": Response}
+    return {**declared, "response_class": Response} if name in ("health", "metrics") else declared
 
 
 class Documented(FastAPI):
-    """An app whose document has two things that FastAPI's parameters cannot express: the events of
-    routes that answer whole or streamed, and status 400, not 422, for a wrong field."""
+    """An app whose document names status 400, not 422, for a wrong field, which FastAPI's
+    parameters cannot express."""
 
     def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is not None:
-            return self.openapi_schema
-        document = super().openapi()
-        schemas = document["components"]["schemas"]
-        _, events = models_json_schema(
-            [(event, "validation") for event in STREAMED.values()], ref_template=SCHEMAS
-        )
-        schemas.update(events["$defs"])
-        for operation in (
-            operation for path in document["paths"].values() for operation in path.values()
-        ):
-            operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        return document
+        if self.openapi_schema is None:
+            document = super().openapi()
+            for path in document["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                document["components"]["schemas"].pop(name, None)
+        return super().openapi()
