@@ -26,6 +26,9 @@ OWNER_ALONE = 0o700
 FILE, LOCK = "journal.sqlite", "lock"
 LOGGED = f"{FILE}-wal"
 OURS = (FILE, LOGGED, f"{FILE}-shm", LOCK)
+MAGIC, NEWEST = b"SQLite format 3\0", 2
+"""The beginning of a file, and the newest version to read and to write that follows it in bytes 18
+and 19 (https://sqlite.org/fileformat.html); 2 is WAL."""
 EARLIER = "segment-*"  # the files of a journal of an earlier release
 PRAGMAS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=0", "secure_delete=on")
 """A commit does not wait for the disk: `sync` does. Deleted rows are overwritten."""
@@ -34,6 +37,7 @@ TABLE = (
     "number integer, record blob, checksum integer)"
 )
 """Rows are written one after the other, since the time of a transaction grows with its pages."""
+COLUMNS = ["place", "reply", "number", "record", "checksum"]
 ROWS = "select place, reply, number, record, checksum from records"
 INSERT = "insert or replace into records values (?, ?, ?, ?, ?)"
 DAMAGED = (
@@ -84,7 +88,11 @@ class Database:
         self._check()
 
     def _open(self) -> sqlite3.Connection:
-        os.close(os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        file = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        head = os.read(file, len(MAGIC) + 4)
+        os.close(file)
+        if head.startswith(MAGIC) and max(head[len(MAGIC) + 2 :], default=0) > NEWEST:
+            raise self._foreign("it is of a newer format of SQLite than this Python reads")
         base = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
         try:
             for pragma in PRAGMAS:
@@ -96,10 +104,21 @@ class Database:
                     "coordinator.journal"
                 )
             base.execute(TABLE)
+            columns = [name for _, name, *_ in base.execute("pragma table_info(records)")]
+            others = base.execute("select name from sqlite_schema where name != 'records'")
+            if columns != COLUMNS or (other := others.fetchone()):
+                found = f"columns {columns}" if columns != COLUMNS else f"{other[0]!r}"
+                raise self._foreign(f"it has {found}, written by another release or program")
         except (sqlite3.Error, UserError):
             base.close()
             raise
         return base
+
+    def _foreign(self, why: str) -> UserError:
+        return UserError(
+            f"the journal {self._file} cannot be used: {why}; remove it, or name another folder "
+            "with coordinator.journal"
+        )
 
     def _damage(self, error: sqlite3.DatabaseError) -> str:
         """Return how the file is damaged; `UserError` if it is intact and cannot be read."""

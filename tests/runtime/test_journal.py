@@ -346,6 +346,36 @@ def test_damage_costs_the_replies_that_it_hit_and_is_logged(
     assert kept > 20
 
 
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        ("alter table records add column more blob", "it has columns ['place', "),
+        ("alter table records rename column record to entry", "it has columns ['place', "),
+        ("create table others (a)", "it has 'others', written by another release"),
+        ("create trigger slow after insert on records begin select 1; end", "it has 'slow', "),
+        (18, "it is of a newer format of SQLite"),
+        (19, "it is of a newer format of SQLite"),
+    ],
+)
+def test_a_file_of_another_release_is_refused_by_name_and_stays(
+    tmp_path: Path, spoil: str | int, why: str
+) -> None:
+    lives, _ = two_replies(tmp_path)
+    lives.journal.close()
+    path = lives.folder / FILE
+    if isinstance(spoil, str):
+        with closing(sqlite3.connect(path, isolation_level=None)) as base:
+            base.execute(spoil)
+    else:
+        content = bytearray(path.read_bytes())
+        content[spoil] = 3
+        path.write_bytes(content)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=re.escape(f"the journal {path} cannot be used: {why}")):
+        Database(lives.folder)
+    assert path.read_bytes() == before
+
+
 def test_a_file_that_is_no_database_is_begun_anew_and_that_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
