@@ -23,8 +23,7 @@ WEIGHT_BYTES: Mapping[str, float] = {
     **dict.fromkeys(("int8", "int8-per-tensor"), 1),
     **dict.fromkeys(("int4", "int4-int8", "int4-fp32"), 148 / 256),
 }
-"""Bytes that a pass reads of each weight of a type; of int4 those of Q4_K, as the kernels have
-it."""
+"""Bytes that a pass reads of each weight of a type; of int4, those of the kernels' Q4_K."""
 
 
 class RowsSeconds(Frozen):
@@ -46,8 +45,7 @@ class RowsSeconds(Frozen):
 
     @classmethod
     def rising(cls, rows: Sequence[int], seconds: Iterable[float]) -> "RowsSeconds":
-        """A curve that never falls with the rows: what was measured noisily is raised to what came
-        before it."""
+        """Return a curve that never falls: noisy values are raised to the one before."""
         return cls(rows=tuple(rows), seconds=tuple(accumulate(seconds, max)))
 
     def at(self, rows: int) -> float:
@@ -70,8 +68,7 @@ class ContextCurve(Frozen):
 
 
 def weighted_median(values: Iterable[tuple[float, float]]) -> float:
-    """Return the weighted median of (value, weight) pairs: the least value at or below which lies
-    half of the total weight."""
+    """Return the weighted median of (value, weight) pairs, the lower one of two."""
     ordered = sorted(values)
     half, reached = sum(weight for _, weight in ordered) / 2, 0.0
     for value, weight in ordered:
@@ -109,8 +106,7 @@ class ExpertCosts(Frozen):
 
 @dataclass(frozen=True)
 class StateTraffic:
-    """Bytes of states, in fp32, that a pass over rows of one session moves in addition to
-    weights."""
+    """Bytes of fp32 states that a pass over rows of one session moves in addition to weights."""
 
     states: float = 0.0
     """The states of all layers: a pass reads them once, whatever its rows."""
@@ -139,8 +135,7 @@ what it becomes, the same decay and an addition; and one for what is read."""
 
 @dataclass(frozen=True)
 class LeastTime:
-    """The least time of a pass: the longer of reading its bytes and computing its products
-    (Williams et al., 2009)."""
+    """The least time of a pass: reading its bytes or computing (Williams et al., 2009)."""
 
     whole_s: float
     """Seconds of reading all weights."""

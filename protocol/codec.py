@@ -25,8 +25,7 @@ MAX_ITEMS = 4 << 20
 65536 spans, has 3.6 million."""
 MAX_FIELDS = 256
 SMALL_BYTES = 512
-"""A body up to this can claim little, each of its arrays no more items than it has bytes: it is not
-walked over first."""
+"""Bodies up to this size are not walked first: no array has more items than it has bytes."""
 _CONTAINER_ITEMS = 8
 UNCOUNTED_BYTES = MAX_ITEMS // (1 + _CONTAINER_ITEMS)
 """A body up to this that is whole cannot have too many items, since each of them and each container
@@ -37,8 +36,7 @@ C = TypeVar("C", bound=Sized)
 
 
 class Dialect(Generic[M]):
-    """The messages that one direction of a link may carry: a union of message types, distinguished
-    by `type`."""
+    """The messages of one direction of a link: a union of types, distinguished by `type`."""
 
     def __init__(self, union: Any) -> None:
         self._members: dict[str, type[Message]] = {
@@ -161,8 +159,7 @@ def _attach(body: dict[str, Any], member: type[Message] | None, raw: Sequence[by
 
 
 def _explain(error: ValidationError, *within: str) -> str:
-    """The first complaint, without the offending value: it may be large and hostile. `within`:
-    where what was checked lies."""
+    """Return the first error without the value, which may be large; `within`: the path to it."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part)[:64] for part in (*within, *first["loc"])[:8])
     return printable(f"{where or 'message'}: {first['msg'][:300]}")

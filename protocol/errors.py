@@ -15,8 +15,7 @@ class DovetailError(Exception):
 
 
 class UserError(DovetailError):
-    """A mistake of the person who started the command: a missing model, a misspelt setting, a
-    prompt that is too long."""
+    """A mistake of the user: a missing model, a misspelt setting, a prompt that is too long."""
 
 
 class SettingsError(UserError):
@@ -24,8 +23,7 @@ class SettingsError(UserError):
 
 
 class CheckpointError(UserError):
-    """A model folder that cannot be loaded: names the file and the tensor, in one printable line
-    whatever these are called."""
+    """A model folder that cannot be loaded: one printable line with the file and the tensor."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
@@ -40,8 +38,7 @@ class KeysError(UserError):
 
 
 class RequestError(UserError):
-    """A request that cannot be served; `code` is the reason in one word (see `messages.Failed`),
-    the text one printable line."""
+    """A request that cannot be served: `code` as in `messages.Failed`, and one printable line."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(printable(text))
@@ -53,16 +50,14 @@ class ProtocolError(DovetailError):
 
 
 class DecodeError(ProtocolError):
-    """Bytes that are no message: truncated, oversized, of the wrong type, with trailing bytes,
-    nested too deep."""
+    """Bytes that are no message: truncated, oversized, mistyped, nested too deep."""
 
     request: int | None = None
     """The number of the client's request, if it can be read nevertheless."""
 
 
 class StaleError(ProtocolError):
-    """A message that is late, a duplicate or of another incarnation: counted, and it changes
-    nothing."""
+    """A message that is late, duplicate or of another incarnation: counted, without effect."""
 
 
 class OverError(StaleError):
@@ -70,8 +65,7 @@ class OverError(StaleError):
 
 
 class TreeError(ProtocolError):
-    """A token tree that is none: a parent that does not precede its child, equal siblings, an id
-    beyond the vocabulary."""
+    """An invalid token tree: a parent behind its child, equal siblings, an unknown id."""
 
 
 class LinkError(DovetailError):
@@ -91,5 +85,4 @@ class LinkClosed(LinkError):
 
 
 class LinkRefused(LinkClosed):
-    """The peer answers and refuses our connection, because of the keys or because it is another
-    program."""
+    """The peer refuses our connection: because of the keys, or it is another program."""

@@ -41,8 +41,7 @@ MARKS = {
 
 
 def refusal(error: OSError, *, writes: bool = True) -> str:
-    """Return the system's text for an error, with a remedy where one is certain; `writes`: the file
-    was opened for writing."""
+    """Return the system's text for an error with a remedy, if one is certain."""
     said, path = error.strerror or str(error), Path(str(error.filename or ""))
     remedy = REMEDIES.get(error.errno or 0)
     if error.errno in OF_WRITING and not (writes and error.filename):
@@ -57,8 +56,7 @@ def refusal(error: OSError, *, writes: bool = True) -> str:
 
 
 def unread(error: OSError, absent: str) -> str:
-    """Return why a file was not read, with a remedy where one is certain; `absent`: the remedy for
-    a missing file."""
+    """Return why a file was not read, with a remedy; `absent`: that for a missing file."""
     remedy = {errno.ENOENT: absent, errno.EACCES: "let your user read it"}.get(error.errno or 0)
     return f"{error.strerror}; {remedy}" if remedy else refusal(error, writes=False)
 
@@ -89,8 +87,7 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 
 def append(file: IO[bytes], path: Path, what: str, content: bytes) -> None:
-    """Append to an open file, bypassing its buffer: an error is raised here, and not again when the
-    file is closed."""
+    """Append to an open file without its buffer, so that an error is raised here and once."""
     with writing(path, what):
         left = memoryview(content)
         while left:

@@ -26,8 +26,7 @@ class GroupFolders:
             self._paths.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
 
     def folders(self, controller: str) -> Iterator[Path]:
-        """The folders of our group and of those around it, innermost first; the empty controller is
-        the second kind."""
+        """Yield the folders of our groups, innermost first; controller "": the second kind."""
         if controller not in self._paths:
             return
         for mount in (

@@ -42,8 +42,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class PeerKey:
-    """The authenticated key of a peer: its name, the roles that it may take, and its public key
-    (Z85, 40 characters)."""
+    """An authenticated peer: name, allowed roles, and public key (Z85, 40 characters)."""
 
     name: str
     roles: tuple[str, ...]
@@ -120,8 +119,7 @@ def rotate(folder: Path, name: str) -> None:
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Remove the peer `name`: a running coordinator drops what it sends and refuses its next
-    handshake."""
+    """Remove the peer `name`: its messages are dropped and its next handshake is refused."""
     if name == COORDINATOR:
         raise KeysError(
             "the coordinator's own key cannot be revoked: replace it with `dovetail keygen "
@@ -135,8 +133,7 @@ def revoke(folder: Path, name: str) -> None:
 
 
 def load_own_key(folder: Path, name: str) -> OwnKey:
-    """The key pair `name`; `KeysError` if it is missing, damaged, or readable by anybody but its
-    owner."""
+    """Read the key pair `name`; `KeysError` if it is missing, damaged or readable by others."""
     path = folder / f"{name}.key"
     check_folder(folder)
     content = _read(path, forbidden=0o077)
@@ -177,8 +174,7 @@ def own_key_for(folder: Path, role: str) -> OwnKey:
 
 
 def _remedy(folder: Path, role: str) -> str:
-    """Return how a machine comes to the key of a role; deployments were made once without one of an
-    operator."""
+    """Return how to get the key of a role; old deployments have none of an operator."""
     if (folder / f"{COORDINATOR}.key").exists():
         return f"make it with `dovetail keygen --out {folder} --name {role} --role {role}`"
     made = "copy it from where `dovetail keygen` made it"
@@ -264,8 +260,7 @@ def read_public(path: Path) -> PeerKey:
 
 
 def _read(path: Path, *, forbidden: int) -> dict[str, Any]:
-    """The content of a key file; `KeysError` if its mode has one of the `forbidden` bits or it is
-    not what it should be."""
+    """Return the content of a key file; `KeysError` if it is invalid or has `forbidden` bits."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

@@ -22,8 +22,7 @@ from dovetail.protocol.groups import ROOT, GroupFolders, read_text
 NO_LIMIT = 1 << 60
 """A limit of the first kind of control groups that is not set is a number beyond this."""
 KILLED = re.compile(r"^\d+,\d+,(\d+),[^;]*;.*Killed process (\d+) ", re.MULTILINE)
-"""Matches what the kernel logs of a process that it has killed for want of memory: when, and
-which."""
+"""Matches the kernel's log of a process killed for lack of memory: when, and which."""
 LOG_BYTES = 8192  # a record of /dev/kmsg is never longer
 
 
@@ -59,14 +58,12 @@ class Room:
 
 
 def read_room(root: Path = ROOT) -> Room | None:
-    """Return the least room that the machine and the control groups leave to this process; None if
-    unknown."""
+    """Return the least room of the machine and the control groups; None if unknown."""
     return min(_rooms(root), key=lambda room: room.size + room.swap, default=None)
 
 
 def node_room(node: int, root: Path = ROOT) -> Room | None:
-    """Return the room on a memory node, for a process that is bound to it alone; None if
-    unknown."""
+    """Return the room on a memory node for a process that is bound to it; None if unknown."""
     found = _fields(read_text(root / f"sys/devices/system/node/node{node}/meminfo"))
     if "MemFree" not in found:
         return None
@@ -103,8 +100,7 @@ def process_room() -> Room | None:
 
 
 def total_bytes(root: Path = ROOT) -> int | None:
-    """Return the memory of the machine, or the least limit of our control groups if that is less;
-    None if unknown."""
+    """Return the machine's memory or our groups' least limit, if less; None if unknown."""
     machine = _fields(read_text(root / "proc/meminfo")).get("MemTotal")
     return min(
         [*([] if machine is None else [machine]), *(limit for _, limit, _ in _limits(root))],
@@ -172,8 +168,7 @@ class Kills:
     """The numbers of processes that the kernel had killed for want of memory at a moment."""
 
     groups: tuple[tuple[Path, int], ...]
-    """Counts by file of a control group around a process, innermost first, as far as they are
-    kept."""
+    """Counts by file of a control group around a process, innermost first."""
     machine: int
     at_us: int  # the moment, on the clock of the kernel's log
 

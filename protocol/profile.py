@@ -74,11 +74,9 @@ class LinearChoice(Frozen):
     rows: Positive
     chosen: str
     seconds: Mapping[str, Seconds]
-    """Candidate -> seconds of one product of `rows` rows; only candidates that passed the self-test
-    were timed."""
+    """Candidate -> seconds of one product of `rows` rows, if it passed the self-test."""
     refused: Mapping[str, str] = {}
-    """Candidate -> why it may not be used here (failed self-test, instruction missing, does not fit
-    into memory)."""
+    """Candidate -> why it may not be used (self-test, instructions, memory)."""
 
 
 class Entry(Frozen):
@@ -93,8 +91,7 @@ class Entry(Frozen):
     devices: tuple[DeviceCosts, ...] = ()  # costs of a target's parts, at most one for each device
 
     def choice(self, n: int, k: int, rows: int) -> LinearChoice | None:
-        """Return what was chosen for a shape: the entry of the smallest row class that holds
-        `rows`."""
+        """Return the choice for a shape in the smallest row class that holds `rows`."""
         fitting = (c for c in self.linears if (c.n, c.k) == (n, k) and c.rows >= rows)
         return min(fitting, key=lambda c: c.rows, default=None)
 
@@ -124,8 +121,7 @@ class Entry(Frozen):
 
 
 class NodeTimes(Frozen):
-    """Seconds of a pass of a target on one memory node of a machine, and spread over all of
-    them."""
+    """Seconds of a target's pass on one memory node, and spread over all nodes."""
 
     key: tuple[str, ...]
     """Machine, nodes, model and settings: if any of these changes, the measurement is repeated."""
@@ -138,16 +134,14 @@ class TypeTimes(Frozen):
     """Seconds of products on a device in types of weights of 16 and 32 bits."""
 
     key: tuple[str, ...]
-    """Libraries and card, driver, functions of ours: if any of these changes, times are measured
-    again."""
+    """Libraries, card, driver and our functions: a change of any means a new measurement."""
     seconds: Mapping[str, tuple[Seconds, ...]]  # type -> seconds of a product of 1, 4 and 16 rows
     refused: Mapping[str, str] = {}
     """Type -> why there is no product in it, or what is wrong with it."""
 
 
 class DraftFall(Frozen):
-    """A draft with `draft.device = auto` that was computed by the CPU at its last start, though
-    there is a GPU."""
+    """A draft with `draft.device = auto` that ran on the CPU last time, despite a GPU."""
 
     key: tuple[str, ...]  # libraries and card, driver, draft, target, weights
     why: str
@@ -193,15 +187,13 @@ class Profile(Frozen):
         return next((fall.why for fall in self.falls if fall.key == tuple(key)), "")
 
     def with_fall(self, fall: DraftFall) -> "Profile":
-        """Return the profile with a fall in place of the one of the same key, or with neither if
-        its reason is empty."""
+        """Return the profile with this fall in place of its predecessor; none without a reason."""
         others = [f for f in self.falls if f.key != fall.key]
         return self.model_copy(update={"falls": (*others, *([fall] if fall.why else []))})
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile in a file; an empty one if there is no such file; `ProfileError` if it is
-    damaged."""
+    """Return the profile in a file, empty if there is none; `ProfileError` if damaged."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ProfileError(

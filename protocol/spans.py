@@ -44,8 +44,7 @@ NAMES: Mapping[str, str] = {
     "link": "a command or its answer is on its way, decoded and encoded",
     "lost": "a session waited for an answer that it has done without",
 }
-"""All names with their meanings. Those outside of a worker's commands are `grow`, `prepare`,
-`decode`, `encode` and `send`."""
+"""All names. Outside of commands: `grow`, `prepare`, `decode`, `encode`, `send`."""
 
 MAX_BESIDE = 1024  # the most waiting spans outside of commands; the oldest are dropped
 MERGED_NS = 200_000
@@ -86,8 +85,7 @@ class Spans:
         session: int | None = None,
         round: int | None = None,
     ) -> None:
-        """A span outside of commands. Unless fine spans are recorded, it is joined to one of its
-        kind just before."""
+        """Add a span outside of commands; coarse ones join the one just before."""
         beside = self._beside
         if beside and (not self.fine or name in JOINED) and beside[-1][:2] == (session, round):
             last, since, duration = beside[-1][2]

@@ -26,8 +26,7 @@ class TokenTree:
         return len(self.tokens)
 
     def check(self, vocabulary_size: int) -> "TokenTree":
-        """This tree, if it is one over a vocabulary of that size; else `TreeError` naming the
-        node."""
+        """Return this tree if it is valid for the vocabulary, else `TreeError` with the node."""
         tokens, parents = self.tokens, self.parents
         if len(tokens) != len(parents):
             raise TreeError(f"a tree of {len(tokens)} tokens has {len(parents)} parents")
@@ -85,8 +84,7 @@ class TokenTree:
         return TokenTree(self.tokens[:nodes], self.parents[:nodes])
 
     def is_path(self, nodes: Sequence[int]) -> bool:
-        """Return whether `nodes` leads down from a child of the root, each the parent of the
-        next."""
+        """Return whether `nodes` leads down from a child of the root, parent by parent."""
         above = ROOT
         parents = self.parents
         for node in nodes:

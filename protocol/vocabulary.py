@@ -121,8 +121,7 @@ class TokenTable:
         return self._spelt[start : self._ends[place]].decode("utf-8", "surrogatepass")
 
     def against(self, draft: "TokenTable", draft_name: str, own_name: str) -> str:
-        """Return why a draft with that table cannot draft for the model with this one; empty if it
-        can."""
+        """Return why a draft with that table cannot draft for this model; empty if it can."""
         if draft.digest == self.digest:
             return ""
         return (

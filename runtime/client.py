@@ -145,8 +145,7 @@ class Client:
         self._send(Stop(epoch=self.epoch))
 
     def status(self) -> Reported:
-        """The coordinator's state. Not while a completion streams: its replies would be mixed
-        up."""
+        """Return the coordinator's state; not while a completion streams."""
         self.inquire()
         state = self._wait_for(Reported)
         self._loading = state.loading
@@ -177,8 +176,7 @@ class Client:
         return self._requests
 
     def dismiss(self, worker: int, *, last: bool = False) -> int:
-        """Request that a worker, named by its epoch, is dismissed; `last`: also the last target.
-        Return the request's number."""
+        """Request the dismissal of a worker, by epoch; `last`: even the last target."""
         self._requests += 1
         self._send(Dismiss(epoch=self.epoch, request=self._requests, worker=worker, last=last))
         return self._requests
@@ -186,8 +184,7 @@ class Client:
     def changed(
         self, request: int, say: Callable[[str], None] = lambda _: None
     ) -> Swapped | Dismissed:
-        """Wait until a change of workers is over; `RequestError` if it failed. `say` is called with
-        its progress."""
+        """Wait for the end of a change of workers; `RequestError` if it failed."""
         while True:
             reply = self.receive(None)
             if isinstance(reply, Progressed) and reply.request == request:
@@ -205,8 +202,7 @@ class Client:
             yield reply
 
     def receive(self, timeout_s: float | None = None) -> Reply | None:
-        """The next reply; None if none comes in time. A repeated Welcome only checks that we are
-        still here."""
+        """Return the next reply; None if none comes in time."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             frames = self._link.receive(

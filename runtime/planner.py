@@ -23,9 +23,7 @@ from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, PairCosts
 
 Seconds = Callable[[int], float]  # returns the seconds of a pass over this many rows
 BUFFERS = 2  # that streamed layers pass through (`workers/models/backends/placement.py`)
-LEAST_BUDGET = 128
-"""Nodes of the trees that offloading with a draft is usually given (SpecExec, and the Dovetail
-paper's Table 4)."""
+LEAST_BUDGET = 128  # usual nodes of trees in offloading (SpecExec; the Dovetail paper's Table 4)
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ LONGER, WIDEST = 1.3, 64
 """A pass ahead takes at most this multiple of one as wide as the tree, and has at most this many
 rows (`workers/speculation/prices.py`, `workers/drafters/ahead.py`)."""
 Bytes = Callable[[int, int], int]
-"""Returns the bytes on a device that computes this many layers and keeps this many of them, or
-those on the host."""
+"""Returns the bytes of this many computed and kept layers, on device or host."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,7 @@ class Link:
     """The way of streamed layers."""
 
     layer_s: Seconds  # seconds of copying one layer during a pass over this many rows
-    overlaps: bool
-    """True if copies cost the computing nothing; where the CPU stands for a GPU they take turns
-    with it."""
+    overlaps: bool  # true if copies are free; where the CPU stands for a GPU they take turns
 
 
 @dataclass(frozen=True)
@@ -110,11 +105,9 @@ class Draft:
 
     name: str
     level_s: Callable[[int, int], float]
-    """Seconds of a pass over this many rows, with a target of which this many layers are
-    resident."""
+    """Return the seconds of a pass over rows with this many resident layers."""
     device_bytes: Callable[[int], int]
-    """Bytes that it needs on the device with a target of which this many layers are resident;
-    `host_bytes` on the host."""
+    """Return its bytes on the device with this many resident layers; `host_bytes`: on the host."""
     host_bytes: int
     tokens: Callable[[Tree], float]
     """Returns the tokens that a round with a tree brings on average, its own counted."""
@@ -124,12 +117,10 @@ class Draft:
     the draft could expand this many nodes ahead, while the target verified the last one."""
     proposal_s: float = 0.0  # seconds of a proposal without its passes
     shares: bool = False
-    """True if it computes with the target's own resident layers, so that more of these may cost it
-    more."""
+    """True if it computes with the target's resident layers, which may cost it more."""
 
     def drafting_s(self, tree: Tree, resident: int, ahead_s: float = 0.0) -> float:
-        """Return what a round waits for its proposal. `ahead_s`: seconds before, in which the draft
-        goes on by itself."""
+        """Return a round's wait for its proposal. `ahead_s`: time to draft ahead before."""
         ahead, longest_s = 0.0, LONGER * self.level_s(tree.width, resident)
         if ahead_s and longest_s:  # a look-up's pass takes no time
             passes_s = ((rows, self.level_s(rows, resident)) for rows in range(1, WIDEST + 1))
@@ -279,8 +270,7 @@ class Planner:
         *,
         ahead: bool = False,
     ) -> Option:
-        """Return what a round takes and brings. `ahead`: the draft goes on while the target
-        verifies."""
+        """Return a round's seconds and tokens. `ahead`: drafting goes on while verifying."""
         draft_s = 0.0 if draft is None or tree is None else draft.drafting_s(tree, resident)
         rows = 1 + (tree.gamma if tree is not None else 0)
         verify_s = self.pass_s(rows, computed, resident, draft_s)
@@ -305,8 +295,7 @@ class Planner:
         )
 
     def pass_s(self, rows: int, computed: int, resident: int, gap_s: float = 0.0) -> float:
-        """T_V over this many rows. `gap_s`: the time between two passes, in which the buffers are
-        refilled."""
+        """Return T_V over rows. `gap_s`: time between passes that refills the buffers."""
         machine = self.machine
         head = machine.device if computed else machine.host
         assert head is not None
@@ -329,8 +318,7 @@ class Planner:
         return cpu_s + max(computing_s, copy_s - filled_s) + head_s
 
     def _copy_s(self, rows: int, streamed: int) -> float:
-        """Return what the link is busy for a pass; layers for each of which there is a buffer stay
-        in it."""
+        """Return the link's seconds in a pass; buffered layers stay in their buffers."""
         return (
             streamed * self.machine.link.layer_s(rows)
             if self.machine.link is not None and streamed > BUFFERS

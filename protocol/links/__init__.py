@@ -52,20 +52,16 @@ class Hub(Protocol):
         frames or comes from a revoked key is dropped and counted."""
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Queue a message for a peer; never blocks. `PeerGone` if it is not connected, `PeerBusy`
-        if its queue is full."""
+        """Queue a message; never blocks. Raises `PeerGone`, or `PeerBusy` if the queue is full."""
 
     def turn_away(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Queue a last message for a peer, whose key may have been revoked, if that is possible;
-        never blocks."""
+        """Queue a last message for a peer whose key may be revoked, if possible; never blocks."""
 
     def user(self, peer: bytes) -> PeerKey | None:
-        """The key of a peer over tcp: its name and allowed roles, none if it was revoked. None
-        without keys."""
+        """Return the key of a peer over tcp, without a name if revoked; None without keys."""
 
     def monitor_fileno(self) -> int:
-        """A descriptor that becomes readable when peers may have disconnected or were refused; call
-        `disconnects` then."""
+        """Return a descriptor that is readable when to call `disconnects`."""
 
     def disconnects(self) -> int:
         """Return how many peers disconnected since the last call. To find out which, probe them all
@@ -75,8 +71,7 @@ class Hub(Protocol):
         """Handshakes and messages refused so far."""
 
     def close(self) -> None:
-        """Close everything that was opened, and remove what it left in the file system. A second
-        call does nothing."""
+        """Close everything and remove its files. A second call does nothing."""
 
 
 class Link(Protocol):
@@ -85,8 +80,7 @@ class Link(Protocol):
     address: str  # the address that it was connected to
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Queue a message for the coordinator, waiting while the queue is full; `LinkClosed` if the
-        coordinator has gone."""
+        """Queue a message, waiting while the queue is full; may raise `LinkClosed`."""
 
     def offer(self, frames: Sequence[bytes]) -> None:
         """Queue a message for the coordinator; never blocks. `PeerBusy` if the queue is full,
@@ -106,16 +100,14 @@ class Link(Protocol):
         """
 
     def take(self) -> list[bytes] | None:
-        """The next message that has arrived, or None; never waits, and does not look whether the
-        coordinator has gone."""
+        """Return the next message, or None; never waits or checks the coordinator."""
 
     def monitor_fileno(self) -> int:
         """A descriptor that becomes readable when the coordinator may have gone; call `receive(0)`
         then until it returns None or raises."""
 
     def check(self) -> None:
-        """`LinkClosed` if the coordinator has gone, though what it sent before may wait; takes
-        nothing and never waits."""
+        """Raise `LinkClosed` if the coordinator has gone; takes nothing, never waits."""
 
     def close(self) -> None:
         """Close everything that was opened. A second call does nothing."""

@@ -116,8 +116,7 @@ class IpcPlace:
             os.close(lock)  # its former owner removed the file between our open and our lock
 
     def _make_folder(self) -> None:
-        """Make the folder. It is noted before it is made, so that an interruption at any point
-        leaves nothing behind."""
+        """Make the folder, noting it first: an interruption leaves nothing behind."""
         folder = self._path.parent
         self._made += [
             place
@@ -128,8 +127,7 @@ class IpcPlace:
         check_private(folder)
 
     def close(self) -> None:
-        """Remove sockets, lock, and the folders that were made for them where nothing else lies in
-        them."""
+        """Remove sockets, the lock, and those folders made for them that are empty."""
         if self._lock is not None:
             self._path.unlink(missing_ok=True)
             self._workers_path.unlink(missing_ok=True)
@@ -161,8 +159,7 @@ def _fits(path: Path) -> bool:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder of sockets unless it is locked (`OSError`). A new one may be about to be
-    locked, and is kept."""
+    """Remove an old folder of sockets; `OSError` if it is locked."""
     status = folder.lstat()
     if status.st_uid != os.geteuid() or time.time() - status.st_mtime < ABANDONED_S:
         return
@@ -208,8 +205,7 @@ def check_private(folder: Path) -> None:
 
 
 def check_way(path: Path) -> None:
-    """A coordinator's socket lies in a private folder; where there is none at all, that is what is
-    wrong first."""
+    """Check the folder of a coordinator's socket; without a socket that is the first error."""
     try:
         check_private(path.parent)
     except UserError as error:

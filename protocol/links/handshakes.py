@@ -13,8 +13,7 @@ from dovetail.protocol.errors import KeysError
 from dovetail.protocol.keys import COORDINATOR, PeerKey, check_folder, read_public
 
 DOMAIN = b"dovetail"
-"""The ZAP domain, which must be equal for the hub's socket and its handler, else libzmq accepts all
-peers or none."""
+"""The ZAP domain; if socket and handler disagree, libzmq accepts all peers or none."""
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _SAY_EVERY_S = 10.0

@@ -31,9 +31,7 @@ QUEUE_MESSAGES = 1000  # messages that wait for one peer before it counts as bus
 CONNECT_TIMEOUT_S = 10.0
 
 _HANDSHAKE_MS = 5000
-_FAREWELL_MS = 200
-"""So long, at most, a hub that closes waits until what it sent last has left: that it lets its
-workers go."""
+_FAREWELL_MS = 200  # the longest time that a closing hub waits for its last messages to leave
 _CURVE_OVERHEAD_BYTES = 1024
 _SETTLE_S = 0.002
 _CLIENTS = ("client", keyring.OPERATOR)
@@ -97,8 +95,7 @@ class ZmqHub:
             self._refused += 1
 
     def _take(self) -> tuple[bytes, list[bytes]]:
-        """The next message; one from a key that is no longer allowed has lost its frames.
-        `zmq.Again` if there is none."""
+        """Return the next message, without frames if its key is revoked; `zmq.Again` if none."""
         if self._peers is None:
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             return peer, frames
@@ -225,8 +222,7 @@ class ZmqLink:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
 
     def _connect(self, timeout_s: float) -> None:
-        """Wait for the handshake; a coordinator that is not there yet is tried again until the time
-        is over."""
+        """Wait for the handshake, and try again until the time is over."""
         assert self._monitor is not None
         try:
             self._socket.connect(self.address + self._entrance)

@@ -14,8 +14,7 @@ FIRST_PAUSE, MOST_PAUSE = 512, 8192
 
 
 class AheadTrial:
-    """Grows ahead by turns in blocks of rounds, keeps what was better, and looks again after a
-    while, ever more rarely."""
+    """Tries growing ahead in blocks of rounds, keeps what was better, and looks again."""
 
     def __init__(self) -> None:
         self.ahead = TURNS[0]
@@ -26,8 +25,7 @@ class AheadTrial:
         self._told: bool | None = None
 
     def drafted(self, tokens: float, seconds: float) -> str | None:
-        """Count a round with drafting. Return in words what was found out, None if nothing new
-        was."""
+        """Count a round with drafting. Return a new finding in words, or None."""
         if self._pause:
             self._pause -= 1
             if not self._pause:

@@ -22,8 +22,7 @@ from dovetail.runtime.costs.averages import add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
 CONTROLS = (0, 8, 32)
-"""The numbers of a pair's rounds after which the target's pass over a single row is measured,
-without a profile."""
+"""Rounds of a pair after which a pass over one row is measured, without a profile."""
 EMPTY = 4  # proposals of nothing in a row after which what was learned of the draft is doubted
 RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
 STALE = 0.95
@@ -198,8 +197,7 @@ class Controller:
             self._now.pair.costs.prompts.add(tokens, seconds)
 
     def worth_reading(self, tokens: int, room: int, load: Load) -> bool:
-        """Return whether drafting at this load pays for what the draft has to read first; `room`:
-        tokens that may still come."""
+        """Return whether drafting pays for what the draft must read; `room`: tokens to come."""
         on_off = self._on_off_at(load)
         if self._now.pair is None or on_off is None:
             return True
@@ -208,8 +206,7 @@ class Controller:
     # -- before a round ----------------------------------------------------------------------------
 
     def begin_round(self, load: Load) -> bool:
-        """Begin a round at this load; each level has its own statistics. Return whether the round
-        may be drafted."""
+        """Begin a round at this load; return whether it may be drafted."""
         now = self._now
         changed, now.load = load.level != now.load.level, load
         if changed:
@@ -360,8 +357,7 @@ class Controller:
             self._say(f"session {self._number}, {self._names}: {words}")
 
     def _judge_crowd(self, crowd: Crowd, done: Round, tokens: float, seconds: float) -> None:
-        """Judge by a round of this session, waits included, whether drafting pays for all who run
-        at once."""
+        """Judge by a round, waits included, whether drafting pays for all sessions."""
         load, costs, pricing = done.begun.load, self._now.costs, self._pricing
         if done.disturbed or (done.begun.unready and crowd.on_off.drafting):
             alone_s = pricing.alone_s(done.context)

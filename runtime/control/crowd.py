@@ -16,9 +16,7 @@ FAR = 0.25  # share of its rate without drafting by which a session that is far 
 CARE_OF_A_TRY = 2.0  # the most with which drafting is tried again
 BEHIND = 0.97
 """Share of the rate without drafting below which a session suffers from the drafting of others."""
-LEAST_HOPE = 0.1
-"""Tokens a round that drafting with several sessions must bring, for predictable text and at known
-costs, to be tried."""
+LEAST_HOPE = 0.1  # tokens a round that drafting must bring with several sessions to be tried
 
 
 class Crowd:
@@ -36,8 +34,7 @@ class Crowd:
         """The factor by which a second is taken to be worth more than its tokens, so that no
         session pays for what others gain."""
         self._undrafted = Average(UNDRAFTED_PASSES)
-        """Mean seconds of rounds without drafting; `_rows` and `_context` are means over the same
-        rounds."""
+        """Mean seconds of rounds without drafting, with mean `_rows` and `_context`."""
         self._rows, self._context = Average(UNDRAFTED_PASSES), Average(UNDRAFTED_PASSES)
         self._slowdown = 1.0
         """The factor by which those rounds took longer than such rounds are now expected to."""

@@ -15,11 +15,9 @@ up for losses, but are not saved up."""
 DOUBTED = 1.0
 """Rounds that were lost in sum, from which on each further one may be the last with a draft."""
 LOSS_OF_A_WINNER = 6.0
-"""Rounds that it may lose if drafting has paid for long: then a run of misses is likely to be
-chance."""
+"""Rounds that it may lose if drafting has paid for long: misses may be chance."""
 MOST_LOSS_OF_A_WINNER = 2.5
-"""The most that a single round may lose, in rounds: a pause of the machine is no evidence about
-drafting."""
+"""The most rounds that one may lose: a pause of the machine is no evidence."""
 LATE = 1.5
 """Rounds that a late proposal counts as lost, in addition to its wait; more tend to follow."""
 FIRST_TRY = 8  # rounds without drafting before it is tried again; doubled by every try that fails
@@ -38,8 +36,7 @@ HOPELESS = 256
 """Rounds without drafting after which it is tried though known costs let nothing pay, or nothing
 was drafted after the last try; doubled like `FIRST_TRY` by every such try that fails."""
 FIRST_OF_MANY = 2
-"""Rounds without drafting before its first trial with several sessions: they measure a pass over
-their roots."""
+"""Rounds before drafting is first tried with several sessions: they measure a pass."""
 WORTH_OF_MANY = 1.02  # factor by which drafting has to be better where several sessions run
 BARREN = 8
 """Rounds of each of several sessions after which drafting stops if nothing was worth verifying in
@@ -51,8 +48,7 @@ SETTLING = 2  # rounds after a change that do not count, since what went on befo
 
 @dataclass
 class Experience:
-    """Knowledge that the sessions of a pair share: whether drafting paid, and what trying may
-    cost."""
+    """What sessions of a pair share: whether drafting paid, and what trying may cost."""
 
     losing: bool = False  # true if the last change was to stop drafting
     credit_s: float = 0.0  # time that trying may cost
@@ -161,8 +157,7 @@ class OnOff:
 
     @property
     def token_s(self) -> float | None:
-        """Return the seconds that a token took with drafting of late, of whichever session; None if
-        nothing was drafted yet."""
+        """Return the recent seconds a token with drafting, of any session; None if unknown."""
         return self._experience.token_s
 
     def begin(self) -> None:

@@ -40,8 +40,7 @@ class Pair:
     )
     """Experience of sessions that run alone, by whether they are greedy."""
     crowds: dict[tuple[bool, tuple[int, int]], Crowd] = field(default_factory=dict)
-    """Experience of concurrent sessions, by whether they are greedy and by the level of their
-    load."""
+    """Experience of concurrent sessions, by greediness and level of load."""
     trial: AheadTrial = field(default_factory=AheadTrial)
     rounds: int = 0  # rounds with a draft
     controls: int = 0  # rounds without a draft, to measure the target's pass over a single row
@@ -60,8 +59,7 @@ class Pair:
     on_off: OnOff | None = None  # what decided on drafting in the last round, if anything did
 
     ahead_in_doubt: bool = field(init=False)
-    """True if it has to be found out whether drafting ahead pays: if it takes from the other
-    worker, or guesses from guesses."""
+    """Return whether drafting ahead must be tried: on a shared device, or by guesses."""
 
     def __post_init__(self) -> None:
         self.ahead_in_doubt = not self.in_turns and (self.shared or self.reads)
@@ -74,8 +72,7 @@ class Pair:
         return min(MOST_CALIBRATION, self.accepted.value / self.expected_nodes.value)
 
     def crowd(self, *, greedy: bool, load: Load) -> Crowd:
-        """Return what was learned at a load of several sessions; none of it holds at another
-        load."""
+        """Return what was learned at a load of several sessions; it holds at no other."""
         key = greedy, load.level
         if key not in self.crowds:
             self.crowds[key] = Crowd()
@@ -130,8 +127,7 @@ class Pair:
 
 
 def share_cores(one: Hello, other: Hello) -> bool:
-    """Return whether two workers compute on cores of one host that they are known to have in
-    common."""
+    """Return whether two workers are known to share cores of one host."""
     on_cores = all(next(iter(hello.device.split()), CPU) == CPU for hello in (one, other))
     return on_cores and one.host == other.host and not set(one.cores).isdisjoint(other.cores)
 
@@ -146,8 +142,7 @@ def ratio(above: Average, below: Average) -> float | None:
 
 
 def share_device(one: Hello, other: Hello) -> bool:
-    """Return whether two workers compute on the same device, or may: on one host the same GPU, or
-    cores in common or unknown."""
+    """Return whether two workers compute on the same device, or may."""
     places = [next(iter(hello.device.split()), CPU) for hello in (one, other)]
     if one.host != other.host or places[0] != places[1]:
         return False

@@ -31,12 +31,8 @@ from dovetail.runtime.costs.rounds import PairCosts
 
 FEW = 4
 """Rounds of a session that count for its rate at least; missing ones are taken to be as usual."""
-SURE = 0.8
-"""Probability of a guess where text is predictable: a try goes to the depth that pays at it,
-whatever was learned before."""
-HOPED_GAIN = 0.5
-"""Time of a token with a draft that is tried, as a share of its time without one, that is hoped
-for."""
+SURE = 0.8  # probability of a guess in predictable text: it determines the depth of a try
+HOPED_GAIN = 0.5  # hoped-for time of a token in a try, as a share of that without a draft
 MOST_DEADLINE_MS = 3.6e6
 NEW = 2  # first rounds of a pair, which are not judged because the draft's caches are cold
 HASTE = 0.4
@@ -106,15 +102,13 @@ class Pricing:
         return tokens / seconds if seconds > 0.0 else 0.0
 
     def alone_s(self, context: float) -> float:
-        """Return the seconds of a round without any drafting at this load; 0 if nothing is
-        known."""
+        """Return the seconds of a round without drafting at this load; 0 if unknown."""
         now = self._now
         expected_s = now.costs.alone_s(context=context, rows=now.load.target)
         return expected_s if now.crowd is None else now.crowd.alone_s(expected_s)
 
     def _usual(self, context: int) -> tuple[float, float]:
-        """Return tokens and seconds of a round, as far as they are known before the session has had
-        some."""
+        """Return tokens and seconds of a round, as known before the session has had some."""
         now = self._now
         if now.pair is not None and now.on_off is not None and now.on_off.drafting:
             known = now.pair if now.crowd is None else now.crowd
@@ -170,8 +164,7 @@ class Pricing:
         return self._now.costs.draft.at(1) if pair.rounds >= NEW else 0.0
 
     def _hopeful_depth(self, context: int) -> int:
-        """Return the levels that pay where text is predictable, at least one; one if nothing is
-        known of their cost."""
+        """Return the levels that pay in predictable text, at least one; one if unknown."""
         if not self._now.load.alone:
             return max(1, self._hope(context)[0])
         level_s, alone_s = self._now.costs.draft.at(1), self.alone_s(context)
@@ -180,8 +173,7 @@ class Pricing:
         return max(1, min(self._depth, ceil(log(level_s / alone_s) / log(SURE))))
 
     def hope(self, context: int) -> float:
-        """Return the tokens a round that drafting with other sessions may gain above its cost, for
-        predictable text."""
+        """Return the tokens a round that drafting may gain in predictable text."""
         return self._hope(context)[1]
 
     def _hope(self, context: int) -> tuple[int, float]:

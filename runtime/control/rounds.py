@@ -10,8 +10,7 @@ from dovetail.runtime.telemetry.metrics import RoundTimes
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a round: fields of `Draft`. Depth and nodes are bounds below the request's
-    own."""
+    """The plan of a round: fields of `Draft`. Bounds are below the request's own."""
 
     rate: float | None = None
     floor: float = 0.0

@@ -43,8 +43,7 @@ class Lags:
             self._last.append((tokens, seconds))
 
     def expect(self, tokens: int) -> float | None:
-        """Seconds for this many: that of the last one nearest in length, scaled if it was shorter.
-        None if nothing is known."""
+        """Return seconds for this many, by the nearest length, scaled up; None if unknown."""
         if not self._last:
             return None
         length, seconds = min(

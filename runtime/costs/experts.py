@@ -13,9 +13,7 @@ from math import log
 from dovetail.protocol.calibration import ExpertCosts, weighted_median
 
 VARIETIES = 8  # passes that the variety of rows is estimated from: the last ones
-FULL = 0.95
-"""The share of all experts beyond which a pass is not informative about variety, if independent
-rows would use more."""
+FULL = 0.95  # the share of experts beyond which a pass says little about variety
 SLOPES = 128  # slopes that the cost of an expert is estimated from: the last ones
 PRIOR = 2.0
 """The weight of the known cost before any pass: that of a slope between passes that are this many

@@ -40,6 +40,5 @@ class Nodes:
 def measured_meeting_s(
     alone: RowsSeconds, spread: RowsSeconds, *, rows: int, times: float, layers: int
 ) -> float:
-    """Return the additional seconds of a layer, by passes of one target over this many rows on one
-    node and over several."""
+    """Return the additional seconds of a layer on one node compared with several."""
     return max(0.0, spread.at(rows) - alone.at(rows) / times) / layers

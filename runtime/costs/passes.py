@@ -32,15 +32,10 @@ ROW_SHARE = 0.01
 """The share that a further row adds to a pass, in parts of a pass over one, where nothing is known:
 little, so that larger passes are tried, and then known."""
 FIRST_ROWS = 4
-"""Without a profile, the most rows of the first passes over more than one row: sixteen can take
-eight times as long as one."""
-OUTLIER = 4.0
-"""A pass counts for the slope over the context with at most this multiple of the usual seconds of
-its number of rows."""
+"""Without a profile, the most rows of first passes: 16 can take eight times as long as 1."""
+OUTLIER = 4.0  # passes up to this multiple of the usual seconds count for the slope over context
 FORGETTING = 0.995  # the factor by which the slope is forgotten, a pass
-SPREAD = 64.0 * 64.0
-"""Squared tokens that contexts must have been apart before a slope over them is believed by
-half."""
+SPREAD = 64.0 * 64.0  # squared distance of contexts at which a slope over them is believed by half
 LEAST_SHARE = 0.25
 """A pass takes this share at least of what was seen, whatever context and experts it has."""
 LEAST_S = 1e-9
@@ -57,8 +52,7 @@ MOST_POINTS = 24  # points of a curve that is shown, at most
 
 
 def bucket(rows: int) -> int:
-    """The number of rows under which a pass is remembered: itself up to 32, above with a sixteenth
-    of precision."""
+    """Return the rows under which a pass is remembered: exact to 32, then to a sixteenth."""
     step = 1 << max(0, rows.bit_length() - 5)
     return rows // step * step
 
@@ -73,8 +67,7 @@ class _Passes:
     mean_context: float = 0.0
     mean_seconds: float = 0.0
     contexts: float = 0.0
-    """Sum of squares of contexts about their mean, with forgetting; `product` that of contexts and
-    seconds."""
+    """Squares of contexts about their mean, with forgetting; `product`: with seconds."""
     product: float = 0.0
     mean_experts: float = 0.0
     _middle: tuple[float, float, float] | None = None
@@ -96,8 +89,7 @@ class _Passes:
         self.product = FORGETTING * self.product + off_context * off_seconds * kept / weight
 
     def middle(self) -> tuple[float, float, float]:
-        """Seconds, context and experts of the middle half of the last passes, in the order of their
-        seconds: the mean of each."""
+        """Return the mean seconds, context and experts of the middle half of the last passes."""
         if self._middle is None:
             self._middle = self._made()
         return self._middle
@@ -132,8 +124,7 @@ class RowCosts:
         """`curves`: of the profile; `experts`: of a target that counts those of its passes."""
         self.experts = None if experts is None else ExpertsOfPasses(experts)
         self.known = self.profiled = bool(curves)
-        """True if there is anything to go by; and if that began with curves, which hold for all
-        rows but for a factor."""
+        """Return whether anything is known; `profiled`: it began with curves."""
         self._curves = PassCurves(curves) if curves else None
         self._passes: dict[int, _Passes] = {}
         self._observed = 0
@@ -220,14 +211,12 @@ class RowCosts:
         return self._slowness * self._usual(rows, context, experts)
 
     def up_to(self, most: int, context: float = 0.0) -> Callable[[int], float]:
-        """Return the seconds of a pass by its rows, of which it has `most` at most: for those who
-        ask for a few of them."""
+        """Return a pass's seconds by its rows, `most` at most: for a few of them."""
         usual, slowness = self._table(most, context).usual, self._slowness
         return lambda rows: slowness * usual[rows]
 
     def table(self, most: int, context: float = 0.0) -> list[float]:
-        """Seconds of passes over 0, 1, ... at least `most` rows (0: none); the list is another one
-        when more is known."""
+        """Return the seconds of passes over 0 to at least `most` rows; 0 rows take none."""
         found = self._table(most, context)
         if found.slowness != self._slowness:
             found.slowness = self._slowness

@@ -40,16 +40,14 @@ class PooledPasses:
         return self._seconds[place - 1] + share * (self._seconds[place] - self._seconds[place - 1])
 
     def _beyond(self, rows: int) -> float:
-        """Return the seconds beyond the most rows: along the last two numbers, and in proportion
-        where there is one."""
+        """Extrapolate beyond the most rows: by the last two points, else in proportion."""
         most, seconds = self._rows[-1], self._seconds[-1]
         before, less = (0, 0.0) if len(self._rows) == 1 else (self._rows[-2], self._seconds[-2])
         return seconds + (rows - most) * max(0.0, seconds - less) / (most - before)
 
 
 def slowness(own: RowsSeconds | None, others: RowsSeconds | None) -> float:
-    """Return how many times as long passes take as those of another target, by those of as many
-    rows; 1 where there are none."""
+    """Return the ratio to another target's passes of equal rows; 1 if there are none."""
     return _scale(_points(own), _points(others))
 
 
@@ -58,8 +56,7 @@ def _points(curve: RowsSeconds | None) -> dict[int, float]:
 
 
 def _scale(own: dict[int, float], theirs: dict[int, float]) -> float:
-    """Return by how much longer the own passes take than theirs, as far as both have shown the same
-    number of rows."""
+    """Return how much longer our passes take, over rows that both have had."""
     ratios = sorted(own[rows] / theirs[rows] for rows in own.keys() & theirs.keys())
     return ratios[len(ratios) // 2] if ratios else 1.0
 

@@ -1,5 +1,4 @@
-"""The cost of prefill: seconds that rows of logs add to a pass, learned from the last chunks.
-Pure."""
+"""The cost of prefill: seconds that rows of logs add to a pass, from the last chunks."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -8,9 +7,7 @@ LAST = 9
 """Chunks that are remembered. The median of their seconds a row counts, so that a pause of the
 machine is not taken for the cost of a row."""
 FIRST_ROWS = 16  # rows of a chunk while nothing is known of their cost
-LEAST_S = 1e-6
-"""The least seconds of a row: rows may be free next to weights that are read anyway, but chunks
-must be finite."""
+LEAST_S = 1e-6  # the least seconds of a row, so that chunks stay finite where rows are free
 MORE = 2
 """The factor by which a chunk may exceed the last ones at most, so that a cost that rises with rows
 is seen before it is large."""

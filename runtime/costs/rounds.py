@@ -9,9 +9,7 @@ from math import ceil
 from dovetail.runtime.costs.averages import Average, Lags
 from dovetail.runtime.costs.passes import RowCosts
 
-MOST_SLOWNESS = 1.5
-"""Factor by which a single pass may be slower than others of its size before it is more than the
-machine's noise."""
+MOST_SLOWNESS = 1.5  # factor by which a pass is slower than its like before it is more than noise
 DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
 """Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the
 coordinator handles every second of them."""
@@ -74,8 +72,7 @@ class PairCosts:
 
     @property
     def order_s(self) -> float:
-        """Return the seconds from an order to its proposal if the draft is free; 0 if nothing is
-        known."""
+        """Return the seconds from an order to its proposal if the draft is free; 0: unknown."""
         return self.exposed_s.value + self.draft_hop_s.value
 
     def level_s(self, sessions: int) -> float:
@@ -84,8 +81,7 @@ class PairCosts:
         return full * self.draft.at(self.together) + (self.draft.at(rest) if rest else 0.0)
 
     def orders_s(self, sessions: int) -> float:
-        """Return the seconds of the commands for this many sessions and their proposals, without
-        drafting itself."""
+        """Return the seconds of commands and proposals of this many sessions."""
         return ceil(sessions / self.together) * self.draft_hop_s.value
 
     def slowness(self, pass_s: float, *, rows: int, context: float, experts: int = 0) -> float:
@@ -109,7 +105,6 @@ class PairCosts:
         return self.target.at(rows, context) + self.beside_s(drafted=False)
 
     def round_s(self, *, rows: int, context: float = 0.0, exposed_s: float) -> float:
-        """Return the seconds of a round whose Verify has this many rows; `exposed_s`: its wait for
-        the draft, 0 without one."""
+        """Return the seconds of a round of this many rows; `exposed_s`: its wait for the draft."""
         pass_s = self.target.at(rows, context)
         return exposed_s + pass_s + self.beside_s(drafted=exposed_s > 0.0)

@@ -100,8 +100,7 @@ class ClientRequests:
                 raise StaleError("a client sent Hello twice")
 
     def _look(self, client: ClientPeer, request: Look) -> None:
-        """Answer a Look: over ipc, and to an operator, with the tokens of all requests, else with
-        those of the client's own."""
+        """Answer a Look: over ipc and to operators with all tokens, else with the client's own."""
         key = self._user(client)
         own = None if key is None or OPERATOR in key.roles else set(client.sessions.values())
         seen = self._observing.look(

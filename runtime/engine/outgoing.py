@@ -70,8 +70,7 @@ class Outgoing:
         return size, left_ns
 
     def to_client(self, client: ClientPeer, message: Message) -> None:
-        """Send to a client, in order, now or soon; answers to internal requests are delivered at
-        once."""
+        """Send to a client, in order, now or soon; internal requests are answered at once."""
         if client.hear is not None:
             client.hear(message)
             return
@@ -108,8 +107,7 @@ class Outgoing:
             log.debug("a refusal to client %s was not delivered: %s", client.hello.name, error)
 
     def flush(self, client: ClientPeer) -> None:
-        """Send the waiting messages of a client. A failure to encode one affects only its
-        request."""
+        """Send a client's waiting messages. A failure to encode affects one request."""
         while True:
             try:
                 client.outbox.send(

@@ -36,8 +36,7 @@ from dovetail.runtime.telemetry.metrics import Account, RoundTimes, extent_ns
 P = ParamSpec("P")
 Actions = TypeVar("Actions", bound=Sequence[Action])
 Heard = Callable[[str, Sequence[Any], Sequence[Action], BaseException | None], None]
-"""Receives an event of a session: its name, its arguments, the resulting actions, or its
-exception."""
+"""Receives an event of a session: name, arguments, and its actions or exception."""
 
 ACCOUNT_OF: dict[State, Account] = {
     State.WAITING: "queue",
@@ -147,13 +146,11 @@ class RunningRequest:
     session. It ends when it has. None: a request or a trial."""
     loss: Loss | None = None  # the loss of its target, while it waits for another
     losses: list[tuple[str, int] | None] = field(default_factory=list)
-    """Losses of targets since the last token: host and pid of each process, None if that
-    returned."""
+    """Targets lost since the last token: host and pid, None if that returned."""
     told_ns: int | None = None  # when its client was last sent a token
     delivery: Delivery = field(default_factory=Delivery)
     untold: deque[tuple[Action, int]] = field(default_factory=deque)
-    """Actions and their times, for its client and observers, delivered once the workers have their
-    commands."""
+    """Actions and times for client and observers, delivered after the commands."""
     done: Round | None = None  # the round that has ended, until it is learned from
     _prompts: int = 0  # the number of prompts given to its workers when the round began
     _reading: bool = False  # True if one of them was prefilling then

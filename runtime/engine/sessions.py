@@ -102,8 +102,7 @@ class Sessions:
             running.waits(self._now_ns())
 
     def settle(self) -> None:
-        """Send the deferred messages to clients and observers, and learn from the rounds that have
-        ended."""
+        """Send deferred messages to clients and observers, and learn from ended rounds."""
         if self._shared.journal is not None:
             self._note(self._shared.journal, self._unsettled)
         while self._unsettled:
@@ -111,8 +110,7 @@ class Sessions:
             self.attempt(running, partial(self._settle, running))
 
     def _note(self, journal: ReplyStore, requests: Iterable[RunningRequest]) -> None:
-        """Write the committed tokens of these sessions to the journal, before they are sent to
-        clients."""
+        """Write committed tokens to the journal before they are sent to clients."""
         for running in requests:
             delivery = running.delivery
             if delivery.ticket and delivery.noted < len(running.untold):

@@ -50,8 +50,7 @@ class Starting:
         now_ns: int,
         entry: StoredReply | None,
     ) -> None:
-        """Start the session of a request that has been read, unless the client has gone or the
-        request has failed meanwhile."""
+        """Start the session of a request that was read, unless client or request has gone."""
         if (
             self._registry.clients.get(client.peer) is not client
             or submit.request not in client.reading
@@ -194,8 +193,7 @@ class Starting:
                 self._acts.unanswered(next_one[0].client, next_one[0].submit.request, error)
 
     def _next(self) -> tuple[WaitingRequest, Worker] | None:
-        """Take the next request from the queue, and return it with its target; None: none may
-        begin."""
+        """Take the next request that may begin from the queue, with its target."""
         places: dict[WaitingRequest, Worker] = {}
         self._short = False
 

@@ -34,8 +34,7 @@ class StoredReply(Protocol):
 
 
 class ReplyStore(Protocol):
-    """A journal: replies by their tickets. `journal.py` describes the methods; none raises when the
-    disk fails."""
+    """A journal: replies by ticket (`journal.py`). No method raises if the disk fails."""
 
     sessions: int  # the highest session number of any coordinator
     failed: str  # why nothing is written any more; empty while it is

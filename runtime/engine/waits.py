@@ -24,8 +24,7 @@ def waits(worker: Worker, requests: Iterable[RunningRequest]) -> Waits:
 
 
 def due_s(target: Worker, requests: Mapping[int, RunningRequest], now_ns: int) -> Sequence[float]:
-    """Return in how many seconds each proposal for a target's sessions is expected, draft by
-    draft."""
+    """Return in how many seconds each proposal for a target is expected, by draft."""
     drafts, drafting = dict[bytes, Worker](), State.DRAFTING
     for running in requests.values():
         if (

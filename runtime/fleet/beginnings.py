@@ -17,8 +17,7 @@ than the pass that it would wait for."""
 def prompts_on_target(
     running: Mapping[int, RunningRequest], target: Worker, owner: str
 ) -> Iterator[Kept]:
-    """Yield the prompts of an owner's sessions that run on a target, each with the rows that have
-    been read."""
+    """Yield the prompts of an owner's sessions on a target, with the rows read."""
     done = target.turns.done()
     for number, one in running.items():
         request = one.session.request

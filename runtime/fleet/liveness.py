@@ -12,14 +12,9 @@ from dovetail.protocol.messages import Probed
 from dovetail.runtime.fleet.scheduler import Owed
 
 MOST_STEP_NS = 1_000_000_000
-"""The most silence counted between two checks, since the coordinator itself may have been
-stopped."""
-LEAST_S = 5.0
-"""The least silence of a lost worker: a busy one reports some seconds after the start of a
-command."""
-DEAF = 6
-"""Multiple of `coordinator.stuck_s` after which a silent worker is lost; its own watchdog ends it
-sooner, if it still can."""
+"""The most silence counted between two checks: the coordinator may have been stopped."""
+LEAST_S = 5.0  # the least silence of a lost worker: a busy one reports after some seconds
+DEAF = 6  # multiple of `coordinator.stuck_s` after which a silent worker is lost
 
 
 @dataclass
@@ -40,8 +35,7 @@ class Liveness:
         self.silent_ns += min(since_ns, MOST_STEP_NS)
 
     def has_forgotten(self, answer: Probed, owed: Mapping[int, Owed]) -> bool:
-        """Return whether something that it owed when the last probe left, and still owes, will not
-        come."""
+        """Return whether something owed since before the last probe will not come."""
         if answer.busy or answer.sent_ns != self.sent_ns:
             return False
         return any(owed.get(session) is asked for session, asked in self.owed.items())

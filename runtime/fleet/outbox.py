@@ -27,8 +27,7 @@ core."""
 MAX_JOINED = 8192  # the most tokens in one message, so that every message can be sent
 RECORD_EVERY_NS = 2_000_000  # the least time between two records
 OBJECT_BYTES, TOKEN_BYTES, SCORE_BYTES = 512, 48, 144
-"""Bytes in memory of an empty message or score, of a token id with its attributes, and of an
-alternative in a score."""
+"""Bytes in memory of an empty message or score, a token, and a score's alternative."""
 
 
 def scores_size(scores: Sequence[TokenLogprobs]) -> int:
@@ -84,8 +83,7 @@ class Outbox:
     def __init__(self) -> None:
         self._waiting: deque[_Piece] = deque()
         self._open: dict[int, _Piece] = {}
-        """By request: the text that waits and can be added to, since nothing of the request waits
-        behind it."""
+        """By request: the waiting text that can still be added to."""
         self._begun: set[int] = set()  # requests with text sent, and not yet their end
         self.bytes = 0  # approximate bytes of the waiting messages in memory
         self._patience_ns = EMIT_EVERY_NS
@@ -147,8 +145,7 @@ class Outbox:
             self._take_first()
 
     def drop(self) -> int | None:
-        """Forget what would be sent next, and all else that is about its request: which that is,
-        None if it is about none."""
+        """Drop the next message and all about its request; return that, None if it has none."""
         request = self._take_first().request
         if request < 0:
             return None

@@ -82,8 +82,7 @@ class Worker:
     clock: ClockOffset = field(default_factory=ClockOffset)
     probed: Probed | None = None
     round_trip_ns: int | None = None
-    """The least of the last ones, `trips`: a worker answers a probe when it has done what it
-    computes."""
+    """The least of `trips`: a worker answers probes when its computation is done."""
     trips: deque[int] = field(default_factory=lambda: deque(maxlen=LATE_TRIPS))
     awaiting_probe: bool = False
     liveness: Liveness = field(default_factory=Liveness)
@@ -181,8 +180,7 @@ class Worker:
         return f"{self.name} (pid {self.hello.pid} on {self.hello.host})"
 
     def reads_as(self, other: "Worker") -> bool:
-        """Return whether two targets have the same vocabulary: a token of one is the same token
-        to the other."""
+        """Return whether two targets have the same vocabulary."""
         return (self.facts.digest, self.facts.size) == (other.facts.digest, other.facts.size)
 
     def had_round(self, seconds: float, tokens: int, rows: int) -> None:

@@ -33,8 +33,7 @@ REFEED_WORTH = 64
 
 
 class Placement:
-    """Chooses among the workers that are registered, and keeps what drafts and targets have learned
-    together."""
+    """Chooses among registered workers; keeps what drafts and targets learned together."""
 
     def __init__(
         self,
@@ -91,8 +90,7 @@ class Placement:
     def target(
         self, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0
     ) -> Worker | None:
-        """The wanted target with room and the highest predicted rate, for a session of about this
-        many tokens."""
+        """Return the wanted target with room and the best predicted rate at this length."""
         targets = [
             target
             for target in candidates(self._registry.workers.values(), "target")
@@ -117,8 +115,7 @@ class Placement:
     def draft(
         self, target: Worker, wanted: Callable[[Worker], bool] = lambda _: True, *, context: int = 0
     ) -> Worker | None:
-        """Return the wanted draft with room and the highest predicted rate, for a session on this
-        target."""
+        """Return the wanted draft with room and the best predicted rate on this target."""
         drafts = [
             draft
             for draft in candidates(self._registry.workers.values(), "draft")
@@ -310,8 +307,7 @@ class Placement:
     # -- who takes over ----------------------------------------------------------------------------
 
     def joining(self, running: RunningRequest) -> Worker | None:
-        """A draft for a session that has none, or whose draft is not available any more, if that
-        pays."""
+        """Return a draft for a session without an available one, if that pays."""
         return self.draft(
             running.target,
             lambda draft: self._is_worth_joining(draft, running),

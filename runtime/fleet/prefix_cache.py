@@ -11,9 +11,7 @@ from dovetail.runtime.fleet.shared_rows import WHOLE, SharedRows
 from dovetail.runtime.session.kept import TOKEN_BYTES, Base, Kept
 
 MAX_KEPT = 64  # sessions in a cache: every request looks through all of them
-WORTH = 16
-"""Tokens. Reading fewer takes no longer than the pass over a tree, and a longer common beginning is
-more than a template."""
+WORTH = 16  # tokens: reading fewer takes no longer than a tree, and templates are shorter
 
 
 @dataclass
@@ -74,8 +72,7 @@ class PrefixCache:
             self._pinned[base.session] = self._kept.pop(base.session)
 
     def taken(self, opened: int, base: Base) -> None:
-        """The worker has a command to open a session that continues from another, which is used up
-        unless it is shared."""
+        """Note an Open that continues another session, which is used up unless shared."""
         if base.shared:
             self.shared.begin(opened, base.session, base.tokens)
         else:
@@ -83,8 +80,7 @@ class PrefixCache:
             self.shared.follow(opened, base.session, base.tokens)
 
     def refused(self, opened: int, base: Base, *, lost: bool) -> None:
-        """The worker has not opened a session that was to go on from another. `lost`: it does not
-        have that one."""
+        """Note a refused Open; `lost`: the worker does not have the other session."""
         self.shared.end(opened)
         if lost:
             self._kept.pop(base.session, None)

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-AGEING = 256.0
-"""Tokens that are taken off a key's charge for each second that it has waited: a few seconds
-outweigh an ordinary request."""
+AGEING = 256.0  # tokens taken off a key's charge for each second that it has waited
 HALF_LIFE_S = 30.0  # the time after which tokens that a key was given count half
 PASSED_S = 10.0  # a request that has waited for this long is no longer overtaken by others
 
@@ -52,8 +50,7 @@ class FairQueue(Generic[T]):
         self._waiting: dict[str, list[Waiting[T]]] = {}
         """By key: its requests, in the order in which they came."""
         self._given: dict[str, tuple[float, int]] = {}
-        """By key: tokens that it was given, halved every `HALF_LIFE_S`, and the time in ns that
-        they hold for."""
+        """By key: its tokens, halved every `HALF_LIFE_S`, and their time in ns."""
         self._begun: dict[str, int] = {}
         """By key of `_given`: when the last of its requests began, in ns."""
 

@@ -55,8 +55,7 @@ class Registry:
             self._loading[peer] = (state, now_ns)
 
     def loading(self, now_ns: int) -> tuple[LoadingState, ...]:
-        """Return the progress of workers that load their models, except silent and registered
-        ones."""
+        """Return the progress of loading workers, except silent and registered ones."""
         here = {worker.process for worker in self.workers.values()}
         told = [state for state, at_ns in self._loading.values() if now_ns - at_ns < LOADING_NS]
         return tuple(state for state in told if (state.host, state.pid) not in here)

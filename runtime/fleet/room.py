@@ -10,8 +10,7 @@ from dovetail.runtime.session.request import Request
 
 
 def tokens_of(request: Request) -> int:
-    """Return how many rows of its target's cache a request may take, including those of its
-    tree."""
+    """Return the rows of the target's cache that a request may take, with its tree."""
     return request.capacity + request.most_nodes
 
 

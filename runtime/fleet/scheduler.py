@@ -54,8 +54,7 @@ Cut = Callable[[Sequence[VerifyItem]], Sequence[int]]
 
 
 Share = Callable[[Sequence[VerifyItem], Sequence[Rest]], Sequence[int]]
-"""Returns how many rows of each log are read in a pass that verifies these items, or in a separate
-pass if there are none."""
+"""Returns how many rows of each log are read in a pass with these items, or alone."""
 
 
 Hold = Callable[[Sequence[int]], bool]
@@ -107,8 +106,7 @@ class Turns:
         self.postponed.setdefault(session, []).append(command)
 
     def resume(self, session: int) -> bool:
-        """Have the postponed commands of a session wait for their turn; return whether there were
-        any."""
+        """Queue a session's postponed commands; return whether there were any."""
         commands = self.postponed.pop(session, ())
         for command in commands:
             self.ask(session, command)
@@ -143,8 +141,7 @@ class Turns:
 
     @property
     def orders(self) -> Sequence[tuple[int, bool]]:
-        """Return the sessions that are served next, in order, and whether each waits for a
-        proposal."""
+        """Return the sessions in order, and whether each waits for a proposal."""
         return [
             *[(session, owed.type is Drafted) for session, owed in self.owed.items()],
             *[(session, isinstance(command, Draft)) for session, command in self.waiting],
@@ -183,8 +180,7 @@ class Turns:
         return [entry for _, entry in self.waiting if isinstance(entry, Rest)]
 
     def done(self) -> dict[int, int]:
-        """Return how many rows the worker has of each log that it reads in chunks, by session;
-        below 0: not known."""
+        """Return by session the rows that the worker has of chunked logs; below 0: unknown."""
         waiting = {number: rest for number, rest in self.waiting if isinstance(rest, Rest)}
         return {number: rest.done for number, rest in {**waiting, **self._reading}.items()}
 
@@ -194,16 +190,14 @@ class Turns:
             self.answered(session, answer)
 
     def forget(self, session: int) -> Sequence[Command]:
-        """The session ended: drop what waits for it, which is returned. What is under way comes
-        back and is dropped as stale."""
+        """Drop and return what waits for an ended session; its next answer is stale."""
         if session in self.owed:
             self.void.add(session)
         self._reading.pop(session, None)
         return self.withdraw(session)
 
     def withdraw(self, session: int, *types: type[Command]) -> Sequence[Command]:
-        """Drop the waiting commands of a session, or those of some types, and return them, except
-        partly read logs."""
+        """Drop and return waiting commands of a session, or of these types."""
         dropped = [
             entry
             for entry in self.waiting
@@ -222,8 +216,7 @@ class Turns:
         return commands
 
     def next(self, most: int = MAX_SESSIONS) -> tuple[Sent, Sequence[int]] | None:
-        """The message to send now and the sessions it is about, `most` of them; nothing while the
-        worker owes an answer."""
+        """Return the next message and its sessions, `most` at most; None if it is owed one."""
         if self.owed or not self.waiting:
             return None
         if len(self.waiting) > 1 and isinstance(self.waiting[0][1], Open | Rest):

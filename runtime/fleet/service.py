@@ -1,5 +1,4 @@
-"""The state of the whole service: whether it ends, and its supervisor's report of the other
-parts."""
+"""The state of the service: whether it ends, and its supervisor's report."""
 
 from dataclasses import dataclass, field
 

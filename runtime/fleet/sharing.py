@@ -1,5 +1,4 @@
-"""Commands of several sessions in one message: which may share it, and what of them goes into it.
-Pure."""
+"""Commands of several sessions in one message: which may share it, and their parts."""
 
 from collections.abc import Mapping
 
@@ -15,8 +14,7 @@ def alike(orders: Mapping[int, Draft]) -> dict[int, Draft]:
 
 
 def drawn_from(command: Verify) -> int:
-    """Return how many tokens each child was drawn from, 0 where none was drawn: the arrays of a
-    message have one width."""
+    """Return the number of tokens that each child was drawn from; 0: none was drawn."""
     return command.candidates.shape[1] if command.candidates else 0
 
 

@@ -39,8 +39,7 @@ class Target:
         return self.described.limits.context
 
     def name(self, known: Mapping[str, str]) -> str:
-        """Return its name, which for a folder does not reveal the path. `known`: names of folders
-        by the ends of their paths."""
+        """Return its name without a folder's path. `known`: names by the ends of paths."""
         own = self.described.model
         if not own.startswith(("/", "./", "../", "~")):
             return own

@@ -115,8 +115,7 @@ class Wishes(Body):
 
 
 class Decoding(Body):
-    """The fields that both kinds of completions share; those left out are as the server's settings
-    have them."""
+    """The fields that both kinds of completions share; defaults are the server's settings."""
 
     model: str | None = Field(
         None, max_length=512, description="name of the served model; left out: that one"
@@ -221,8 +220,7 @@ TemplateValues = Annotated[
 
 
 class ChatMessage(Body):
-    """One message of a conversation; its content is text, whole or in parts. What clients send back
-    of a reply may stay in it."""
+    """A message of a conversation: text, whole or in parts. Fields of replies may stay."""
 
     place = "messages"
     benign = frozenset(

@@ -16,9 +16,7 @@ from dovetail.runtime.http.errors import RETRY_AFTER_S, ApiError, of_failure, un
 from dovetail.runtime.http.gateway import Gateway
 from dovetail.runtime.http.orders import Order
 
-AT_ONCE = 16
-"""Replies of one request that are decoded at a time, so that a long list of prompts does not fill
-the target."""
+AT_ONCE = 16  # replies of one request that are decoded at a time, to leave room for others
 
 
 class Gone(Exception):
@@ -26,8 +24,7 @@ class Gone(Exception):
 
 
 class WrongVocabulary(Exception):
-    """The prompt was read with the vocabulary of another target than the one that is there by
-    now."""
+    """The prompt was read with the vocabulary of an earlier target."""
 
 
 class Run:
@@ -155,6 +152,5 @@ class Run:
 
 
 def ended_early() -> ApiError:
-    """Return the error for a reply that the coordinator cancelled, which it does only when it
-    ends."""
+    """Return the error for a reply that the coordinator cancelled as it ended."""
     return unavailable("the coordinator has ended: try again once another is running")

@@ -77,8 +77,7 @@ def documented(name: str) -> dict[str, Any]:
 
 
 class Documented(FastAPI):
-    """An app whose document names status 400, not 422, for a wrong field, which FastAPI's
-    parameters cannot express."""
+    """An app that documents status 400, not FastAPI's 422, for a wrong field."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -30,8 +30,7 @@ BRANCHES = (
     "literal",
     "json",
 )
-"""Beginnings of a union's branches in the place of a validation error, which are no part of a
-field's name."""
+"""Beginnings of a union's branches in an error's place, which are no field's name."""
 KEY = "[key]"  # the part of a place that follows a wrong key of a table
 
 

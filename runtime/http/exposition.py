@@ -103,8 +103,7 @@ class Counts:
 
 
 class Times(Collector):
-    """A histogram, for each model. The library's own takes a lock and a walk for what here is done
-    with every chunk."""
+    """A histogram for each model, without the library's lock and walk for every chunk."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._bounds = name, text, bounds

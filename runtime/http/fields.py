@@ -83,8 +83,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "response_fields": ([],),
     "reasoning_format": ("none", "auto"),
 }
-"""Unsupported fields (or those of the other kind of completion only), each with the values, besides
-null, that have no effect."""
+"""Unsupported fields, or those of the other kind, with values without effect."""
 
 INSTEAD: Mapping[str, str] = {
     "n_predict": "max_tokens",
@@ -117,8 +116,7 @@ BENIGN = frozenset(
         *("speculative.n_min", "speculative.p_min", "keep_alive"),
     )
 )
-"""Fields that change no reply: accounts and routing, the numbers of samplers that another field
-turns on."""
+"""Fields that change no reply: accounts, routing, numbers of unused samplers."""
 
 
 def check_fields(
@@ -155,6 +153,5 @@ def check_fields(
 
 
 def _remedy(name: str, param: str, otherwise: str) -> str:
-    """Return what to send instead of a field, which is one of the field `param` if that is not
-    empty."""
+    """Return what to send instead of a field, or of one within the field `param`."""
     return f"send {INSTEAD[name]}" if name in INSTEAD and not param else otherwise

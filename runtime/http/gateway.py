@@ -64,8 +64,7 @@ COMES_BACK = (
 
 
 class Gateway:
-    """A client of the coordinator, shared by all requests. `run` keeps it connected; everything
-    happens on that loop."""
+    """A client of the coordinator for all requests, kept connected by `run`."""
 
     def __init__(
         self,
@@ -122,8 +121,7 @@ class Gateway:
             self._close()
 
     async def first(self) -> str:
-        """Wait for the end of the first attempt to register; return why it failed, empty if it has
-        not."""
+        """Wait for the first attempt to register; return why it failed, or ""."""
         await self._tried.wait()
         return self.missing
 
@@ -177,8 +175,7 @@ class Gateway:
             self._send(Cancel(epoch=self._epoch, request=number))
 
     async def target(self) -> Target:
-        """Return the target of requests, queried once, and again when it may have changed.
-        `ApiError` if there is none."""
+        """Return the target of requests, queried when it may have changed, or `ApiError`."""
         self._check_there()
         async with self._describing:
             now_s = asyncio.get_running_loop().time()

@@ -23,13 +23,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")  # paths for supervisors, which have no key
 LOCAL_PATHS = ("/metrics",)  # these answer on the machine itself without a key too
 STRAIGHT = "dovetail.send"
-"""The key of a stream's way to its client past the layers of the framework, each of which would
-cost microseconds a token."""
+"""Key of a stream's way past the framework, whose layers cost microseconds a token."""
 OWNER = "dovetail.owner"
 """The scope's key for a request's owner: a digest of its API key; absent without one."""
 UNREAD = "dovetail.unread"
-"""The scope's key for the function that ends a stream, with an error as its last event, when its
-client does not read."""
+"""Key of the function that ends a stream with an error if nobody reads it."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "")
 ENCODINGS = (b"gzip", b"x-gzip", b"deflate")  # content encodings that are decompressed
 ANY_HEADER = 32 + zlib.MAX_WBITS  # zlib's `wbits` that accepts both gzip and zlib headers
@@ -105,8 +103,7 @@ class Guard:
         return self._too_large() if length.isdigit() and int(length[:20]) > self._most else None
 
     def _key(self, headers: dict[bytes, bytes]) -> bytes | None:
-        """The key that a request comes with, if it is one of ours; compared with every one, in the
-        same time whichever it is."""
+        """Return the request's key if it is ours, compared with all in constant time."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         keys = [key.encode() for key in self._keys]
         equal = [key for key in keys if hmac.compare_digest(given.strip(), key)]

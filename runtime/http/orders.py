@@ -211,8 +211,7 @@ def _order(
 def _check_room(
     body: Decoding, prompts: Iterable[tuple[int, ...]], target: Target, defaults: Defaults
 ) -> None:
-    """Refuse a min_tokens that does not fit behind the prompt, and a max_tokens that does not fit
-    unless it may be lowered."""
+    """Refuse a min_tokens that does not fit, and a max_tokens that may not be lowered."""
     longest = max(map(len, prompts))
     room = target.context - longest
     wishes, named = body.dovetail or Wishes(), _length_field(body)

@@ -36,8 +36,7 @@ def error_event(error: ApiError) -> bytes:
 def open_writer(
     order: Order, target: Target, model: str, places: Sequence[Place | None] = ()
 ) -> "Writer":
-    """Return what writes the answer to an order. `places`: what a client that comes back has of
-    each reply."""
+    """Return the writer of an order's answer. `places`: what a returning client has."""
     return (ChatWriter if order.kind == "chat" else TextWriter)(order, target, model, places)
 
 
@@ -72,8 +71,7 @@ class Writer(ABC):
     # -- streamed ----------------------------------------------------------------------------------
 
     def lines(self, reply: Reply, part: Part | None) -> str:
-        """The chunks with the new part of a reply. The first one has the seed: the stream may be
-        cut before its end."""
+        """Return the chunks of a reply's new part; the first has the seed."""
         if part is None or (part := self._unheard(reply.index, part)) is None:
             return ""
         said, begin = "", None
@@ -208,8 +206,7 @@ class Writer(ABC):
         return self._order.submits[0].tree.most_nodes
 
     def _metrics(self, index: int, result: Result) -> dict[str, Any]:
-        """Return the metrics of a reply, with a draft's failure if the request asks about
-        drafts."""
+        """Return the metrics of a reply, with its draft's failure if requested."""
         figures = metrics_of(result, self._gamma, failure=self._order.wishes.drafted)
         return {**figures, **self._lowered(index)}
 

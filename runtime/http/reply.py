@@ -1,5 +1,4 @@
-"""One reply as it grows: which of its text and tokens may be shown, what they are worth, and how it
-ended. Knows no JSON."""
+"""A reply as it grows: its text and tokens that may be shown, scores, and its end."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,8 +14,7 @@ from dovetail.runtime.text.tokenizer import Detokenizer
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A token whose text has been sent: its offset in the text of the reply, whether it was
-    drafted, and its log-probability."""
+    """A token that was sent: offset in the text, whether drafted, log-probability."""
 
     token: int
     text: str
@@ -35,8 +33,7 @@ class Part:
 
 
 class Tokens:
-    """Holds tokens back until their text has been shown: a stop string cuts text, and the tokens
-    with it."""
+    """Holds tokens back until their text is shown, since stop strings cut text."""
 
     def __init__(self, detokenizer: Detokenizer, offset: int = 0) -> None:
         self._detokenizer = detokenizer
@@ -70,8 +67,7 @@ class Tokens:
         return shown
 
     def rest(self, length: int, *, cut: bool) -> list[ShownToken]:
-        """The last ones of a reply of `length` characters; `cut`: what lies behind was cut off by a
-        stop string."""
+        """Return the last tokens of a reply; `cut`: a stop string cut the rest off."""
         held, self._held, self._open = (
             [*(shown for shown, _ in self._held), *self._open],
             deque(),

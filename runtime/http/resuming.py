@@ -131,8 +131,7 @@ def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> O
 
 
 def remembered(memo: bytes) -> tuple[ChatBody | CompletionBody, int]:
-    """Return the body of a request, and when it came, in seconds since 1970. `ApiError` if it was
-    too long to be kept."""
+    """Return a request's body and arrival in s since 1970; `ApiError` if not kept."""
     if not memo:
         text = "the request of this response was too long to be kept: send it again, with its seed"
         raise ApiError(404, text, code="reply_not_found")

@@ -42,12 +42,8 @@ from dovetail.runtime.telemetry.load import load_of
 from dovetail.runtime.telemetry.picture import folder_name
 from dovetail.runtime.text.templates import RENDERERS
 
-SMALL_CHARACTERS = 4096
-"""Texts up to this length are tokenized at once; longer ones in a thread, without blocking the
-loop."""
-REFUSAL_S = 1.0
-"""Seconds without a token after which the head of a stream is sent; an earlier refusal still gets
-its own status."""
+SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
+REFUSAL_S = 1.0  # seconds without a token after which a stream's head, and so its status, is sent
 SILENCE_S = 15.0
 """Seconds without data after which a comment is sent, since proxies close silent streams: the HTML
 standard's advice (server-sent events, authoring notes)."""
@@ -113,8 +109,7 @@ class Service:
         return target
 
     async def answer(self, body: ChatOrTextBody, request: Request) -> Response:
-        """Return the response to a completion of either kind, or its rest with a header
-        Last-Event-ID."""
+        """Return the response to a completion, or its rest with a header Last-Event-ID."""
         if not (event := request.headers.get("last-event-id", "")):
             return await self._answer(body, request)
         name, _ = read_event_id(event)
@@ -176,8 +171,7 @@ class Service:
     async def _begin(
         self, body: ChatOrTextBody, run: Run, owner: str, resumed: Resumed | None
     ) -> tuple[Writer, str]:
-        """Start the replies, until the first message of any; again if the target has changed in the
-        meantime."""
+        """Start the replies, until their first message; again if the target changes."""
         for _ in range(2):
             target = await self.target(body.model)
             order = await self._order(body, target, owner)
@@ -267,8 +261,7 @@ class Service:
         return None
 
     async def ready(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether requests are served, and what is missing; without a draft they are slower,
-        but served."""
+        """Return whether requests are served, and what is missing."""
         if (state := await self.reported()) is None:
             missing = [self.gateway.missing or "the coordinator does not answer"]
             waits = {"ready": False, "status": "waiting", "degraded": True, "missing": missing}

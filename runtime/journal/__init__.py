@@ -1,2 +1,1 @@
-"""The journal: requests and the tokens committed for them, on disk, for the coordinator that comes
-after this one."""
+"""The journal: requests and their tokens on disk, for the next coordinator."""

@@ -193,8 +193,7 @@ class Database:
     # -- writing -----------------------------------------------------------------------------------
 
     def write(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
-        """Write rows and delete replies, in one transaction; a record of reply 0 replaces the
-        last."""
+        """Write rows and delete replies in one transaction; reply 0 has one record."""
         self._base.execute("begin immediate")
         try:
             self._base.executemany(

@@ -81,8 +81,7 @@ class Entry:
         return _record("begun", encode(self.submit)[0], self.key)
 
     def serves(self, session: int, fingerprint: str, load_s: float, tokens: int) -> bytes:
-        """Note that it continues after this many tokens as this session, on this target; return the
-        record."""
+        """Note the session that continues it after this many tokens; return the record."""
         return self._said("serves", session, fingerprint, load_s, tokens)
 
     def committed(self, emit: Emit, margins: Sequence[float]) -> bytes:
@@ -121,8 +120,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A reply that has ended, whose entry is only on disk: thousands are kept, few are requested
-    again."""
+    """An ended reply, whose entry is only on disk: few are requested again."""
 
     sessions: tuple[int, ...]
     left_s: float
@@ -158,8 +156,7 @@ def stored_size(record: bytes) -> int:
 
 
 def coordinated(epochs: Iterable[int], sessions: int) -> bytes:
-    """Return the record of earlier coordinators, by epoch; `sessions`: the highest session
-    number."""
+    """Return the record of earlier epochs and of the highest session number."""
     return _record("coordinated", [*epochs], sessions)
 
 

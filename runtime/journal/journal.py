@@ -36,9 +36,7 @@ from dovetail.runtime.session.session import Session
 log = logging.getLogger("dovetail.coordinator")
 
 KEEP_S = 600.0
-MOST_BYTES = 256 << 20
-"""Limit of all replies on disk, and of those in memory; beyond it the oldest that are not running
-are dropped."""
+MOST_BYTES = 256 << 20  # limit of replies on disk, and in memory; the oldest idle ones are dropped
 FORGET_EVERY_S = 5.0  # interval at which all replies are checked, of which there may be thousands
 READ_AT_ONCE = 256  # replies that are read before the oldest are dropped
 COORDINATORS = 0  # the number of the reply whose only record is about coordinators
@@ -329,8 +327,7 @@ class Journal:
         self._deleted.append(gone.reply)
 
     def _attempt(self, work: Callable[[], object]) -> None:
-        """Do something with the disk; where that cannot be, the journal ends, and serving does
-        not."""
+        """Use the disk; if it fails, the journal ends, and serving does not."""
         try:
             work()
         except (OSError, sqlite3.Error) as error:

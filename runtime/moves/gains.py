@@ -36,8 +36,7 @@ class Place:
     seats: Sequence[Seat] = ()
 
     def left_s(self, more: float = 0.0, sessions: int = 0) -> float:
-        """Return the remaining seconds of all sessions here if this many join (below 0: leave) with
-        `more` rounds to go."""
+        """Return the remaining seconds of all sessions if this many join and `more` rounds go."""
         count = len(self.seats) + sessions
         if not count:
             return 0.0

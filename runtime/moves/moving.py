@@ -29,9 +29,7 @@ from dovetail.runtime.session.state import State
 
 log = logging.getLogger("dovetail.coordinator")
 
-MOST_LOOKED_AT = 8
-"""Sessions that wait for a target and are looked at whenever anything happens; the others are from
-time to time."""
+MOST_LOOKED_AT = 8  # waiting sessions that are looked at after every event; others now and then
 
 
 class Moving:
@@ -103,8 +101,7 @@ class Moving:
             self._each([running], self.drop_draft)
 
     def _forget_draft(self, running: RunningRequest) -> None:
-        """A session's draft forgets it, if it has one, and the target need not compute anything for
-        it."""
+        """Have a session's draft forget it; the target computes nothing for it."""
         draft, running.draft, running.joining = running.draft, None, False
         running.target.turns.withdraw(running.session.number, Refeed)
         if draft is not None and draft is not running.target:
@@ -132,8 +129,7 @@ class Moving:
     # -- targets -----------------------------------------------------------------------------------
 
     def lose_target(self, running: RunningRequest, why: str) -> None:
-        """Have a session wait for another target than its own, which forgets it if it is still
-        there."""
+        """Have a session wait for another target; its own forgets it."""
         now_ns = self._now_ns()
         self._recovery.lost(running, why, now_ns)
         running.target.sessions -= 1  # with the loss, whatever comes of what follows
@@ -151,8 +147,7 @@ class Moving:
         return any(running.loss is not None for running in self._running.values())
 
     def awaits(self, target: Worker) -> bool:
-        """Return whether a session waits that may go on on this target: it comes before what has
-        not begun."""
+        """Return whether a waiting session may go on here, before new ones begin."""
         return any(
             running.loss is not None and self.suits(running, target)
             for running in self._running.values()
@@ -189,8 +184,7 @@ class Moving:
         return has_room(target, running.session.request, self._running, reuse=self._reuse)
 
     def make_room(self, request: Request, target: Worker, base: Base | None = None) -> None:
-        """Have a target give up as many kept sessions as a request takes that is to run there.
-        `base`: what it begins with."""
+        """Have a target drop kept sessions for a request; `base`: what that begins with."""
         if target.limits.room is None:
             return
         left = target.limits.room - held_on(target, self._running)
@@ -280,8 +274,7 @@ class Moving:
     def _each(
         self, requests: Iterable[RunningRequest], handle: Callable[[RunningRequest], None]
     ) -> None:
-        """Do this for each of these sessions that has not ended; a fault of ours at one ends it,
-        and no other."""
+        """Do this for each live session; an internal error ends that one only."""
         for running in requests:
             if not self._runs(running):
                 continue

@@ -85,8 +85,7 @@ class ReadingAhead:
         return reading
 
     def lags(self, reading: Reading) -> bool:
-        """Return whether enough tokens came while the log was read to read those, too, before the
-        session moves."""
+        """Return whether enough tokens came meanwhile to read those before the move."""
         assert reading.reader is not None
         came = reading.running.session.length - reading.reader.session.length
         return MOST_LAG < came <= reading.unread // 2 and self.able(reading.running, reading.new)

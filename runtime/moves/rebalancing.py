@@ -279,8 +279,7 @@ def _may_leave(running: RunningRequest) -> bool:
 
 
 def _in_common(one: Worker, other: Worker) -> bool:
-    """Return whether two targets are known to compute on the same device, where a second one brings
-    nothing."""
+    """Return whether two targets are known to share a device."""
     if next(iter(one.hello.device.split()), CPU) == CPU:
         return share_cores(one.hello, other.hello)
     return share_device(one.hello, other.hello)

@@ -15,9 +15,7 @@ from dovetail.runtime.engine.running import Loss, RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 
 MARGIN_S = 30.0
-LOADS = 2.0
-"""Seconds to wait for a restarted target, plus this multiple of the lost one's loading time: one
-attempt may fail."""
+LOADS = 2.0  # seconds to wait for a restarted target, plus this multiple of its loading time
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class Recovery:
         )
 
     def lost(self, running: RunningRequest, why: str, now_ns: int) -> None:
-        """Note that its target has gone; with it a target was lost under the session if it was at
-        work on it."""
+        """Note that its target has gone, and whether that was at work on it."""
         if running.sent and running.awaited() is running.target:
             running.losses.append(running.target.process)
         running.loss = Loss(
@@ -62,8 +59,7 @@ class Recovery:
     def end_of(
         self, running: RunningRequest, others: Iterable[Worker], now_ns: int
     ) -> RequestError | None:
-        """Why a session that waits is not to wait any longer, if that is so. `others`: the workers
-        that are here."""
+        """Return why a waiting session is to wait no longer. `others`: the workers."""
         assert running.loss is not None
         if running.trial:
             return RequestError("worker_lost", running.loss.words)

@@ -211,8 +211,7 @@ class Changes:
             self._perform(self._change.lost(worker.peer, f"it {why}"))
 
     def failed(self, running: RunningRequest, worker: Worker, why: str) -> bool:
-        """A worker could not do for a session what was asked of it; whether it is the newcomer that
-        is taken back for that."""
+        """Note a worker's failure; return whether it is a newcomer that is taken back."""
         if self._change is None or running.trial:
             return False
         actions = self._change.failed(
@@ -233,8 +232,7 @@ class Changes:
             self._change.longest_pause_ns = max(self._change.longest_pause_ns, pause_ns)
 
     def _still_reading(self) -> bool:
-        """Return whether a request is being read that was meant for the old worker when it began to
-        leave."""
+        """Return whether a request for the leaving worker is still being read."""
         self._reading = {
             (peer, request)
             for peer, request in self._reading
@@ -347,8 +345,7 @@ class Changes:
         return self._moving.refuge(running)
 
     def _reads_ahead(self, running: RunningRequest, target: Worker) -> bool:
-        """Have a target read the log of a session that moves there; return whether it still
-        does."""
+        """Have a target read a moving session's log; return whether it still does."""
         log = self._log
         known = log is not None and (log.running, log.new) == (running, target)
         if log is not None and known:

@@ -23,8 +23,7 @@ from dovetail.protocol.messages import Failed, Finished, Role
 from dovetail.runtime.session.comparison import first_difference
 
 SILENT_NS = 30_000_000_000
-"""Without a token of any trial for so long the newcomer has failed: far longer than a pass takes
-anywhere."""
+"""Seconds without a token of any trial after which the newcomer has failed."""
 
 TrialName = Literal["alone", "drafted", "before"]
 Standing = Literal["held", "movable", "coming", "over"]
@@ -42,8 +41,7 @@ class Party:
 
 @dataclass(frozen=True)
 class Trial:
-    """A short session that is run for the newcomer's sake: always the same request, on these
-    workers and no others."""
+    """A short session for the newcomer: a fixed request, on these workers alone."""
 
     name: TrialName
     target: bytes
@@ -111,8 +109,7 @@ class Phase(Enum):
 
 @dataclass
 class Change:
-    """A worker comes, goes, or takes the place of another; every method returns the actions that
-    follow."""
+    """A change of workers; every method returns the actions that follow."""
 
     role: Role
     newcomer: Party | None
@@ -125,8 +122,7 @@ class Change:
     _heard_ns: int = 0
     _ends: dict[TrialName, Finished] = field(default_factory=dict)
     _held: set[int] = field(default_factory=set)
-    """Sessions of the old worker since it gets no new ones; `_asked`: those that must leave it;
-    `_gone`: those that did."""
+    """Sessions of the old worker; `_asked`: those that must leave, `_gone`: those that did."""
     _asked: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)
     _waits: bool = False  # true if it was reported that sessions end where they are
@@ -168,8 +164,7 @@ class Change:
         self._heard_ns = now_ns
 
     def tried(self, name: TrialName, end: Finished | Failed, *, drafted: bool) -> list[Action]:
-        """A trial is over. `drafted`: where it has a draft, whether that was asked, answered and
-        understood to the end."""
+        """End a trial. `drafted`: whether its draft answered correctly to the end."""
         if self.phase is not Phase.TRYING:
             return []
         if isinstance(end, Failed):
@@ -190,14 +185,12 @@ class Change:
         return self._move_over() if len(self._ends) == len(self.trials) else []
 
     def _without_comparison(self) -> list[Action]:
-        """The target that the newcomer was to be compared with does not answer, which may be why it
-        is replaced."""
+        """Do without the target for comparison, which does not answer."""
         self.trials = [trial for trial in self.trials if trial.name != "before"]
         return self._move_over() if len(self._ends) == len(self.trials) else []
 
     def _contradiction(self, name: TrialName, end: Finished) -> str:
-        """Why an answer contradicts the others; empty if it does not. Every trial has the same
-        answer, except for near-ties."""
+        """Return why an answer contradicts the others, near-ties excepted, or ""."""
         for other_name, other in self._ends.items():
             parted = first_difference(end, other)
             if parted is None or parted.near_tie:
@@ -227,8 +220,7 @@ class Change:
         return [Redirect(), *said]
 
     def step(self, standings: Mapping[int, Standing]) -> list[Action]:
-        """Something has changed. `standings`: of all sessions that run; who is not there has
-        ended."""
+        """Take a change of `standings`: running sessions; those missing have ended."""
         if self.phase is not Phase.MOVING:
             return []
         here = [number for number, standing in standings.items() if standing in ("held", "movable")]
@@ -296,8 +288,7 @@ class Change:
         return [TakeBack(), Say(f"{self._leaves} is withdrawn: {why}")]
 
     def abandoned(self) -> list[Action]:
-        """Whoever asked for it has gone. What has been begun for the sessions is brought to its
-        end."""
+        """Note that the client has gone; begun moves are completed."""
         return (
             self._fail("the client that requested it disconnected")
             if self.phase is Phase.TRYING and self.newcomer is not None

@@ -143,8 +143,7 @@ class Trials:
         return self._placement.try_out(ours, submit, target, draft, request, self._now_ns())
 
     def _hear(self, name: TrialName, draft: Worker | None, message: Message) -> None:
-        """Receive a message of a trial. A draft that was lost in the meantime has not failed at
-        it."""
+        """Receive a trial's message; a draft lost meanwhile has not failed."""
         self._heard = True
         if isinstance(message, Finished | Failed):
             draft_sync, gone = (

@@ -83,8 +83,7 @@ def plain(value: Any, *, timed: bool) -> Any:
 
 
 def outline(action: Action) -> tuple[Any, ...]:
-    """Return the recorded form of an action. The exact command to a worker is in the recorded
-    message, if it was sent."""
+    """Return the recorded form of an action; commands are recorded when sent."""
     match action:
         case Ask():
             return ("ask", action.role, action.command.type)

@@ -1,5 +1,4 @@
-"""Parts of messages: one session's share of a pass of several, and whether a command is the one
-that was asked for. Pure."""
+"""Parts of messages: a session's share of a pass, and whether a command is as asked."""
 
 from collections.abc import Sequence
 

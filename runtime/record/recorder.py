@@ -80,8 +80,7 @@ class Recorder:
     # -- what happens ------------------------------------------------------------------------------
 
     def begin(self, running: RunningRequest) -> None:
-        """A session is about to begin: from now on its steps are noted, and the messages about
-        it."""
+        """Record a session that begins: its steps, and the messages about it."""
         session, began = running.session, datetime.now(UTC)
         epoch = f"{session.epoch & 0xFFFFFFFF:08x}"
         name = f"{began:%Y%m%dT%H%M%S}-{epoch}-{session.number}{recording.SUFFIX}"
@@ -128,8 +127,7 @@ class Recorder:
     # -- what becomes of it ------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Pack the stored events. A failure to pack is an internal error: it is logged, and affects
-        no session."""
+        """Pack the stored events; an error is logged and affects no session."""
         notes, self._notes = self._notes, []
         for write, what in notes:
             try:
@@ -226,8 +224,7 @@ class Recorder:
 
 
 class _SessionFile:
-    """The recording of one session: entries that are packed, and handed to the thread that writes
-    them."""
+    """The recording of a session: packed entries for the writing thread."""
 
     def __init__(self, path: Path, writer: FileWriter, began_ns: int, *, timed: bool) -> None:
         """`timed`: include the times of rounds."""

@@ -69,8 +69,7 @@ class From(Frozen):
 
 
 class Drafting(Frozen):
-    """The part of the log that a draft has when a session begins: the start of a
-    `draft_sync.DraftSync`."""
+    """The start of a `draft_sync.DraftSync`: the draft's part of the log."""
 
     tokens: Count
     reads: Reads | None
@@ -166,8 +165,7 @@ _PACKER = msgpack.Packer()
 
 
 def pack_entry(entry: Mapping[str, Any]) -> bytes:
-    """An entry as it stands in the file; its fields are those of one of the classes above. For one
-    thread."""
+    """An entry of the file, with the fields of a class above. For one thread."""
     packed: bytes = _PACKER.pack(entry)
     return packed
 

@@ -101,8 +101,7 @@ class Replay:
         self.session = _session(self.recording)
 
     def play(self) -> Difference | None:
-        """Return the first difference, if there is one. Raise `UserError` if the recording makes no
-        sense."""
+        """Return the first difference; `UserError` if the recording makes no sense."""
         try:
             for place, entry in enumerate(self.recording.entries):
                 self._place = place
@@ -157,8 +156,7 @@ class Replay:
     def _compare(
         self, step: Step, actions: Sequence[Action], raised: tuple[str, str] | None
     ) -> None:
-        """Compare what follows with what followed then. If a recording has the whole of a command,
-        that is compared."""
+        """Compare actions with those recorded, commands as a whole where they are."""
         then = [action[:3] if action[:1] == ("ask",) else action for action in step.actions]
         now = [outline(action) for action in actions]
         if (then, step.raised) != (now, raised):
@@ -263,8 +261,7 @@ class Replay:
         )
 
     def _compare_told(self) -> None:
-        """Compare the messages to the client, in pieces or merged; the recording may lack the last
-        ones."""
+        """Compare messages to the client, merged or not; the last may be missing."""
         actions = [action for taken in self.taken for action in taken.actions]
         for kind, told_as, names in TOLD:
             for name in names:
@@ -324,8 +321,7 @@ def _session(recording: Recording) -> Session:
 
 
 def whole(action: Action) -> tuple[Any, ...]:
-    """Return the recorded form of an action with its whole command, so that no message is needed to
-    compare it."""
+    """Return the recorded form of an action with its whole command."""
     told = outline(action)
     return (*told, tuple(encode(action.command))) if isinstance(action, Ask) else told
 

@@ -48,8 +48,7 @@ class FileWriter:
         self._thread.start()
 
     def add(self, path: Path, pieces: Sequence[bytes]) -> bool:
-        """Return whether these can be written behind what there is of a file; if not, its end has
-        come."""
+        """Return whether these fit into the file; if not, it has ended."""
         size = sum(map(len, pieces))
         room = self._added - self._written + size <= MAX_WAITING_BYTES
         if room:

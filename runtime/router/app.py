@@ -49,8 +49,7 @@ class Call:
         self.connection: Connection | None = None
 
     def end(self) -> None:
-        """The client has disconnected, or the router ends: the replica's request must be
-        cancelled."""
+        """The client has gone, or the router ends: cancel the replica's request."""
         self.gone = True
         if self.connection is not None:
             self.connection.close()

@@ -23,16 +23,13 @@ CHARACTERS = 4.0  # characters of a token, about
 MOST_BLOCKS = 1 << 16  # blocks that are remembered of a replica: a million tokens
 USUAL_TOKENS = 256  # the assumed tokens of a reply, if the request allows more
 USUAL_S, USUAL_FURTHER = 0.02, 0.5
-"""Seconds a token of a session alone, and the part of them that each further session adds, before
-any replica has reported."""
+"""Seconds a token alone, and for each further session, before any report."""
 READING = 0.05  # seconds of reading a token over those of writing one, if not reported
 ALIKE = 0.02
 """Predictions that differ by less are the same: then the replica with the fewest requests is
 chosen, and among these the one that was chosen longest ago."""
 BUSY = 4  # sessions at which rates are compared
-EQUAL = 0.25
-"""Replicas whose rates differ by less, as those of equal ones do where they are measured, are taken
-to have the same rate."""
+EQUAL = 0.25  # replicas whose rates differ by less are taken as equal, given noise
 AGE_S = 300.0
 """Seconds after which the rate of a replica without a round expires: it may have been slow for a
 reason that is gone, which at a light load would stay unnoticed. One that is still slow gets one
@@ -129,8 +126,7 @@ class Replica:
 
     @property
     def queued(self) -> int:
-        """Return how many requests wait for a place there; where some do, all that came since do,
-        too."""
+        """Return the requests waiting there, with all since its last report if any waited."""
         return self.load.queued and self.load.queued + max(0, self.in_flight - self.load.in_flight)
 
     def reads_on_s(self, now_s: float) -> float:

@@ -1,5 +1,4 @@
-"""The replicas behind a router: their list, which may change, and the report of each, twice a
-second."""
+"""The replicas behind a router, and the report of each, twice a second."""
 
 import asyncio
 import json

@@ -104,8 +104,7 @@ class Upstream:
         self._kept: defaultdict[str, list[Connection]] = defaultdict(list)
 
     async def take(self, url: str, *, fresh: bool = False) -> Connection:
-        """A connection to a replica, one that was kept unless it has to be `fresh`; `Broken` if
-        the replica takes none."""
+        """Connect to a replica, or reuse unless `fresh`; `Broken` if it takes none."""
         kept = self._kept[url]
         while kept and not fresh:
             connection = kept.pop()

@@ -49,8 +49,7 @@ class Score:
 
 @dataclass(frozen=True)
 class NextRound:
-    """A round is over and the request is not: the session waits for `next_round`. The last of its
-    actions."""
+    """A round is over: the session waits for `next_round`. The last of its actions."""
 
     may_draft: bool = False  # True if the session's draft is ready for a Draft command
     holding: bool = False  # True if the target holds features that the draft has to read first

@@ -19,8 +19,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Kept:
-    """A session that has ended or still runs: its log, packed, and how many rows of it the worker
-    has."""
+    """A session, ended or running: its packed log, and the rows that the worker has."""
 
     session: int
     log: bytes

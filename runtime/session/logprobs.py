@@ -1,5 +1,4 @@
-"""Log-probabilities from a target: checks them, and tracks which of a prompt's were sent to the
-client. Pure."""
+"""Log-probabilities of a target: checked, and tracked for what the client has."""
 
 from collections.abc import Sequence
 
@@ -9,8 +8,7 @@ from dovetail.runtime.session.request import Request
 
 
 def check_logprobs(logprobs: Sequence[TokenLogprobs], tokens: int, request: Request) -> None:
-    """Raise `ProtocolError` unless these are the log-probabilities of this many tokens, or none if
-    none were requested."""
+    """Raise `ProtocolError` unless there are as many log-probabilities as wanted."""
     expected = 0 if request.logprobs is None else tokens
     if len(logprobs) != expected or not _fit(logprobs, request):
         raise ProtocolError(

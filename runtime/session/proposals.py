@@ -28,8 +28,7 @@ def read_proposal(event: Drafted, request: Request) -> TokenTree:
 
 
 def _check_probabilities(event: Drafted) -> None:
-    """Raise `ProtocolError` unless the proposal has for each node the probabilities that its
-    children were drawn from."""
+    """Raise `ProtocolError` unless each node has its children's probabilities."""
     candidates, probabilities = event.candidates, event.probabilities
     if (
         candidates is None

@@ -139,8 +139,7 @@ class Session(OpeningSession):
         return self._verify(tree, event if self.request.rejects and tree else None)
 
     def sent(self, nodes: int) -> list[Action]:
-        """Note how many nodes of the proposal, from the first on, were sent to the target: the
-        verdict is about these."""
+        """Note how many nodes of the proposal were sent; the verdict is about these."""
         if nodes < len(self.tree.tokens):
             self.tree = self.tree.prefix(nodes)
         return []
@@ -238,8 +237,7 @@ class Session(OpeningSession):
         return self._verify(NO_TREE) if self.state is State.DRAFTING else []
 
     def target_lost(self) -> list[Action]:
-        """Wait for another target. The draft may finish its command of this round; the result is
-        ignored."""
+        """Wait for another target; a result of the draft's command is ignored."""
         self.state, self.tree, self._features.recomputing = State.WAITING, NO_TREE, False
         self._features.forget_root()
         return []
@@ -280,8 +278,7 @@ class Session(OpeningSession):
         *,
         drafted: int,
     ) -> list[Action]:
-        """Append to the token log until something ends the reply, then stream and request the next
-        round."""
+        """Extend the token log to the reply's end; stream, and request the next round."""
         begin = len(self.tokens)
         count, shown, reason = self.reply.read(tokens, self.request.max_tokens - begin)
         self.tokens += tokens[:count]

@@ -219,8 +219,7 @@ class EventLog:
         *,
         own: Collection[int] | None = None,
     ) -> Seen:
-        """The answer to Look. `own`: the sessions that the client may read the tokens of; None:
-        all."""
+        """Answer a Look. `own`: sessions whose tokens the client may see; None: all."""
         now_ns = self.now_ns()
         if request.spans:
             self._until_ns = now_ns + LOOKED_NS
@@ -261,8 +260,7 @@ class EventLog:
 
 
 def _on_ours(peer_ns: int, offset_ns: int) -> int:
-    """A worker's time on our clock, clamped to the range of a message: a clock that jumps must not
-    hide other workers."""
+    """Return a worker's time on our clock, clamped to a message's range."""
     return min(max(0, peer_ns - offset_ns), LATEST_NS)
 
 

@@ -105,8 +105,7 @@ class WorkerLoad:
 
 
 class LiveStats:
-    """Takes states and events as they come; `view` shows them. Those of a coordinator are forgotten
-    when another one speaks."""
+    """Takes states and events for `view`; forgets those of an earlier coordinator."""
 
     def __init__(self) -> None:
         self._state: Reported | None = None
@@ -129,8 +128,7 @@ class LiveStats:
         self._state = state
 
     def see(self, seen: Seen) -> bool:
-        """Take what a coordinator has seen since `next`. Return whether there is more to be asked
-        for at once."""
+        """Take what a coordinator saw since `next`; return whether there is more."""
         if seen.epoch != self._epoch:
             asked = self.next
             self._begin()

@@ -1,5 +1,4 @@
-"""The load of a coordinator for a router: running sessions, and their speed by their number.
-Pure."""
+"""The load of a coordinator for a router: sessions, and their speed by number."""
 
 from statistics import fmean
 from typing import Any

@@ -35,9 +35,7 @@ class RoundTimes:
     nanoseconds, and what its pass went through."""
 
     draft_ns: int = 0  # drafting that was waited for
-    draft_hop_ns: int = 0
-    """From sending the command to the arrival of the proposal, without drafting; `target_hop_ns`
-    likewise."""
+    draft_hop_ns: int = 0  # from command to proposal, without drafting; `target_hop_ns` likewise
     draft_queue_ns: int = 0  # until the draft worker was free, or had read the prompt
     verify_ns: int = 0
     target_hop_ns: int = 0
@@ -113,8 +111,7 @@ class RoundFacts:
         )
 
     def light(self) -> "RoundFacts":
-        """Return the facts without what the proposal's nodes were drawn from, which can be large
-        and is in no record."""
+        """Return the facts without a proposal's probabilities, which can be large."""
         if self.proposal is None or self.proposal.candidates is None:
             return self
         return replace(
@@ -233,8 +230,7 @@ class Accounts:
         self.ns[account] += duration_ns
 
     def reply(self, account: Account, waited_ns: int, spans: Sequence[Span], size: int) -> int:
-        """Split the time between a command and its answer, of `size` bytes, into work and
-        transport; returns the work."""
+        """Split a wait for an answer of `size` bytes into work, returned, and transport."""
         worked = min(extent_ns(spans), waited_ns)
         self.ns[account] += worked
         self.ns["transport"] += waited_ns - worked

@@ -168,8 +168,7 @@ def _arrows(spans: Sequence[SeenSpan], where: Mapping[int, Place]) -> Iterator[d
 
 
 def _at(seen: SeenSpan, where: Mapping[int, Place], before_ns: int | None = None) -> dict[str, Any]:
-    """A place within a slice: at its beginning, or just before its end, where that is not behind
-    `before_ns`."""
+    """Return a place within a slice: its beginning, or before its end and `before_ns`."""
     _, start_ns, duration_ns = seen.span
     at_ns = start_ns if before_ns is None else min(start_ns + max(0, duration_ns - 1), before_ns)
     row, track = where[id(seen)]

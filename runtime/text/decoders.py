@@ -134,8 +134,7 @@ class Rewritten(WholeTokens):
 
 
 class Deduplicated(WholeTokens):
-    """CTC: of equal tokens in a row one is left, rewritten; a token of which nothing is left is
-    none."""
+    """CTC: equal tokens in a row become one, rewritten; empty ones are dropped."""
 
     def __init__(self, rewrite: Rewrite) -> None:
         super().__init__()
@@ -333,8 +332,7 @@ def _byte(token: str) -> int | None:
 
 
 def _or_as_it_is(rewrite: Rewrite, token: str) -> str:
-    """A token rewritten. Where the library fails there is no right answer; its own panics are no
-    `Exception`."""
+    """Rewrite a token; if the library fails or panics, it stays as it is."""
     try:
         return rewrite(token)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

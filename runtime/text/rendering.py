@@ -157,8 +157,7 @@ def _tried(render: Callable[[list[Message]], str], messages: list[Message]) -> s
 
 
 def _shown(render: Callable[[list[Message]], str], messages: Sequence[Message]) -> list[bool]:
-    """Return for each message whether the template renders all of its text, and not as the repr of
-    a list of parts."""
+    """Return for each message whether the template renders its text, not a list's repr."""
     marked, every, count = [], [], 0
     for message in messages:
         content, marks = _marked(message["content"], count)
@@ -226,8 +225,7 @@ def render(template: str, most: int, values: Mapping[str, Any]) -> str:
 
 
 def _answer(job: bytes) -> bytes:
-    """Return t and the text, or an error: c if the template does not compile, f if it fails, l if
-    it exceeds a limit."""
+    """Return t and the text, or c, f or l: not compiled, failed, or beyond a limit."""
     kind = b"c"
     try:
         template, most, values = json.loads(job)

@@ -1,5 +1,4 @@
-"""Stop strings in a text that comes in pieces, each letter of which is looked at once or twice:
-Knuth, Morris and Pratt. Pure."""
+"""Stop strings in a text that comes in pieces: Knuth, Morris and Pratt. Pure."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,8 +6,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=256)
 def borders(pattern: str) -> tuple[int, ...]:
-    """For every beginning of a pattern, the length of the longest end of it that the pattern begins
-    with, other than itself."""
+    """Return for every beginning of a pattern its longest border, other than itself."""
     found, length = [0], 0
     for letter in pattern[1:]:
         while length and pattern[length] != letter:
@@ -47,8 +45,7 @@ class StopStrings:
     beginning of one. Takes time in proportion to the text."""
 
     def __init__(self, stops: Sequence[str], marks: str = "") -> None:
-        """`marks`: characters that represent hidden tokens. Stop strings without marks are found as
-        if the text had none."""
+        """`marks`: characters for hidden tokens; stop strings without marks ignore them."""
         self._stops, self._marks = tuple(stops), frozenset(marks)
         self._unmarked = dict.fromkeys(map(ord, marks)) if marks else None
         self._held = ""
@@ -79,8 +76,7 @@ class StopStrings:
         return shown, bool(starts)
 
     def _back(self, place: int, letters: int, blind: bool) -> int:
-        """Return the index `letters` before `place` in the held text; `blind`: without counting
-        marks."""
+        """Return the index `letters` before `place`; `blind`: not counting marks."""
         while blind and letters:
             place -= 1
             letters -= self._held[place] not in self._marks

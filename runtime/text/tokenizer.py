@@ -36,8 +36,7 @@ PROMPT_TAIL = 32
 """Last tokens of a prompt that are detokenized with a reply: they decide whether its first token
 begins the text, completes a character of up to four tokens, or continues a pattern."""
 MARKS = "".join(map(chr, range(0xD800, 0xE000)))
-"""Lone surrogates, which never occur in a reply: they represent special tokens in the search for
-stop strings."""
+"""Lone surrogates, which stand for special tokens in the search for stop strings."""
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
 NO_TEMPLATE = "the model has no chat template"
@@ -78,8 +77,7 @@ class Spelling:
     """Detokenizes without a tokenizer. No method raises, whatever the ids are."""
 
     def __init__(self, table: TokenTable) -> None:
-        """Raises `RequestError` for a decoder that the library cannot read or that expands text too
-        much."""
+        """`RequestError` for a decoder that is unreadable or expands text too much."""
         self.table = table
         try:
             if _growth(table.decoder) > MAX_GROWTH:
@@ -127,8 +125,7 @@ class TextCodec(Spelling):
         self._pieces: dict[int, bytes] = {}
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Token ids of plain text, with what the tokenizer itself puts around it; `special`:
-        whether it is to do that."""
+        """Return the token ids of text; `special`: with the tokenizer's own around it."""
         return self._ids(_valid(text), special=special)
 
     def encode_turns(self, turns: Sequence[str]) -> tuple[int, ...]:
@@ -233,8 +230,7 @@ class Stopwatch(Protocol):
     def now_ns(self) -> int: ...
 
     def finely(self, name: str, start_ns: int, about: object) -> int:
-        """Note a part that ends now, and return when that is. `about`: the session that it is a
-        part of."""
+        """Note a part of the session `about` that ends now; return the time."""
 
 
 class Detokenizer:
@@ -264,8 +260,7 @@ class Detokenizer:
         return text + self._had
 
     def push(self, *tokens: int) -> str:
-        """Return the text that these tokens complete, of one often a word, sometimes nothing
-        yet."""
+        """Return the text that these tokens complete: often a word, sometimes ""."""
         spelt = self._spelt
         return self._new(
             through(
@@ -333,8 +328,7 @@ class Piece:
 
 
 class ReplyText:
-    """The text of a reply: tokens come, text goes out, and an end token, a stop string or the
-    length ends it."""
+    """The text of a reply, up to an end token, a stop string or the length."""
 
     def __init__(
         self, detokenizer: Detokenizer, end: Sequence[int], stop: Sequence[str], min_tokens: int = 0
@@ -398,8 +392,7 @@ class ReplyText:
                 watch.finely("detokenise", began_ns, self._about)
 
     def _until_stop(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Return the text of tokens up to a stop string, and how many of them complete that; 0:
-        there is none."""
+        """Return the text up to a stop string, and the tokens that complete it; 0: none."""
         shown = ""
         for place, token in enumerate(tokens, 1):
             text = self.detokenizer.push(token) + self._marks.get(token, "")
@@ -464,8 +457,7 @@ def _unreadable(error: Exception) -> RequestError:
 
 
 def _growth(part: Any) -> float:
-    """Return how many times longer a normalizer or a decoder may make a text, by what it replaces;
-    a chain of them multiplies."""
+    """Return how many times longer a normalizer or decoder may make a text."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "Sequence":
