@@ -20,21 +20,14 @@ MAY_IMPORT = {
 }
 DOORS = {
     "zmq": ("protocol/links/", "protocol/keys.py"),
-    "msgpack": (
-        "protocol/codec.py",
-        "runtime/record/recording.py",
-        "runtime/journal/entries.py",
-    ),
+    "msgpack": ("protocol/codec.py", "runtime/record/recording.py", "runtime/journal/entries.py"),
     "tokenizers": ("runtime/text/tokenizer.py", "workers/training/"),
     "jinja2": ("runtime/text/rendering.py", "launch/files/deployment/templates.py"),
     "safetensors": ("workers/models/checkpoints/checkpoint.py", "workers/training/"),
     "hqq": ("workers/models/substitutes/quantize.py",),
     "huggingface_hub": ("workers/models/checkpoints/hub.py",),
     "torch": ("workers/",),
-    "transformers": (
-        "workers/models/transformers.py",
-        "workers/training/",
-    ),
+    "transformers": ("workers/models/transformers.py", "workers/training/"),
     "sklearn": ("workers/training/stratify.py",),
     "fastapi": ("runtime/http/",),
     "starlette": ("runtime/http/",),

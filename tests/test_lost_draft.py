@@ -120,11 +120,7 @@ MANY = 900
 def test_drafting_goes_on_in_replies_that_run_when_another_draft_worker_is_there(
     draft: str,
 ) -> None:
-    with growing({**inflated("256MiB", draft), "draft.device": "cpu"}) as (
-        stack,
-        client,
-        another,
-    ):
+    with growing({**inflated("256MiB", draft), "draft.device": "cpu"}) as (stack, client, another):
         alone = complete_all(client, ask(client, tree=None, tokens=MANY))
         drafted, ends = (
             {request: list[bool]() for request in ask(client, tokens=MANY)},

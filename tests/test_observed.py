@@ -133,13 +133,7 @@ def probed_again(client: Client, before: dict[str, tuple[int, int]]) -> dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "library"])
 def test_a_rounds_spans_add_up_to_it_and_to_what_the_workers_were_busy(backend: str) -> None:
-    with running(
-        {
-            **inflated("64MiB"),
-            "draft.ahead": "true",
-            "target.backend": backend,
-        }
-    ) as client:
+    with running({**inflated("64MiB"), "draft.ahead": "true", "target.backend": backend}) as client:
         turns = PROMPTS[0][:1]
         client.complete(client.submit(turns=turns, sampling=Sampling(), max_tokens=16, tree=TREE))
         before = probed_again(client, busy(client.look(spans=True)))

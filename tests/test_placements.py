@@ -53,10 +53,7 @@ CASES += [
     for weights in ("half", "int8")
     for placement in ("0 of 8 resident", "mixed")
 ]
-DRAFTS = {
-    "dovetail": {"draft.kind": "dovetail"},
-    "ngram": {"draft.kind": "ngram"},
-}
+DRAFTS = {"dovetail": {"draft.kind": "dovetail"}, "ngram": {"draft.kind": "ngram"}}
 
 
 def complete(

@@ -63,10 +63,7 @@ def replies(client: Client, temperature: float, *, cancel: bool) -> list[Finishe
 
 @pytest.mark.parametrize(
     ("draft", "temperatures"),
-    everyday(
-        itertools.product(["small", "dovetail"], [(0.0,), (1.0,)]),
-        ("small", (1.0,)),
-    ),
+    everyday(itertools.product(["small", "dovetail"], [(0.0,), (1.0,)]), ("small", (1.0,))),
 )
 def test_replies_are_the_same_with_and_without_neighbours(
     draft: str, temperatures: Sequence[float]

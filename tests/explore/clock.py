@@ -30,8 +30,7 @@ class Time:
         self.clock = Clock()
         self._due: list[Due] = []
         self._numbers = count()
-        self.steps = 0
-        """Things that have happened."""
+        self.steps = 0  # things that have happened
 
     @property
     def now_ns(self) -> int:

@@ -17,13 +17,11 @@ from explore.clock import MS, S, Time
 from explore.sabotage import Loud
 from explore.wires import Crash, FaultyHub
 
-READ_NS = MS
-"""A prompt is read elsewhere for so long."""
+READ_NS = MS  # a prompt is read elsewhere for so long
 RECOVERY_S = 6.0
 STUCK_S = 3.0
 TICK_NS = S // 2
-NOBODY = "/"
-"""The owner of a request whose client has no key and names no user."""
+NOBODY = "/"  # the owner of a request whose client has no key and names no user
 
 
 class Disk:
@@ -38,8 +36,7 @@ class Disk:
         self._hub = hub
         self.fuse: int | None = None
         """Transactions until the coordinator dies at one; None: it does not."""
-        self.lasts = False
-        """True if that one is there then."""
+        self.lasts = False  # true if that one is there then
 
     @property
     def size(self) -> int:
@@ -91,20 +88,17 @@ class Machine:
         self._world, self.time = world, world.time
         self.hub = FaultyHub(self.time)
         self.hub.closed = True
-        self.disk: Disk | None = None
-        """The disk under its journal; None: it keeps none."""
+        self.disk: Disk | None = None  # the disk under its journal; None: it keeps none
         self.coordinator: Coordinator | None = None
         """The one that runs here; None: none has been started."""
         self.bare_since_ns: int | None = self.time.now_ns
         """Since when the coordinator has no target; None: it has one."""
-        self.losses = 0
-        """Targets that its coordinators have lost."""
+        self.losses = 0  # targets that its coordinators have lost
         self._journal = journal
         self._targets: set[bytes] = set()
         self._committed: dict[int, tuple[int, ...]] = {}
         """By session: the tokens that it had when it was last looked at."""
-        self.begun: list[weakref.ref[RunningRequest]] = []
-        """The requests that have run."""
+        self.begun: list[weakref.ref[RunningRequest]] = []  # the requests that have run
 
     # -- what it does ------------------------------------------------------------------------------
 

@@ -24,8 +24,7 @@ LOSSES: tuple[Kind, ...] = ("kill", "stop", "stick", "cut", "silence", "silence 
 OFTEN = (*KINDS, *LOSSES, "handler", "crash")
 COMING: tuple[Kind, ...] = ("kill", "kill", "join", "drain", "swap", "cut", "stop")
 """Targets come and go."""
-PAUSES = (0, 0, 1, 2, 3, 5, 8, 12, 18, 25, 40)
-"""Between two steps: other events."""
+PAUSES = (0, 0, 1, 2, 3, 5, 8, 12, 18, 25, 40)  # between two steps: other events
 FOR_MS = (1, 40, 300, 1400, 1600, 4000, 9000)
 """Durations of a fault in milliseconds, on both sides of what heartbeats bear."""
 FORMS: dict[Kind, int] = {"fault": 2 * len(SABOTAGED), "handler": 2 * len(HANDLED), "crash": 64}
@@ -178,8 +177,7 @@ CASES = tuple((fleet, fault) for fleet in FLEETS for fault in FAULTS)
 BARE = len(CASES) * POSITIONS
 """Schedules without a deviation; with each there are `ONE` times as many."""
 ONE = WITHIN * PLACES
-RINGS = BARE, BARE * ONE, BARE * ONE * ONE
-"""Schedules with no deviation, with one, with two."""
+RINGS = BARE, BARE * ONE, BARE * ONE * ONE  # schedules with no deviation, with one, with two
 STRIDE = 1_000_003
 """A prime that divides no ring: with steps of it a ring is visited evenly, and all of it."""
 assert all(ring % STRIDE for ring in RINGS)

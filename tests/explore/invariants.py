@@ -44,8 +44,7 @@ def every_request_ends_exactly_once(told: Told, request: int) -> None:
     """Nothing is said of a request that has ended."""
     if told.end is not None:
         _broken(
-            every_request_ends_exactly_once,
-            f"request {request} has ended, and more is told of it",
+            every_request_ends_exactly_once, f"request {request} has ended, and more is told of it"
         )
 
 
@@ -133,12 +132,7 @@ def no_fault_is_told(said: Sequence[str]) -> None:
         _broken(no_fault_is_told, "\n".join(said))
 
 
-def nothing_leaks(
-    lead: "Machine",
-    processes: Sequence[Process],
-    *,
-    in_memory: bool = True,
-) -> None:
+def nothing_leaks(lead: "Machine", processes: Sequence[Process], *, in_memory: bool = True) -> None:
     """When all requests have ended and the last timer has passed, nobody holds anything of them:
     sessions, rows, kept beginnings, queue entries, messages for clients, timers, objects.
     `in_memory`: objects that were made for requests are there, and somebody may refer to them."""
@@ -206,8 +200,7 @@ def _kept_otherwise(coordinator: Coordinator, processes: Sequence[Process]) -> l
 
 
 OF_REQUESTS = RunningRequest, Session, WaitingRequest
-STRANGERS = Time, FaultyHub, Process, ModuleType, type
-"""Types that are not the coordinator's own."""
+STRANGERS = Time, FaultyHub, Process, ModuleType, type  # types that are not the coordinator's own
 
 
 def _left_in_memory(coordinator: Coordinator, lead: "Machine") -> list[str]:

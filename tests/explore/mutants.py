@@ -18,8 +18,7 @@ from dovetail.runtime.session.opening import OpeningSession
 from dovetail.runtime.session.session import Session
 from dovetail.runtime.session.state import State
 
-MOST = 6000
-"""Each planted bug is found within so many schedules."""
+MOST = 6000  # each planted bug is found within so many schedules
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,9 @@ from explore.wires import HEARTBEAT_NS, HOP_NS, FaultyHub, Wire
 from explore.workers import Costs
 from support.scripted import ScriptedWorker, hello
 
-FIRST_PAUSE_NS, LONGEST_PAUSE_NS = S // 10, S
-"""Between attempts to connect; doubling."""
-LOAD_NS = S // 2
-"""A process starts and loads its model."""
-MOST_SAID = 64
-"""Events of a process that may be heard again, late."""
+FIRST_PAUSE_NS, LONGEST_PAUSE_NS = S // 10, S  # between attempts to connect; doubling
+LOAD_NS = S // 2  # a process starts and loads its model
+MOST_SAID = 64  # events of a process that may be heard again, late
 
 
 @dataclass(eq=False)
@@ -59,11 +56,9 @@ class Process:
     costs: Costs = field(default_factory=Costs)
     about: dict[str, object] = field(default_factory=dict)
     """Fields of its Hello that differ from the usual ones."""
-    stuck_ns: int = 10 * S
-    """Its own watchdog ends it when a command has taken so long."""
+    stuck_ns: int = 10 * S  # its own watchdog ends it when a command has taken so long
     load_ns: int = LOAD_NS
-    restart_ns: int = 2 * S
-    """Whoever looks after it starts it again so long after it has ended."""
+    restart_ns: int = 2 * S  # whoever looks after it starts it again so long after it has ended
     hub: Callable[[], FaultyHub | None] = lambda: None
     """Returns the hub of the coordinator, if it listens."""
     """Hears of each welcome and command that it heeds, with the epoch of who sent it."""
@@ -74,18 +69,14 @@ class Process:
     alive: bool = False
     stopped: bool = False
     busy: bool = False
-    sticks: bool = False
-    """The command that it does next, or does, is never done."""
-    refuses: bool = False
-    """The command that it does next is answered with Failed."""
-    drops: int = 0
-    """So many of the next commands that want an answer get none, and are not done."""
+    sticks: bool = False  # the command that it does next, or does, is never done
+    refuses: bool = False  # the command that it does next is answered with Failed
+    drops: int = 0  # so many of the next commands that want an answer get none, and are not done
     again: int = 0
     """So many of the next events are sent twice; `asked_again`: of the commands, received."""
     asked_again: int = 0
     delay_ms: int = 0
-    silent_until_ns: int = 0
-    """Until then nobody who calls from there is heard."""
+    silent_until_ns: int = 0  # until then nobody who calls from there is heard
 
     standing: Standing = field(default_factory=lambda: Standing("", standby=False, load_s=0.0))
     _life: int = 0

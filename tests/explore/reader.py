@@ -27,8 +27,7 @@ from explore.schedules import Reply, Wish
 from explore.told import Told
 from explore.wires import FaultyHub
 
-CHANGES = 1_000_000
-"""The numbers of requests for a change of workers begin here."""
+CHANGES = 1_000_000  # the numbers of requests for a change of workers begin here
 
 
 class Surroundings(Protocol):
@@ -65,10 +64,8 @@ class Reader:
         back for its replies when its coordinator was lost."""
         self._tickets = tickets
         self.told: dict[int, Told] = {}
-        self.refused = False
-        """True if the coordinator failed at its Hello."""
-        self.deaf = False
-        """True if it did not read for some time."""
+        self.refused = False  # true if the coordinator failed at its Hello
+        self.deaf = False  # true if it did not read for some time
         self._world, self.hub, self._expect = world, world.hub, expect
         self.peer, self._epoch, self._changes = b"client %d" % number, 1000 + number, 0
         self._hello = Hello(

@@ -160,8 +160,7 @@ class Loud(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.said: list[str] = []
-        self.contained = 0
-        """Faults that were meant to be."""
+        self.contained = 0  # faults that were meant to be
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], Sabotage | Panic):

@@ -39,8 +39,7 @@ drop), of the coordinator's code (`fault`: about one session; `handler`: in one 
 the coordinator itself (crash), of a client (cancel, leave, deaf); and workers that come and go
 (join, swap, drain)."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
-KEPT = 1 << 16
-"""Tokens of ended sessions that a worker keeps, if nothing else is said: all of them."""
+KEPT = 1 << 16  # tokens of ended sessions that a worker keeps, if nothing else is said: all of them
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class Wish:
     logprobs: int | None = None
     scored: bool = False
     temperature: float = 0.0
-    owner: str = ""
-    """Its owner: requests of several owners are served in turn."""
+    owner: str = ""  # its owner: requests of several owners are served in turn
 
 
 @dataclass(frozen=True)
@@ -87,20 +85,14 @@ class Schedule:
 
     targets: int = 1
     drafts: int = 1
-    reads: bool = False
-    """True if drafts read features of their target."""
-    part: int = 0
-    """Rows of a log that workers read at a time; 0: they read it whole."""
-    sessions: int = 64
-    """The most sessions that a worker holds; further requests wait."""
+    reads: bool = False  # true if drafts read features of their target
+    part: int = 0  # rows of a log that workers read at a time; 0: they read it whole
+    sessions: int = 64  # the most sessions that a worker holds; further requests wait
     row_ms: float = 0.2
     """Milliseconds that each row adds to a target's pass. With much more, sessions move."""
-    kept: int = KEPT
-    """Tokens of ended sessions that a worker keeps."""
-    room: int | None = None
-    """Tokens of all its sessions that a worker has room for."""
-    shares: bool = False
-    """True if sessions begin with rows of others that stay."""
+    kept: int = KEPT  # tokens of ended sessions that a worker keeps
+    room: int | None = None  # tokens of all its sessions that a worker has room for
+    shares: bool = False  # true if sessions begin with rows of others that stay
     journal: bool = False
     """True if requests outlive their coordinator: another one goes on with them."""
     steps: tuple[tuple[int, Step], ...] = ()

@@ -18,10 +18,8 @@ from explore.schedules import Schedule
 from explore.shrinking import shrink
 from explore.world import play
 
-BLOCK = 64
-"""Schedules that a process plays at a time."""
-HANGS_S = 30.0
-"""Seconds of a core after which a schedule counts as one that never ends."""
+BLOCK = 64  # schedules that a process plays at a time
+HANGS_S = 30.0  # seconds of a core after which a schedule counts as one that never ends
 
 
 class Hung(SystemExit):
@@ -46,8 +44,7 @@ class Played:
     seen: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Kinds of faults with what sessions were doing, deviations, exceptions with their places."""
     events: int = 0
-    trace: int = 0
-    """A checksum of what happened in all of them, in any order."""
+    trace: int = 0  # a checksum of what happened in all of them, in any order
     failure: Failure | None = None
 
     def add(self, other: "Played") -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from explore.schedules import Fault, Schedule, Step, Swerve, Wish
 
-MOST_PLAYED = 2000
-"""Attempts, after which the shortest so far has to do."""
+MOST_PLAYED = 2000  # attempts, after which the shortest so far has to do
 Timed = tuple[int, Step]
 
 

@@ -13,8 +13,7 @@ from explore.mutants import MOST, MUTANTS, Mutant
 from explore.schedules import Fault, Schedule, Swerve, Wish, as_code
 from explore.search import attempt, explore, shortest
 
-MOST_STEPS = 6
-"""Requests and faults of what it is shrunk to."""
+MOST_STEPS = 6  # requests and faults of what it is shrunk to
 SEED = 0
 
 

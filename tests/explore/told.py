@@ -21,25 +21,20 @@ class Told:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     scored: list[TokenLogprobs] = field(default_factory=list)
     end: Finished | Failed | None = None
-    heard_ns: list[int] = field(default_factory=list)
-    """When it was told tokens."""
+    heard_ns: list[int] = field(default_factory=list)  # when it was told tokens
     cancelled: bool = False
     most: int | None = None
     """The tokens that had been committed when its client cancelled it; None: it has not."""
-    losses: int = 0
-    """Targets that were lost before the request came."""
+    losses: int = 0  # targets that were lost before the request came
     late: bool = False
     """Its client did not read for some time, so that it heard of it later than it happened."""
     heard: Heard = NOTHING_TOLD
     """The client's account of what it was told, for the next coordinator."""
-    asked: bool = False
-    """Some coordinator was asked for it."""
-    again: bool = False
-    """Its client has come back for it, to another coordinator."""
+    asked: bool = False  # some coordinator was asked for it
+    again: bool = False  # its client has come back for it, to another coordinator
     void: bool = False
     """Nobody waits for it any more: the client has left, or its coordinator has gone."""
-    sabotaged: bool = False
-    """Something that the coordinator does about it raises."""
+    sabotaged: bool = False  # something that the coordinator does about it raises
 
     @property
     def open(self) -> bool:

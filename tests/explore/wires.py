@@ -16,8 +16,7 @@ from explore.clock import MS, Time
 
 HEARTBEAT_NS = 1500 * MS
 """After so long without a sign of life an end of a connection takes the other for gone."""
-NOTICE_NS = 1 * MS
-"""Until the hub learns that a process died whose machine is there."""
+NOTICE_NS = 1 * MS  # until the hub learns that a process died whose machine is there
 HOP_NS = 50_000
 
 
@@ -40,8 +39,7 @@ class Way:
         self.words = words
         self.delay_ns, self.jitter = HOP_NS, random.Random(0)
         self.jitter_ns = 0
-        self.open = True
-        """True if somebody still listens at its end."""
+        self.open = True  # true if somebody still listens at its end
         self._silent = False
         self._time, self._arrive, self._last_ns = time, arrive, 0
         self._held: deque[list[bytes]] = deque()
@@ -162,10 +160,8 @@ class FaultyHub:
         self.timers = 0
         """The number of actions that the coordinator has planned, or has done elsewhere, and has
         not come to yet."""
-        self.found: Exception | None = None
-        """The first thing that a client has found wrong."""
-        self.fuse: Fuse | None = None
-        """The message at which the coordinator dies; None: at none."""
+        self.found: Exception | None = None  # the first thing that a client has found wrong
+        self.fuse: Fuse | None = None  # the message at which the coordinator dies; None: at none
         self.pump: Callable[[], None] = lambda: None
         """Called when something has arrived; `look_around`: when somebody has gone."""
         self.look_around: Callable[[], None] = lambda: None

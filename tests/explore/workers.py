@@ -80,8 +80,7 @@ class Costs:
     """The time that the work of a process takes, in milliseconds."""
 
     open_ms: float = 3.0
-    token_ms: float = 0.2
-    """The time of one token of a prompt that is read."""
+    token_ms: float = 0.2  # the time of one token of a prompt that is read
     pass_ms: float = 4.0
     row_ms: float = 0.2
     draft_ms: float = 2.0

@@ -26,14 +26,11 @@ READY_NS = 30 * S
 connect, a load, a restart, and a draft that is stuck."""
 TRIAL_NS = 30 * S
 """A change of workers over which the coordinator has failed is given up after so long."""
-AWAY_NS = S // 2
-"""So long after its death one of two coordinators is started again."""
+AWAY_NS = S // 2  # so long after its death one of two coordinators is started again
 PATIENCE_NS = 300 * S
 Kinds = Mapping[str, type[ScriptedWorker]]
-CAREFUL: Kinds = {"target": CarefulTarget, "draft": CarefulDraft}
-"""The workers of each role."""
-LAST = Wish(tokens=9)
-"""After the last fault."""
+CAREFUL: Kinds = {"target": CarefulTarget, "draft": CarefulDraft}  # the workers of each role
+LAST = Wish(tokens=9)  # after the last fault
 
 
 class World:
@@ -50,12 +47,10 @@ class World:
         self.seen: Counter[tuple[str, str]] = Counter()
         """Faults that happened, each with what the sessions were doing; deviations, each with what
         came before what."""
-        self.over_ns = 0
-        """When the last fault that has begun is over."""
+        self.over_ns = 0  # when the last fault that has begun is over
         self.planted: list[Callable[[], object]] = []
         """Functions that remove faults which still wait in the coordinator."""
-        self.sabotages = 0
-        """Faults of the coordinator's rooms that have happened."""
+        self.sabotages = 0  # faults of the coordinator's rooms that have happened
         self.past, self.processes = list[Reader](), list[Process]()
         self.lead = Machine(self, journal=schedule.journal)
         self.lead.start()

@@ -34,12 +34,9 @@ from support.loaded import CLIENT, FIXED, Crowded, Pace  # noqa: E402
 
 ROOMS = "/protocol/", "/runtime/"
 """Folders of the files that are counted; the scripted workers and their hub are in others."""
-FOLLOWS: dict[type, type] = {Verified: Draft, Drafted: Verify}
-"""The command that follows an answer."""
-PROMPTS = range(8, 248, 8)
-"""Tokens of the first prompt of each run."""
-WARM = 3
-"""Passes of a run that are not looked at."""
+FOLLOWS: dict[type, type] = {Verified: Draft, Drafted: Verify}  # the command that follows an answer
+PROMPTS = range(8, 248, 8)  # tokens of the first prompt of each run
+WARM = 3  # passes of a run that are not looked at
 
 
 @dataclass
@@ -48,10 +45,8 @@ class Calls:
 
     calls: int = 0
     files: set[str] = field(default_factory=set)
-    moves: int = 0
-    """Calls from one file into another."""
-    returns: int = 0
-    """Returns from one file into another."""
+    moves: int = 0  # calls from one file into another
+    returns: int = 0  # returns from one file into another
     _stack: list[str] = field(default_factory=list)
 
     def hear(self, frame: FrameType, what: str, _: object) -> None:

@@ -24,10 +24,8 @@ TREE = TreeSettings(policy="dynamic", insist=True, gamma=6, depth=4, width=4)
 TOKENS = 192
 TEMPERATURES = (0.0, 1.0)
 ANYWHERE = "0.0.0.0"
-SIZE = "64MiB"
-"""Makes a reply take long enough for something to happen meanwhile."""
-FLAP_S, FLAPS = 0.6, 6
-"""Shorter than a heartbeat's patience."""
+SIZE = "64MiB"  # makes a reply take long enough for something to happen meanwhile
+FLAP_S, FLAPS = 0.6, 6  # shorter than a heartbeat's patience
 SLOW_MBIT = 1.0
 PATIENCE_S = 90.0
 
@@ -108,11 +106,7 @@ def housed() -> Iterator[House]:
         ):
             fleet.address = listened.replace(ANYWHERE, machine.here)
             fleet.add(
-                name,
-                role,
-                *as_flags(models_at(SIZE)),
-                "--draft.device=cpu",
-                prefix=machine.prefix,
+                name, role, *as_flags(models_at(SIZE)), "--draft.device=cpu", prefix=machine.prefix
             )  # type: ignore[arg-type]
         fleet.address = listened.replace(ANYWHERE, "127.0.0.1")
         with fleet.client() as client:

@@ -264,9 +264,7 @@ class _Assisted:
 
     def __init__(self, settings: Settings) -> None:
         from dovetail.runtime.text.tokenizer import TextCodec
-        from peers.model import (
-            AssistedModel,  # torch comes in here, after the binding
-        )
+        from peers.model import AssistedModel  # torch comes in here, after the binding
 
         source = settings.target.model or str(DEMO_FOLDER / "target")
         self._model: AssistedModel = AssistedModel(

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from pretended.pinned import is_pinned
-from pretended.rules import (
-    COPIES,
-    READS_BY_INDEX,
-    WRITES_BY_INDEX,
-    is_there,
-    leaves,
-    waits,
-)
+from pretended.rules import COPIES, READS_BY_INDEX, WRITES_BY_INDEX, is_there, leaves, waits
 from pretended.traffic import UNWRITTEN
 
 aten = torch.ops.aten

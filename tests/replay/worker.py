@@ -39,15 +39,7 @@ from dovetail.protocol.tree import ROOT
 from dovetail.runtime.record.parts import own_verdicts
 from dovetail.runtime.record.recording import Recording
 from dovetail.runtime.record.replay import Asked, Difference, short
-from replay.exchanges import (
-    LAST,
-    Exchange,
-    Part,
-    Role,
-    missed_its_base,
-    parts_of,
-    round_of,
-)
+from replay.exchanges import LAST, Exchange, Part, Role, missed_its_base, parts_of, round_of
 from replay.stage import EPOCH, Stage
 
 
@@ -55,21 +47,16 @@ from replay.stage import EPOCH, Stage
 class Outcome:
     """The result of a replay by a worker."""
 
-    fingerprint: str = ""
-    """The fingerprint of the worker that played."""
-    same_fingerprint: bool = False
-    """True if that is the one of all that played then."""
+    fingerprint: str = ""  # the fingerprint of the worker that played
+    same_fingerprint: bool = False  # true if that is the one of all that played then
     hangs_on: tuple[str, ...] = ()
     """Settings through which a draft's proposals depended on more than the text, so that other
     proposals are not an error."""
-    answers: int = 0
-    """Answers that were compared; all are the same if there is no difference."""
+    answers: int = 0  # answers that were compared; all are the same if there is no difference
     proposals: int = 0
     same_proposals: int = 0
-    tokens: int = 0
-    """Tokens that a target chose, now and in the recording."""
-    difference: Difference | None = None
-    """The first one."""
+    tokens: int = 0  # tokens that a target chose, now and in the recording
+    difference: Difference | None = None  # the first one
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -160,8 +147,7 @@ class _Play:
     def __init__(self, recording: Recording, role: Role, player: Player, outcome: Outcome) -> None:
         self._recording, self._role, self._player, self._outcome = recording, role, player, outcome
         self._session = recording.begin.session
-        self._recorded: Drafted | None = None
-        """The last proposal then; `_proposed`: now."""
+        self._recorded: Drafted | None = None  # the last proposal then; `_proposed`: now
         self._proposed: Drafted | None = None
 
     def play(self, exchanges: Iterable[Exchange]) -> None:

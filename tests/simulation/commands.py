@@ -47,12 +47,10 @@ from simulation.runs import (
 )
 from simulation.tables import chart_of, show_beside, show_ratios, show_rows
 
-LEVEL_ROWS = 10
-"""Rows of the draft's level whose price is shown."""
+LEVEL_ROWS = 10  # rows of the draft's level whose price is shown
 MACHINE = "dovetail-server"
 TOLERANCE = 0.05
-TOLD_ROWS, CONTEXT = (1, 16, 64), 512
-"""Rows and context of the passes that `machines` shows."""
+TOLD_ROWS, CONTEXT = (1, 16, 64), 512  # rows and context of the passes that `machines` shows
 
 
 @click.group(context_settings={"help_option_names": NAMES_OF_HELP})

@@ -105,8 +105,7 @@ class Recalled:
     recording: Recording
     head: bool
     coverage: Coverage
-    awaited: bool = True
-    """True if somebody waits for the present pass."""
+    awaited: bool = True  # true if somebody waits for the present pass
     noise: None = None
     draws: None = None
 
@@ -142,8 +141,7 @@ class RecalledSession(GrowingSession):
     """One sequence; `read` tokens of its log have rows, of a head's all but the root, and the tree
     may have `tree_rows` more."""
 
-    recalled: Recalled
-    """The recorded ranking, as `ranking` has it."""
+    recalled: Recalled  # the recorded ranking, as `ranking` has it
     head: bool
     tree_rows: int
     read: int

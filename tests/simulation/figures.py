@@ -18,22 +18,15 @@ class Figures:
     rounds: int
     tokens_per_s: float
     tau: float
-    draft_share: float
-    """Share of that time spent waiting for the draft."""
-    draft_s: float
-    """Seconds a round spent waiting for the draft."""
-    verify_s: float
-    """The target's pass, on average."""
+    draft_share: float  # share of that time spent waiting for the draft
+    draft_s: float  # seconds a round spent waiting for the draft
+    verify_s: float  # the target's pass, on average
     hit_rate: float | None
-    rows: float
-    """Rows of a pass of the target, its root counted."""
-    grown: float
-    """Nodes a round that were waited for."""
-    ahead: float
-    """Nodes a round that were grown meanwhile."""
+    rows: float  # rows of a pass of the target, its root counted
+    grown: float  # nodes a round that were waited for
+    ahead: float  # nodes a round that were grown meanwhile
     wasted: float
-    plain_share: float
-    """Share of the rounds without a draft."""
+    plain_share: float  # share of the rounds without a draft
     predicted_tokens_per_s: float | None
 
     def as_json(self) -> dict[str, Any]:

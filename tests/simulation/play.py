@@ -29,8 +29,7 @@ from simulation.target import Language, RecordedTarget
 
 TARGET, DRAFT, CLIENT = b"\1target", b"\2draft", b"\3client"
 EPOCH = 3
-TICK_S = 0.25
-"""Interval between two ticks of the coordinator's loop."""
+TICK_S = 0.25  # interval between two ticks of the coordinator's loop
 
 
 @dataclass(frozen=True)

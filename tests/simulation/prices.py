@@ -28,10 +28,8 @@ class PlacedCosts:
     """Costs of a draft and a target on some machine."""
 
     t_v: PassCurves
-    t_d: RowsSeconds
-    """A pass of the draft over rows."""
-    proposal_s: float = 0.0
-    """Seconds of the draft worker in a round beside its passes."""
+    t_d: RowsSeconds  # a pass of the draft over rows
+    proposal_s: float = 0.0  # seconds of the draft worker in a round beside its passes
     messages: Messages = NO_MESSAGES
     origin: Origin | None = None
 

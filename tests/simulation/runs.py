@@ -19,8 +19,7 @@ from simulation.methods import Method, vary
 from simulation.prices import PlacedCosts, placed_costs, read_size
 from support.records import read_records
 
-RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
-"""T_D over T_V."""
+RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # T_D over T_V
 COLUMNS = {
     "method": "the tree, as --method names it",
     "tokens/s": "of the tokens after the first of each reply",

@@ -43,8 +43,7 @@ WIDE = 20
 """The best so many nodes of every level are expanded, or as many as a node has children: twice what
 the presets expand, so that what a policy keeps of a narrower pool is among them, but for rare
 cases."""
-MOST_ROWS = 64
-"""The most rows of a pass."""
+MOST_ROWS = 64  # the most rows of a pass
 EPOCH = 1
 
 

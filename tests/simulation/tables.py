@@ -9,8 +9,7 @@ from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.files.charts import Curve, draw
 from simulation.runs import COLUMNS, Row
 
-NOTED_SHARE = 0.01
-"""The share of expanded nodes that were not recorded above which a note says so."""
+NOTED_SHARE = 0.01  # the share of expanded nodes that were not recorded above which a note says so
 
 
 def show_rows(rows: Sequence[Row]) -> None:

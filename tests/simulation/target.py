@@ -30,8 +30,7 @@ from dovetail.protocol.vocabulary import read_vocabulary, vocabulary_digest
 from simulation.clockwork import Clock, ClockSpans
 from simulation.prices import PlacedCosts
 
-MARGIN = 1.0
-"""The margin given for every choice: margins are not recorded."""
+MARGIN = 1.0  # the margin given for every choice: margins are not recorded
 PREFILL_ROWS = 64
 """Rows of a part of the prompt, to put a price on it; nothing that is reported depends on it."""
 

@@ -15,8 +15,7 @@ from dovetail.protocol.messages import Failed, Finished, Recorded, Result, Round
 from dovetail.runtime.client import Client
 from simulation.methods import Method
 
-AHEAD = ("ahead", "draft.ahead")
-"""The names that a method may write `draft.ahead` by."""
+AHEAD = ("ahead", "draft.ahead")  # the names that a method may write `draft.ahead` by
 
 
 @dataclass(frozen=True)

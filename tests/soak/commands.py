@@ -196,8 +196,7 @@ class Soak:
     def __init__(self, fleet: Fleet, streams: Streams, faults: Faults) -> None:
         self.fleet, self.streams, self.faults = fleet, streams, faults
         self.restarts = 0
-        self.coordinator_mb: list[float] = []
-        """The coordinator's memory after each fault."""
+        self.coordinator_mb: list[float] = []  # the coordinator's memory after each fault
         self._process = psutil.Process(fleet.coordinator.pid)
         self._cases = cycle(streams.cases)
 

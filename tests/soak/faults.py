@@ -18,8 +18,7 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STOP_S, SILENCE_S, DELAY_S = (0.2, 4.0), (0.3, 4.0), (0.5, 3.0)
 """Ranges of seconds that these last, on both sides of what heartbeats bear."""
-LATER_S = (0.001, 0.2)
-"""The range of seconds by which a message is delayed."""
+LATER_S = (0.001, 0.2)  # the range of seconds by which a message is delayed
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ A coordinator fails at the next step of whichever session takes one. A worker le
 go unanswered, and says that it is idle while it owes that.
 """
 
-NAME = "Sabotage"
-"""The name of the exception; the error that its request ends with has it."""
+NAME = "Sabotage"  # the name of the exception; the error that its request ends with has it
 
 _BEGIN = """
 import signal, sys

@@ -61,10 +61,8 @@ class Streams:
     equal: int = 0
     tokens: int = 0
     moves: int = 0
-    alone: int = 0
-    """Replies of which no token was drafted."""
-    longest_pause_s: float = 0.0
-    """The longest time between two that tokens came of one reply."""
+    alone: int = 0  # replies of which no token was drafted
+    longest_pause_s: float = 0.0  # the longest time between two that tokens came of one reply
     failed: list[Wrong] = field(default_factory=list)
     wrong: list[Wrong] = field(default_factory=list)
     _running: dict[int, _Running] = field(default_factory=dict)

@@ -229,11 +229,7 @@ STATEFUL_SET = of(
         "kind": one_of("StatefulSet"),
         "metadata": of({"name": LABEL}),
         "spec": of(
-            {
-                "selector": of({"matchLabels": NAMED}),
-                "serviceName": LABEL,
-                "template": _pod,
-            },
+            {"selector": of({"matchLabels": NAMED}), "serviceName": LABEL, "template": _pod},
             {"replicas": NUMBER},
         ),
     }

@@ -311,10 +311,7 @@ class Crowded:
 
     def __post_init__(self) -> None:
         self.agenda = Agenda()
-        self.hub = StillHub(
-            self.agenda,
-            Messages(self.pace.hop_s, self.pace.coordinator_s),
-        )
+        self.hub = StillHub(self.agenda, Messages(self.pace.hop_s, self.pace.coordinator_s))
         self.coordinator = Coordinator(self.hub, clock_ns=self.hub.time, later=self.hub.later)
         self.hub.pump = self.coordinator.pump
         self.hub.join(CLIENT, self._hear)

@@ -22,8 +22,7 @@ the night."""
 BURST_TIMES, BURST_SHARE, BURST_S = 5.0, 0.1, 20.0
 """In a burst five times as many requests come as between two; a tenth of the time is one, and each
 lasts so long on average."""
-LETTERS = 4.0
-"""Letters of a token, for prompts that no tokenizer has seen."""
+LETTERS = 4.0  # letters of a token, for prompts that no tokenizer has seen
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,9 @@ class Requests:
     """Requests in the order in which they come; arrays of one length."""
 
     at_s: Floats
-    prompts: Ints
-    """Tokens of each prompt; `replies` likewise, the first token among them."""
+    prompts: Ints  # tokens of each prompt; `replies` likewise, the first token among them
     replies: Ints
-    keys: Ints
-    """The API key of each."""
+    keys: Ints  # the API key of each
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -45,11 +42,9 @@ class Requests:
 class Mix:
     """The lengths of prompts and replies, in tokens: log-normal, or those of a file."""
 
-    prompt: float
-    """Mean; `reply` likewise."""
+    prompt: float  # mean; `reply` likewise
     reply: float
-    sigma: float
-    """Deviation of the logarithm of a length; 0: all have the mean."""
+    sigma: float  # deviation of the logarithm of a length; 0: all have the mean
     prompts: tuple[int, ...] = ()
     """Lengths of the prompts of a file, each as likely as the others; empty: log-normal."""
 

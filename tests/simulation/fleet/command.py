@@ -29,8 +29,7 @@ LOADS = "0.2,0.4,0.6,0.8,0.9,1.0"
 REQUEST_S, CHUNK_S = 1 / 4490, 1 / 56700
 """Seconds of a router for a request and for a chunk of a stream, as measured by `python
 tests/benchmarks router`."""
-WARM = 0.2
-"""Share of the time whose requests do not count."""
+WARM = 0.2  # share of the time whose requests do not count
 POSITIVE = Number(0.0, 1e9, min_open=True)
 
 

@@ -18,12 +18,10 @@ class Kind:
     name: str
     count: int
     profile: Profile
-    alone: Profile
-    """Without a draft, which is what a lost GPU leaves."""
+    alone: Profile  # without a draft, which is what a lost GPU leaves
     idle_w: float
     busy_w: float
-    per_node: int = 1
-    """Servers that fail together when their node does."""
+    per_node: int = 1  # servers that fail together when their node does
     worker_h: float = 0.0
     worker_back_s: float = 60.0
     node_h: float = 0.0
@@ -37,8 +35,7 @@ class Plan:
     """The layout of a fleet, and who decides."""
 
     per_coordinator: int
-    per_router: int
-    """Coordinators behind each router."""
+    per_router: int  # coordinators behind each router
     queue: int
     key_queue: int
     request_s: float
@@ -62,10 +59,8 @@ class Group:
     queue: FairQueue[Session]
     room: int
     router: "Router"
-    replica: Replica
-    """The coordinator as its router knows it."""
-    decoding: int = 0
-    """Sessions whose rounds it handles."""
+    replica: Replica  # the coordinator as its router knows it
+    decoding: int = 0  # sessions whose rounds it handles
     held: dict[str, int] = field(default_factory=dict)
     most_busy: float = 0.0
 
@@ -99,11 +94,9 @@ class Router:
 class Played:
     """The sessions of a load, and what became of the fleet."""
 
-    done: list[tuple[Session, float]]
-    """With the time at which each ended."""
+    done: list[tuple[Session, float]]  # with the time at which each ended
     refused: int
-    seconds: float
-    """The length of the window."""
+    seconds: float  # the length of the window
     busy_s: Sequence[float]
     """By kind, the seconds of all its servers within the window; `tokens` likewise."""
     tokens: Sequence[float]

@@ -32,8 +32,7 @@ HOUR_S = 3600.0
 class Fleet:
     """A fleet at work; `play` is all that one does with it."""
 
-    STEP, FAIL, REPAIR, PAUSE, RESUME, GPU, GPU_BACK, NODE = range(8)
-    """Kinds of events."""
+    STEP, FAIL, REPAIR, PAUSE, RESUME, GPU, GPU_BACK, NODE = range(8)  # kinds of events
 
     def __init__(self, kinds: Sequence[Kind], plan: Plan) -> None:
         self._kinds, self._plan = kinds, plan
@@ -51,8 +50,7 @@ class Fleet:
             self._add_group(self._servers[first : first + size], self._routers[-1])
         for router in self._routers:
             agree_on_rates(router.replicas)
-        self._missing: list[Session] = []
-        """Sessions for which no coordinator is there."""
+        self._missing: list[Session] = []  # sessions for which no coordinator is there
         self._done: list[tuple[Session, float]] = []
         self._marks: list[float] = []
         self._counted: list[list[list[float]]] = []

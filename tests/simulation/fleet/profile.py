@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from simulation.figures import Figures
 from simulation.prices import PlacedCosts
 
-CHUNK = 256
-"""Rows of a prompt in a pass at most, the `prompt_rows` of a target on the CPU."""
+CHUNK = 256  # rows of a prompt in a pass at most, the `prompt_rows` of a target on the CPU
 HALF_HOPS = 2
 """Messages that the coordinator handles in a round with a draft; without one it is half as many."""
 
@@ -19,21 +18,15 @@ HALF_HOPS = 2
 class Profile:
     """The speed of a server with n sessions, at place n of each table."""
 
-    rounds_s: tuple[float, ...]
-    """Seconds of a round in which no prompt is read."""
-    taus: tuple[float, ...]
-    """Tokens that a round brings each session."""
-    rows: tuple[int, ...]
-    """Rows of the target's pass in it; `verify_s`: its seconds."""
+    rounds_s: tuple[float, ...]  # seconds of a round in which no prompt is read
+    taus: tuple[float, ...]  # tokens that a round brings each session
+    rows: tuple[int, ...]  # rows of the target's pass in it; `verify_s`: its seconds
     verify_s: tuple[float, ...]
     passes_s: tuple[float, ...]
     """Seconds of a pass by its rows, whether they are of trees or of prompts."""
-    open_s: float
-    """Seconds of an exchange with the target beside its pass."""
-    host_s: float
-    """Seconds that the coordinator is at work for a round of a session."""
-    spread: float = 0.0
-    """The variance of the seconds of such a round over the square of their mean."""
+    open_s: float  # seconds of an exchange with the target beside its pass
+    host_s: float  # seconds that the coordinator is at work for a round of a session
+    spread: float = 0.0  # the variance of the seconds of such a round over the square of their mean
 
     @property
     def most(self) -> int:

@@ -35,12 +35,9 @@ class Loaded:
 
     load: float
     requests: Requests
-    seconds: float
-    """For which requests came."""
-    scale: float
-    """Servers of the fleet for each that was played."""
-    warm_s: float
-    """Requests that came before count for nothing, since the fleet was still filling."""
+    seconds: float  # for which requests came
+    scale: float  # servers of the fleet for each that was played
+    warm_s: float  # requests that came before count for nothing, since the fleet was still filling
     played: Played
 
     def row(self, kinds: Sequence[Kind]) -> dict[str, Any]:

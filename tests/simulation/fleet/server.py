@@ -17,8 +17,7 @@ from dovetail.runtime.engine.reading import AT_ONCE, LATENCY, LEAST_ROWS
 from simulation.fleet.profile import CHUNK, Profile
 
 NEVER = float("inf")
-EPSILON = 1e-6
-"""The parts of a pass and of a token below which nothing is left of them."""
+EPSILON = 1e-6  # the parts of a pass and of a token below which nothing is left of them
 
 
 @dataclass(slots=True)
@@ -29,12 +28,10 @@ class Session:
     prompt: int
     reply: int
     key: int
-    asked_s: float
-    """When it came; `first_s`: when its first token did."""
+    asked_s: float  # when it came; `first_s`: when its first token did
     begun_s: float = NEVER
     first_s: float = NEVER
-    made: float = 0.0
-    """Tokens of the reply that an earlier server made."""
+    made: float = 0.0  # tokens of the reply that an earlier server made
     moves: int = 0
 
     @property
@@ -48,11 +45,9 @@ class Log:
     """The log of a session, which is read before that is decoded."""
 
     session: Session
-    left: int
-    """Rows that are unread."""
+    left: int  # rows that are unread
     opened: bool = False
-    rows: int = 0
-    """Rows of it in each pass of the present step."""
+    rows: int = 0  # rows of it in each pass of the present step
 
 
 @dataclass(slots=True)
@@ -69,8 +64,7 @@ class Server:
     paused: bool = False
     version: int = 0
     last_s: float = 0.0
-    began_s: float = 0.0
-    """When the pass began that runs; it takes `pass_s`."""
+    began_s: float = 0.0  # when the pass began that runs; it takes `pass_s`
     pass_s: float = 0.0
     passes: int = 0
     """Passes of the present step that have not ended; 0: there is nothing to do, or the next step
@@ -78,17 +72,14 @@ class Server:
     owed_s: float = 0.0
     """By how much passes that were found running have taken longer than the mean, until others make
     good for it."""
-    sum: float = 0.0
-    """Tokens that a session would have had that was here all the time."""
+    sum: float = 0.0  # tokens that a session would have had that was here all the time
     decoding: list[tuple[float, int, Session]] = field(default_factory=list)
     """A heap by the sum at which each is done."""
     reading: list[Log] = field(default_factory=list)
     learned: ReadingCosts = field(default_factory=ReadingCosts)
     """The costs of reading here, as a coordinator has learned them."""
-    sessions: int = 0
-    """Decoded, read, and waiting to be read."""
-    handled: int = 0
-    """Sessions decoded here that its coordinator knows of."""
+    sessions: int = 0  # decoded, read, and waiting to be read
+    handled: int = 0  # sessions decoded here that its coordinator knows of
     busy_s: float = 0.0
     tokens: float = 0.0
 
