@@ -138,7 +138,7 @@ class Option:
     computed: int  # layers of the target on the device; `resident` keep their weights there
     resident: int
     layers: int
-    host_experts: bool  # true if the CPU computes the experts of the layers on the device
+    host_experts: bool  # True if the CPU computes the experts of the layers on the device
     nodes: int  # memory nodes that the target is spread over
     tau: float
     draft_s: float  # T_D: drafting that a round waits for

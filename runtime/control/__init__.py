@@ -1,1 +1,1 @@
-"""The speculation controller: whether and how much is drafted, judged by what passes cost."""
+"""The speculation controller: whether and how much is drafted, judged by the cost of passes."""

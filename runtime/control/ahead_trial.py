@@ -1,7 +1,5 @@
-"""Drafting ahead on and off: `AheadTrial` finds out, from rounds as they were, whether the draft
-should go on while the target verifies, where both share a device or the draft guesses from guesses.
-Pure: no clock, no messages.
-"""
+"""`AheadTrial` finds out from past rounds whether the draft should continue while the target
+verifies, if both share a device or the draft guesses from guesses. Pure: no clock, no messages."""
 
 from collections.abc import Sequence
 
@@ -9,7 +7,7 @@ from dovetail.runtime.control.on_off import SETTLING
 
 BLOCK = 12  # rounds of a block of a trial
 TURNS: Sequence[bool] = (False, True, True, False, False, True, True, False)
-WORTH = 1.02  # factor by which growing ahead has to be better
+WORTH = 1.02  # how much faster growth ahead must be
 FIRST_PAUSE, MOST_PAUSE = 512, 8192
 
 

@@ -1,10 +1,8 @@
 """The speculation controller: how a session's next round is drafted.
 
-It prices drafting by what else is in the pass, turns it off and on again, lets the draft go on
-ahead where that pays, and predicts each round before it is made. Whatever shapes the tree, its size
-is a bound, unless the request insists. Pure: rounds are handed in as values; what is decided comes
-back as values and sentences.
-"""
+It prices drafting by the other rows in the pass, turns it off and on again, enables growth ahead
+where that pays off, and predicts each round. The tree size of a policy is an upper bound, unless
+the request insists. Pure: rounds are arguments; decisions are returned as values and sentences."""
 
 from collections.abc import Callable, Sequence
 from math import exp
@@ -23,17 +21,17 @@ from dovetail.runtime.costs.rounds import PairCosts
 
 CONTROLS = (0, 8, 32)
 """Rounds of a pair after which a pass over one row is measured, without a profile."""
-EMPTY = 4  # proposals of nothing in a row after which what was learned of the draft is doubted
+EMPTY = 4  # consecutive empty proposals after which the draft's statistics are doubted
 RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
 STALE = 0.95
-"""tau of a head that grows ahead over that of one that does not: what is below the new root was
-guessed from guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and
-MT-bench, 0.94 to 1.00 on HumanEval and GSM8K. Scores, which are fitted to both, do not show it."""
+"""tau of a head with growth ahead over tau without: what is below the new root was guessed from
+guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and MT-bench,
+0.94 to 1.00 on HumanEval and GSM8K. Scores, which are fitted to both, do not show it."""
 
 
 class Controller:
-    """Steers the speculation of one session. Without a pair, with the target alone, it plans
-    nothing, and only keeps count of what rounds bring."""
+    """Controls the speculation of one session. Without a pair, with the target alone, it plans
+    nothing and only counts what rounds yield."""
 
     def __init__(
         self,
@@ -61,7 +59,7 @@ class Controller:
         self.controls = 0  # rounds without a draft, to measure the target's pass over a single row
         self.work_with(pair, costs)
 
-    # -- with whom, and beside whom ----------------------------------------------------------------
+    # -- the pair and the load ---------------------------------------------------------------------
 
     def work_with(self, pair: Pair | None, costs: PairCosts) -> None:
         """Continue with these workers, without the statistics of others."""
@@ -81,7 +79,7 @@ class Controller:
             )
 
     def leave(self) -> None:
-        """Go on without a draft: it is lost."""
+        """Continue without a draft, which is lost."""
         self._now.pair = self._own = None
         self._settle()
 
@@ -110,7 +108,7 @@ class Controller:
         return self._fixed or not pair.experiences[self._greedy].losing
 
     def drafts_at(self, load: Load) -> bool:
-        """Return whether a session is drafted for at this load, or that is tried."""
+        """Return whether a session is drafted for, or drafting is tested, at this load."""
         if (on_off := self._on_off_at(load)) is None:
             return self._now.pair is not None
         return on_off.drafting
@@ -125,22 +123,22 @@ class Controller:
 
     @property
     def predicted_tokens_per_s(self) -> float | None:
-        """Return the predicted rate of all rounds that could be predicted, None if none could."""
+        """The predicted rate of all rounds that could be predicted, None if none could."""
         return self.expected_tokens / self.predicted_s if self.predicted_s > 0.0 else None
 
     @property
     def cuts(self) -> bool:
-        """Return whether it is to be decided which of the offered nodes are verified."""
+        """Whether the coordinator decides which of the offered nodes are verified."""
         return self._now.on_off is not None
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is drafted at present, since that does not pay."""
+        """Whether drafting is off at present, since it does not pay off."""
         return self._now.on_off is not None and not self._now.on_off.drafting
 
     @property
     def off(self) -> str | None:
-        """Return why nothing is drafted; None if something is."""
+        """Why nothing is drafted; None if something is."""
         on_off = self._now.on_off
         if on_off is None or on_off.drafting:
             return None
@@ -148,7 +146,7 @@ class Controller:
 
     @property
     def pair(self) -> Pair | None:
-        """Return the pair that decodes the session; None for the target alone."""
+        """The pair that decodes the session; None for the target alone."""
         return self._now.pair
 
     @property
@@ -158,18 +156,19 @@ class Controller:
 
     @property
     def order_s(self) -> float:
-        """Return the seconds from an order to its proposal by a free draft; 0: not known."""
+        """The seconds from an order to its proposal by a free draft; 0: not known."""
         return self._now.costs.order_s
 
     def rate(self, context: int) -> float:
-        """Return what a second is worth to this session, in tokens; 0 if nothing is known."""
+        """Return the value of a second to this session, in tokens; 0 if nothing is known."""
         return self._pricing.rate(context)
 
     # -- before the first round: the prompt --------------------------------------------------------
 
     def awaits_draft(self, context: int, tokens: int) -> bool:
-        """True if a session should wait until the draft has read a prompt, of which the target read
-        this many tokens: that is if the first round without the draft would cost more."""
+        """Return whether a session should wait until the draft has prefilled a prompt, of which the
+        target prefilled this many tokens: that is if the first round without the draft would cost
+        more."""
         pair = self._now.pair
         if self._own is None or pair is None:
             return False
@@ -183,16 +182,17 @@ class Controller:
         )
 
     def draft_read(self, tokens: int, seconds: float) -> None:
-        """Learn that the draft has read a prompt so long after its target read `tokens` of it."""
+        """Learn how much later than its target the draft has prefilled a prompt of `tokens`
+        tokens."""
         if self._now.pair is not None:
             self._now.pair.costs.reading.add(tokens, seconds)
 
     def late(self, event: Drafted) -> None:
-        """Learn the cost of draft levels from a proposal that arrived too late."""
+        """Learn the cost of draft levels from a late proposal."""
         self._now.costs.draft.observe_all(event.passes)
 
     def prompt_read(self, tokens: int, seconds: float) -> None:
-        """Learn how long the draft took to read this many tokens of a prompt or log."""
+        """Learn how long the draft took to prefill this many tokens of a prompt or log."""
         if self._now.pair is not None:
             self._now.pair.costs.prompts.add(tokens, seconds)
 
@@ -222,9 +222,9 @@ class Controller:
         return on_off.drafting
 
     def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
-        """Return how to draft for the round that has begun; None: not at all. `ready`: the draft is
-        there for it, and has read the prompt; `patient`: it is waited for until it has, which only
-        a request that insists does, unless it `awaits_draft`."""
+        """Return the plan of drafting for the current round; None: no drafting. `ready`: the draft
+        is available and has prefilled the prompt; `patient`: wait until it has, which only a
+        request that insists does, unless it `awaits_draft`."""
         load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self.begun
         begun.unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
@@ -242,10 +242,10 @@ class Controller:
         return plan if plan is not None and priced_in == era else self._price(context, pair, on_off)
 
     def _price(self, context: int, pair: Pair, on_off: OnOff | None) -> Plan:
-        """Return how to draft for a round by what is known now."""
+        """Return the plan of drafting for a round by current knowledge."""
         load, ahead = self._now.load, self._ahead
         if ahead is None and pair.ahead_in_doubt:
-            # On a shared device that takes from the passes of other sessions.
+            # On a shared device growth ahead slows the passes of other sessions.
             ahead = pair.trial.ahead and (load.alone or not pair.shared)
         elif ahead is None:
             ahead = not pair.in_turns
@@ -255,15 +255,16 @@ class Controller:
         return self._pricing.plan(context, pair, trying=trying, doubted=doubted, ahead=ahead)
 
     def _rests(self) -> bool:
-        """Return whether a draft that had nothing to propose for long is left to others now."""
+        """Return whether a draft that has proposed nothing for long is left to other sessions
+        now."""
         if self._now.load.alone or not self._resting:
             return False
         self._resting -= 1
         return True
 
     def _is_control_due(self, pair: Pair) -> bool:
-        """Return whether the target's pass over a single row has to be measured. It is tried once
-        each time: other sessions may be in the pass, and have rows there."""
+        """Return whether the target's pass over a single row has to be measured. Each time it is
+        tried once: other sessions may be in the pass, with rows of their own."""
         target = self._now.costs.target
         if target.profiled:
             return False
@@ -271,7 +272,7 @@ class Controller:
         return not (target.seen(1) >= due or (target.known and pair.controls >= due))
 
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
-        """Predict the round whose nodes of these scores are verified in a pass of this many rows,
+        """Predict the round whose nodes with these scores are verified in a pass of this many rows,
         with a mean context of `context` tokens."""
         begun, costs, pair = self.begun, self._now.costs, self._now.pair
         begun.nodes = nodes = sum(map(exp, scores))
@@ -286,7 +287,7 @@ class Controller:
     # -- after it ----------------------------------------------------------------------------------
 
     def end_round(self) -> Begun:
-        """End the round that runs: what was expected of it counts among the predictions."""
+        """End the current round, and count its prediction."""
         ended, on_off = self.begun, self._now.on_off
         self.begun = Begun(ended.load, ended.era, ended.sampled)
         ended.deciding = on_off is not None and (  # the next rounds may turn drafting on or off
@@ -298,7 +299,7 @@ class Controller:
         return ended
 
     def learn(self, done: Round) -> None:
-        """Learn from a round that has ended, perhaps while the next one runs, and price another."""
+        """Learn from a round that has ended, perhaps during the next one, and price another."""
         now, times, begun = self._now, done.times, done.begun
         seconds = times.own_ns / 1e9
         if seconds <= 0.0:
@@ -321,7 +322,7 @@ class Controller:
             self._priced = on_off.era, self._price(done.context + done.tokens, now.pair, on_off)
 
     def _weigh(self, on_off: OnOff, done: Round, tokens: float, judged_s: float) -> None:
-        """Judge whether drafting pays, by a round at the present load."""
+        """Judge whether drafting pays off, by a round at the present load."""
         if done.disturbed and self._now.crowd is None:
             if (done.drafted is not None or done.late) and on_off.era == done.begun.era:
                 alone_s = self._pricing.alone_s(done.context)
@@ -335,7 +336,7 @@ class Controller:
             self._judge(on_off, done, tokens, judged_s)
 
     def _judge(self, on_off: OnOff, done: Round, tokens: float, seconds: float) -> None:
-        """Judge whether drafting pays for this session, which runs alone."""
+        """Judge whether drafting pays off for this session, which runs alone."""
         pair = self._now.pair
         if (alone_s := self._now.costs.alone_s(context=done.context, rows=done.other_rows)) <= 0.0:
             return

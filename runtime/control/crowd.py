@@ -1,5 +1,5 @@
-"""The experience of sessions that run at once at one load: whether drafting for all of them pays,
-and what a second is worth to them. Pure: rounds are handed in."""
+"""The experience of concurrent sessions at one load: whether drafting for all of them pays off, and
+the value of a second to them. Pure: rounds are arguments."""
 
 from collections.abc import Callable
 
@@ -8,54 +8,51 @@ from dovetail.runtime.costs.averages import Average
 from dovetail.runtime.costs.rounds import PairCosts
 
 UNDRAFTED_PASSES = 16.0
-"""Passes without drafting over which their time is compared with what they should take."""
+"""Passes without drafting over which their time is compared with the expected one."""
 MOST_SLOWDOWN = 1.5
 MORE_CARE, LESS_CARE, MOST_CARE = 1.25, 0.98, 8.0
-"""Factors a round: the care stays as it is if about a twelfth of the sessions are far behind."""
-FAR = 0.25  # share of its rate without drafting by which a session that is far behind falls short
-CARE_OF_A_TRY = 2.0  # the most with which drafting is tried again
+"""Factors a round: the care stays constant if about a twelfth of the sessions are far behind."""
+FAR = 0.25  # a session this share below its rate without drafting is far behind
+CARE_OF_A_TRY = 2.0  # the most care when drafting is tested again
 BEHIND = 0.97
-"""Share of the rate without drafting below which a session suffers from the drafting of others."""
+"""A session below this share of its rate without drafting suffers from the drafting of others."""
 LEAST_HOPE = 0.1  # tokens a round that drafting must bring with several sessions to be tried
 
 
 class Crowd:
-    """The experience of the sessions that run at once at one load. One verdict holds for all of
-    them, since each slows the others' passes and drafts down.
-
-    It is judged by what all of their rounds bring in their whole time, waits for each other
-    included, against rounds of as many sessions without drafting.
-    """
+    """The experience of concurrent sessions at one load. One decision holds for all of them, since
+    each slows down the others' passes and drafts. It compares the tokens of all rounds in their
+    total time, including waits for each other, with rounds of as many sessions without drafting."""
 
     def __init__(self) -> None:
         self.on_off = OnOff(Experience(), many=True)
         self.tokens, self.seconds = Average(), Average()  # means of a round while drafting is on
         self.care = 1.0
-        """The factor by which a second is taken to be worth more than its tokens, so that no
-        session pays for what others gain."""
+        """How much a second is worth beyond its tokens, so that no session pays for the gains of
+        others."""
         self._undrafted = Average(UNDRAFTED_PASSES)
         """Mean seconds of rounds without drafting, with mean `_rows` and `_context`."""
         self._rows, self._context = Average(UNDRAFTED_PASSES), Average(UNDRAFTED_PASSES)
         self._slowdown = 1.0
-        """The factor by which those rounds took longer than such rounds are now expected to."""
+        """How much longer those rounds took than such rounds are expected to now."""
         self._undue = 0  # rounds without drafting since one was judged
 
     def alone_s(self, expected_s: float) -> float:
         """Return the seconds of a round without drafting here. `expected_s`: those of a pass over
-        one row of every session, and what goes with it."""
+        one row of every session, and its messages."""
         return expected_s * self._slowdown
 
     def compare(self, costs: PairCosts) -> None:
         """Compare rounds without drafting with their present prediction: the costs of their passes
-        may have become known after they were counted."""
+        may have become known later."""
         expected_s = costs.alone_s(context=self._context.value, rows=round(self._rows.value))
         if self._undrafted.known and expected_s > 0.0:
             slowdown = self._undrafted.value / expected_s
             self._slowdown = min(MOST_SLOWDOWN, max(1.0, slowdown))
 
     def due(self, among: int) -> bool:
-        """Return whether a round is judged: each that was drafted, and of those that were not,
-        which are alike, one stands for all `among` sessions of its pass."""
+        """Return whether a round is judged: every drafted one, and one for all `among` sessions of
+        a pass without drafting, whose rounds are alike."""
         if self.on_off.drafting:
             return True
         self._undue = (self._undue + 1) % max(1, among)
@@ -72,10 +69,9 @@ class Crowd:
         barren: bool = False,
         late: bool = False,
     ) -> str | None:
-        """Judge a session's round while drafting is on, with everything that it waited for. Return
-        in words what follows, None if nothing does. `rate`: tokens a second of that session, this
-        round counted; `barren`: no proposed node was worth verifying; `late`: no proposal
-                arrived in time."""
+        """Judge a session's round while drafting is on, including its waits. Return the decision in
+        words, None if there is none. `rate`: tokens a second of that session, including this round;
+        `barren`: no proposed node was worth verifying; `late`: no proposal arrived in time."""
         self.tokens.add(tokens)
         self.seconds.add(seconds)
         alone_s = self.alone_s(expected_s)
@@ -97,8 +93,8 @@ class Crowd:
         hope: Callable[[], float],
     ) -> str | None:
         """Judge a round while drafting is off, whose pass had a row of each of `rows` sessions.
-        Return in words what follows, None if nothing does. `before_s`: what drafts would take to
-        read prompts before a try; `hope`: tokens a round that drafting may bring."""
+        Return the decision in words, None if there is none. `before_s`: the prefill that drafts
+        need before a test; `hope`: tokens a round that drafting may yield."""
         expected_s = costs.alone_s(context=context, rows=rows)
         if not self.on_off.settling:
             most_s = MOST_SLOWDOWN * max(expected_s, self._undrafted.value)

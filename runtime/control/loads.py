@@ -6,14 +6,14 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Load:
-    """Counts of the sessions that run on a session's workers, itself among them: beyond their
-    prompts, and not waiting for a target."""
+    """Counts of the sessions on a session's workers, including itself: those that have been
+    prefilled and do not wait for a target."""
 
-    target: int = 1  # on its target: each has a row in a pass at least
+    target: int = 1  # on its target, each with at least one row in a pass
     draft: int = 1  # on its draft
-    alone: bool = field(init=False, repr=False)  # true if no other session runs on these workers
+    alone: bool = field(init=False, repr=False)  # True if no other session runs on these workers
     level: tuple[int, int] = field(init=False, repr=False)
-    """Loads of one level are taken to be alike: 1, 2, 3 and 4, 5 to 8, 9 to 16, ..."""
+    """Loads of one level are treated alike: 1, 2, 3 and 4, 5 to 8, 9 to 16, ..."""
 
     def __post_init__(self) -> None:
         target, draft = self.target, self.draft
@@ -25,5 +25,4 @@ class Load:
 
 
 ALONE = Load()
-load_of = cache(Load)
-"""Returns the load of these counts, of which there are few: they are asked for in every round."""
+load_of = cache(Load)  # returns the load of these counts, cached because every round needs it

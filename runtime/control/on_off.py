@@ -1,79 +1,75 @@
-"""Drafting on and off: what pays, from rounds as they were.
+"""Turns drafting on and off by comparing past rounds.
 
-`OnOff` turns drafting off when it loses against the target alone, and tries it again now and then;
-`Experience` is what the sessions of a pair have learned together. Rounds are given in tokens and
-seconds; a decision is returned as a sentence. Pure: no clock, no messages.
-"""
+`OnOff` turns drafting off when it loses against the target alone, and tests it again from time to
+time; `Experience` is what the sessions of a pair have learned together. Rounds are given in tokens
+and seconds; a decision is returned as a sentence. Pure: no clock, no messages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 LOSS = 3.0
-"""Rounds of the target alone that a session may lose, in sum, before its drafting stops; gains make
-up for losses, but are not saved up."""
-DOUBTED = 1.0
-"""Rounds that were lost in sum, from which on each further one may be the last with a draft."""
+"""Rounds of the target alone that a session may lose in total before its drafting stops; gains
+offset losses, but are not saved up."""
+DOUBTED = 1.0  # lost rounds in total from which on each further one may be the last with a draft
 LOSS_OF_A_WINNER = 6.0
 """Rounds that it may lose if drafting has paid for long: misses may be chance."""
 MOST_LOSS_OF_A_WINNER = 2.5
 """The most rounds that one may lose: a pause of the machine is no evidence."""
 LATE = 1.5
 """Rounds that a late proposal counts as lost, in addition to its wait; more tend to follow."""
-FIRST_TRY = 8  # rounds without drafting before it is tried again; doubled by every try that fails
+FIRST_TRY = 8  # rounds without drafting before it is tested again; doubled by every failed test
 MOST_DOUBLINGS = 3
-TRY_SHARE = 0.015  # share of all time that trying may cost, in the long run
-ALLOWANCE = 2.0  # rounds of the target alone that trying may cost in advance
+TRY_SHARE = 0.015  # share of all time that tests may cost, in the long run
+ALLOWANCE = 2.0  # rounds of the target alone that tests may cost in advance
 MOST_ALLOWANCE = 30.0
-TRY_GAIN, TRY_LOSS = 1.5, 1.0
-"""Rounds of the target alone by which a try is won or lost before it is over."""
-LEAST_TRY, MOST_TRY = 3, 8
-"""Rounds of a trial after the first, in which the draft catches up and which does not count."""
-TRY_ROUNDS = 2  # rounds that a try which fails is thought to need
+TRY_GAIN, TRY_LOSS = 1.5, 1.0  # rounds of the target alone by which a test is won or lost early
+LEAST_TRY, MOST_TRY = 3, 8  # the rounds of a test without the first, in which the draft catches up
+TRY_ROUNDS = 2  # assumed rounds of a failing test
 TRY_MARGIN = 1.03
-LASTING = 32  # rounds of drafting after which it is taken to pay
+LASTING = 32  # rounds of drafting after which it is considered to pay off
 HOPELESS = 256
-"""Rounds without drafting after which it is tried though known costs let nothing pay, or nothing
-was drafted after the last try; doubled like `FIRST_TRY` by every such try that fails."""
+"""Rounds without drafting after which it is tested even though it cannot pay at known costs, or
+drafted nothing the last time; doubled like `FIRST_TRY` by every such test that fails."""
 FIRST_OF_MANY = 2
 """Rounds before drafting is first tried with several sessions: they measure a pass."""
-WORTH_OF_MANY = 1.02  # factor by which drafting has to be better where several sessions run
+WORTH_OF_MANY = 1.02  # how much faster drafting must be with several sessions
 BARREN = 8
 """Rounds of each of several sessions after which drafting stops if nothing was worth verifying in
-any of them: to ask a draft costs what it costs."""
+any of them: asking a draft has a cost."""
 PAUSED = "drafting is paused while prompts are read"
 UNTRIED = "drafting has not been tested at this load yet"
-SETTLING = 2  # rounds after a change that do not count, since what went on before still does
+SETTLING = 2  # rounds after a change that do not count: they are still affected
 
 
 @dataclass
 class Experience:
     """What sessions of a pair share: whether drafting paid, and what trying may cost."""
 
-    losing: bool = False  # true if the last change was to stop drafting
-    credit_s: float = 0.0  # time that trying may cost
-    try_s: float = 0.0  # time that the last try cost, or the next is thought to
+    losing: bool = False  # True if the last change was to stop drafting
+    credit_s: float = 0.0  # the budget of tests
+    try_s: float = 0.0  # time that the last test cost, or the next is expected to
     why: str = ""  # why drafting last stopped, to follow "because"; empty if it never did
     granted: bool = False
     hopeless: int = 0
-    """Consecutive trials that failed as predicted from known costs, or that drafted nothing."""
-    fruitless: bool = False  # true if nothing was drafted after the last of them
-    token_s: float | None = None  # seconds a token with drafting of late; None before
+    """Consecutive tests that failed as predicted from known costs, or that drafted nothing."""
+    fruitless: bool = False  # True if the last of them drafted nothing
+    token_s: float | None = None  # recent seconds a token with drafting; None: never drafted
 
     def earn(self, seconds: float, alone_s: float, *, before_s: float = 0.0) -> None:
-        """Count the seconds of a round: a share of them may be spent on trying. `before_s`: what a
-        try would take before it begins."""
+        """Count the seconds of a round: a share of them may be spent on tests. `before_s`: what
+        must precede a test."""
         if not self.granted:
             self.granted, self.credit_s = True, ALLOWANCE * alone_s
         most_s = max(MOST_ALLOWANCE * alone_s, 2.0 * self.try_s, before_s + self.try_s)
         self.credit_s = min(self.credit_s + TRY_SHARE * seconds, most_s)
 
     def affords(self, before_s: float) -> bool:
-        """Return whether a try may be made that takes so long before it begins."""
+        """Return whether there is budget for a test that needs this long before it begins."""
         return self.credit_s >= self.try_s + before_s
 
     def pay(self, seconds: float) -> None:
-        """Count what the last try has cost."""
+        """Deduct the cost of the last test."""
         self.credit_s -= seconds
         self.try_s += seconds
 
@@ -110,7 +106,7 @@ class Compared:
 
 
 class OnOff:
-    """On, off or trying, for one session, or for all sessions that run at once."""
+    """On, off or testing, for one session, or for all concurrent sessions."""
 
     def __init__(self, experience: Experience, *, many: bool = False) -> None:
         """`many`: for the rounds of several sessions at once; it begins without drafting."""
@@ -122,34 +118,33 @@ class OnOff:
         self._before: Literal["on", "off", "try"] = self.state  # the state of the era before
         self._rounds = 0.0  # rounds of drafting since it began, or without since it ended
         self._failed = 0
-        self.balance = 0.0  # on: rounds of the target alone that were lost; trying: that were won
+        self.balance = 0.0  # on: lost rounds of the target alone; testing: won ones
         self._tokens = self._seconds = 0.0
         self._compared = Compared()
-        """On: the rounds in which `balance` was lost. Trying: the rounds that count."""
+        """On: the rounds in which `balance` was lost. Testing: the rounds that count."""
         self._tried = self._doubted = False
-        """`_doubted`: the present trial is made although known costs predict a loss."""
-        self._cost_s = 0.0  # time that the try in hand has cost
+        """`_doubted`: the current test is made although known costs predict a loss."""
+        self._cost_s = 0.0  # time that the current test has cost
         self._worst_s = 0.0  # time that the worst round of drafting has lost
         self._won_s = 0.0  # time that drafting has won since it was resumed
-        self._barren = 0.0
-        """Rounds in a row in which nothing was verified that a draft had proposed."""
-        self._beside = 0.0  # rounds of the target alone that were lost while prompts were read
+        self._barren = 0.0  # consecutive rounds in which no proposed node was verified
+        self._beside = 0.0  # rounds of the target alone lost during prefill
         self._paused: Literal["on", "try"] | None = None
-        """The state to return to when no prompts are being read."""
+        """The state to return to when no prompts are being prefilled."""
 
     @property
     def settling(self) -> bool:
-        """Return whether drafting has just ended, so that rounds still feel it."""
+        """Whether drafting has just ended, so that rounds are still affected."""
         return self.state == "off" and self.era > 0 and self._rounds < SETTLING
 
     @property
     def untried(self) -> bool:
-        """Return whether the first rounds at this load run, behind which drafting is tried."""
+        """Whether these are the first rounds at this load, after which drafting is tested."""
         return self._many and not self.era and self._rounds < FIRST_OF_MANY
 
     @property
     def why_off(self) -> str:
-        """Return why nothing is drafted while drafting is off."""
+        """Why nothing is drafted while drafting is off."""
         if self._paused is not None:
             return PAUSED
         why = self._experience.why
@@ -161,8 +156,8 @@ class OnOff:
         return self._experience.token_s
 
     def begin(self) -> None:
-        """A session comes to run at this load: how often trying has failed before it came is
-        forgotten, what it may cost is not."""
+        """Note that a session arrives at this load: the number of failed tests is reset, their
+        budget is not."""
         self._failed = 0
 
     def undrafted(
@@ -176,10 +171,9 @@ class OnOff:
         """Count a round without drafting. Return a decision in words, or None. Of several sessions
         in a pass one counts its round.
 
-        `before_s`: what drafts would take to read prompts before a try. `worth_trying`: whether a
-        trial can pay at known costs. They may be out of date, so a trial is made after `HOPELESS`
-        rounds in any case.
-        """
+        `before_s`: the prefill that drafts need before a test. `worth_trying`: whether a test can
+        pay off at known costs. They may be out of date, so a test is made after `HOPELESS` rounds
+        in any case."""
         self._experience.earn(seconds, alone_s, before_s=before_s)
         if self.state != "off":
             return None
@@ -204,12 +198,12 @@ class OnOff:
 
     @property
     def _unit(self) -> str:
-        """Return the unit of rates: among several sessions a rate is that of each."""
+        """The unit of rates: among several sessions the rate of each."""
         return "tokens/s per session" if self._many else "tokens/s"
 
     @property
     def _patience(self) -> int:
-        """Rounds without drafting before it is tried."""
+        """Rounds without drafting before it is tested."""
         return FIRST_OF_MANY if self._many and not self.era else _doubled(FIRST_TRY, self._failed)
 
     def drafted(
@@ -222,10 +216,9 @@ class OnOff:
         barren: bool = False,
         late: bool = False,
     ) -> str | None:
-        """Count a round while drafting is on. Return in words what follows, None if nothing does.
+        """Count a round while drafting is on. Return the decision in words, None if there is none.
         `alone_s`: seconds of a round of the target alone; `among`: sessions that are counted;
-        `barren`: no proposed node was worth verifying; `late`: no proposal arrived in
-                time."""
+        `barren`: no proposed node was worth verifying; `late`: no proposal arrived in time."""
         self._experience.earn(seconds / among, alone_s)
         self._rounds += 1 / among
         self._barren = self._barren + 1 / among if barren else 0.0
@@ -247,14 +240,14 @@ class OnOff:
             self._experience.hopeless, self._experience.fruitless = 0, False
         most = LOSS_OF_A_WINNER if self._rounds >= LASTING else LOSS
         fruitless = self._many and self._barren >= BARREN
-        if not fruitless and self.balance <= most / among**0.5:  # the more rounds, the less chance
+        if not fruitless and self.balance <= most / among**0.5:  # more rounds, less chance
             return None
         return self._stop(alone_s, fruitless=fruitless)
 
     def beside_prompts(self, tokens: float, seconds: float, alone_s: float) -> str | None:
-        """Count a round with drafting in which prompts were read. It is no evidence for rounds
-        without them. If such rounds lose, drafting pauses until no prompts are read, since the pass
-        with the prompt waits for the draft. Return a decision in words, or None."""
+        """Count a round with drafting in which prompts were prefilled, which says nothing about
+        rounds without prefill. If such rounds lose, drafting pauses until no prompts are prefilled,
+        since the pass with the prompt waits for the draft. Return a decision in words, or None."""
         if self.state == "off" or alone_s <= 0.0:
             return None
         self._beside = max(0.0, self._beside + seconds / alone_s - tokens)
@@ -266,9 +259,9 @@ class OnOff:
         return PAUSED
 
     def _stop(self, alone_s: float, *, fruitless: bool) -> str:
-        """Turn drafting off, which is charged with what it has lost; return in words why."""
+        """Turn drafting off, and charge it with its losses; return the reason."""
         lost_s = max(0.0, -self._won_s)
-        if self._tried:  # the try had promised too much
+        if self._tried:  # the test was too optimistic
             self._failed, lost_s = self._failed + 1, max(lost_s, self.balance * alone_s)
         if self.era:  # the first look is free
             self._experience.credit_s -= lost_s
@@ -293,7 +286,7 @@ class OnOff:
             return None
         self._count(tokens, seconds, alone_s)
         self.balance += won
-        judged = self._rounds - 1.0 + 0.5 / among  # a half for what sums of fractions lack
+        judged = self._rounds - 1.0 + 0.5 / among  # a half against rounding of summed fractions
         if (self.balance >= TRY_GAIN and judged >= LEAST_TRY) or (
             judged >= MOST_TRY and self._compared.tokens > TRY_MARGIN * self._compared.alone
         ):
@@ -309,8 +302,8 @@ class OnOff:
         return None
 
     def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
-        """Count a round in which drafts read prompts, which is no evidence about drafting; its cost
-        is charged to drafting or to the trial."""
+        """Count a round in which drafts prefilled prompts, which says nothing about drafting; its
+        cost is charged to drafting or to the test."""
         cost_s = max(0.0, seconds - tokens * alone_s) / among
         if self.state == "try":
             self._cost_s += cost_s
@@ -320,8 +313,8 @@ class OnOff:
     def straggled(
         self, era: int, tokens: float, seconds: float, alone_s: float, *, among: int
     ) -> None:
-        """Count a round that began in an era that is over. If drafting, or a try of it, has just
-        ended, the round is part of its cost."""
+        """Count a round that began in an earlier era. If drafting or a test has just ended, the
+        round is part of its cost."""
         if self.state != "off" or self._before == "off" or era != self.era - 1:
             return
         cost_s = max(0.0, seconds - tokens * alone_s) / among

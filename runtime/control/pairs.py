@@ -1,8 +1,5 @@
-"""Pairs of a draft and a target: what their sessions have learned together of costs, of what rounds
-bring, and of whether drafting pays at each load.
-
-Pure: rounds are handed in by the controllers of sessions.
-"""
+"""Pairs of a draft and a target: what their sessions have learned together about costs, the yield
+of rounds, and whether drafting pays off at each load. Pure: rounds are arguments."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,9 +15,9 @@ from dovetail.runtime.control.rounds import Round
 from dovetail.runtime.costs.averages import Average, add_all
 from dovetail.runtime.costs.rounds import PairCosts
 
-CPU = "cpu"  # the name of the device that workers share by their cores
+CPU = "cpu"  # a device that workers share if they have cores in common
 MAX_WORDS = 512  # characters of a reason or a decision; the names in it are a worker's own
-CALIBRATED = 8  # rounds after which the expected nodes are compared with those that were accepted
+CALIBRATED = 8  # rounds before expected and accepted nodes are compared
 
 
 @dataclass
@@ -30,11 +27,11 @@ class Pair:
     draft: str
     target: str
     costs: PairCosts
-    shared: bool  # true if both compute on one device
+    shared: bool  # True if both compute on one device
     in_turns: bool = False
-    """True if both compute on the same cores: whatever one of them does meanwhile, it takes from
-    the other, so nothing is drafted ahead."""
-    reads: bool = False  # true if the draft reads its target's states
+    """True if both compute on the same cores: each slows the other down, so nothing is drafted
+    ahead."""
+    reads: bool = False  # True if the draft reads its target's states
     experiences: dict[bool, Experience] = field(
         default_factory=lambda: {True: Experience(), False: Experience()}
     )
@@ -50,13 +47,13 @@ class Pair:
     """Tokens of a round with a draft; `seconds` likewise."""
     seconds: Average = field(default_factory=Average)
     expected_nodes: Average = field(default_factory=lambda: Average(128.0))
-    """Nodes a round that the scores let expect to be accepted; `accepted` were."""
+    """Nodes a round expected to be accepted by their scores; `accepted` were."""
     accepted: Average = field(default_factory=lambda: Average(128.0))
     expected_tokens: Average = field(default_factory=Average)
     """Tokens of a round that were expected, in `predicted_s` seconds."""
     predicted_s: Average = field(default_factory=Average)
     context: float = 0.0
-    on_off: OnOff | None = None  # what decided on drafting in the last round, if anything did
+    on_off: OnOff | None = None  # decided on drafting in the last round, if set
 
     ahead_in_doubt: bool = field(init=False)
     """Return whether drafting ahead must be tried: on a shared device, or by guesses."""
@@ -66,7 +63,7 @@ class Pair:
 
     @property
     def calibration(self) -> float:
-        """Return the accepted nodes for each that the scores let expect."""
+        """The accepted nodes for each node expected by scores."""
         if self.rounds < CALIBRATED or self.expected_nodes.value <= 0.0:
             return 1.0
         return min(MOST_CALIBRATION, self.accepted.value / self.expected_nodes.value)

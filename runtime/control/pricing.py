@@ -1,17 +1,15 @@
-"""Pricing: what a second is worth to a session, how its next round is drafted by that, and how many
-of the drafted nodes are verified.
+"""Pricing: the value of a second to a session, and thereby how its next round is drafted and how
+many drafted nodes are verified.
 
 The rate of a session is the tokens a second that it loses while it waits. A node is worth drafting
-if it brings more tokens than its rows and levels cost everybody who waits meanwhile, at their
-rates: for the draft, the sessions that have it; for the target, all that run there. A draft whose
-passes several sessions share weighs what all of them gain by a level against its time.
+if it yields more tokens than its rows and levels cost everyone who waits meanwhile, at their rates:
+for the draft, the sessions that use it; for the target, all that run there. If several sessions
+share a draft's passes, the gains of all of them from a level are weighed against its time.
 
-The offers of all sessions whose verdict is asked for in one pass are merged, the likeliest node
-first, and the longest beginning of that list is kept that pays: the number of rows M with the
-largest E(M) - rate x T(M), where E are the tokens expected of the pass and T its seconds. Trees of
-requests that insist are verified whole. Pure: knows scores, costs and rounds; no messages, no
-clock.
-"""
+The offers of all sessions in one pass are merged, the likeliest node first, and the longest prefix
+that pays off is kept: the number of rows M with the largest E(M) - rate x T(M), where E are the
+expected tokens of the pass and T its seconds. Trees of requests that insist are verified whole.
+Pure: knows scores, costs and rounds; no messages, no clock."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,26 +28,26 @@ from dovetail.runtime.control.rounds import Plan
 from dovetail.runtime.costs.rounds import PairCosts
 
 FEW = 4
-"""Rounds of a session that count for its rate at least; missing ones are taken to be as usual."""
+"""The least number of a session's rounds for its rate; missing ones are assumed to be as usual."""
 SURE = 0.8  # probability of a guess in predictable text: it determines the depth of a try
 HOPED_GAIN = 0.5  # hoped-for time of a token in a try, as a share of that without a draft
 MOST_DEADLINE_MS = 3.6e6
-NEW = 2  # first rounds of a pair, which are not judged because the draft's caches are cold
+NEW = 2  # first rounds of a pair, not judged because the draft's caches are cold
 HASTE = 0.4
 """Share of the patience after which a new draft starts no further level, so that two fit."""
 LEAST_WAIT_S = 2e-3  # timers and schedulers of a busy machine are no more precise than this
-USUAL = 2.0  # multiple of its usual time that a proposal may take while it can still pay
+USUAL = 2.0  # multiple of its usual time after which a proposal cannot pay off
 STEPS = (4, 8, 16, 32)
-"""Further rows over which the price of one is looked for: a pass gets dearer in steps, and the
-cheapest way to more rows may lead past one."""
+"""Further rows over which the price of one is computed: a pass gets more expensive in steps, and
+several rows may be cheaper per row than one."""
 MOST_FLOOR = 0.95
 
 
 @dataclass
 class Situation:
-    """The pair, costs and load that a session is priced by."""
+    """The pair, costs and load by which a session is priced."""
 
-    pair: Pair | None  # none: the target decodes alone
+    pair: Pair | None  # None: the target decodes alone
     costs: PairCosts
     load: Load = ALONE
     crowd: Crowd | None = None
@@ -83,18 +81,17 @@ class Pricing:
     # -- what a second is worth --------------------------------------------------------------------
 
     def rate(self, context: int) -> float:
-        """Return the worth of a second in tokens; 0 if nothing is known. It is the recent rate, but
+        """Return the value of a second in tokens; 0 if nothing is known. It is the recent rate, but
         with other sessions at least the rate without any drafting: a wasted second is wasted for
-        all of them.
-        """
+        all of them."""
         now, rate = self._now, self.rate_of_late(context)
         if now.load.alone or (alone_s := self.alone_s(context)) <= 0.0:
             return rate
         return max(rate, 1.0 / alone_s) * (now.crowd.care if now.crowd is not None else 1.0)
 
     def rate_of_late(self, context: int) -> float:
-        """Return the session's tokens a second of late: at first those of the pair's last rounds,
-        or else of the target alone; 0 if nothing is known."""
+        """Return the session's recent tokens a second: at first those of the pair's last rounds, or
+        else of the target alone; 0 if nothing is known."""
         tokens, seconds = self._tokens, self._seconds
         if (missing := FEW - len(self._recent)) > 0:
             usual_tokens, usual_s = self._usual(context)
@@ -119,8 +116,8 @@ class Pricing:
     # -- what is drafted ---------------------------------------------------------------------------
 
     def plan(self, context: int, pair: Pair, *, trying: bool, doubted: bool, ahead: bool) -> Plan:
-        """Return how to draft a round whose size is left to be decided. `trying`: to find out
-        whether drafting pays; `doubted`: the draft has proposed nothing for some rounds."""
+        """Return the plan of drafting for a round whose size is not fixed. `trying`: to test
+        whether drafting pays off; `doubted`: the draft has proposed nothing for some rounds."""
         load = self._now.load
         depth = self._hopeful_depth(context) if trying or (doubted and load.alone) else None
         alone_s = self.alone_s(context)
@@ -145,8 +142,8 @@ class Pricing:
 
     def _wait_s(self, alone_s: float, pair: Pair, depth: int | None) -> float | None:
         """Return the seconds that a round may wait for a proposal: a round of the target alone, or
-        longer if drafting is known to pay, but at least `LEAST_WAIT_S`. None if nothing is known
-        yet. `depth`: levels of a try."""
+        longer if drafting is known to pay off, but at least `LEAST_WAIT_S`. None if nothing is
+        known yet. `depth`: levels of a test."""
         if alone_s <= 0.0:
             return None
         now = self._now
@@ -177,9 +174,9 @@ class Pricing:
         return self._hope(context)[1]
 
     def _hope(self, context: int) -> tuple[int, float]:
-        """Return how many levels of one node bring most where text is predictable, and what they
-        bring above their cost, in tokens. All sessions on the draft pay for its passes, each of
-        which serves as many of them as can share one, and all in the target's pass for rows."""
+        """Return how many one-node levels gain the most in predictable text, and their gain above
+        their cost, in tokens. All sessions on the draft pay for its passes, each of which serves as
+        many of them as can share one, and all in the target's pass for rows."""
         now = self._now
         target, draft, costs = now.load.target, now.load.draft, now.costs
         alone_s = self.alone_s(context)
@@ -195,8 +192,8 @@ class Pricing:
         return levels, gain - levels * price - costs.orders_s(draft) / alone_s
 
     def reading_s(self, tokens: int) -> float:
-        """Return how long the target waits while its draft reads this many tokens; 0 if they share
-        no device, or nothing is known."""
+        """Return how long the target waits while its draft prefills this many tokens; 0 if they
+        share no device, or nothing is known."""
         pair = self._now.pair
         if pair is None or not tokens or not pair.shared:
             return 0.0
@@ -204,15 +201,15 @@ class Pricing:
 
     def worth_reading(self, tokens: int, room: int, load: Load, on_off: OnOff) -> bool:
         """Return whether drafting at this load saves more time in `room` tokens than the draft
-        takes to read `tokens` tokens first, as far as both are known. If draft and target share a
-        device, all sessions that run lose that time."""
+        takes to prefill `tokens` tokens first, as far as both are known. If draft and target share
+        a device, all running sessions lose that time."""
         pair = self._now.pair
         assert pair is not None
         reading_s = pair.costs.prompts.expect(tokens)
         alone_s = self._now.costs.alone_s(context=pair.context, rows=load.target)
         drafted_s = on_off.token_s
         slower = load.alone and drafted_s is not None and drafted_s >= alone_s
-        if on_off.state == "try" or slower:  # only rounds with a draft show whether it is still
+        if on_off.state == "try" or slower:  # only drafted rounds show whether it still is
             drafted_s = HOPED_GAIN * alone_s
         if reading_s is None or drafted_s is None or alone_s <= 0.0:
             return True
@@ -222,11 +219,9 @@ class Pricing:
 
 
 def least_probability(rate: float, seconds: Callable[[int], float], rows: int, most: int) -> float:
-    """Return how likely a node must be for its row to pay, in a pass of about this many rows with
-    room for `most`: the least price of a row from there on.
-
-    `seconds(M)`: of a pass over M rows, up to most + 1.
-    """
+    """Return how likely a node must be for its row to pay off, in a pass of about this many rows
+    with room for `most`: the least price of a row from there on. `seconds(M)`: of a pass over M
+    rows, up to most + 1."""
     ends = [end for step in STEPS if (end := rows + step) <= most] or [max(rows + 1, most)]
     price = min((seconds(end) - seconds(rows)) / (end - rows) for end in ends)
     return min(MOST_FLOOR, max(0.0, rate * price))
@@ -242,11 +237,10 @@ def cut(
 ) -> tuple[int, ...]:
     """Return how many nodes of each offer are verified.
 
-    offers: path log-probabilities, best first, so that every beginning is a tree; `rate`: the
-    tokens that a second of the pass is worth; `seconds(M)`: of a pass over M rows; `fixed`: rows of
-    the pass that are not up for choice, roots of other sessions included; `most`: rows that it may
-    have, where these are fewer. Ties go to fewer rows.
-    """
+    offers: path log-probabilities, best first, so that every prefix is a tree; `rate`: the value of
+    a second of the pass in tokens; `seconds(M)`: of a pass over M rows; `fixed`: rows of the pass
+    that are given, including roots of other sessions; `most`: the maximum number of its rows, if
+    limited. Ties go to fewer rows."""
     base = fixed + len(offers)
     room = None if most is None else max(0, most - base)
     if not offers:
@@ -275,7 +269,7 @@ def _best(gains: Iterator[float], base: int, rate: float, seconds: Callable[[int
 
 
 def _merged(offers: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-    """Yield (offer, node) of all of them, the likeliest first, each offer in its own order."""
+    """Yield (offer, node) of all offers, the likeliest first, each offer in its own order."""
     heads = [(-offer[0], session, 0) for session, offer in enumerate(offers) if offer]
     heapify(heads)
     while heads:
@@ -289,11 +283,9 @@ def _merged(offers: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
 
 def worth_waiting(waits: Sequence[float], *, ready: int, pass_s: float) -> float | None:
     """Return the seconds that a pass of `ready` sessions should wait for some that are not ready
-    yet; None: it should begin.
-
-    waits: in how many seconds each of them will be, ascending. Whoever comes in time does not wait
-    for this pass to end; everybody else waits for the last that is waited for.
-    """
+    yet; None: it should begin. waits: in how many seconds each of them will be ready, ascending. A
+    session that comes in time does not wait for this pass to end; all others wait for the last one
+    awaited."""
     if not waits:
         return None
     most, wait = max(

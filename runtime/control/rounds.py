@@ -1,5 +1,5 @@
-"""The values that a speculation controller gives and takes: a plan before a round, what is known
-of the round as it begins, and the round as it was."""
+"""The inputs and outputs of a speculation controller: a plan before a round, the round as it
+begins, and as it was."""
 
 from dataclasses import dataclass, field
 
@@ -23,18 +23,16 @@ class Plan:
 
 @dataclass
 class Begun:
-    """A round that runs: what it began with, and what is expected of it."""
+    """A running round: its initial state and its prediction."""
 
     load: Load = ALONE
     era: int = 0  # the era of the on/off when it began
-    sampled: bool = True  # true if it is to be learned from
-    unready: bool = False  # true if it would have been drafted, had the draft read the prompt
-    ordered: bool = False  # true if a proposal was requested; without one, the round waited in vain
-    deciding: bool = False
-    """True if what it teaches, once it has ended, may turn drafting on or off."""
-    nodes: float = 0.0  # nodes that are expected to be accepted
-    expected: tuple[float, float] | None = None
-    """Tokens and seconds that are expected of it; None: not known."""
+    sampled: bool = True  # True if it is learned from
+    unready: bool = False  # True if only the draft's missing prefill prevented drafting
+    ordered: bool = False  # True if a proposal was requested
+    deciding: bool = False  # True if learning from it may turn drafting on or off
+    nodes: float = 0.0  # expected accepted nodes
+    expected: tuple[float, float] | None = None  # expected tokens and seconds; None: not known
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,16 @@ class Round:
     other_rows: int = 1
     """Rows of the pass without the drafted nodes: the root, and all rows of other sessions."""
     load: Load = ALONE  # the load when it ended
-    disturbed: bool = False  # true if a worker read a prompt meanwhile
-    unread: int = 0  # tokens that the draft would have to read before it could be asked
+    disturbed: bool = False  # True if a worker prefilled a prompt meanwhile
+    unread: int = 0  # tokens that the draft would have to prefill first
     begun: Begun = field(default_factory=Begun)  # the round as it began
 
     @property
     def late(self) -> bool:
-        """Return whether the proposal did not arrive in time."""
+        """Whether the proposal did not arrive in time."""
         return self.begun.ordered and self.drafted is None
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from the verdict before it to its own."""
+        """The seconds from the previous verdict to its own."""
         return (self.times.own_ns + self.times.target_queue_ns) / 1e9

@@ -1,5 +1,4 @@
-"""The cost model: what passes of a target and a draft take, and what rounds of them take.
+"""The cost model: the time of passes of a target and a draft, and of rounds.
 
-Goodput asks the `PairCosts` of a running pair. A draft worker, which decides about its next pass
-itself, goes by the passes that it reports to the coordinator.
-"""
+Goodput uses the `PairCosts` of a running pair. A draft worker, which decides on its next pass
+itself, uses the passes that it reports to the coordinator."""

@@ -1,4 +1,4 @@
-"""Running averages of seconds, and of what else a round has."""
+"""Running averages of seconds, and of other figures of rounds."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ LAST = 16  # the number of remembered durations with their amounts
 
 
 class Average:
-    """A running mean of the last values, the early ones all alike."""
+    """A running mean of the last values; the first ones have equal weights."""
 
     def __init__(self, recent: float = RECENT) -> None:
-        self.recent, self.count = recent, 0  # values that weigh, and values that have come
+        self.recent, self.count = recent, 0  # values that count, and all values
         self.known = False
-        self.value = 0.0  # 0 where nothing is known
+        self.value = 0.0  # 0 if nothing is known
 
     def add(self, value: float) -> None:
         """Add a value."""

@@ -1,4 +1,4 @@
-"""T(M, context) as a profile has it: curves over the rows M at some lengths of the cache. Pure."""
+"""T(M, context) of a profile: curves over the rows M at some lengths of the cache. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ def curves_of(calibration: Calibration) -> "PassCurves":
 
 
 class PassCurves:
-    """T(M, context) by curves over the rows at one or more lengths of the cache, as a profile has
-    them: linear in between, level before the first length, and beyond the last along the last
-    two."""
+    """T(M, context) by curves over the rows at one or more lengths of the cache: linear in between,
+    constant before the first length, and extrapolated along the last two beyond the last."""
 
     def __init__(self, curves: Sequence[ContextCurve]) -> None:
         """`curves`: at least one."""
@@ -41,7 +40,7 @@ class PassCurves:
         return [(1.0 - share) * low[rows] + share * high[rows] for rows in range(most + 1)]
 
     def _around(self, context: float) -> tuple[int, int, float]:
-        """Return the curves below and above a context, and how far on the way it lies."""
+        """Return the curves below and above a context, and its relative position between them."""
         if len(self.contexts) == 1 or context <= self.contexts[0]:
             return 0, 0, 0.0
         place = min(bisect_left(self.contexts, context), len(self.contexts) - 1)

@@ -1,20 +1,20 @@
 """The cost of experts: how many experts a pass over M rows uses, and the seconds of each. Both are
-learned from passes for which the target reports the number of experts. Rows of one text share more
-experts than rows that choose independently do, the more so the more the text repeats itself: this
+learned from passes for which the target reports the number of experts.
+
+Rows of one text share more experts than independent rows, especially in repetitive text: this
 variety is estimated from the last passes, whatever their rows. The cost of an expert is a weighted
-median of slopes, seconds over experts. A slope is taken between one pass and the next, so that a
-machine that slows down does not count, and each of the two is first compared with passes over as
-many rows, so that costs that grow with rows do not count. Pure.
-"""
+median of slopes, seconds over experts. A slope is taken between consecutive passes, so that a
+machine that slows down does not distort it, and each of the two is first compared with passes over
+as many rows, so that costs of rows cancel. Pure."""
 
 from collections import deque
 from math import log
 
 from dovetail.protocol.calibration import ExpertCosts, weighted_median
 
-VARIETIES = 8  # passes that the variety of rows is estimated from: the last ones
+VARIETIES = 8  # the last passes, from which the variety of rows is estimated
 FULL = 0.95  # the share of experts beyond which a pass says little about variety
-SLOPES = 128  # slopes that the cost of an expert is estimated from: the last ones
+SLOPES = 128  # the last slopes, from which the cost of an expert is estimated
 PRIOR = 2.0
 """The weight of the known cost before any pass: that of a slope between passes that are this many
 times the experts of a row apart."""
@@ -34,15 +34,15 @@ class ExpertsOfPasses:
         """Seconds of each further expert, at the usual speed of the machine."""
 
     def at(self, rows: int) -> float:
-        """Return how many experts a future pass over `rows` rows is expected to go through."""
+        """Return how many experts a future pass over `rows` rows is expected to use."""
         return self.routing.unique(rows, self.variety)
 
     def measured(self, rows: int) -> float | None:
-        """Return how many experts the passes of the profile went through; None: not counted."""
+        """Return how many experts the passes of the profile used; None: not counted."""
         return self._known.measured(rows) if self._known.passes else None
 
     def count(self, rows: int, experts: int) -> None:
-        """Learn variety from a pass over `rows` rows that went through `experts` experts."""
+        """Learn variety from a pass over `rows` rows that used `experts` experts."""
         routing = self.routing
         if rows > 1 and routing.unique(rows) <= FULL * routing.most:
             self._varieties.append((routing.variety(rows, experts), log(rows)))
@@ -50,8 +50,8 @@ class ExpertsOfPasses:
 
     def weigh(self, seconds: float, experts: float, *, usual_s: float, row_s: float) -> None:
         """Learn the cost of an expert from a pass that took `seconds`. `experts`: how many more it
-        went through than other passes over as many rows, which take `usual_s` seconds. `row_s`:
-        seconds of a pass over one row, which bound the cost: its experts take no more."""
+        used than other passes over as many rows, which take `usual_s` seconds. `row_s`: seconds of
+        a pass over one row, which bound the cost: its experts take no more."""
         before, now = self._before, (seconds / usual_s, experts / usual_s)
         self._before = now
         if before is None or (apart := now[1] - before[1]) == 0.0:

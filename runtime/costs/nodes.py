@@ -1,10 +1,9 @@
 """Costs of a target that is spread over the memory nodes of a machine, from those of the same
 target on one node.
 
-Every node computes a share of the outputs from weights in its own memory, so that reading and
-computing are divided among the threads. In addition the threads of all nodes synchronise several
-times in a layer, and read what other nodes have computed. Pure.
-"""
+Every node computes a share of the outputs from weights in its own memory, so reading and computing
+are divided among the threads. In addition the threads of all nodes synchronise several times in a
+layer, and read what other nodes have computed. Pure."""
 
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ MEETING_S = 50e-6
 """Additional seconds of a layer spread over nodes: four synchronisations of a microsecond, and half
 of the activations of 16 rows (4096 wide, 11008 in an MLP: 0.75 MB) over a link of 16 GB/s. An
 estimate: no machine with several nodes has been measured."""
-ASSUMED = f"{MEETING_S * 1e6:.0f} us a layer for what crosses (assumed, not measured)"
+ASSUMED = f"{MEETING_S * 1e6:.0f} us a layer for transfers (assumed, not measured)"
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,16 @@ class Nodes:
     """Memory nodes over which a target can be spread."""
 
     count: int
-    times: float  # threads on all of them over those that the target has on one node
+    times: float  # threads on all nodes over those on one node
     meeting_s: float = MEETING_S  # additional seconds of a layer
-    meeting: str = ASSUMED  # the origin of that, in words
+    meeting: str = ASSUMED  # its origin, in words
 
     def spread_s(self, alone_s: float, layers: float) -> float:
-        """Return the seconds of this many layers over all nodes that take `alone_s` on one."""
+        """Return the seconds over all nodes of this many layers that take `alone_s` on one."""
         return alone_s / self.times + layers * self.meeting_s
 
     def origin_of(self, alone: Origin) -> Origin:
-        """Return the provenance of passes over all nodes, from that of passes on one."""
+        """Return the origin of passes over all nodes, from that of passes on one."""
         words = f"1/{self.times:.3g} of a pass on one node ({alone}), and {self.meeting}"
         return Origin(words, estimated=True)
 

@@ -1,15 +1,13 @@
 """Costs of passes: the target's over M rows behind a context, the draft's over rows.
 
-A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass:
-each number of rows keeps its last passes, of which the middle half counts, so that an interruption
-moves nothing and an old machine state is forgotten; what has been seen bends the curve that was
-expected, for rows in between and beyond; the result never falls with rows. A machine that becomes
-slower or faster does so for all numbers of rows, also for those that are not seen meanwhile: passes
-are remembered as they would be at the usual speed, and expected at the speed of the last ones.
-Of a target with experts T_V = f(M) + c U: passes are compared as if each had gone through as many
-experts U as the next one will (`experts.py`).
-Pure: seconds are handed in, and nothing here knows who computes.
-"""
+A `RowCosts` begins with the curves of a profile file or with nothing, and learns from every pass.
+Each number of rows keeps its last passes, of which the middle half counts, so that an interruption
+has no effect and an old state of the machine is forgotten. Observations bend the expected curve,
+also for rows in between and beyond; the result never falls with rows. A machine that becomes slower
+or faster does so for all numbers of rows, also for those not seen meanwhile: passes are stored at
+the usual speed, and predicted at the speed of the last ones. Of a target with experts T_V = f(M) +
+c U: passes are compared as if each had used as many experts U as the next one will (`experts.py`).
+Pure: seconds are arguments."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,34 +19,34 @@ from dovetail.protocol.messages import MAX_NODES, MAX_SESSIONS
 from dovetail.runtime.costs.curves import PassCurves
 from dovetail.runtime.costs.experts import ExpertsOfPasses
 
-EXACT_ROWS = 32  # passes of fewer rows are remembered by themselves
-KEPT = 16  # passes that are remembered of each number of rows
+EXACT_ROWS = 32  # smaller numbers of rows are stored separately
+KEPT = 16  # stored passes of each number of rows
 FEW = 8  # with fewer passes than this only the median counts
-TRUST = 2.0  # passes of a number of rows that weigh as much as its neighbours and the profile
+TRUST = 2.0  # passes that weigh as much as neighbouring rows and the profile
 HOPE = 0.5
 """Without a profile, the share of a rise between two observed numbers of rows that is assigned to
 those between them, so that they are tried too."""
 ROW_SHARE = 0.01
-"""The share that a further row adds to a pass, in parts of a pass over one, where nothing is known:
-little, so that larger passes are tried, and then known."""
+"""If nothing is known, the cost of a further row relative to a pass over one: little, so that
+larger passes are tried, and then known."""
 FIRST_ROWS = 4
 """Without a profile, the most rows of first passes: 16 can take eight times as long as 1."""
 OUTLIER = 4.0  # passes up to this multiple of the usual seconds count for the slope over context
-FORGETTING = 0.995  # the factor by which the slope is forgotten, a pass
+FORGETTING = 0.995  # decay of the slope, per pass
 SPREAD = 64.0 * 64.0  # squared distance of contexts at which a slope over them is believed by half
 LEAST_SHARE = 0.25
-"""A pass takes this share at least of what was seen, whatever context and experts it has."""
+"""A prediction is at least this share of the observed time, whatever context and experts."""
 LEAST_S = 1e-9
-STALE_TOKENS = 32  # a table of passes serves contexts that are so near
+STALE_TOKENS = 32  # one table serves contexts within this distance
 MOST_TABLES = 64
-SPEEDS = 5  # last passes whose median gives the machine's present speed
-SEEN = 2  # passes over a number of rows after which further ones measure the speed
+SPEEDS = 5  # last passes whose median is the machine's present speed
+SEEN = 2  # passes of a number of rows before further ones measure the speed
 PASSING = 0.95
-"""Exponent of the slowness that is taken out of a pass before it is remembered. The rest makes a
+"""Exponent of the slowness that is divided out of a pass before it is stored. The rest makes a
 lasting change usual after some hundred passes, and leaves the rise over the context to be
 learned."""
 STALE_PASSES = 8
-MOST_POINTS = 24  # points of a curve that is shown, at most
+MOST_POINTS = 24  # the most points of a displayed curve
 
 
 def bucket(rows: int) -> int:
@@ -108,10 +106,10 @@ class _Table:
 
     usual: list[float] = field(default_factory=list)  # at the usual speed
     experts: list[float] = field(default_factory=list)
-    """Experts that each pass is expected to go through; empty for a target that counts none."""
+    """Experts that each pass is expected to use; empty for a target that counts none."""
     seconds: list[float] = field(default_factory=list)
     slowness: float = 0.0  # the machine's slowness that `seconds` hold for
-    observed: int = 0  # passes that had been seen when it was made
+    observed: int = 0  # passes observed when it was made
     asked: int = 0  # rows that were asked for since
 
 
@@ -128,15 +126,15 @@ class RowCosts:
         self._curves = PassCurves(curves) if curves else None
         self._passes: dict[int, _Passes] = {}
         self._observed = 0
-        self._slowness = 1.0  # the factor by which passes take longer than usual of late
+        self._slowness = 1.0  # recent pass times over usual ones
         self._lately: deque[float] = deque([1.0] * SPEEDS, maxlen=SPEEDS)
         self._tables: dict[int, _Table] = {}
         """By context, `STALE_TOKENS` to one table: sessions that share a pass ask in turns."""
 
     @property
     def most_rows(self) -> int:
-        """Rows that a pass should have at most, so that what is dear is known before it is paid
-        often: twice as many as any has had. No bound with curves."""
+        """The most rows that a pass should have: twice as many as any had, so that an expensive
+        pass is known before it is made often. No bound with curves."""
         return (
             MAX_NODES * MAX_SESSIONS
             if self.profiled
@@ -150,7 +148,7 @@ class RowCosts:
 
     def observe(self, rows: int, seconds: float, context: float = 0.0, experts: int = 0) -> None:
         """Learn from a pass over `rows` rows behind `context` tokens that took `seconds`.
-        `experts`: how many it went through; 0: not counted."""
+        `experts`: how many it used; 0: not counted."""
         if seconds <= 0.0:
             return
         key = rows if rows < EXACT_ROWS else bucket(rows)
@@ -177,8 +175,8 @@ class RowCosts:
         context: float,
         experts: int,
     ) -> float:
-        """Learn the cost of experts from a pass. Return how many it went through, or is expected to
-        have if they were not counted."""
+        """Learn the cost of experts from a pass. Return how many it used, or is expected to have
+        used if they were not counted."""
         if not experts:
             return passes.at(rows)
         if len(known.last) >= SEEN:
@@ -192,7 +190,7 @@ class RowCosts:
         return float(experts)
 
     def _usual(self, rows: int, context: float, experts: int) -> float:
-        """Return the seconds of a pass through `experts` experts, at the usual speed."""
+        """Return the seconds of a pass that uses `experts` experts, at the usual speed."""
         table = self._table(rows, context)
         usual = table.usual[rows]
         if self.experts is None or not experts:
@@ -206,8 +204,8 @@ class RowCosts:
             self.observe(rows, duration_ns / 1e9)
 
     def at(self, rows: int, context: float = 0.0, experts: int = 0) -> float:
-        """Return the seconds of a pass; 0 where nothing is known. `experts`: how many it went
-        through; 0: it is still to come, or they were not counted."""
+        """Return the seconds of a pass; 0 if nothing is known. `experts`: how many it used; 0: it
+        is still to come, or they were not counted."""
         return self._slowness * self._usual(rows, context, experts)
 
     def up_to(self, most: int, context: float = 0.0) -> Callable[[int], float]:
@@ -243,8 +241,8 @@ class RowCosts:
         return found
 
     def curve(self, context: float = 0.0, *, usual: bool = False) -> RowsSeconds | None:
-        """Return what is thought of the numbers of rows that have been seen; None where nothing
-        has. `usual`: at the usual speed, whatever disturbs the machine at present."""
+        """Return the predicted seconds for the observed numbers of rows; None if there are none.
+        `usual`: at the usual speed, regardless of current disturbances."""
         rows = sorted(self._passes)[:: 1 + len(self._passes) // MOST_POINTS]
         if not rows:
             return None
@@ -252,8 +250,8 @@ class RowCosts:
         return RowsSeconds(rows=tuple(rows), seconds=tuple(table[count] for count in rows))
 
     def usual(self, rows: tuple[int, ...], context: float = 0.0) -> RowsSeconds | None:
-        """Return passes over these rows, ascending, at their usual speed, whether such have been
-        seen or not; None where nothing is known."""
+        """Return passes over these rows, ascending, at their usual speed, observed or not; None if
+        nothing is known."""
         if not self.known:
             return None
         seconds = self._made(rows[-1], context)
@@ -275,8 +273,8 @@ class RowCosts:
         return [0.0, *accumulate(bent[1:], max)]
 
     def _expected(self, most: int, context: float) -> list[float]:
-        """The curve before anything has been measured here: that of the profile at this context,
-        else a pass of 1 with a little more for each row."""
+        """Return the curve before any measurement: that of the profile at this context, else a pass
+        of 1 with a little more for each row."""
         if self._curves is None:
             return [1.0 + ROW_SHARE * (rows - 1) for rows in range(most + 1)]
         table = self._curves.table(most, context)
@@ -286,7 +284,7 @@ class RowCosts:
 
     def _more_s(self, rows: int) -> float:
         """Return the seconds that a future pass takes beyond the profile's, since it is expected to
-        go through another number of experts."""
+        use another number of experts."""
         assert self.experts is not None
         measured = self.experts.measured(rows) if rows else None
         if measured is None:
@@ -294,8 +292,8 @@ class RowCosts:
         return self.experts.expert_s * (self.experts.at(rows) - measured)
 
     def _anchors(self, expected: Sequence[float], context: float) -> list[tuple[int, float]]:
-        """(rows, what a pass takes in parts of what was expected), ascending in rows: what has been
-        seen, leaning on all of it together where it is little."""
+        """Return (rows, observed over expected time), ascending in rows; with few observations the
+        ratio leans on all of them together."""
         slope = self._learned_slope()
         found = []
         for rows, passes in sorted(self._passes.items()):
@@ -317,8 +315,8 @@ class RowCosts:
         )
 
     def _learned_slope(self) -> float:
-        """Seconds a token of context, beyond those of the profile's curves: from passes over the
-        same number of rows behind different contexts."""
+        """Return the seconds a token of context, beyond those of the profile's curves, from passes
+        over the same number of rows behind different contexts."""
         if self._curves is not None and len(self._curves.contexts) > 1:
             return 0.0
         contexts = sum(passes.contexts for passes in self._passes.values())
@@ -329,8 +327,8 @@ class RowCosts:
 def _risen(
     found: Sequence[tuple[int, float, float]], expected: Sequence[float]
 ) -> list[tuple[int, float]]:
-    """(rows, share) whose seconds do not fall with rows: neighbours that do are averaged, each with
-    its weight (pool adjacent violators)."""
+    """Return (rows, share) whose seconds do not fall with rows: neighbours that do are averaged by
+    weight (pool adjacent violators)."""
     pools: list[tuple[float, float, list[int]]] = []
     for rows, share, weight in found:
         pools.append((share * expected[rows], weight, [rows]))
@@ -344,12 +342,10 @@ def _risen(
 def _bent(
     expected: Sequence[float], anchors: Sequence[tuple[int, float]], *, beyond: bool
 ) -> list[float]:
-    """The expected curve times the shares at the anchors, linear in between and level outside.
-
-    `beyond`: nothing else is known of the curve; then what lies between is hoped to be nearer to
-    the lower anchor, and behind the last one the seconds rise at least as fast as on the way from
-    the first to it.
-    """
+    """Return the expected curve times the shares at the anchors, linear in between and constant
+    outside. `beyond`: nothing else is known of the curve; then values in between are assumed to be
+    nearer to the lower anchor, and beyond the last one the seconds rise at least as fast as from
+    the first to it."""
     bent = [seconds * anchors[0][1] for seconds in expected]
     for (below, low), (above, high) in pairwise(anchors):
         for rows in range(below + 1, min(above + 1, len(bent))):

@@ -1,9 +1,7 @@
-"""T_V(M) of one target, from its own passes and, for numbers of rows that it has not had, from
-those of other targets of the same fingerprint. Pure.
-
-Below the fewest rows that any of them has had, T_V is taken to be proportional to the rows. That is
-optimistic; a session that moves because of it shows the true time.
-"""
+"""T_V(M) of one target, from its own passes and, for other numbers of rows, from those of targets
+with the same fingerprint. Pure. Below the fewest rows of any of them, T_V is assumed to be
+proportional to the rows. That is optimistic; a session that moves because of it shows the true
+time."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -62,7 +60,7 @@ def _scale(own: dict[int, float], theirs: dict[int, float]) -> float:
 
 
 def _rises(points: dict[int, float], rows: int, seconds: float) -> bool:
-    """Return whether a further point lies between those with fewer and with more rows."""
+    """Return whether a further point keeps the curve rising with rows."""
     return all(
         known <= seconds if count < rows else seconds <= known for count, known in points.items()
     )

@@ -4,13 +4,13 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 LAST = 9
-"""Chunks that are remembered. The median of their seconds a row counts, so that a pause of the
-machine is not taken for the cost of a row."""
-FIRST_ROWS = 16  # rows of a chunk while nothing is known of their cost
+"""Chunks that are stored. The median of their seconds a row counts, so that a pause of the machine
+is not mistaken for the cost of a row."""
+FIRST_ROWS = 16  # rows of a chunk of unknown cost
 LEAST_S = 1e-6  # the least seconds of a row, so that chunks stay finite where rows are free
 MORE = 2
-"""The factor by which a chunk may exceed the last ones at most, so that a cost that rises with rows
-is seen before it is large."""
+"""How much larger a chunk may be than the last ones, so that a cost that rises with rows is seen
+early."""
 
 
 class ReadingCosts:
@@ -18,8 +18,7 @@ class ReadingCosts:
 
     def __init__(self) -> None:
         self._rows_s: deque[float] = deque(maxlen=LAST)  # seconds a row of each of the last chunks
-        self._known_rows = 0
-        """Rows of the last chunks: the most, halved with each chunk that has fewer."""
+        self._known_rows = 0  # rows of the last chunks: the most, halved with each smaller chunk
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn that a chunk of `rows` rows added `seconds` to its pass."""
@@ -35,7 +34,7 @@ class ReadingCosts:
 
     @property
     def row_s(self) -> float:
-        """Return the seconds of a row; 0 if nothing is known of them."""
+        """The seconds of a row; 0 if unknown."""
         return sorted(self._rows_s)[len(self._rows_s) // 2] if self._rows_s else 0.0
 
 
@@ -46,11 +45,11 @@ def reading_order(
     reading_s: Sequence[float],
     since_s: Mapping[str, float] | None = None,
 ) -> list[int]:
-    """Return the places of logs in the order in which they are read: one of each owner, then the
-    second ones, and so on; among these that first which has waited longest, less the time that
-    reading it takes, so that short prompts are not held up by long ones, nor these for ever.
-    `since_s`: seconds since the last log of an owner was read. Its other logs count as waiting from
-    then on, so that an owner of many does not overtake an owner of one."""
+    """Return the places of logs in the order in which they are prefilled: one of each owner, then
+    the second ones, and so on; among these the longest wait, minus the time of the prefill, first,
+    so that short prompts are not held up by long ones, nor long ones for ever. `since_s`: seconds
+    since the last log of an owner was prefilled. Its other logs count as waiting from then on, so
+    that an owner of many does not overtake an owner of one."""
     before: Counter[str] = Counter()
     turns = list[tuple[int, float, int, int]]()
     for place in sorted(range(len(owners)), key=lambda log: reading_s[log] - waited_s[log]):
@@ -63,8 +62,8 @@ def reading_order(
 
 def shares(left: list[int], rows: int, *, at_once: int) -> list[int]:
     """Return how many of `rows` rows each log gets, where `left` rows of each are unread: the first
-    `at_once` logs equal shares, but none more than it has left, and one each if there are too few;
-    then the others in their order what is over."""
+    `at_once` logs equal shares, at most what they have left, or one each if there are too few; then
+    the others in order what remains."""
     given = [0] * len(left)
     waiting = [place for place, most in enumerate(left) if most > 0]
     open_ = waiting[:at_once]

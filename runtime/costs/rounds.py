@@ -1,7 +1,6 @@
 """Costs of rounds of a draft and a target, from any source of numbers. A round takes the drafting
 that is waited for, the target's pass T_V(M, context) over M rows, and the time of messages and the
-coordinator. Drafting takes t_D(rows) a pass, plus a constant for each proposal.
-"""
+coordinator. Drafting takes t_D(rows) a pass, plus a constant for each proposal."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -17,8 +16,8 @@ coordinator handles every second of them."""
 
 @dataclass(frozen=True)
 class Origin:
-    """The provenance of a number, in words: passes that `dovetail calibrate` made, or bandwidth and
-    arithmetic of a machine, from which it is estimated."""
+    """The origin of a number, in words: passes measured by `dovetail calibrate`, or an estimate
+    from a machine's bandwidth and arithmetic."""
 
     words: str
     estimated: bool = False
@@ -55,11 +54,11 @@ class PairCosts:
 
     target: RowCosts = field(default_factory=RowCosts)  # shared by all pairs of this target
     draft: RowCosts = field(default_factory=RowCosts)
-    together: int = 1  # sessions that share a pass of the draft, at most
+    together: int = 1  # the most sessions in a pass of the draft
     reading: Lags = field(default_factory=Lags)
-    """By how much later than its target the draft has read a prompt."""
+    """How much later than its target the draft has prefilled a prompt."""
     prompts: Lags = field(default_factory=Lags)
-    """Seconds that the draft took to read prompts, without its waits for features."""
+    """Seconds that the draft took to prefill prompts, without its waits for features."""
     exposed_s: Average = field(default_factory=Average)
     """Drafting that a round with a draft waited for."""
     draft_hop_s: Average = field(default_factory=Average)
@@ -98,8 +97,8 @@ class PairCosts:
         return self.target_hop_s.value + (self.host_s if drafted else host).value
 
     def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
-        """Return the seconds of a round without a draft; 0 where nothing is known. `rows`: of its
-        pass, those of other sessions among them."""
+        """Return the seconds of a round without a draft; 0 if unknown. `rows`: of its pass,
+        including those of other sessions."""
         if not self.target.known:
             return 0.0
         return self.target.at(rows, context) + self.beside_s(drafted=False)

@@ -1,9 +1,8 @@
-"""Targets of one fingerprint: which of them gets the next session. They compute the same, so that
-the passes of one predict those of another up to a constant factor. Passes over more rows than any
-target has had are not predicted: a guess from a few passes would send one session after the other
-to the target with the lower guess. The time of a pass is assumed to be proportional to its
-sessions, so that equally fast targets get equally many. Pure.
-"""
+"""Targets of one fingerprint: which of them gets the next session. They compute the same, so the
+passes of one predict those of another up to a constant factor. Passes over more rows than any
+target has had are not predicted: a guess from a few passes would send all sessions to the target
+with the lower guess. The time of a pass is assumed to be proportional to its sessions, so that
+equally fast targets get equally many. Pure."""
 
 from collections.abc import Sequence
 
@@ -11,20 +10,20 @@ from dovetail.runtime.costs.pooled import slowness
 from dovetail.runtime.fleet.peers import Worker
 
 NOISE = 1.25
-"""Ratio of pass times up to which targets count as equally fast: the passes of one target differ
-as much from one moment to the next."""
+"""Ratio of pass times up to which targets count as equally fast: the passes of one target vary as
+much."""
 
 
 def are_alike(targets: Sequence[Worker]) -> bool:
-    """True if targets compute the same, and have no profiles of their passes."""
+    """Return whether targets compute the same, and have no profiles of their passes."""
     return len({str(target.hello.fingerprint) for target in targets}) == 1 and not any(
         target.verifying.profiled for target in targets
     )
 
 
 def next_of(targets: Sequence[Worker], context: int) -> Worker:
-    """Return the one of such targets, of which there is at least one, on which a session more has
-    the shortest rounds; of equals one that is not known yet."""
+    """Return the target, of at least one, on which another session has the shortest rounds; of
+    equals one that is not known yet."""
     known = [target for target in targets if target.verifying.known]
     if not known:
         return min(targets, key=lambda target: target.sessions)

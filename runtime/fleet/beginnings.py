@@ -1,5 +1,5 @@
-"""Finds running sessions from whose rows other requests of the same owner can begin. Reads workers
-and sessions, changes nothing."""
+"""Finds running sessions whose rows other requests of the same owner can share as a prefix. Changes
+nothing."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +10,7 @@ from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.state import State
 
 WORTH_WAITING = 64
-"""The fewest tokens of a beginning for which a request waits: to read fewer takes hardly longer
+"""The fewest tokens of a prefix for which a request waits: prefilling fewer takes little longer
 than the pass that it would wait for."""
 
 
@@ -30,7 +30,7 @@ def prompts_on_target(
 def prompts_on_draft(
     running: Mapping[int, RunningRequest], draft: Worker, owner: str
 ) -> Iterator[Kept]:
-    """Yield the prompts of an owner's sessions that a draft has read, each with its rows."""
+    """Yield the prompts of an owner's sessions that a draft has prefilled, each with its rows."""
     for number, one in running.items():
         sync, request = one.session.draft_sync, one.session.request
         if (
@@ -46,9 +46,9 @@ def prompts_on_draft(
 
 
 def comes_later(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> bool:
-    """Return whether a request should wait before it begins on a target: its beginning is being
-    read for another session of its owner, by this target or by that session's draft, and it can
-    share those rows once they are there."""
+    """Return whether a request should wait before it begins on a target: its prefix is being
+    prefilled for another session of its owner, by this target or by that session's draft, and it
+    can share those rows afterwards."""
     if not (request.may_reuse and target.limits.shares):
         return False
     there = list(prompts_on_target(running, target, request.owner))
@@ -63,7 +63,7 @@ def comes_later(request: Request, target: Worker, running: Mapping[int, RunningR
 
 
 def _draft_reads(running: RunningRequest) -> bool:
-    """Return whether the draft of a session reads its prompt, and features with it."""
+    """Return whether the draft of a session prefills its prompt with features."""
     draft, number = running.draft, running.session.number
     if draft is None or draft.hello.reads is None or number in draft.turns.postponed:
         return False

@@ -1,7 +1,6 @@
-"""Reports of drafts that could not execute a command; their sessions continue without them. A draft
-counts as failing until a request that began after its last failure has been drafted to its end.
-Workers are known by their addresses; there is no clock here.
-"""
+"""Reports of drafts that could not carry out a command; their sessions continue without them. A
+draft counts as failing until a request that began after its last failure has been drafted to its
+end. Workers are identified by their addresses; times are arguments."""
 
 from dataclasses import dataclass
 
@@ -17,8 +16,8 @@ class _Failing:
     """The failures of one draft."""
 
     name: str
-    words: str  # time of its first failure
-    began_ns: int
+    words: str
+    began_ns: int  # time of its first failure
     last_ns: int
     count: int = 1
 
@@ -32,15 +31,15 @@ class _Failing:
 
 
 class FailingDrafts:
-    """The drafts that are registered and fail."""
+    """The registered drafts that fail."""
 
     def __init__(self) -> None:
-        self.count = 0  # failures in all, of whatever draft
+        self.count = 0  # failures of all drafts
         self._failing: dict[bytes, _Failing] = {}
 
     def failed(self, draft: Worker, running: RunningRequest | None, why: str, now_ns: int) -> None:
-        """Note that a draft failed, in a session or while drafting ahead, and when
-        it was the session's first failure note it there."""
+        """Note that a draft failed and when, in a session or in growth ahead. The session's first
+        failure is also noted there."""
         where = (
             "while drafting ahead"
             if running is None
@@ -63,7 +62,7 @@ class FailingDrafts:
             del self._failing[running.draft.peer]
 
     def forget(self, worker: Worker) -> None:
-        """Forget a worker that is not here any more."""
+        """Forget a worker that is no longer registered."""
         self._failing.pop(worker.peer, None)
 
     def faults(self, now_ns: int) -> list[Fault]:

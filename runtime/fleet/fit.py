@@ -1,5 +1,5 @@
-"""Fit: whether a draft can guess for a target. It has to share the vocabulary, if it has one, and
-to find the hidden states that it reads. Pure; a `RequestError` names what differs."""
+"""Fit: whether a draft can draft for a target. It must share the vocabulary, if it has one, and the
+target must have the hidden states that it reads. Pure; a `RequestError` names the difference."""
 
 from dovetail.protocol.errors import CheckpointError, RequestError
 from dovetail.protocol.messages import Hello
@@ -10,7 +10,7 @@ from dovetail.runtime.text.tokenizer import Spelling
 
 
 def check_fit(draft: Worker, target: Worker) -> None:
-    """Raise `RequestError`, which names what differs, unless a draft can guess for this target."""
+    """Raise `RequestError`, naming the difference, unless a draft can draft for this target."""
     if draft.language is not None and target.language is not None:
         table = target.language.table
         if why_not := table.against(draft.language.table, draft.model, target.model):
@@ -58,7 +58,7 @@ def other_checkpoint(draft: Worker, target: Worker) -> str:
     assert target.hello.states is not None
     return (
         f"the draft head {draft.model} was trained for the checkpoint "
-        f"{draft.hello.reads.trained_for[:16]}, the target {target.model} is "
+        f"{draft.hello.reads.trained_for[:16]}, but the target {target.model} is "
         f"{target.hello.states.checkpoint[:16]}: the output is the same, but fewer of its "
         "guesses may be right"
     )
@@ -84,7 +84,7 @@ def read_language(hello: Hello) -> Language | None:
     if hello.vocabulary is None or not (tokenizer or (drafts and hello.table is not None)):
         raise RequestError(
             "protocol",
-            f"the worker {hello.name} introduced itself without vocabulary and tokenizer",
+            f"the worker {hello.name} registered without vocabulary and tokenizer",
         )
     try:
         table = (

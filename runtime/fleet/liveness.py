@@ -1,9 +1,8 @@
 """Liveness: whether a worker still executes its commands, judged by its answers to probes. Pure:
 times are arguments. A worker executes one command after the other, and messages keep their order
-both ways. So if it answers a probe between two commands, it has answered everything that was sent
-before: what it owed when the probe was sent and still owes will not come. An answer during a
-command only shows that it is computing.
-"""
+both ways. So if it answers a probe between two commands, it has answered everything sent before:
+anything owed both when the probe was sent and now will not come. An answer during a command only
+shows that it is computing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,11 +26,11 @@ class Liveness:
     silent_ns: int = 0  # its silence since the probe; 0 again with its next message
 
     def probed(self, owed: Mapping[int, Owed], now_ns: int) -> None:
-        """A probe leaves."""
+        """Note that a probe is sent."""
         self.owed, self.sent_ns = dict(owed), now_ns
 
     def missed(self, since_ns: int) -> None:
-        """It has been looked at, and has not answered."""
+        """Note at a check that it has not answered."""
         self.silent_ns += min(since_ns, MOST_STEP_NS)
 
     def has_forgotten(self, answer: Probed, owed: Mapping[int, Owed]) -> bool:

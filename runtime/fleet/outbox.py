@@ -1,7 +1,6 @@
-"""Messages to one client, in order. Text that comes quickly is delayed a little and merged;
-messages wait while the socket's queue is full. Without sockets and clocks: times and the function
-that sends are arguments.
-"""
+"""Messages to one client, in order. Text in quick succession is delayed a little and merged;
+messages wait while the socket's queue is full. Without sockets and clocks: times and the sending
+function are arguments."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,9 +20,8 @@ from dovetail.protocol.messages import (
 )
 
 EMIT_EVERY_NS = 20_000_000
-"""The least time between two texts to a client: people do not read faster, and where cores are few
-the client would take one from a worker. Waking up and sending over HTTP takes some 300 us of a
-core."""
+"""The least time between two texts to a client: people do not read faster, and on few cores the
+client would slow down a worker. Waking up and sending over HTTP takes some 300 us of a core."""
 MAX_JOINED = 8192  # the most tokens in one message, so that every message can be sent
 RECORD_EVERY_NS = 2_000_000  # the least time between two records
 OBJECT_BYTES, TOKEN_BYTES, SCORE_BYTES = 512, 48, 144
@@ -31,12 +29,12 @@ OBJECT_BYTES, TOKEN_BYTES, SCORE_BYTES = 512, 48, 144
 
 
 def scores_size(scores: Sequence[TokenLogprobs]) -> int:
-    """Return approximately the bytes of scores in memory; those of a reply have one size."""
+    """Return roughly the bytes of scores in memory; those of a reply have one size."""
     return len(scores) * (OBJECT_BYTES + SCORE_BYTES * len(scores[0].top)) if scores else 0
 
 
 def size_of(message: Message) -> int:
-    """Return approximately the bytes that a message takes in memory."""
+    """Return roughly the bytes of a message in memory."""
     match message:
         case Submit():
             texts = sum(4 * len(text) for text in (message.text or "", *(message.turns or ())))
@@ -53,9 +51,9 @@ def size_of(message: Message) -> int:
 
 @dataclass
 class _Piece:
-    """One message to be sent, or texts of one request in a row."""
+    """One message to be sent, or consecutive texts of one request."""
 
-    request: int  # -1: it is about none
+    request: int  # -1: none
     messages: list[Message]
     tokens: int = 0
     bytes: int = 0
@@ -84,7 +82,7 @@ class Outbox:
         self._waiting: deque[_Piece] = deque()
         self._open: dict[int, _Piece] = {}
         """By request: the waiting text that can still be added to."""
-        self._begun: set[int] = set()  # requests with text sent, and not yet their end
+        self._begun: set[int] = set()  # requests with text sent that have not ended
         self.bytes = 0  # approximate bytes of the waiting messages in memory
         self._patience_ns = EMIT_EVERY_NS
         self._sent_ns = 0
@@ -94,7 +92,8 @@ class Outbox:
         return len(self._waiting)
 
     def add(self, message: Message) -> None:
-        """Text and records can wait, but for the first text of a request; anything else cannot."""
+        """Queue a message. Text and records may be delayed, except the first text of a request;
+        other messages are due at once."""
         request, size = _subject(message), size_of(message)
         self.bytes += size
         if not isinstance(message, Emitted):
@@ -123,19 +122,19 @@ class Outbox:
 
     @property
     def patience_ns(self) -> int:
-        """After so long what waits is due."""
+        """Waiting messages are due after this time."""
         return self._patience_ns
 
     def remind(self) -> bool:
-        """Return whether the caller must call again in `patience_ns` for waiting messages; true
-        once until they are sent, or if it is sooner than returned before."""
+        """Return whether the caller must call again in `patience_ns` for waiting messages: True
+        once until they are sent, or if it is sooner than before."""
         sooner = self._reminded_ns is None or self._patience_ns < self._reminded_ns
         if sooner:
             self._reminded_ns = self._patience_ns
         return sooner
 
     def send(self, send: Callable[[Message], None], now_ns: int) -> None:
-        """Send what waits, until the queue is full; whatever else `send` raises passes."""
+        """Send waiting messages until the queue is full; other exceptions of `send` propagate."""
         self._sent_ns, self._reminded_ns, self._patience_ns = now_ns, None, EMIT_EVERY_NS
         while self._waiting:
             try:
@@ -153,7 +152,7 @@ class Outbox:
         return request
 
     def forget(self, request: int) -> None:
-        """Forget all that waits about a request."""
+        """Drop all waiting messages about a request."""
         self._begun.discard(request)
         self._open.pop(request, None)
         self._waiting = deque(piece for piece in self._waiting if piece.request != request)
@@ -173,7 +172,7 @@ class Outbox:
 
 
 def _subject(message: Message) -> int:
-    """The request that a message is about; -1 where it is about none."""
+    """Return the request that a message is about; -1 if none."""
     if isinstance(message, Failed):
         return -1 if message.session is None else message.session
     return getattr(message, "request", -1)

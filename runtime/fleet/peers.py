@@ -18,7 +18,7 @@ from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Turns
 from dovetail.runtime.text.tokenizer import Spelling, TextCodec
 
-LATE_TRIPS = 16  # probes that a worker's round trip is the least of
+LATE_TRIPS = 16  # probes whose least time is a worker's round trip
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Language:
 
 @dataclass
 class Traffic:
-    """The bytes that go over the link of one worker."""
+    """The bytes sent over the link of one worker."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -87,10 +87,10 @@ class Worker:
     awaiting_probe: bool = False
     liveness: Liveness = field(default_factory=Liveness)
     stuck: bool = False
-    """The worker owes an answer for too long, and gets no sessions until it has given it."""
+    """The worker has owed an answer for too long, and gets no sessions until it has answered."""
     silent: bool = False
     """The worker has not responded for too long, and gets no sessions until it does."""
-    standby: bool = False  # the worker gets no sessions until it is put in place
+    standby: bool = False  # the worker gets no sessions until it is promoted
     leaving: bool = False
     """The worker gets no more sessions, and is dismissed when its sessions have ended or moved."""
     sessions: int = 0
@@ -102,21 +102,21 @@ class Worker:
     reading: ReadingCosts = field(default_factory=ReadingCosts)
     """The cost of prefill, by rows of logs."""
     read_ns: dict[str, int] = field(default_factory=dict)
-    """By owner: when a log of theirs was last read to its end, if recently."""
+    """By owner: when a log of theirs was last prefilled to its end, if recently."""
     round_s: Average = field(default_factory=Average)
-    """Seconds of a round of its sessions, as a target, while nothing is read."""
+    """Seconds of a round of its sessions, as a target, without prefill."""
     tokens: Average = field(default_factory=Average)
     """Tokens of these rounds, and `rows`: the rows of each in its pass."""
     rows: Average = field(default_factory=Average)
     passing: Pass | None = None  # the pass that it computes as a target
-    context: float = 0.0  # tokens before the rows of its last pass, in their mean
+    context: float = 0.0  # the mean context of its last pass, in tokens
     sharing: Average = field(default_factory=Average)
-    """Sessions of the passes that `round_s` is of, of each as often as it has sessions."""
-    alone_rows: int = 0  # rows of the chunk that it reads now in a separate pass; 0 if none
+    """Sessions per pass in `round_s`, each pass weighted by its sessions."""
+    alone_rows: int = 0  # rows of the chunk that it now prefills in a separate pass; 0: none
     traffic: Traffic = field(default_factory=Traffic)
-    prompts: int = 0  # prompts, and logs, that it was given to read
+    prompts: int = 0  # prompts and logs that it was given to prefill
     held_until_ns: int | None = None
-    """Until when a pass waits for proposals that are nearly ready; None if none does."""
+    """Until when a pass waits for proposals that are almost ready, if one does."""
 
     @property
     def name(self) -> str:
@@ -124,17 +124,17 @@ class Worker:
 
     @property
     def model(self) -> str:
-        """Return the name of its model, or its own."""
+        """The name of its model, or its own."""
         return self.hello.model or self.hello.name
 
     @property
     def process(self) -> tuple[str, int]:
-        """Return the host that it runs on, and its process id there."""
+        """The host that it runs on, and its process id there."""
         return self.hello.host, self.hello.pid
 
     @property
     def facts(self) -> VocabularyFacts:
-        """Return the vocabulary's facts of a target."""
+        """The facts of a target's vocabulary."""
         assert self.language is not None
         return self.language.facts
 
@@ -145,13 +145,13 @@ class Worker:
 
     @property
     def spelling(self) -> Spelling:
-        """Return the detokenizer of a target's vocabulary."""
+        """The detokenizer of a target's vocabulary."""
         assert self.language is not None
         return self.language.spelling
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """Return the spellings of the tokens that end a reply; empty for a draft."""
+        """The spellings of the tokens that end a reply; empty for a draft."""
         if self.language is None:
             return ()
         return tuple(self.spelling.token(end)[:120] for end in self.facts.end)
@@ -161,22 +161,22 @@ class Worker:
 
     @property
     def available(self) -> bool:
-        """Return whether it may be given sessions."""
+        """Whether it may be given sessions."""
         return not (self.standby or self.leaving or self.stuck or self.silent)
 
     @property
     def serves(self) -> bool:
-        """Return whether it is neither a spare nor leaving."""
+        """Whether it is neither on standby nor leaving."""
         return not (self.standby or self.leaving)
 
     @property
     def hop_s(self) -> float:
-        """Return the seconds of a round trip, as far as known."""
+        """The seconds of a round trip, as far as known."""
         return (self.round_trip_ns or 0) / 1e9
 
     @property
     def whereabouts(self) -> str:
-        """Return its name, process and host in words."""
+        """Its name, process and host in words."""
         return f"{self.name} (pid {self.hello.pid} on {self.hello.host})"
 
     def reads_as(self, other: "Worker") -> bool:
@@ -184,12 +184,12 @@ class Worker:
         return (self.facts.digest, self.facts.size) == (other.facts.digest, other.facts.size)
 
     def had_round(self, seconds: float, tokens: int, rows: int) -> None:
-        """Learn from a round of one of its sessions, as a target, in which nothing was read."""
+        """Learn from a round of one of its sessions, as a target, without prefill."""
         for average, value in ((self.round_s, seconds), (self.tokens, tokens), (self.rows, rows)):
             average.add(value)
 
     def state(self, now_ns: int) -> WorkerState:
-        """Return its figures, as `dovetail status` shows them."""
+        """Return its figures, as shown by `dovetail status`."""
         hello, probed = self.hello, self.probed
         return WorkerState(
             name=hello.name,

@@ -1,10 +1,9 @@
-"""Which workers serve a session: those with which its tokens should come fastest; and what of an
-ended session each of them goes on from.
+"""Chooses which workers serve a session (those with the highest expected rate) and which rows of an
+ended session each of them reuses.
 
-What a worker's passes cost with one session more is predicted from what they have cost, or from its
-profile; where that is not known of all who are there, the one with the fewest sessions gets it, and
-is known soon. Workers are looked at, and nothing is sent.
-"""
+The cost of a worker's passes with one more session is predicted from past passes or its profile. If
+it is not known for all candidates, the one with the fewest sessions is chosen, and so becomes
+known. Sends nothing."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -29,7 +28,7 @@ from dovetail.runtime.session.session import Session
 from dovetail.runtime.telemetry.metrics import Accounts, Tally
 
 REFEED_WORTH = 64
-"""`JOIN_WORTH` if the draft reads its target, which then must read the whole log again."""
+"""Like `JOIN_WORTH`, if the draft reads its target, which then must prefill the whole log again."""
 
 
 class Placement:
@@ -45,9 +44,9 @@ class Placement:
         say: Callable[[str], None],
         sessions: int = 0,
     ) -> None:
-        """`running`: the sessions by their numbers. `reuse`: sessions may continue from the rows of
-        others. `say` is called with every decision about a session's drafting; `sessions`: the
-        highest number so far."""
+        """`running`: the sessions by their numbers. `reuse`: sessions may reuse rows of others.
+        `say` is called with every decision about a session's drafting; `sessions`: the highest
+        number so far."""
         self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
         self._running = running
         self._pairs: dict[Peers, Pair] = {}  # by the addresses of draft and target
@@ -75,7 +74,7 @@ class Placement:
         return self._pairs[key], self._pairs[key].costs
 
     def forget(self, worker: Worker) -> None:
-        """Forget a worker that is not here any more."""
+        """Forget a worker that is no longer registered."""
         self._alone.pop(worker.peer, None)
         self._pairs = {
             peers: pair for peers, pair in self._pairs.items() if worker.peer not in peers
@@ -101,7 +100,7 @@ class Placement:
         return best(targets, [target_rate(target, self._pairs, context) for target in targets])
 
     def reader(self) -> Worker | None:
-        """The target whose tokenizer and limits are used for requests: that with the longest
+        """Return the target whose tokenizer and limits are used for requests: that with the longest
         context, so that the limit does not depend on placement."""
         targets = [
             worker
@@ -131,7 +130,7 @@ class Placement:
 
     def goes_with(self, draft: Worker, target: Worker) -> bool:
         """Return whether a draft can draft for a target: one that shares a process with a target
-        reads that one's rows, and no other's."""
+        reads that target's rows only."""
         own = [
             other
             for other in self._registry.workers.values()
@@ -142,12 +141,10 @@ class Placement:
     def settle(
         self, target: Worker, request: Request, has_room: Callable[[Worker], bool]
     ) -> Worker | None:
-        """Return the target for a request that was tokenized for `target`: the best one of the same
-        tokens that has room for it; None if all are full, and the request must wait.
-
-        If `target` is lost and no other could ever take the request, return `target` anyway: the
-        session then waits for it to return.
-        """
+        """Return the target for a request that was tokenized for `target`: the best one with the
+        same vocabulary that has room for it; None if all are full, and the request must wait. If
+        `target` is lost and no other could ever take the request, return `target` anyway: the
+        session then waits for it to return."""
         able = [
             other
             for other in self._registry.workers.values()
@@ -174,8 +171,8 @@ class Placement:
         now_ns: int,
         begun: StoredReply | None = None,
     ) -> RunningRequest:
-        """A session for a request, on its target and on the draft worker that promises most.
-        `begun`: what an earlier coordinator has committed for it."""
+        """Return a session for a request, on its target and on the best draft worker. `begun`: what
+        an earlier coordinator has committed for it."""
         drafts = submit.speculate and bool(submit.tree.gamma) and submit.max_tokens > 0
         log = request.packed if begun is None else begun.log
         length = len(log) // TOKEN_BYTES
@@ -213,9 +210,9 @@ class Placement:
         return running
 
     def _beginning(self, target: Worker, request: Request) -> Base | None:
-        """Return the shared rows that a request can begin with on its target if its draft, which
-        reads the target's features, does not have them. The draft then joins later, if that is
-        worth computing all features again."""
+        """Return shared rows that a request can reuse on its target although its draft, which reads
+        the target's features, lacks them. The draft then joins later, if that is worth recomputing
+        all features."""
         running = prompts_on_target(self._running, target, request.owner)
         base = target.shelf.find(request.packed, owner=request.owner, running=running)
         return base if base is not None and base.shared else None
@@ -229,7 +226,7 @@ class Placement:
         request: Request,
         now_ns: int,
     ) -> RunningRequest:
-        """A session on these workers, of which nothing counts."""
+        """Return a session on these workers that is not counted."""
         draft_sync = (
             DraftSync(len(request.prompt), reads=draft.hello.reads) if draft is not None else None
         )
@@ -240,8 +237,8 @@ class Placement:
     def read_log(
         self, client: ClientPeer, target: Worker, request: Request, now_ns: int
     ) -> RunningRequest:
-        """An uncounted session that only reads the prompt of `request` on this target, ahead of a
-        move. It continues from the rows that the target has."""
+        """Return an uncounted session that only prefills the prompt of `request` on this target,
+        ahead of a move. It reuses rows that the target has."""
         submit = Submit(
             epoch=self._epoch,
             request=0,
@@ -258,7 +255,7 @@ class Placement:
         return running
 
     def begins_with(self, log: bytes, request: Request, target: Worker) -> Base | None:
-        """Return what a target has of a session that another one serves, packed as `log`."""
+        """Return the rows that a target has of a session on another target, packed as `log`."""
         if not (self._reuse and request.may_reuse):
             return None
         running = prompts_on_target(self._running, target, request.owner)
@@ -315,8 +312,8 @@ class Placement:
         )
 
     def _is_worth_joining(self, draft: Worker, running: RunningRequest) -> bool:
-        """Return whether enough may still come for a draft to be worth what it has to read; one
-        that reads its target is to have paid of late, too."""
+        """Return whether enough tokens may still come to pay for a draft's prefill; one that reads
+        its target must have paid off recently, too."""
         if draft.peer in running.shunned or draft is running.draft:
             return False
         if draft.hello.reads is None:
@@ -329,8 +326,8 @@ class Placement:
         )
 
     def draft_base(self, running: RunningRequest, draft: Worker) -> Base | None:
-        """Return what a draft that joins a session goes on from; its cache pins it. It reads all
-        but the last token of the log."""
+        """Return the rows that a joining draft reuses; its cache pins them. It prefills all but the
+        last token of the log."""
         session = running.session
         if not (self._reuse and session.request.may_reuse) or draft is running.target:
             return None
@@ -344,8 +341,8 @@ class Placement:
         return base
 
     def target_base(self, running: RunningRequest, target: Worker) -> Base | None:
-        """Return the base on a session's new target, or None. The target reads the rest of the log;
-        features of the base are not needed any more."""
+        """Return the base on a session's new target, or None. The target prefills the rest of the
+        log; features of the base are not needed any more."""
         session = running.session
         if running.draft is target:
             return None

@@ -1,8 +1,7 @@
-"""The prefix cache: the rows of ended sessions that a worker still has, and from which session,
-ended or running, a prompt continues. A `PrefixCache` is for one worker: it has the logs of the
-sessions whose caches that worker keeps, and evicts the oldest when there is no room. Logs are
-compared as bytes, so that a prompt of a hundred thousand tokens takes microseconds. Pure.
-"""
+"""The prefix cache: the rows of ended sessions that a worker still has, and the session, ended or
+running, that a prompt reuses. A `PrefixCache` is for one worker: it has the logs of the sessions
+whose caches that worker keeps, and evicts the oldest when there is no room. Logs are compared as
+bytes, so that a prompt of a hundred thousand tokens takes microseconds. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,7 @@ class PrefixCache:
     """The ended sessions that one worker keeps, oldest first."""
 
     limit: int  # tokens of all of them
-    shares: bool = False
-    """True if several sessions can go on from the same one, which stays as it is."""
+    shares: bool = False  # True if several sessions can reuse the same one, which stays as it is
     shared: SharedRows = field(default_factory=SharedRows)
     _kept: dict[int, Kept] = field(default_factory=dict)
     _pinned: dict[int, Kept] = field(default_factory=dict)
@@ -33,7 +31,7 @@ class PrefixCache:
         return _tokens(self._kept) + _tokens(self._pinned)
 
     def add(self, kept: Kept) -> list[int] | None:
-        """The sessions that have to go for this one; None if it is not kept itself."""
+        """Add a session. Return the sessions evicted for it; None if it is not kept itself."""
         if kept.rows < WORTH or kept.tokens + _tokens(self._pinned) > self.limit:
             return None
         gone = []
@@ -43,13 +41,14 @@ class PrefixCache:
         return gone
 
     def hold(self, kept: Kept) -> None:
-        """Keep a session of an earlier coordinator, whatever room it takes: the worker holds it."""
+        """Keep a session of an earlier coordinator, regardless of the limit: the worker holds
+        it."""
         self._kept[kept.session] = kept
 
     def give_up(self, tokens: int, base: Base | None = None) -> list[int]:
-        """Drop kept sessions, the oldest first, until at most `tokens` tokens are kept, and return
-        their numbers. Pinned sessions neither count nor go. `base`: what a session is to begin
-        with; the rows that it shares count as that one's, and it goes last."""
+        """Evict kept sessions, the oldest first, until at most `tokens` tokens are kept, and return
+        their numbers. Pinned sessions neither count nor go. `base`: what a session is about to
+        reuse; the rows that it shares count as that one's, and it goes last."""
         spared = base.session if base is not None and base.session in self._kept else None
         if base is not None and spared is not None:
             tokens += base.tokens // WHOLE * WHOLE
@@ -66,8 +65,8 @@ class PrefixCache:
         return oldest
 
     def pin(self, base: Base) -> None:
-        """Another session is to have the cache of this one, as soon as the worker is free: then it
-        is `taken`. Until then it may be given back. A base that is shared needs no pin."""
+        """Reserve the cache of a session for another one until it is `taken` or given back. A
+        shared base needs no pin."""
         if not base.shared:
             self._pinned[base.session] = self._kept.pop(base.session)
 
@@ -87,21 +86,20 @@ class PrefixCache:
             self.shared.end(base.session)
 
     def give_back(self, base: Base) -> None:
-        """The other session has ended before it began."""
+        """Give a base back, since its session ended before it began."""
         if not base.shared and (kept := self._pinned.pop(base.session, None)) is not None:
             self._kept[base.session] = kept
 
     def find(
         self, prompt: bytes, *, owner: str = "", known: int = 0, running: Iterable[Kept] = ()
     ) -> Base | None:
-        """Return the owner's session with the longest common beginning, the youngest kept one of
-        equals. `known`: how many tokens after a row must be equal for the row to be valid;
-        `running`: sessions that run there. The last token of the prompt is always read, since its
-        logits are needed. A session that runs, or that would lose much, is shared. If the worker
-        cannot share, a session that would lose more than is gained is not used, since its next turn
-        may come: a beginning of many prompts would otherwise cost one conversation after the other
-        its cache.
-        """
+        """Return the owner's session with the longest common prefix, of equals the youngest kept
+        one. `known`: how many tokens after a row must be equal for the row to be valid; `running`:
+        sessions that run there. The last token of the prompt is always computed, since its logits
+        are needed. A session that runs, or that would lose much, is shared. If the worker cannot
+        share, a session that would lose more than is gained is not used, since its next turn may
+        come: otherwise a common prefix of many prompts would cost one conversation after the other
+        its cache."""
         found, least = None, WORTH
         for kept in (*reversed(self._kept.values()), *(running if self.shares else ())):
             needed = TOKEN_BYTES * (least + known)
@@ -127,12 +125,10 @@ def bases(
     on_target: Iterable[Kept] = (),
     on_draft: Iterable[Kept] = (),
 ) -> tuple[Base | None, Base | None]:
-    """Return what a session's target and draft go on from; their caches pin what is used up.
-    `on_target` and `on_draft`: sessions that run there.
-
-    A draft that `reads` its target gets features of what the target reads now: both go on from the
-    same position. And its row of a position was made with the token behind it as well.
-    """
+    """Return what a session's target and draft reuse; their caches pin what is used up. `on_target`
+    and `on_draft`: sessions that run there. A draft that `reads` its target gets features of what
+    the target computes now, so both start from the same position; and since its rows also consume
+    the next token, that must match, too."""
     of_target = target.find(prompt, owner=owner, running=on_target)
     of_draft = (
         draft.find(prompt, owner=owner, known=int(reads), running=on_draft)
@@ -156,7 +152,7 @@ def _tokens(sessions: dict[int, Kept]) -> int:
 
 
 def common_tokens(one: bytes, other: bytes) -> int:
-    """With how many tokens two packed logs begin alike."""
+    """Return the length of the common prefix of two packed logs, in tokens."""
     alike, most = 0, min(len(one), len(other)) // TOKEN_BYTES
     while alike < most:
         middle = (alike + most + 1) // 2

@@ -1,23 +1,21 @@
 """The queue of requests that wait for room on a target, fair by API key. Pure: times are arguments.
-A key is charged the tokens that it holds on targets or those that it received recently, whichever
-are more, minus some for each second that it has waited: since its first waiting request came, or
-since its last request began, whichever is later, so that a key with many requests ages no faster
-than one with few. The first request of the key with the lowest charge is next, so that none waits
-for ever. Requests of one key keep their order, except for those that wait for something other than
-room, which the others overtake. A request that does not fit yet is overtaken by those of other
-keys, but not for long.
-"""
+
+A key is charged the tokens that it holds on targets or that it received recently, whichever is
+more, minus some for each second that it has waited: since its first waiting request came, or since
+its last request began, whichever is later, so that a key with many requests ages no faster than one
+with few. The first request of the key with the lowest charge is next, so none waits for ever.
+Requests of one key keep their order, except that those waiting for something other than room are
+overtaken. A request that does not fit yet is overtaken by those of other keys, but not for long."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 AGEING = 256.0  # tokens taken off a key's charge for each second that it has waited
-HALF_LIFE_S = 30.0  # the time after which tokens that a key was given count half
+HALF_LIFE_S = 30.0  # the half-life of tokens that a key was given
 PASSED_S = 10.0  # a request that has waited for this long is no longer overtaken by others
 
-MOST_PASSED = 8
-"""The most requests of a key that are overtaken: each is looked at whenever anything happens."""
+MOST_PASSED = 8  # the most requests of a key that are overtaken: each is checked at every event
 
 T = TypeVar("T")
 
@@ -33,7 +31,7 @@ class Waiting(Generic[T]):
 
 @dataclass(frozen=True)
 class KeyQueue(Generic[T]):
-    """The requests of one key that wait: their number, and the first, with its seconds."""
+    """The waiting requests of one key: their number, and the first, with its seconds."""
 
     key: str
     length: int
@@ -42,13 +40,12 @@ class KeyQueue(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """The requests that wait, by API key."""
+    """The waiting requests, by API key."""
 
     def __init__(self, most: int, most_of_key: int) -> None:
         """`most`: how many requests may wait; `most_of_key`: how many of one key."""
         self._most, self._most_of_key = most, most_of_key
-        self._waiting: dict[str, list[Waiting[T]]] = {}
-        """By key: its requests, in the order in which they came."""
+        self._waiting: dict[str, list[Waiting[T]]] = {}  # by key: its requests, in order of arrival
         self._given: dict[str, tuple[float, int]] = {}
         """By key: its tokens, halved every `HALF_LIFE_S`, and their time in ns."""
         self._begun: dict[str, int] = {}

@@ -11,7 +11,7 @@ Peers = tuple[bytes, bytes]  # the addresses of a draft and a target
 
 
 def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
-    """The workers of a role that may get one more session."""
+    """Return the workers of a role that may get one more session."""
     return [
         worker
         for worker in workers
@@ -20,8 +20,8 @@ def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
 
 
 def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
-    """By rate where all are known (0: not), of equals and otherwise by how few sessions they hold,
-    of those with as few one that is not known yet."""
+    """Return the worker with the highest rate if all are known (0: unknown). Of equals, and
+    otherwise, return the one with the fewest sessions, preferably one with an unknown rate."""
     known = all(rates)
     ranked = [
         (-rate if known else 0.0, worker.sessions, rate > 0.0, place)
@@ -31,8 +31,8 @@ def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
 
 
 def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> float:
-    """Rounds a second with one session more, each with as many rows as they have there; 0: not
-    known. What a round brings is the draft's merit."""
+    """Return rounds a second with one more session, each with the usual rows; 0: not known. What a
+    round yields depends on the draft."""
     if not target.verifying.known:
         return 0.0
     gammas = [
@@ -45,8 +45,8 @@ def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> fl
 
 
 def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
-    """Tokens a second of one more session; 0 if not known. Its drafting waits for the others' where
-    they share no passes; its verification is one pass with theirs."""
+    """Return tokens a second of one more session; 0 if not known. Its drafting waits for the
+    others' if they share no passes; its verification is one pass with theirs."""
     if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
         return 0.0
     verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)

@@ -1,7 +1,6 @@
 """The registry of workers and clients, and the checks of a Hello that only the coordinator can do:
 protocol versions, the role of a key, whether a draft fits its target (`fit.py`). Without sockets; a
-refusal is a `RequestError` whose code and text are sent to the peer.
-"""
+refusal is a `RequestError` whose code and text are sent to the peer."""
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.keys import PeerKey
@@ -22,28 +21,27 @@ from dovetail.runtime.fleet.scheduler import Turns
 MAX_WORKERS = 64
 LOADING_NS = 15 * 10**9
 """A worker that is silent for this long while its model loads is no longer listed."""
-MAX_CLIENTS = 960
-"""The most clients; however many there are, a worker that was lost finds its place free."""
+MAX_CLIENTS = 960  # the most clients: even then a lost worker can register again
 
 
 class Registry:
-    """The peers that are here now, by their address on the hub."""
+    """The present peers, by their address on the hub."""
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
         self.workers: dict[bytes, Worker] = {}
         self.clients: dict[bytes, ClientPeer] = {}
         self.engaged: set[tuple[str, int]] = set()
-        """Workers from standby that were put in place: one whose connection failed before it got
-        that message is in place when it reconnects."""
+        """Workers promoted from standby: one whose connection failed before it received that
+        message is promoted when it reconnects."""
         self._loading: dict[bytes, tuple[LoadingState, int]] = {}
-        """The last words of each worker that is not registered yet, and when they came."""
+        """The last progress of each worker that is not registered yet, and when it came."""
 
     def hear_loading(
         self, peer: bytes, state: LoadingState, key: PeerKey | None, now_ns: int
     ) -> None:
-        """Note how far a worker has got that loads its model; one that may not play its role, or is
-        one too many, is not noted."""
+        """Note the progress of a worker that loads its model, unless its key lacks the role or
+        there are too many workers."""
         if "client" in state.roles or (key is not None and not key.may_be(state.roles)):
             return
         self._loading = {
@@ -63,9 +61,8 @@ class Registry:
     def admit(
         self, peer: bytes, hello: Hello, key: PeerKey | None, now_ns: int
     ) -> Worker | ClientPeer:
-        """Register a newcomer; `RequestError` with the reason of a refusal."""
-        # A sender would have to leave out fields that an older minor does not have, and none does
-        # yet.
+        """Register a newcomer; raise `RequestError` with the reason of a refusal."""
+        # No sender leaves out fields that an older minor version lacks yet.
         if hello.version != VERSION:
             raise RequestError(
                 "version",
@@ -99,7 +96,7 @@ class Registry:
             worker.plays("target")
             and any(other.plays("target") and other.serves for other in self.workers.values())
         ):
-            self.check_place(worker)  # the drafts that are there have their target
+            self.check_place(worker)  # the present drafts keep their target
         self.workers[peer] = worker
         self._loading.pop(peer, None)
         return worker
@@ -118,7 +115,7 @@ class Registry:
             check_fit(draft, newcomer)
 
     def misfits(self, target: Worker) -> list[tuple[Worker, RequestError]]:
-        """Return the draft workers that came before this target and do not fit it."""
+        """Return the draft workers that registered before this target and do not fit it."""
         misfits = []
         for worker in self._others(target, "draft"):
             try:
@@ -129,8 +126,8 @@ class Registry:
 
     def warnings(self, worker: Worker) -> list[str]:
         """Return warnings about this worker together with the present ones: heads that were trained
-        for another checkpoint work, but guess badly, and workers with the same cores slow each
-        other down."""
+        for another checkpoint work, but guess badly, and workers on the same cores slow each other
+        down."""
         pairs = [(worker, target) for target in self._others(worker, "target")] + [
             (draft, worker) for draft in self._others(worker, "draft")
         ]
@@ -144,8 +141,8 @@ class Registry:
         ]
 
     def _beside(self, worker: Worker) -> list[Worker]:
-        """Return the other workers of a role of this one that compute on cores of it, unless one of
-        the two stands by. A draft may well share a core with its target: they take turns."""
+        """Return the other serving workers of the same role that share cores with this one. A draft
+        may share a core with its target: they take turns."""
         return [
             other
             for other in self.workers.values()
@@ -156,7 +153,7 @@ class Registry:
         ]
 
     def medley(self) -> str:
-        """Return in words that targets of different checkpoints serve; empty: they do not."""
+        """Return in words that targets of different checkpoints serve; empty if they do not."""
         serving = [
             worker for worker in self.workers.values() if worker.plays("target") and worker.serves
         ]
@@ -188,13 +185,11 @@ class Registry:
         if "client" in hello.roles:
             raise RequestError("role", "a client cannot be a worker as well")
         if hello.limits is None:
-            raise RequestError(
-                "protocol", f"the worker {hello.name} introduced itself without limits"
-            )
+            raise RequestError("protocol", f"the worker {hello.name} registered without limits")
         if "target" in hello.roles and hello.fingerprint is None:
             raise RequestError(
                 "protocol",
-                f"the target worker {hello.name} introduced itself without a fingerprint",
+                f"the target worker {hello.name} registered without a fingerprint",
             )
         language = read_language(hello)
         if hello.roles == ("draft",):  # never requested of a draft
@@ -217,7 +212,7 @@ class Registry:
         return worker
 
     def _others(self, worker: Worker, role: Role) -> list[Worker]:
-        """Return the serving workers of a role that this one fits."""
+        """Return the serving workers of a role that this one must fit."""
         partner = "draft" if role == "target" else "target"
         return [
             other

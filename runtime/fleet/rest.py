@@ -1,4 +1,4 @@
-"""The unread rows of a log that a worker reads in chunks. Pure."""
+"""The unread rows of a log that a worker prefills in chunks. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,22 @@ from dovetail.protocol.messages import Open, ReadItem, Refeed
 
 @dataclass(frozen=True)
 class Rest:
-    """The unread rows of a log that a worker reads in chunks."""
+    """The unread rows of a log that a worker prefills in chunks."""
 
-    command: Open | Refeed  # the command that the log began to be read with
+    command: Open | Refeed  # the command that started the prefill
     done: int
-    """Rows of the log that have been read; -1: not known, since the command was not sent yet."""
+    """Rows of the log that have been prefilled; -1: not known, since the command was not sent
+    yet."""
 
     @property
     def rows(self) -> int:
-        """Return how many rows of the log are to be read in all."""
+        """The number of rows of the log to prefill in all."""
         command = self.command
         return len(command.prompt) if isinstance(command, Open) else command.prefix - 1
 
     @property
     def left(self) -> int:
-        """Return how many rows are unread, as far as known."""
+        """The number of unread rows, as far as known."""
         return self.rows - max(self.done, 0)
 
     def item(self, rows: int) -> ReadItem:

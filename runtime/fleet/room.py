@@ -16,7 +16,7 @@ def tokens_of(request: Request) -> int:
 
 def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
     """Return how many tokens the sessions on a target may take in all, including those whose logs
-    are read there before a move."""
+    are prefilled there before a move."""
     there = {one.session.number: tokens_of(one.claim) for one in _on(target, running)}
     return sum(there.values()) - target.shelf.shared.saved(there)
 
@@ -24,8 +24,8 @@ def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
 def has_room(
     target: Worker, request: Request, running: Mapping[int, RunningRequest], *, reuse: bool
 ) -> bool:
-    """True if a request fits into a target's memory with those that run there. An idle target takes
-    any, and refuses one that is too large."""
+    """Return whether a request fits into a target's memory along with the sessions there. An idle
+    target takes any, and refuses one that is too large."""
     held = held_on(target, running)
     return (
         target.limits.room is None
@@ -37,8 +37,8 @@ def has_room(
 def needs(
     request: Request, target: Worker, running: Mapping[int, RunningRequest], *, reuse: bool
 ) -> int:
-    """Return how many tokens a request may take on a target in addition to those that run there.
-    `reuse`: sessions may continue from the rows of others."""
+    """Return how many tokens a request may take on a target in addition to the sessions there.
+    `reuse`: sessions may reuse rows of others."""
     if not (reuse and request.may_reuse):
         return tokens_of(request)
     begun = prompts_on_target(running, target, request.owner)

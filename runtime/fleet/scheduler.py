@@ -1,12 +1,11 @@
 """The order of commands on each worker. A worker executes one command at a time; others wait here,
-in their order. Verifications are the exception: all that wait for a target worker when it becomes
-idle are sent as one `Verify`, so that one pass over the weights serves several sessions. Draft
-commands of a draft whose passes several sessions share are sent as one `Drafts`. Prompts and other
-logs are read in chunks, if the worker can do that: after each chunk the unread rows queue behind
-the commands that arrived meanwhile, and share their passes. Knows no sockets and no clock, and
-nothing of a session but its number; `cut` says how many nodes of a tree go into a pass, `share` how
-many rows of logs, `first` which log is read first.
-"""
+in order. Verifications are the exception: all that wait for a target worker when it becomes idle
+are sent as one `Verify`, so that one pass over the weights serves several sessions. Draft commands
+of a draft with shared passes are sent as one `Drafts`. Prompts and other logs are prefilled in
+chunks, if the worker can: after each chunk the unread rows queue behind the commands that arrived
+meanwhile, and share their passes. Knows no sockets and no clock, and only a session's number; `cut`
+decides how many nodes of a tree go into a pass, `share` how many rows of logs, `first` which log is
+read first."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from dovetail.runtime.fleet.rest import Rest
 from dovetail.runtime.fleet.sharing import alike, beginning, drawn_from
 
 Command = Open | Feed | Refeed | Draft | Verify
-"""A Verify of one item each: they are put together here."""
+"""A Verify has one item each here; they are combined later."""
 
 
 Waiting = Command | Rest
@@ -58,12 +57,12 @@ Share = Callable[[Sequence[VerifyItem], Sequence[Rest]], Sequence[int]]
 
 
 Hold = Callable[[Sequence[int]], bool]
-"""True if a pass of these sessions should wait for proposals that are nearly ready; the caller must
-then check again. Without sessions: True if a chunk in a separate pass should wait."""
+"""Returns True if a pass of these sessions should wait for proposals that are almost ready; the
+caller must then check again. Without sessions: whether a chunk in a separate pass should wait."""
 
 
 def whole(items: Sequence[VerifyItem]) -> Sequence[int]:
-    """All of them."""
+    """Return all nodes of each item."""
     return [len(item.tokens) for item in items]
 
 
@@ -74,28 +73,28 @@ def all_rows(items: Sequence[VerifyItem], logs: Sequence[Rest]) -> Sequence[int]
 
 @dataclass
 class Turns:
-    """The commands that wait for one worker, and the answers it owes."""
+    """The commands that wait for one worker, and the answers that it owes."""
 
     epoch: int
-    cut: Cut = whole  # called for items whose nodes were not sampled
+    cut: Cut = whole  # only for items without drawn nodes
     hold: Hold = lambda _: False
     share: Share = all_rows
     first: Callable[[Sequence[Rest]], int] = lambda _: 0
-    together: int = 1  # the most sessions that a draft serves in shared passes
-    parts: bool = False  # true if the worker reads logs in chunks
+    together: int = 1  # the most sessions in a draft's shared passes
+    parts: bool = False  # True if the worker reads logs in chunks
     waiting: deque[tuple[int, Waiting]] = field(default_factory=deque)
     owed: dict[int, Owed] = field(default_factory=dict)
     """By session: the answers that are under way."""
     postponed: dict[int, list[Open | Feed]] = field(default_factory=dict)
-    """Prompts by session that are read once their result is needed."""
+    """By session: prompts whose prefill is deferred."""
     void: set[int] = field(default_factory=set)
-    """Sessions that ended here while it was under way: its answer for them is dropped, though a
-    session of the same number may have begun."""
+    """Sessions that ended here while their answer was under way: it is dropped, even if a session
+    of the same number has begun."""
     _sent: list[tuple[int, Waiting]] = field(default_factory=list)
     """The commands that `next` returned last, by session."""
     _reading: dict[int, Rest] = field(default_factory=dict)
-    """By session: logs of which the worker reads a chunk."""
-    prompted: bool = False  # false if no prompt was queued since the last was read
+    """By session: logs of which the worker prefills a chunk."""
+    prompted: bool = False  # False if no prompt was queued since the last was prefilled
 
     def ask(self, session: int, command: Command) -> None:
         self.prompted |= isinstance(command, Open | Feed)
@@ -113,7 +112,7 @@ class Turns:
         return bool(commands)
 
     def busy_with(self, session: int) -> bool:
-        """True if the session waits for an answer."""
+        """Return whether the session waits for an answer."""
         return (
             session in self.owed
             or session in self.postponed
@@ -121,7 +120,7 @@ class Turns:
         )
 
     def reads(self, session: int) -> bool:
-        """True if a prompt of the session is still unread."""
+        """Return whether a prompt of the session is still unread."""
         owed = self.owed.get(session)
         if session in self.postponed:
             return True
@@ -131,7 +130,7 @@ class Turns:
 
     @property
     def reading(self) -> bool:
-        """Return whether a prompt of any session is still to be read."""
+        """Whether a prompt of any session is still unread."""
         if not self.prompted:
             return False
         self.prompted = any(owed.type in (Opened, Fed) for owed in self.owed.values()) or any(
@@ -148,7 +147,8 @@ class Turns:
         ]
 
     def answered(self, session: int, answer: Owed) -> bool:
-        """Note an answer; True if the worker owed it to this session and it is still wanted."""
+        """Note an answer; return whether the worker owed it to this session and it is still
+        wanted."""
         if self.owed.get(session) != answer:
             return False
         del self.owed[session]
@@ -158,9 +158,9 @@ class Turns:
         return wanted
 
     def read(self, session: int, round: int, done: int) -> bool:
-        """Note that the worker has read a log up to row `done`, and queue the unread rows before
-        the session's other commands. Return False if that chunk was not requested, or the rest is
-        no longer wanted."""
+        """Note that the worker has prefilled a log up to row `done`, and queue the unread rows
+        before the session's other commands. Return False if that chunk was not requested, or the
+        rest is no longer wanted."""
         owed, rest = self.owed.get(session), self._reading.get(session)
         if owed is None or owed.type not in (Opened, Refed) or owed.round != round:
             return False
@@ -176,7 +176,7 @@ class Turns:
 
     @property
     def logs(self) -> Sequence[Rest]:
-        """Return the logs of which rows wait to be read."""
+        """The logs with rows that wait to be prefilled."""
         return [entry for _, entry in self.waiting if isinstance(entry, Rest)]
 
     def done(self) -> dict[int, int]:
@@ -185,7 +185,7 @@ class Turns:
         return {number: rest.done for number, rest in {**waiting, **self._reading}.items()}
 
     def settle(self, session: int, answer: Owed) -> None:
-        """The answer has come, and could not be handled: the worker is free."""
+        """Note an answer that could not be handled, so that the worker is free."""
         if self.owed.get(session) == answer:
             self.answered(session, answer)
 
@@ -296,7 +296,7 @@ class Turns:
             return None
         together = self._together(
             [*ready.values()]
-        )  # nothing is owed and nothing is dropped for a message that cannot be built
+        )  # if the message cannot be built, nothing is owed or dropped
         logs = self._logs(together) if most == MAX_SESSIONS else {}
         if logs:
             reads = tuple(rest.item(rows) for rest, rows in logs.values())
@@ -343,7 +343,7 @@ class Turns:
         return ready, len(seen) > len(ready) + rests
 
     def take_back(self) -> None:
-        """Have what `next` returned wait again, before everything else, since it was not sent."""
+        """Queue what `next` returned again, before everything else, since it was not sent."""
         for session, _ in self._sent:
             del self.owed[session]
             self._reading.pop(session, None)
@@ -375,12 +375,12 @@ class Turns:
 
 
 def _begun_with(command: Waiting) -> Command:
-    """Return the command; for unread rows of a log, the one that the log began with."""
+    """Return the command; for unread rows of a log, the one that started the prefill."""
     return command.command if isinstance(command, Rest) else command
 
 
 def _is_prompt(command: Waiting) -> bool:
-    """Return whether the command has a prompt read."""
+    """Return whether the command has a prompt prefilled."""
     return isinstance(_begun_with(command), Open | Feed)
 
 

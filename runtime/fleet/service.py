@@ -8,10 +8,10 @@ from dovetail.protocol.messages import Role, Supervised
 
 @dataclass
 class Service:
-    """The standing that holds for all sessions of one coordinator."""
+    """State that concerns all sessions of one coordinator."""
 
     epoch: int
-    ending: bool = False  # true if nothing begins any more
+    ending: bool = False  # True if nothing new begins
     given_up: str = ""
     """Why the supervisor ends the service: a missing part will not return. Empty if it does not."""
     drained: set[Role] = field(default_factory=set)
@@ -21,7 +21,7 @@ class Service:
     supervised_ns: int = 0
 
     def refusal(self) -> RequestError:
-        """Return why nothing begins any more."""
+        """Return why nothing new begins."""
         why = self.given_up
         return RequestError(
             "ending", f"the service is ending: {why}" if why else "the coordinator is ending"

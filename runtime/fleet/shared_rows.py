@@ -1,20 +1,19 @@
 """Which rows the sessions of one worker share, so that they are counted once. Pure. It mirrors the
-workers: a session that begins with rows of another shares them with that one and with all sessions
-that already share these rows. If it takes many more, a new group is made.
-"""
+workers: a session that reuses rows of another shares them with that one and with all sessions that
+already share them. If it reuses many more, a new group is made."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 WHOLE = 16  # rows are shared in multiples of this number
 LEAST = 128  # fewer rows are copied
-ANEW = 2  # a new group is made if the rows are more than this multiple of those already shared
+ANEW = 2  # more than this multiple of the shared rows make a new group
 
 
 @dataclass
 class SharedRows:
-    """The sessions of one worker that share rows, in groups. Those of a group have a common
-    beginning, of which each shares a number of first rows."""
+    """The sessions of one worker that share rows, in groups. A group has a common prefix, of which
+    each session shares some first rows."""
 
     _groups: dict[int, int] = field(default_factory=dict)  # the group of each session
     _rows: dict[int, int] = field(default_factory=dict)  # the rows that each session shares
@@ -29,7 +28,8 @@ class SharedRows:
             self._rows[session] = min(rows, self._rows[base])
 
     def follow(self, session: int, base: int, tokens: int) -> None:
-        """Note that a session has taken over the rows of the first `tokens` tokens of another."""
+        """Note that a session has replaced another, reusing the rows of its first `tokens`
+        tokens."""
         if (group := self._groups.pop(base, None)) is not None:
             self._groups[session] = group
             self._rows[session] = min(self._rows.pop(base), tokens // WHOLE * WHOLE)
@@ -52,7 +52,7 @@ class SharedRows:
 
     def saved_by(self, base: int, tokens: int, sessions: Collection[int]) -> int:
         """Return how many fewer rows these sessions and another would have if that one began with
-        the first `tokens` tokens of `base`; below 0 where `base` leaves others for it."""
+        the first `tokens` tokens of `base`; below 0 if `base` leaves another group for it."""
         after, other = SharedRows({**self._groups}, {**self._rows}), -1
         after.begin(other, base, tokens)
         return after.saved({*sessions, other}) - self.saved(sessions)

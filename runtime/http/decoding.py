@@ -39,7 +39,7 @@ class Run:
         """Reply -> number of its request with the coordinator, while it runs."""
         self._refused: deque[int] = deque()
         """Replies for which the queue had no place, though it had for others."""
-        self._begun = False  # true when one of the replies has
+        self._begun = False  # True when one of the replies has
         self._heard: deque[tuple[int, Told]] = deque()
         self._end: ApiError | Gone | None = None
         self._waiter: asyncio.Future[None] | None = None

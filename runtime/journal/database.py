@@ -80,7 +80,7 @@ class Database:
         self._spans: dict[int, tuple[int, int]] = {}
         """The places of the first and the last record of each reply."""
         self._place = 0  # the place of the last record
-        self.damaged = False  # true if records were lost since they were written
+        self.damaged = False  # True if records were lost since they were written
         try:
             self._base = self._open()
         except sqlite3.DatabaseError as error:

@@ -1,11 +1,10 @@
-"""The gain of a move: the seconds that running sessions are done earlier if one of them goes over
-to another target, and what reading its log there costs. Pure.
+"""The gain of a move: the seconds saved by all running sessions if one of them moves to another
+target, and the cost of prefilling its log there. Pure.
 
-A session that has a number of tokens to go takes them in rounds, which last as long as the pass
-that all sessions of its target share. So one that leaves shortens the rounds of those that stay and
-lengthens those of the ones that it joins, and the gain is what all of them save together. Where
-passes take hardly longer for several sessions than for one there is nothing to gain.
-"""
+A session takes its remaining tokens in rounds, which last as long as the pass shared by all
+sessions of its target. So one that leaves shortens the rounds of those that stay and lengthens
+those of the ones that it joins; the gain is what all of them save together. If passes take hardly
+longer for several sessions than for one there is nothing to gain."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ LEAST_S = 0.5  # seconds that a move must save at least, to be noticeable
 
 @dataclass(frozen=True)
 class Seat:
-    """A session on its target, with what a move of it would take."""
+    """A session on its target, with what a move of it would need."""
 
     session: int
-    rounds: float  # rounds that it may still have to go
-    tokens: float = 1.0  # tokens that a round brings it
+    rounds: float  # rounds that it may still need
+    tokens: float = 1.0  # tokens of a round
     movable: bool = True
 
 
@@ -48,30 +47,30 @@ class Price:
     """The cost of a move, in seconds of the sessions that are delayed."""
 
     reading_s: float
-    """Seconds that the new target takes to read the log; each session there is delayed by them."""
+    """Seconds that the new target takes to prefill the log, which delay each session there."""
     pause_s: float  # seconds in which the session that moves gets no token
-    lag_s: float = 0.0  # seconds until the session moves, in which it goes on where it is
+    lag_s: float = 0.0  # seconds until the move, in which the session continues where it is
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A move of one session, and what it brings."""
+    """A move of one session, and what it saves."""
 
     session: int
     old: bytes
     new: bytes
-    saved_s: float  # seconds that all sessions of both targets are done earlier, together
+    saved_s: float  # seconds saved by all sessions of both targets together
     cost_s: float
-    rate: float  # tokens a second that are predicted for the session where it is; `new_rate`: there
+    rate: float  # predicted tokens a second where the session is; `new_rate`: there
     new_rate: float
 
 
 Asks = Callable[[int, bytes], Price | None]
-"""Function that returns the price of moving a session to a target; None: it may not go there."""
+"""Returns the price of moving a session to a target; None: it may not move there."""
 
 
 def best_move(places: Sequence[Place], price: Asks) -> Gain | None:
-    """Return the move of one session that brings most; None: none is worth it."""
+    """Return the most profitable move of one session; None: none is worth it."""
     worth = [
         gain for gain in _gains(places, price) if gain.saved_s >= max(LEAST_S, WORTH * gain.cost_s)
     ]

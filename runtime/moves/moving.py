@@ -1,7 +1,6 @@
-"""Running sessions change their workers: a draft between two rounds, a target at any time. Lost,
-late and leaving workers are removed from sessions here; `placement.py` chooses the next, and
-`recovery.py` how long to wait for a target.
-"""
+"""Moves running sessions to other workers: to another draft between two rounds, to another target
+at any time. Lost, late and leaving workers are removed from sessions here; `placement.py` chooses
+the next, and `recovery.py` how long to wait for a target."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,8 +55,8 @@ class Moving:
     # -- drafts ------------------------------------------------------------------------------------
 
     def seek(self, running: RunningRequest) -> Joining | None:
-        """Find a draft for a session whose own was lost or is not available any more, or that never
-        had one, where that is worth it."""
+        """Find a draft for a session whose own was lost or is no longer available, or that never
+        had one, if that is worth it."""
         draft = self._placement.joining(running)
         if draft is None and (running.draft is None or running.draft.serves):
             return None
@@ -78,7 +77,7 @@ class Moving:
         return Joining(draft.hello.reads, self._placement.draft_base(running, draft))
 
     def drop_draft(self, running: RunningRequest, *, shun: bool = False) -> None:
-        """Go on with the target alone. `shun`: for good, as far as this draft is concerned."""
+        """Continue with the target alone. `shun`: never use this draft for the session again."""
         if shun and running.draft is not None:
             running.shunned.add(running.draft.peer)
         self._forget_draft(running)
@@ -88,15 +87,15 @@ class Moving:
         self._acts.perform(running, running.give(running.session.draft_lost))
 
     def draft_failed(self, running: RunningRequest, why: str) -> None:
-        """Continue with the target alone, since a session's draft cannot execute a command; this is
-        reported, and the draft is not used again."""
+        """Continue with the target alone, since a session's draft cannot carry out a command; this
+        is reported, and the draft is not used again."""
         if running.draft is not None and not running.trial:
             self._failing.failed(running.draft, running, why, self._now_ns())
         self.drop_draft(running, shun=True)
 
     def change_draft(self, running: RunningRequest) -> None:
-        """Have a session part with its draft, which gets no more sessions: at the end of its round,
-        and at once before its first."""
+        """Have a session leave its draft, which gets no more sessions: at the end of its round, and
+        at once before its first."""
         if running.session.state in (State.OPENING, State.WAITING):
             self._each([running], self.drop_draft)
 
@@ -132,7 +131,7 @@ class Moving:
         """Have a session wait for another target; its own forgets it."""
         now_ns = self._now_ns()
         self._recovery.lost(running, why, now_ns)
-        running.target.sessions -= 1  # with the loss, whatever comes of what follows
+        running.target.sessions -= 1  # belongs to the loss, whatever happens next
         running.interrupted(now_ns)
         self._acts.forget_on(running.target, running)
         self._acts.perform(running, running.give(running.session.target_lost))
@@ -143,7 +142,7 @@ class Moving:
 
     @property
     def waits(self) -> bool:
-        """Return whether a session waits for a target."""
+        """Whether a session waits for a target."""
         return any(running.loss is not None for running in self._running.values())
 
     def awaits(self, target: Worker) -> bool:
@@ -154,8 +153,8 @@ class Moving:
         )
 
     def resettle(self, most: int | None = None) -> None:
-        """Have the sessions that wait for a target go on where they can, the oldest first, and end
-        those that have waited long enough. `most`: how many are looked at; None: all."""
+        """Continue waiting sessions on available targets, the oldest first, and end those that have
+        waited too long. `most`: how many are checked; None: all."""
         waiting = (running for running in self._running.values() if running.loss is not None)
         self._each([*islice(waiting, most)], self._resettle)
 
@@ -171,7 +170,7 @@ class Moving:
     def _free_target(
         self, running: RunningRequest, wanted: Callable[[Worker], bool] = lambda _: True
     ) -> Worker | None:
-        """Return the best wanted target that has room for a session to go on there."""
+        """Return the best wanted target that has room for a session to continue there."""
         return self._placement.target(
             lambda other: (
                 wanted(other) and self.suits(running, other) and self.has_room(running, other)
@@ -193,7 +192,7 @@ class Moving:
             self._acts.send(target, Close(epoch=self._service.epoch, session=session))
 
     def _end_of(self, running: RunningRequest) -> RequestError | None:
-        """Why a session that waits for a target is not to wait any longer, if that is so."""
+        """Return why a session must not wait for a target any longer, if so."""
         assert running.loss is not None
         if self._service.given_up:
             return RequestError(
@@ -203,15 +202,15 @@ class Moving:
         return self._recovery.end_of(running, self._registry.workers.values(), self._now_ns())
 
     def suits(self, running: RunningRequest, target: Worker) -> bool:
-        """Return whether a session may go on on this target, and that has not refused it."""
+        """Return whether a session may continue on this target, which has not refused it."""
         return target.peer not in running.shunned and self._recovery.suits(running, target)
 
     def refuge(self, running: RunningRequest) -> Worker | None:
-        """Another target that has room for a session to go on there."""
+        """Return another target that has room for a session to continue there."""
         return self._free_target(running, lambda other: other is not running.target)
 
     def move(self, running: RunningRequest, target: Worker) -> None:
-        """Have a session go on on another target, though its own is there."""
+        """Move a session to another target, although its own is available."""
         self._each([running], partial(self._move, target=target))
 
     def _move(self, running: RunningRequest, target: Worker) -> None:
@@ -222,7 +221,7 @@ class Moving:
             self._recover(running, target)
 
     def _recover(self, running: RunningRequest, target: Worker) -> None:
-        """A session goes on on another target, which reads its log."""
+        """Continue a session on another target, which prefills its log."""
         base = self._placement.target_base(running, target)
         try:
             self._go_on(running, target, base)
@@ -247,7 +246,7 @@ class Moving:
     # -- both --------------------------------------------------------------------------------------
 
     def part_with(self, worker: Worker, why: str) -> None:
-        """A worker is not here any more: its sessions do without it."""
+        """Continue the sessions of a worker that has gone without it."""
         for running in [*self._running.values()]:
             if running.draft is worker:
                 self._each([running], self.drop_draft)
@@ -259,7 +258,7 @@ class Moving:
                 self._each([running], partial(self.lose_target, why=why))
 
     def tick(self) -> None:
-        """Do what is due about drafts that are too late and sessions that have waited."""
+        """Handle late drafts and sessions that have waited too long."""
         now_ns = self._now_ns()
         late = [
             running
@@ -285,11 +284,11 @@ class Moving:
                 self._acts.broken(running, error)
 
     def _runs(self, running: RunningRequest) -> bool:
-        """Return whether a session has not ended, over a fault of ours perhaps."""
+        """Return whether a session has not ended, for example because of a fault."""
         return self._running.get(running.session.number) is running
 
     def words(self) -> Sequence[str]:
-        """Who waits for a target, and why, for `status`."""
+        """Return for `status` which sessions wait for a target, and why."""
         now_ns = self._now_ns()
         return [
             self._recovery.words(running, now_ns)

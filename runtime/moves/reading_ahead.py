@@ -1,6 +1,6 @@
-"""Reading ahead: before a session moves to another target, the new target prefills its log in a
-session of the coordinator's own, while the old target goes on serving. The rows are kept, and the
-session continues from them: it pauses only until the tokens committed meanwhile are read."""
+"""Prefill ahead of a move: before a session moves to another target, the new target prefills its
+log in an internal session, while the old target continues to serve. The rows are kept, and the
+session reuses them: it pauses only until the tokens committed meanwhile are prefilled."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,12 +15,13 @@ from dovetail.runtime.fleet.service import Service
 from dovetail.runtime.moves.moving import Moving
 
 MOST_LAG = 8
-"""Most tokens that a session may pause for when it moves: reading them takes about two passes."""
+"""The most tokens that a session may pause for when it moves: prefilling them takes about two
+passes."""
 
 
 @dataclass(eq=False)
 class Reading:
-    """A log that is read ahead."""
+    """A log that is prefilled ahead."""
 
     running: RunningRequest  # the session whose log it is
     new: Worker  # the target that reads it
@@ -35,7 +36,7 @@ class Reading:
 
 
 class ReadingAhead:
-    """Has targets read logs ahead."""
+    """Has targets prefill logs ahead."""
 
     def __init__(
         self,
@@ -48,18 +49,18 @@ class ReadingAhead:
         *,
         reuse: bool,
     ) -> None:
-        """`running`: the sessions by their numbers; `reuse`: sessions go on from what is kept."""
+        """`running`: the sessions by their numbers; `reuse`: sessions reuse kept rows."""
         self._service, self._running, self._placement = service, running, placement
         self._moving, self._acts, self._now_ns, self._reuse = moving, acts, clock_ns, reuse
 
     def able(self, running: RunningRequest, target: Worker) -> bool:
-        """Return whether a target can read the log of a session for it to go on from."""
+        """Return whether a target can prefill the log of a session ahead."""
         session = running.session
         tokens = session.length + 1 + session.request.most_levels
         return self._reuse and session.request.may_reuse and tokens <= target.limits.kept
 
     def begin(self, running: RunningRequest, target: Worker) -> Reading:
-        """Have a target read the log of a session up to now."""
+        """Have a target prefill the log of a session up to now."""
         reading, session = Reading(running, target), running.session
         log = replace(
             session.request,

@@ -1,12 +1,11 @@
 """Rebalancing: running sessions move to a target of the same fingerprint that has joined, has
-returned or has fewer sessions than before, if it pays by `gains.py`.
+returned or has fewer sessions than before, if that pays off by `gains.py`.
 
-One session moves at a time, once the new target has read its log (`reading_ahead.py`); if that
-target keeps no rows, the session pauses until all of its log is read. The fingerprint is the same,
-so no byte changes, and the draft goes on drafting. A move that fails before the session has left
-the old target changes nothing; afterwards it is a loss like any other. The next move is looked for
-when the moved session has had some rounds, which show what passes take now.
-"""
+One session moves at a time, once the new target has prefilled its log (`reading_ahead.py`); if that
+target keeps no rows, the session pauses until its whole log is prefilled. The fingerprint is the
+same, so no byte changes, and the draft continues. A move that fails before the session has left the
+old target changes nothing; afterwards it is a loss like any other. The next move is considered when
+the moved session has had some rounds, which show the present time of passes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,21 +28,20 @@ from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Tally
 
 LEAST_LEFT = 64
-"""Fewest tokens that a session is expected to need still, unless its limit allows fewer. A longer
-one is expected to need as many as it has had, since most end long before their limit."""
+"""The fewest tokens that a session must be expected to need still, unless its limit allows fewer.
+It is expected to need as many as it has had, since most end long before their limit."""
 MOST_OPENING = 0.25
-"""Share of sessions whose prompts are being read from which on nothing moves, since what the passes
-will take is not known until then."""
-SETTLED_ROUNDS = 3
-"""Rounds that a moved session has on its new target before the next move is looked for."""
-STAY_NS = 5_000_000_000  # nanoseconds for which a session that has moved is not moved again
+"""Share of sessions in prefill from which on nothing moves, since the future time of passes is
+unknown."""
+SETTLED_ROUNDS = 3  # rounds of a moved session on its new target before the next move is considered
+STAY_NS = 5_000_000_000  # nanoseconds for which a moved session is not moved again
 REFUSED_NS = 30_000_000_000
 """Nanoseconds for which no session moves to a target after one could not, or did not stay."""
 
 
 @dataclass
 class Under:
-    """The move that is under way."""
+    """The move in progress."""
 
     running: RunningRequest
     old: Worker
@@ -51,12 +49,12 @@ class Under:
     gain: Gain
     phase: Literal["reading", "settling"] = "reading"
     reading: Reading | None = None
-    """The log, as it is read ahead; None: the session itself will read it."""
+    """The log that is prefilled ahead; None: the session itself will prefill it."""
     rounds: int = 0  # rounds that the session had had when it moved
 
 
 class Rebalancing:
-    """Looks for moves that pay, and carries them out one at a time."""
+    """Looks for moves that pay off, and makes them one at a time."""
 
     def __init__(
         self,
@@ -76,22 +74,22 @@ class Rebalancing:
         self._now_ns, self._ahead, self._acts = clock_ns, ahead, acts
         self._under: Under | None = None
         self._ways: tuple[bytes, bytes] | None = None
-        """Old and new target of the best move at the last look; a move begins if they are the same
-        at the next one, so that nothing moves for what pays only for a moment."""
+        """Old and new target of the best move at the last check; a move begins if they are the same
+        at the next one, so that nothing moves for a momentary gain."""
         self._refused: dict[bytes, int] = {}
-        """Time until which a target is left alone, by its peer, in nanoseconds."""
+        """By peer: time until which a target is left alone, in nanoseconds."""
         self._moved: dict[int, int] = {}
-        """Time of the last move of each session that runs, by its number, in nanoseconds."""
+        """By number: time of the last move of each running session, in nanoseconds."""
 
     @property
     def under_way(self) -> bool:
-        """Return whether a session moves, or has just moved."""
+        """Whether a session moves, or has just moved."""
         return self._under is not None
 
     # -- what happens ------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Begin the move that brings most, if there is one and none is under way."""
+        """Begin the best move, if there is one and none is under way."""
         if self._under is not None or self._service.ending:
             return
         now_ns = self._now_ns()
@@ -105,8 +103,8 @@ class Rebalancing:
             self._begin(gain)
 
     def step(self, *, changing: bool) -> None:
-        """Take the next step of the move that is under way, if it is due. Called after every
-        message and at every tick. `changing`: a change of workers is under way, and goes first."""
+        """Take the next step of the current move, if it is due. Called after every message and at
+        every tick. `changing`: a change of workers is under way, and goes first."""
         if (under := self._under) is None:
             return
         if under.phase == "settling":
@@ -122,7 +120,7 @@ class Rebalancing:
                 self._go(under)
 
     def break_off(self) -> None:
-        """Give up the move that is under way; the session stays where it is."""
+        """Abandon the current move; the session stays where it is."""
         under, self._under = self._under, None
         self._ahead.abandon(under.reading if under is not None else None)
 
@@ -135,7 +133,7 @@ class Rebalancing:
             self._go(under)
 
     def _go(self, under: Under) -> None:
-        """Have the session move."""
+        """Move the session."""
         running, gain = under.running, under.gain
         if not self._fits(running, under.new):
             self._refuse(under)
@@ -145,14 +143,14 @@ class Rebalancing:
         self._tally.rebalanced += 1
         self._acts.decide(
             f"session {running.session.number} moves from {under.old.name} to {under.new.name}: "
-            f"{gain.new_rate:.3g} tokens/s are predicted for it there, {gain.rate:.3g} here, and "
+            f"{gain.new_rate:.3g} tokens/s are predicted there, {gain.rate:.3g} here, and "
             f"all sessions of both together save {gain.saved_s:.3g} s for {gain.cost_s:.3g} s of "
             "reading its log"
         )
         self._moving.move(running, under.new)
 
     def _settle(self, under: Under) -> None:
-        """See whether the session has had some rounds on its new target, or has ended."""
+        """Check whether the session has had some rounds on its new target, or has ended."""
         running = under.running
         if self._running.get(running.session.number) is not running:
             self._under = None
@@ -162,14 +160,14 @@ class Rebalancing:
             self._under = None
 
     def _refuse(self, under: Under) -> None:
-        """Leave a target alone for a time to which a session could not move."""
+        """Leave a target alone for a time, since a session could not move there."""
         self._refused[under.new.peer] = self._now_ns() + REFUSED_NS
         self._under = None
 
     # -- what is possible --------------------------------------------------------------------------
 
     def _is_open(self, under: Under) -> bool:
-        """Return whether the session is still where it was, and both targets are there."""
+        """Return whether the session is still where it was, and both targets are available."""
         running, workers = under.running, self._registry.workers
         return (
             self._running.get(running.session.number) is running
@@ -185,7 +183,7 @@ class Rebalancing:
         return not full and self._moving.has_room(running, target)
 
     def _alike(self) -> Iterator[Sequence[Worker]]:
-        """Yield the targets of each fingerprint of which there are several."""
+        """Yield the targets of each fingerprint that has several."""
         groups: dict[str, list[Worker]] = {}
         for worker in self._registry.workers.values():
             if worker.plays("target") and worker.available:
@@ -195,7 +193,7 @@ class Rebalancing:
     # -- what it brings ----------------------------------------------------------------------------
 
     def _places(self, targets: Sequence[Worker]) -> Sequence[Place]:
-        """Return the targets with their sessions, and what rounds take there."""
+        """Return the targets with their sessions, and the time of rounds there."""
         held = {
             target.peer: [
                 one
@@ -241,7 +239,7 @@ class Rebalancing:
         return self._placement.pair(running.draft, running.target)[1].order_s
 
     def _price(self, number: int, peer: bytes) -> Price | None:
-        """Return what it costs to move a session to a target; None: it may not go there."""
+        """Return the cost of moving a session to a target; None: it may not move there."""
         running, target = self._running[number], self._registry.workers[peer]
         if not (
             peer not in self._refused
@@ -266,8 +264,8 @@ class Rebalancing:
 
 
 def _may_leave(running: RunningRequest) -> bool:
-    """Return whether a session is in the midst of its rounds, and of nothing else, and its tokens
-    do not depend on what a round without a draft would draw."""
+    """Return whether a session is between rounds, with nothing else in progress, and its tokens do
+    not depend on the drafts."""
     return (
         running.session.state in (State.DRAFTING, State.VERIFYING)
         and running.loss is None

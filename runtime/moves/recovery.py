@@ -1,10 +1,9 @@
-"""Recovery of sessions whose target was lost: on which targets, for how long they wait, and when it
-is enough.
+"""Recovery of sessions whose target was lost: on which targets they continue, and how long they
+wait for one.
 
 A session that has sent tokens to its client continues on a target of the same fingerprint, or, if
 the user allows it, of the same vocabulary; one that has sent nothing continues on any target of the
-same vocabulary. Pure: decisions only.
-"""
+same vocabulary. Pure: decisions only."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ class Recovery:
     move: Literal["same", "any"] = "same"
 
     def suits(self, running: RunningRequest, target: Worker) -> bool:
-        """Return whether a session may go on on this target."""
+        """Return whether a session may continue on this target."""
         if (
             not target.reads_as(running.target)
             or running.session.request.capacity > target.limits.context

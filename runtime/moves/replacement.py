@@ -1,6 +1,5 @@
-"""The change of workers in progress, if there is one: executes the decisions of `steps.py` on the
-coordinator's workers and sessions. A client requests it and gets its progress.
-"""
+"""The change of workers in progress, if any: carries out the decisions of `steps.py` on the
+coordinator's workers and sessions. A client requests it and receives its progress."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -62,7 +61,7 @@ class Changes:
         self._running, self._registry = running, registry
         self._moving, self._ahead, self._acts = moving, ahead, acts
         self._log: Reading | None = None
-        """The log of the session that moves next, which its new target reads ahead."""
+        """The log of the session that moves next, prefilled ahead by its new target."""
         self._change: Change | None = None
         self._client: ClientPeer | None = None
         self._request = 0
@@ -78,13 +77,13 @@ class Changes:
 
     @property
     def words(self) -> str:
-        """Return what is going on; empty: nothing."""
+        """The change in progress in words; empty: none."""
         return self._change.words if self._change is not None else ""
 
     # -- what is asked for -------------------------------------------------------------------------
 
     def swap(self, client: ClientPeer, asked: Swap, now_ns: int) -> None:
-        """Begin; `RequestError` with the reason of a refusal."""
+        """Begin a change; raise `RequestError` with the reason of a refusal."""
         newcomer = self._registry.of_epoch(asked.newcomer)
         if newcomer is None or not newcomer.standby:
             raise RequestError("swap", "the new worker is no longer on standby: start it again")
@@ -107,7 +106,7 @@ class Changes:
         self._begin(change, client, asked.request, newcomer, old, now_ns)
 
     def dismiss(self, client: ClientPeer, asked: Dismiss, now_ns: int) -> None:
-        """Begin to drain a worker; `RequestError` with the reason of a refusal."""
+        """Begin to drain a worker; raise `RequestError` with the reason of a refusal."""
         self._check_free()
         old = self._leaver(asked.worker)
         role: Role = "target" if old.plays("target") else "draft"
@@ -172,7 +171,7 @@ class Changes:
     # -- what happens ------------------------------------------------------------------------------
 
     def step(self, now_ns: int) -> None:
-        """Something was handled, or time has passed: see what follows."""
+        """Advance the change after an event or a tick."""
         if self._change is not None and self._trials.heard():
             self._change.heard(now_ns)
         for name, end, drafted in self._trials.ended():
@@ -196,8 +195,8 @@ class Changes:
             )
 
     def break_off(self, why: str) -> None:
-        """End the change that is under way for a fault of ours: the old worker stays, and a
-        newcomer that is not in place is let go."""
+        """Abandon the current change for a fault of ours: the old worker stays, and a newcomer on
+        standby is dismissed."""
         if self._old is not None:
             self._old.leaving = False
         self._trials.abandon()
@@ -206,7 +205,7 @@ class Changes:
         self._end(f"the change was abandoned because the coordinator failed ({why}); see its log")
 
     def lost(self, worker: Worker, why: str) -> None:
-        """A worker has gone."""
+        """Handle the loss of a worker."""
         if self._change is not None:
             self._perform(self._change.lost(worker.peer, f"it {why}"))
 
@@ -221,13 +220,13 @@ class Changes:
         return bool(actions)
 
     def client_lost(self, client: ClientPeer) -> None:
-        """Whoever has asked may have gone."""
+        """Handle the loss of the client that requested the change."""
         if self._change is not None and client is self._client:
             self._client = None
             self._perform(self._change.abandoned())
 
     def paused(self, pause_ns: int) -> None:
-        """A client has waited so long for its next token."""
+        """Note how long a client has waited for its next token."""
         if self._change is not None:
             self._change.longest_pause_ns = max(self._change.longest_pause_ns, pause_ns)
 
@@ -266,7 +265,7 @@ class Changes:
     # -- what follows ------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Do these, as long as the change is not over."""
+        """Carry out actions until the change is over."""
         change = self._change
         for action in actions:
             if self._change is not change:
@@ -292,8 +291,8 @@ class Changes:
                     self._end(why)
 
     def _put_in_place(self) -> None:
-        """The newcomer gets sessions, and the old worker none any more; unless it does not go
-        together with who has come meanwhile."""
+        """Give new sessions to the newcomer and none to the old worker, unless the newcomer does
+        not fit workers that have registered meanwhile."""
         if self._old is not None:
             self._old.leaving = True
             self._reading = {
@@ -314,7 +313,7 @@ class Changes:
         self._acts.join(self._newcomer)
 
     def _take_back(self) -> None:
-        """Old worker and newcomer change places."""
+        """Swap old worker and newcomer again."""
         assert self._old is not None
         assert self._newcomer is not None
         kept, self._old, self._newcomer = self._old, self._newcomer, None
@@ -338,7 +337,8 @@ class Changes:
             self._moving.move(running, target)
 
     def _refuge(self, running: RunningRequest) -> Worker | None:
-        """Return the target that a session moves to: the one that reads its log already, if any."""
+        """Return the target that a session moves to: the one that already prefills its log, if
+        any."""
         log = self._log
         if log is not None and log.running is running and log.new.available:
             return log.new

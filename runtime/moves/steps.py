@@ -1,18 +1,17 @@
 """The steps by which a worker replaces another, or leaves, their order, and what is undone if one
 fails.
 
-A newcomer is on standby. It is tried with short sessions; then it is put in place, so that new
-sessions come to it and none to the old worker. Those that the old one has go over to whoever is
-there: from a draft at their next round; from a target one after the other, so that none waits for
-longer than its own log takes to be read, and those that may not, or have not begun, end where they
-are. When none is left and the newcomer is ready for all that came to it the old worker is let go.
-If the newcomer fails before that, the old one stays and it is let go itself: a target that was in
-place as the old one would have been, since only it can end what it has begun. A worker that leaves
-without a newcomer goes the same way, without the trials.
+A newcomer is on standby. It is tested with short sessions, then promoted: new sessions go to it and
+none to the old worker. Those of the old one move: from a draft at their next round; from a target
+one after the other, so that none waits longer than the prefill of its own log; those that may not
+move, or have not begun, end where they are. When none is left and the newcomer is ready for all
+sessions given to it, the old worker is dismissed. If the newcomer fails before that, the old one
+stays and the newcomer is dismissed; a promoted target leaves in the same way as the old one would
+have, since only it can end what it has begun. A worker that leaves without a newcomer follows the
+same steps, without the trials.
 
-Pure: what happens is told, what is to be done comes back. Knows workers by address and name,
-sessions by number, and of a trial how it ended.
-"""
+Pure: events in, actions out. Knows workers by address and name, sessions by number, and a trial's
+result."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +26,13 @@ SILENT_NS = 30_000_000_000
 
 TrialName = Literal["alone", "drafted", "before"]
 Standing = Literal["held", "movable", "coming", "over"]
-"""The standing of a session: it is on the old worker, to stay or to go; on another one that does
-not serve it yet; on another one."""
+"""The standing of a session: on the old worker, to stay or to move; on another one that does not
+serve it yet; on another one."""
 
 
 @dataclass(frozen=True)
 class Party:
-    """A worker that has a part in a change."""
+    """A worker that takes part in a change."""
 
     peer: bytes
     name: str
@@ -69,31 +68,31 @@ class Move:
 
 @dataclass(frozen=True)
 class LetGo:
-    """This worker is not needed any more."""
+    """Dismiss this worker."""
 
     party: Party
 
 
 @dataclass(frozen=True)
 class Keep:
-    """The old worker gets sessions again."""
+    """Give the old worker sessions again."""
 
 
 @dataclass(frozen=True)
 class TakeBack:
-    """Give the old worker sessions again, and the newcomer none: it is the one that leaves."""
+    """Give the old worker sessions again and the newcomer, which now leaves, none."""
 
 
 @dataclass(frozen=True)
 class Say:
-    """The phases of a change."""
+    """Report a phase of the change."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class End:
-    """It is over; `why` it has failed, empty if it has not."""
+    """The change is over; `why` it has failed, empty if it has not."""
 
     why: str = ""
 
@@ -125,27 +124,27 @@ class Change:
     """Sessions of the old worker; `_asked`: those that must leave, `_gone`: those that did."""
     _asked: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)
-    _waits: bool = False  # true if it was reported that sessions end where they are
-    _failure: str = ""  # why the newcomer is taken back
+    _waits: bool = False  # True once it was reported that sessions end where they are
+    _failure: str = ""  # why the newcomer is withdrawn
     _leaves: str = field(init=False)
-    """Who leaves, by name: it may be gone before its sessions are over."""
+    """The name of the leaving worker, which may be gone before its sessions are over."""
 
     def __post_init__(self) -> None:
         self._leaves = self.old.name if self.old is not None else ""
 
     @property
     def moved(self) -> int:
-        """Sessions that went over."""
+        """The number of sessions that moved."""
         return len(self._gone)
 
     @property
     def stayed(self) -> int:
-        """Sessions that ended on the old worker, or are still there."""
+        """The number of sessions that ended on the old worker, or are still there."""
         return len(self._held) - len(self._gone)
 
     @property
     def words(self) -> str:
-        """Return what is going on, for `status`."""
+        """The change in progress, for `status`."""
         if self.newcomer is None:
             return f"{self._leaves} leaves"
         place = f" takes the place of {self.old.name}" if self.old is not None else " joins"
@@ -160,7 +159,7 @@ class Change:
     # -- the trials --------------------------------------------------------------------------------
 
     def heard(self, now_ns: int) -> None:
-        """A trial gets on."""
+        """Note progress of a trial."""
         self._heard_ns = now_ns
 
     def tried(self, name: TrialName, end: Finished | Failed, *, drafted: bool) -> list[Action]:
@@ -207,7 +206,7 @@ class Change:
         return ""
 
     def look(self, now_ns: int) -> list[Action]:
-        """Return whether a trial takes too long."""
+        """End the change if a trial takes too long."""
         if self.phase is Phase.TRYING and now_ns - self._heard_ns > SILENT_NS:
             return self._fail(f"its trial made no progress for {SILENT_NS // 10**9} s")
         return []
@@ -238,7 +237,7 @@ class Change:
         return [*map(Move, moves), *self._wait_for(here, movable, coming=coming)]
 
     def _moves(self, movable: Sequence[int], *, coming: bool) -> Sequence[int]:
-        """The sessions that leave now."""
+        """Return the sessions that leave now."""
         if self.role == "draft":
             return [number for number in movable if number not in self._asked]
         return [] if coming else movable[:1]
@@ -257,19 +256,19 @@ class Change:
     # -- what goes wrong ---------------------------------------------------------------------------
 
     def lost(self, peer: bytes, why: str) -> list[Action]:
-        """A worker has gone."""
+        """Handle the loss of a worker."""
         if self.phase is Phase.OVER:
             return []
         if self.newcomer is not None and peer == self.newcomer.peer:
             return self._fail(why)
         if self.old is None or peer != self.old.peer:
             return []
-        self.old = None  # its sessions go on as after any loss
+        self.old = None  # its sessions continue as after any loss
         return []
 
     def failed(self, peer: bytes, why: str) -> list[Action]:
-        """A worker failed at a session's command. A newcomer that has fully replaced the old worker
-        is a worker like any other."""
+        """Handle a worker's failure at a session's command. A newcomer that has fully replaced the
+        old worker is a worker like any other."""
         if (
             self.phase is not Phase.MOVING
             or self.newcomer is None
@@ -280,7 +279,7 @@ class Change:
         return self._fail(why) if self.role == "draft" else self._take_back(why)
 
     def _take_back(self, why: str) -> list[Action]:
-        """Have a target leave that was in place, in the same way as the old one was to."""
+        """Withdraw a promoted target, in the same way as the old one was to leave."""
         assert self.newcomer is not None
         self._failure, self._leaves = self._told(why), self.newcomer.name
         self.newcomer, self.old = None, self.newcomer
@@ -296,13 +295,13 @@ class Change:
         )
 
     def _fail(self, why: str) -> list[Action]:
-        """Take everything back."""
+        """Undo the change."""
         assert self.newcomer is not None
         end, in_place, self.phase = End(self._told(why)), self.phase is Phase.MOVING, Phase.OVER
         return [*([Keep()] if in_place else []), LetGo(self.newcomer), end]
 
     def _told(self, why: str) -> str:
-        """Return what became of the newcomer, and why."""
+        """Return what happened to the newcomer, and why."""
         assert self.newcomer is not None
         what = (
             "was in place and was removed again"

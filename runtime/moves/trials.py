@@ -1,5 +1,4 @@
-"""Trials of a worker that is to take the place of another: requests of the coordinator's own, run
-on the workers that they are about."""
+"""Trials of a worker that is to replace another: internal requests on exactly these workers."""
 
 import os
 from collections import deque
@@ -19,11 +18,11 @@ from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.moves.steps import Trial, TrialName
 
 COMMON = 1024
-"""A trial's tokens are among this many of a vocabulary, the first, which are the most frequent."""
+"""A trial's tokens are among the first this many of a vocabulary, which are the most frequent."""
 PLACES = (0.5, 0.625, 0.75)
 TRIAL_TOKENS, TRIAL_SEED = 12, 20260101
 TRIAL_TREE = TreeSettings(policy="dynamic", insist=True, gamma=4, depth=3, width=2)
-"""A policy that every kind of draft knows, and that drafts whether it pays or not."""
+"""A policy that every kind of draft supports, and that drafts whether it pays off or not."""
 
 
 class Trials:
@@ -45,20 +44,20 @@ class Trials:
         self._heard = False
 
     def heard(self) -> bool:
-        """Return whether a trial has got on since this was last asked."""
+        """Return whether a trial has made progress since the last call."""
         heard, self._heard = self._heard, False
         return heard
 
     def ended(self) -> Iterator[tuple[TrialName, Finished | Failed, bool]]:
-        """Yield the trials that have ended, of which one learns in the middle of something else,
-        and whether the draft of each did what was asked of it."""
+        """Yield the trials that have ended, and whether the draft of each carried out its commands.
+        Ends arrive while other events are handled, so they are queued."""
         while self._ended:
             ended = self._ended.popleft()
             self._running.pop(ended[0], None)
             yield ended
 
     def abandon(self) -> None:
-        """End the trials that run."""
+        """End the running trials."""
         ended = [*self._running.values()]
         self._running.clear()
         for running in ended:
@@ -79,8 +78,7 @@ class Trials:
             if target is None:
                 raise RequestError(
                     "no_target",
-                    f"there is no target worker that {newcomer.name} could be tried with: start "
-                    "one first",
+                    f"there is no target worker to test {newcomer.name} with: start one first",
                 )
             return [Trial("drafted", target.peer, newcomer.peer)]
         draft = self._placement.draft(newcomer)
@@ -134,7 +132,7 @@ class Trials:
         self, submit: Submit, target: Worker, draft: Worker | None, hear: Callable[[Message], None]
     ) -> RunningRequest:
         """Return a session for an internal request on these workers; `hear` receives its messages.
-        `RequestError` if it cannot be tokenized."""
+        Raises `RequestError` if it cannot be tokenized."""
         request = attempt(submit, target)
         if isinstance(request, RequestError):
             raise request
@@ -161,8 +159,8 @@ def _decides_as(one: Worker, other: Worker) -> bool:
 
 
 def trial_tokens(target: Worker) -> tuple[int, ...]:
-    """Return a prompt of ordinary tokens that repeat, so that a look-up draft finds something. No
-    tokenizer is read for it: that takes seconds."""
+    """Return a prompt of ordinary tokens that repeat, so that an n-gram draft finds something. No
+    tokenizer is loaded: that takes seconds."""
     assert target.language is not None
     table, begin = target.language.table, target.facts.begin
     special = {*table.special.values(), *target.facts.end}

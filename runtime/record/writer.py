@@ -40,7 +40,7 @@ class FileWriter:
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
         self._added = self._written = 0
         """Bytes; the first counted by whoever adds, the second by the thread."""
-        self._files: dict[Path, BinaryIO | None] = {}  # none: it could not be written
+        self._files: dict[Path, BinaryIO | None] = {}  # None: it could not be written
         self._tokenizer: tuple[bytes, bytes] = (b"", b"")  # the last one, and its entry
         self._done = _recordings(folder)  # complete files with their sizes, oldest first
         self._done_bytes = sum(size for _, size in self._done)

@@ -95,7 +95,7 @@ class Replica:
 
     url: str
     ready: bool = False
-    draining: bool = False  # true if it gets no further requests
+    draining: bool = False  # True if it gets no further requests
     load: Load = field(default_factory=Load)
     rate: Rate = UNKNOWN  # the rate that `agree_on_rates` has given it
     rated_s: float = 0.0

@@ -31,7 +31,7 @@ class Connection:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.used = False  # true if it has carried a request before
+        self.used = False  # True if it has carried a request before
 
     async def request(
         self, method: str, target: bytes, headers: Headers, body: bytes

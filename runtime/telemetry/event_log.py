@@ -1,14 +1,13 @@
-"""The event log: a ring of recent rounds and spans, out of which Look is answered, and the spans of
-requests that are traced.
+"""The event log: a ring of recent rounds and spans, from which Look is answered, and the spans of
+traced requests.
 
 Events are only stored, which takes a microsecond; messages are made on request. Rounds and spans
 share one numbering, so that a caller with the last number gets the new ones, and how many were
-dropped. Workers record fine spans while spans are requested, or a request is traced. Pure: the
-clock and the workers are arguments, and sessions are numbers.
+dropped. Workers record fine spans while spans are requested, or a request is traced. Pure: clock
+and workers are arguments, and sessions are numbers.
 
-A worker's spans are on its own clock. They are moved by what is known of its offset; one of which
-it is possible that it has our clock has it, as processes of one machine do.
-"""
+A worker's spans are on its own clock. They are shifted by its known offset; a worker whose clock
+may be the same as ours is assumed to have it, as processes of one machine do."""
 
 import itertools
 import re
@@ -33,8 +32,8 @@ from dovetail.protocol.spans import Span
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.session.session import Session
 
-MAX_HELD = 1 << 15  # rounds and spans that are remembered: minutes of coarse ones; some 6 MiB
-MAX_TRACED = 1 << 16  # spans of a request that is traced
+MAX_HELD = 1 << 15  # stored rounds and spans: minutes of coarse ones; some 6 MiB
+MAX_TRACED = 1 << 16  # the most spans of a traced request
 LATEST_NS = (1 << 63) - 1  # the largest value in a message
 LOOKED_NS = 5_000_000_000  # time for which fine spans are recorded after spans were requested
 OURS = "coordinator"  # the name of our own process
@@ -42,7 +41,7 @@ BOUND_TO = re.compile(r"^full: .*memory of node ([\d,-]+)")
 """Matches the nodes in a worker's binding."""
 
 Waits = Literal["", "draft", "target", "coordinator", "no work"]
-"""The reason for which a worker waits; empty: it works."""
+"""Why a worker waits; empty: it works."""
 Waiting = Callable[[Worker], Waits]
 
 
@@ -56,7 +55,7 @@ class _Round(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Spans of one process about one thing; `number` is that of the last of them."""
+    """Spans of one process about one thing; `number` is that of the last one."""
 
     number: int
     process: str
@@ -65,10 +64,10 @@ class _Batch(NamedTuple):
     round: int | None
     offset_ns: int
     spans: Sequence[Span]
-    shared: Sequence[tuple[int, int]] = ()  # session and round of each, where it was about several
+    shared: Sequence[tuple[int, int]] = ()  # session and round of each, if there are several
 
     def seen(self) -> Iterator[SeenSpan]:
-        """They, on our clock."""
+        """Yield the spans on our clock."""
         for name, start_ns, duration_ns in self.spans:
             yield SeenSpan.model_construct(
                 process=self.process,
@@ -81,13 +80,12 @@ class _Batch(NamedTuple):
 
 
 class EventLog:
-    """The ring, and who looks."""
+    """The ring, and the observers."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.now_ns = clock_ns
-        self.fine = False  # true if fine spans are recorded
-        self._number = self._gone = 0
-        """The last one given, and the last one that is not there any more."""
+        self.fine = False  # True if fine spans are recorded
+        self._number = self._gone = 0  # the last number given, and the last one that was dropped
         self._ring: deque[_Round | _Batch] = deque()
         self._until_ns = 0
         self._told: set[int] = set()  # epochs of the workers that record fine spans
@@ -98,17 +96,17 @@ class EventLog:
     def add_ours(
         self, spans: Sequence[Span], session: int | None = None, round: int | None = None
     ) -> None:
-        """Spans of our own."""
+        """Add spans of the coordinator."""
         self._add(OURS, "", session, round, 0, spans)
 
     @property
     def began_ns(self) -> int:
-        """Now, where fine spans are recorded: what begins one."""
+        """The current time, if fine spans are recorded: the start of one."""
         return self.now_ns() if self.fine else 0
 
     def finely(self, name: str, start_ns: int, about: Any) -> int:
-        """A fine span of our own about a message or a session, which ends now: when that is.
-        Nothing happens where none are recorded."""
+        """Add a fine span of the coordinator about a message or a session, which ends now; return
+        its end. Does nothing if none are recorded."""
         if not self.fine:
             return start_ns
         now_ns = self.now_ns()
@@ -145,7 +143,7 @@ class EventLog:
         at_ns: int,
         record: Callable[[], RoundRecord],
     ) -> None:
-        """A round has ended; its record is made on request."""
+        """Note that a round has ended; its record is made on request."""
         self._number += 1
         self._ring.append(
             _Round(
@@ -187,19 +185,19 @@ class EventLog:
     # -- requests that are traced ------------------------------------------------------------------
 
     def begin(self, session: Session, *, trace: bool) -> None:
-        """A session begins; `trace`: what is about it is kept until it is taken."""
+        """Note that a session begins; `trace`: keep what is about it until it is taken."""
         session.reply.watch(self, session)
         if trace:
             self._traces[session.number] = []
 
     def traced(self, session: int) -> tuple[SeenSpan, ...]:
-        """Return what was kept of it; nothing is kept any more."""
+        """Return and drop what was kept of a traced session."""
         return tuple(self._traces.pop(session, ())[:MAX_TRACED])
 
     # -- who looks ---------------------------------------------------------------------------------
 
     def orders(self, workers: Iterable[Worker]) -> list[tuple[Worker, bool]]:
-        """The workers to notify whether to record fine spans."""
+        """Return the workers to notify whether to record fine spans."""
         self.fine = bool(self._traces) or (self._until_ns > 0 and self.now_ns() < self._until_ns)
         if not self.fine and not self._told:
             return []
@@ -254,7 +252,7 @@ class EventLog:
         )
 
     def _behind(self, number: int) -> Sequence[_Round | _Batch]:
-        """Return what has come behind a number: whoever asks often looks at few."""
+        """Return the entries after a number; frequent callers only look at a few."""
         found = list(itertools.takewhile(lambda entry: entry.number > number, reversed(self._ring)))
         return found[::-1]
 

@@ -2,8 +2,7 @@
 coordinator's states and the events of its log, and keeps the displayed values: tokens in each of
 the last seconds, how busy each worker was, the last round of each session. All of it is bounded.
 `view` returns plain values; the page, `dovetail top` and scripts get the same object. Pure: times
-are the coordinator's.
-"""
+are the coordinator's."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -25,9 +24,9 @@ from dovetail.runtime.telemetry.picture import (
 )
 
 FORMAT = 2  # version of the picture, raised when a reader of an older one would not understand it
-HISTORY_S = 120  # seconds that are drawn over time, and that shares and means are taken over
-RATE_S = 5  # seconds that the present rate is taken over
-QUIET_S = 30.0  # a session that has had no round for so long is no longer listed
+HISTORY_S = 120  # seconds of the displayed history, shares and means
+RATE_S = 5  # seconds of the present rate
+QUIET_S = 30.0  # a session without a round for this long is not listed
 MAX_SESSIONS = 64  # sessions that are listed
 MAX_DEPTHS = 16  # positions whose acceptance is shown
 PARTS = ("draft", "verify", "transport", "queue", "coordinator")
@@ -74,7 +73,7 @@ class SessionStats:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    root: int | None = None  # the token that the last tree hangs from, if it is known
+    root: int | None = None  # the token of the last tree's root, if known
 
     def add(self, seen: SeenRound) -> None:
         before, record = self.last.record, seen.record
@@ -92,7 +91,7 @@ class SessionStats:
 
 @dataclass
 class WorkerLoad:
-    """The times that a worker was busy: (when, share of the time since the sample before)."""
+    """When a worker was busy: (time, share of the time since the previous sample)."""
 
     seen: SeenWorker
     shares: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=4 * HISTORY_S))
@@ -120,7 +119,7 @@ class LiveStats:
         self._seconds: dict[int, Second] = {}
         self._sessions: dict[int, SessionStats] = {}
         self._loads: dict[int, WorkerLoad] = {}
-        self.next = 0  # the number of the event to ask for next time
+        self.next = 0  # the number of the next event to request
 
     def hear(self, state: Reported) -> None:
         """Take a coordinator's state."""
@@ -133,7 +132,7 @@ class LiveStats:
             asked = self.next
             self._begin()
             self._epoch = seen.epoch
-            if asked:  # with a number of the one before
+            if asked:  # with a number of the previous coordinator
                 return True
         self._missed += seen.missed
         self._now_ns, self.next = seen.at_ns, seen.next
@@ -250,7 +249,7 @@ class LiveStats:
         return round(tokens / max(1, min(RATE_S, last - (self._since_ns or 0) // 10**9)), 2)
 
     def _history(self) -> dict[str, Any]:
-        """Return (seconds ago, value) of every whole second since the first that is known."""
+        """Return (seconds ago, value) of every whole second since the first known one."""
         last = self._now_ns // 10**9
         seconds = range(max((self._since_ns or self._now_ns) // 10**9, last - HISTORY_S), last)
         ages = [round(self._age_s(second * 10**9), 1) for second in seconds]
@@ -293,8 +292,8 @@ class LiveStats:
         }
 
     def _waited_for(self, worker: WorkerState) -> float | None:
-        """Return the share of the last whole seconds in which rounds waited for a draft worker: it
-        was busy for longer by what it did ahead."""
+        """Return the share of the last whole seconds in which rounds waited for a draft worker,
+        which is also busy with growth ahead."""
         last = self._now_ns // 10**9
         seconds = min(RATE_S, last - (self._since_ns or self._now_ns) // 10**9)
         if "draft" not in worker.roles or seconds < 1:

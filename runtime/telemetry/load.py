@@ -5,11 +5,11 @@ from typing import Any
 
 from dovetail.protocol.messages import Reported, WorkerState
 
-MANY = 8  # sessions at whose pass it is looked for what each further one adds
+MANY = 8  # the sessions of the pass at which the cost of a further one is taken
 
 
 def load_of(state: Reported) -> dict[str, Any]:
-    """Return the fields `load` of /readyz: what runs and waits, on how many targets, and
+    """Return the fields `load` of /readyz: running and waiting requests, the number of targets, and
     predictions: `seconds_per_token` of a session alone, `further_seconds_per_token`, which each
     further session adds to all, and `reading_seconds_per_token` of a prompt. They are None until a
     target has had a round."""

@@ -1,8 +1,6 @@
-"""Accounts of each request - every nanosecond of its life is put down to one of them, and their sum
-is its wall time - and totals over all requests.
-
-Knows no clock: all times are handed in, in nanoseconds on the coordinator's monotonic clock.
-"""
+"""Accounts of each request - every nanosecond of it is charged to one of them, and their sum is its
+wall time - and totals over all requests. Times are arguments, in nanoseconds on the coordinator's
+monotonic clock."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,13 +11,13 @@ from dovetail.protocol.messages import Drafted, FinishReason, KeyWaits, Result, 
 from dovetail.protocol.spans import Span
 
 OFFERED = ("tokens", "parents", "scores", "entropy", "hit", "grown", "ahead", "wasted", "passes")
-"""Fields of a proposal that a record has."""
+"""Fields of a proposal that are recorded."""
 
 Account = Literal["prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"]
 
 
 def extent_ns(spans: Sequence[Span]) -> int:
-    """From the first start to the last end: how long the worker had the command."""
+    """Return the time from the first start to the last end: how long the worker had the command."""
     if len(spans) == 1:
         return spans[0][2]
     if not spans:
@@ -31,12 +29,12 @@ def extent_ns(spans: Sequence[Span]) -> int:
 
 @dataclass
 class RoundTimes:
-    """The times of a round, from the verdict (or the first token) before it to its own, in
-    nanoseconds, and what its pass went through."""
+    """The times of a round, from the previous verdict (or the first token) to its own, in
+    nanoseconds, and the experts of its pass."""
 
     draft_ns: int = 0  # drafting that was waited for
     draft_hop_ns: int = 0  # from command to proposal, without drafting; `target_hop_ns` likewise
-    draft_queue_ns: int = 0  # until the draft worker was free, or had read the prompt
+    draft_queue_ns: int = 0  # until the draft worker was free, or had prefilled the prompt
     verify_ns: int = 0
     target_hop_ns: int = 0
     target_queue_ns: int = 0
@@ -45,7 +43,7 @@ class RoundTimes:
 
     @property
     def own_ns(self) -> int:
-        """Without the wait for the target."""
+        """The time without the wait for the target."""
         return (
             self.draft_ns
             + self.draft_hop_ns
@@ -57,11 +55,9 @@ class RoundTimes:
 
     @property
     def missed_ns(self) -> int:
-        """Return how much of that wait is drafting's fault: without it a session asks as soon as it
-        has its verdict, and shares the next pass with whoever waits.
-
-        A wait that is longer than a pass is for a prompt that is being read.
-        """
+        """The part of that wait caused by drafting: without it a session asks as soon as it has its
+        verdict, and shares the next pass with all that wait. A wait longer than a pass is for a
+        prefill."""
         return min(self.target_queue_ns, self.verify_ns)
 
     @property
@@ -84,8 +80,7 @@ class RoundFacts:
     accepted: tuple[int, ...]
     bonus: int
     times: RoundTimes
-    committed: int | None = None
-    """The tokens that were committed, as `RoundRecord.committed` counts them."""
+    committed: int | None = None  # the committed tokens, as counted by `RoundRecord.committed`
 
     def record(self) -> RoundRecord:
         offered = (
@@ -122,7 +117,7 @@ class RoundFacts:
 
 @dataclass
 class Tally:
-    """Totals over all requests, of those that run as far as they have come."""
+    """Totals over all requests, including running ones."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -135,20 +130,20 @@ class Tally:
     rounds: int = 0
     """Rounds of requests that have ended with their reply; `round_tokens`: committed in them."""
     round_tokens: int = 0
-    refused: int = 0  # requests that were turned down before anything was decoded
+    refused: int = 0  # requests refused before anything was decoded
     moves: int = 0
     rebalanced: int = 0  # moves to a target that is faster for a session than its own
-    let_go: int = 0  # clients that read nothing
+    let_go: int = 0  # disconnected clients that did not read
 
     def end(self, reason: FinishReason, result: Result) -> None:
-        """A request has ended with its reply."""
+        """Note that a request has ended with its reply."""
         self.ended[reason] += 1
         self.rounds += result.rounds
         self.round_tokens += round(result.tau * result.rounds) if result.tau else 0
 
     @property
     def tau(self) -> float | None:
-        """Tokens that a round of the requests that have ended committed; None before any."""
+        """Tokens per round of ended requests; None before any."""
         return self.round_tokens / self.rounds if self.rounds else None
 
     def totals(
@@ -162,7 +157,7 @@ class Tally:
         queue: Sequence[KeyWaits],
         queued: int,
     ) -> Totals:
-        """With these gauges."""
+        """Return the totals with these gauges."""
         return Totals(
             queue=tuple(queue),
             queued=queued,
@@ -188,7 +183,7 @@ class Tally:
 
 @dataclass
 class Dropped:
-    """Messages that changed nothing."""
+    """Messages that had no effect."""
 
     stale: int = 0  # late messages that were no longer awaited
     refused: int = 0  # messages that broke the protocol, or came from an unregistered peer
@@ -204,10 +199,10 @@ def count_depths(accepted: int, *counts: list[int]) -> None:
 
 @dataclass
 class Accounts:
-    """The time split and the counts of one request."""
+    """The times and counts of one request."""
 
     began_ns: int
-    tally: Tally = field(default_factory=Tally)  # totals over all requests, this one too
+    tally: Tally = field(default_factory=Tally)  # totals over all requests, including this one
     ns: dict[Account, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("prefill", "draft_exposed", "verify", "transport", "queue", "coordinator"), 0
@@ -245,12 +240,13 @@ class Accounts:
         self.drafted_rounds += 1
 
     def read(self, prompt_tokens: int, reused_tokens: int) -> None:
-        """The target has read the prompt, some of it in an earlier session."""
+        """Note that the target has prefilled the prompt, reusing some of it from an earlier
+        session."""
         self.tally.prompt_tokens += prompt_tokens
         self.tally.reused_tokens += reused_tokens
 
     def moved(self) -> None:
-        """Another target has read its log."""
+        """Note that another target has prefilled its log."""
         self.tally.moves += 1
 
     def committed(self, tokens: int) -> None:
@@ -271,7 +267,7 @@ class Accounts:
         count_depths(accepted, self.accepted_at_depth, tally.accepted_at_depth)
 
     def figures(self, now_ns: int, completion_tokens: int) -> dict[str, Any]:
-        """The measured fields of `messages.Result`, in seconds and shares."""
+        """Return the measured fields of `messages.Result`, in seconds and shares."""
         wall = now_ns - self.began_ns
         decode = now_ns - (self.first_token_ns or now_ns)
         after_first = completion_tokens - 1

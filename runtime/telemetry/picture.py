@@ -1,5 +1,5 @@
-"""Parts of the picture that the dashboard and `dovetail top` show: states and trees as plain
-values, and tokens as they may be drawn. Pure."""
+"""Parts of the view in the dashboard and `dovetail top`: states and trees as plain values, and
+tokens in printable form. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import exp
@@ -8,17 +8,16 @@ from typing import Any
 from dovetail.protocol.messages import PairState, ProcessState, Reported, SeenRound
 from dovetail.protocol.tree import ROOT
 
-MAX_NODES = 256  # nodes of a tree that are drawn at most
-MAX_LABEL = 24  # characters of a token that are shown
+MAX_NODES = 256  # the most displayed nodes of a tree
+MAX_LABEL = 24  # the most displayed characters of a token
 SIGNS = str.maketrans({" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"})
 
 Spell = Callable[[int], str]  # returns the text of a token id, as `label` writes it
-"""Spells a token id, as `label` writes it."""
 
 
 def label(content: bytes) -> str:
-    """Return a token's bytes as a drawing may show them: one line without control characters, with
-    visible spaces and line ends, cut if it is long."""
+    """Return a token's bytes as printable text: one line without control characters, with visible
+    spaces and line ends, cut if it is long."""
     text = content.decode(errors="replace").translate(SIGNS)
     text = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
@@ -121,7 +120,7 @@ def pair_figures(pair: PairState) -> dict[str, Any]:
 
 
 def process_figures(state: Reported, before: Reported | None) -> list[dict[str, Any]]:
-    """Return the processes of a state with their CPU load in cores since the state before."""
+    """Return the processes of a state with their CPU load in cores since the previous state."""
     used = {(one.host, one.pid): one.cpu_s for one in before.processes} if before else {}
     since_s = state.uptime_s - before.uptime_s if before else 0.0
 
@@ -135,8 +134,8 @@ def process_figures(state: Reported, before: Reported | None) -> list[dict[str, 
 
 
 def tree_picture(last: SeenRound, root: int | None, spell: Spell | None) -> dict[str, Any]:
-    """Return the tree of a round, best node first: the parent of each node, what became of it and
-    how likely the draft thought it. `root`: the token that the tree hangs from, if it is known."""
+    """Return the tree of a round, best node first: the parent of each node, its outcome, and its
+    probability by the draft. `root`: the token of the tree's root, if known."""
     record = last.record
     if not last.readable:
         spell = None

@@ -2,10 +2,9 @@
 
 A process is a row, labelled with the accuracy of its clock; the coordinator's has a track for each
 session. On a track slices follow or contain each other; one that partly overlaps another, such as a
-message on its way, is on a further track. Arrows follow a tree on its trip: from the draft to the
-target, and from the verdict to the draft's next order. Knows only names and intervals on one clock;
-aligning the clocks is done before (`event_log.py`).
-"""
+message under way, is on a further track. Arrows follow a tree: from the draft to the target, and
+from the verdict to the draft's next order. Knows only names and intervals on one clock
+(`event_log.py` aligns the clocks)."""
 
 import itertools
 import json
@@ -24,17 +23,15 @@ TRIP = ("draft", "handle", "verify", "commit")
 draft's again, in the next one."""
 
 
-Place = tuple[int, int]  # the numbers of a row and of a track in it
+Place = tuple[int, int]  # (row, track) numbers
 
 
 def trace_events(
     spans: Iterable[SeenSpan], bounds: Mapping[str, int | None] | None = None
 ) -> list[dict[str, Any]]:
-    """Chrome trace events: a row for each process, a slice for each span, an arrow for each step of
-    a tree; times in microseconds.
-
-    `bounds`: by process, how far its spans may be from where they are shown, in nanoseconds.
-    """
+    """Return Chrome trace events: a row for each process, a slice for each span, an arrow for each
+    step of a tree; times in microseconds. `bounds`: by process, the accuracy of its spans' times,
+    in nanoseconds."""
     spans = sorted(spans, key=lambda seen: (seen.span[1], -seen.span[2]))
     rows = {
         process: number
@@ -62,8 +59,8 @@ def trace_events(
 
 
 def _lanes(spans: Sequence[SeenSpan]) -> Iterator[tuple[SeenSpan, int, int]]:
-    """Each span with the session whose track it is on, 0 for none, and the first lane of it in
-    which it overlaps nothing in part; by their beginnings."""
+    """Yield each span with the session whose track it is on, 0 for none, and the first lane in
+    which it overlaps nothing partly; by start time."""
     open_ends: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
     for seen in spans:
         session = seen.session or 0 if seen.process == OURS else 0
@@ -139,7 +136,7 @@ def _slice(seen: SeenSpan, place: Place) -> dict[str, Any]:
 
 
 def _arrows(spans: Sequence[SeenSpan], where: Mapping[int, Place]) -> Iterator[dict[str, Any]]:
-    """Yield for each session one chain through its rounds, broken where a round had no draft."""
+    """Yield for each session one chain through its rounds, broken at rounds without a draft."""
     stops: dict[tuple[int, int], dict[str, SeenSpan]] = {}
     for seen in spans:
         own = (

@@ -225,7 +225,7 @@ def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCode
 class Stopwatch(Protocol):
     """Records the times of the coordinator's parts while they are observed."""
 
-    fine: bool  # false while nothing observes them
+    fine: bool  # False while nothing observes them
 
     def now_ns(self) -> int: ...
 

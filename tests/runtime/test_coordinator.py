@@ -963,7 +963,7 @@ def test_a_head_that_was_trained_for_another_checkpoint_works_under_a_warning(
     assert [
         r.getMessage()
         for r in caplog.records
-        if "was trained for the checkpoint dddddddddddddddd, the target" in r.getMessage()
+        if "was trained for the checkpoint dddddddddddddddd, but the target" in r.getMessage()
     ]
     assert list(house.complete(prompt=LONG).result.token_ids) == continuation(LONG, 60)
     caplog.clear()
