@@ -156,8 +156,7 @@ class Client:
         self._send(Status(epoch=self.epoch))
 
     def describe(self) -> Described:
-        """The target that a request would be decoded with; `RequestError` if there is none. Not
-        while a completion streams, as with `status`."""
+        """Return the target of requests; `RequestError` if there is none. Not while streaming."""
         self._send(Describe(epoch=self.epoch))
         return self._wait_for(Described)
 

@@ -36,8 +36,7 @@ class Tree:
     width: int
 
     def passes(self) -> Iterator[tuple[int, float]]:
-        """Rows of the draft's passes for it at most, once each: the root, then level after level,
-        or as many nodes at a time as `budget` expands."""
+        """Most rows of the draft's passes: root, then levels, or as many as `budget` expands."""
         yield 1, 1.0
         more = (
             self.depth - 1
@@ -203,8 +202,7 @@ class Planner:
         )
 
     def streamed(self) -> Places:
-        """All layers on the device, some of them through the link. One or two that are not resident
-        would need as much room as if they were."""
+        """Return all layers on the device, some through the link; one or two would save nothing."""
         if self.machine.device is None or self.machine.link is None:
             return []
         return [(self.target.layers, n) for n in range(max(0, self.target.layers - BUFFERS))]
@@ -236,8 +234,7 @@ class Planner:
                 yield self.option(computed, resident, draft, tree, tokens)
 
     def _worthwhile(self, places: Places, draft: Draft | None) -> Iterator[tuple[int, int]]:
-        """Those within the limits; of each number of layers on the device only that with the most
-        resident ones, if no draft is the worse for it."""
+        """Return those within the limits, of each split that with the most resident layers."""
         fitting = [
             (computed, resident)
             for computed, resident in places

@@ -24,14 +24,12 @@ CONTROLS = (0, 8, 32)
 EMPTY = 4  # consecutive empty proposals after which the draft's statistics are doubted
 RESTING = 16  # rounds without a command after that, if other sessions wait for the draft
 STALE = 0.95
-"""tau of a head with growth ahead over tau without: what is below the new root was guessed from
-guesses. With the embedded Dovetail head at T = 0: 0.92 to 0.95 on shipped prompts and MT-bench,
-0.94 to 1.00 on HumanEval and GSM8K. Scores, which are fitted to both, do not show it."""
+"""tau of a head that grows ahead over that of one that does not, since it guesses from guesses:
+0.92 to 1.00 with the embedded Dovetail head at T = 0. Scores do not show it."""
 
 
 class Controller:
-    """Controls the speculation of one session. Without a pair, with the target alone, it plans
-    nothing and only counts what rounds yield."""
+    """Steers one session's speculation. Without a pair it plans nothing and only counts."""
 
     def __init__(
         self,
@@ -166,9 +164,7 @@ class Controller:
     # -- before the first round: the prompt --------------------------------------------------------
 
     def awaits_draft(self, context: int, tokens: int) -> bool:
-        """Return whether a session should wait until the draft has prefilled a prompt, of which the
-        target prefilled this many tokens: that is if the first round without the draft would cost
-        more."""
+        """Return whether to wait until the draft has read a prompt of this many tokens."""
         pair = self._now.pair
         if self._own is None or pair is None:
             return False
@@ -222,9 +218,8 @@ class Controller:
         return on_off.drafting
 
     def plan(self, context: int, *, ready: bool = True, patient: bool = True) -> Plan | None:
-        """Return the plan of drafting for the current round; None: no drafting. `ready`: the draft
-        is available and has prefilled the prompt; `patient`: wait until it has, which only a
-        request that insists does, unless it `awaits_draft`."""
+        """Return how to draft for the round; None: not at all. `ready`: the draft has read the
+        prompt; `patient`: a request that insists waits until it has."""
         load, pair, on_off, begun = self._now.load, self._now.pair, self._now.on_off, self.begun
         begun.unready = not ready
         if pair is None or (not ready and not (patient and on_off is None)):
@@ -263,8 +258,7 @@ class Controller:
         return True
 
     def _is_control_due(self, pair: Pair) -> bool:
-        """Return whether the target's pass over a single row has to be measured. Each time it is
-        tried once: other sessions may be in the pass, with rows of their own."""
+        """Return whether a pass over one row must be measured; others may share the pass."""
         target = self._now.costs.target
         if target.profiled:
             return False
@@ -272,8 +266,7 @@ class Controller:
         return not (target.seen(1) >= due or (target.known and pair.controls >= due))
 
     def sends(self, context: float, scores: Sequence[float], rows: int) -> None:
-        """Predict the round whose nodes with these scores are verified in a pass of this many rows,
-        with a mean context of `context` tokens."""
+        """Predict a round with nodes of these scores, in a pass of `rows` at mean `context`."""
         begun, costs, pair = self.begun, self._now.costs, self._now.pair
         begun.nodes = nodes = sum(map(exp, scores))
         begun.expected = None

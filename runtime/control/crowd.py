@@ -1,5 +1,4 @@
-"""The experience of concurrent sessions at one load: whether drafting for all of them pays off, and
-the value of a second to them. Pure: rounds are arguments."""
+"""What concurrent sessions learn at a load: whether drafting pays, and a second's worth. Pure."""
 
 from collections.abc import Callable
 
@@ -27,9 +26,7 @@ class Crowd:
     def __init__(self) -> None:
         self.on_off = OnOff(Experience(), many=True)
         self.tokens, self.seconds = Average(), Average()  # means of a round while drafting is on
-        self.care = 1.0
-        """How much a second is worth beyond its tokens, so that no session pays for the gains of
-        others."""
+        self.care = 1.0  # factor on a second's worth, so that no session pays for what others gain
         self._undrafted = Average(UNDRAFTED_PASSES)
         """Mean seconds of rounds without drafting, with mean `_rows` and `_context`."""
         self._rows, self._context = Average(UNDRAFTED_PASSES), Average(UNDRAFTED_PASSES)
@@ -38,21 +35,18 @@ class Crowd:
         self._undue = 0  # rounds without drafting since one was judged
 
     def alone_s(self, expected_s: float) -> float:
-        """Return the seconds of a round without drafting here. `expected_s`: those of a pass over
-        one row of every session, and its messages."""
+        """Return the seconds of an undrafted round; `expected_s`: of a row for each session."""
         return expected_s * self._slowdown
 
     def compare(self, costs: PairCosts) -> None:
-        """Compare rounds without drafting with their present prediction: the costs of their passes
-        may have become known later."""
+        """Compare undrafted rounds with their present prediction: costs may be known since."""
         expected_s = costs.alone_s(context=self._context.value, rows=round(self._rows.value))
         if self._undrafted.known and expected_s > 0.0:
             slowdown = self._undrafted.value / expected_s
             self._slowdown = min(MOST_SLOWDOWN, max(1.0, slowdown))
 
     def due(self, among: int) -> bool:
-        """Return whether a round is judged: every drafted one, and one for all `among` sessions of
-        a pass without drafting, whose rounds are alike."""
+        """Return whether a round is judged: if drafted, else one of `among` sessions."""
         if self.on_off.drafting:
             return True
         self._undue = (self._undue + 1) % max(1, among)
@@ -92,9 +86,8 @@ class Crowd:
         before_s: float,
         hope: Callable[[], float],
     ) -> str | None:
-        """Judge a round while drafting is off, whose pass had a row of each of `rows` sessions.
-        Return the decision in words, None if there is none. `before_s`: the prefill that drafts
-        need before a test; `hope`: tokens a round that drafting may yield."""
+        """Judge a round of `rows` sessions while drafting is off; return a decision in words, or
+        None. `before_s`: reading prompts before a try; `hope`: tokens a round to gain."""
         expected_s = costs.alone_s(context=context, rows=rows)
         if not self.on_off.settling:
             most_s = MOST_SLOWDOWN * max(expected_s, self._undrafted.value)

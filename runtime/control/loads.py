@@ -6,8 +6,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Load:
-    """Counts of the sessions on a session's workers, including itself: those that have been
-    prefilled and do not wait for a target."""
+    """Sessions on a session's workers, itself included, beyond prompts and with a target."""
 
     target: int = 1  # on its target, each with at least one row in a pass
     draft: int = 1  # on its draft

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-LOSS = 3.0
-"""Rounds of the target alone that a session may lose in total before its drafting stops; gains
-offset losses, but are not saved up."""
-DOUBTED = 1.0  # lost rounds in total from which on each further one may be the last with a draft
+LOSS = 3.0  # rounds that a session may lose before its drafting stops; gains are not saved up
+DOUBTED = 1.0
+"""Rounds that were lost in sum, from which on each further one may be the last with a draft."""
 LOSS_OF_A_WINNER = 6.0
 """Rounds that it may lose if drafting has paid for long: misses may be chance."""
 MOST_LOSS_OF_A_WINNER = 2.5
@@ -27,16 +26,12 @@ TRY_GAIN, TRY_LOSS = 1.5, 1.0  # rounds of the target alone by which a test is w
 LEAST_TRY, MOST_TRY = 3, 8  # the rounds of a test without the first, in which the draft catches up
 TRY_ROUNDS = 2  # assumed rounds of a failing test
 TRY_MARGIN = 1.03
-LASTING = 32  # rounds of drafting after which it is considered to pay off
-HOPELESS = 256
-"""Rounds without drafting after which it is tested even though it cannot pay at known costs, or
-drafted nothing the last time; doubled like `FIRST_TRY` by every such test that fails."""
+LASTING = 32  # rounds of drafting after which it is taken to pay
+HOPELESS = 256  # rounds before a try that known costs do not justify; doubled by each that fails
 FIRST_OF_MANY = 2
 """Rounds before drafting is first tried with several sessions: they measure a pass."""
-WORTH_OF_MANY = 1.02  # how much faster drafting must be with several sessions
-BARREN = 8
-"""Rounds of each of several sessions after which drafting stops if nothing was worth verifying in
-any of them: asking a draft has a cost."""
+WORTH_OF_MANY = 1.02  # factor by which drafting has to be better where several sessions run
+BARREN = 8  # rounds of several sessions without a worthwhile node after which drafting stops
 PAUSED = "drafting is paused while prompts are read"
 UNTRIED = "drafting has not been tested at this load yet"
 SETTLING = 2  # rounds after a change that do not count: they are still affected
@@ -57,8 +52,7 @@ class Experience:
     token_s: float | None = None  # recent seconds a token with drafting; None: never drafted
 
     def earn(self, seconds: float, alone_s: float, *, before_s: float = 0.0) -> None:
-        """Count the seconds of a round: a share of them may be spent on tests. `before_s`: what
-        must precede a test."""
+        """Count a round's seconds, a share of which tries may take. `before_s`: before a try."""
         if not self.granted:
             self.granted, self.credit_s = True, ALLOWANCE * alone_s
         most_s = max(MOST_ALLOWANCE * alone_s, 2.0 * self.try_s, before_s + self.try_s)
@@ -156,8 +150,7 @@ class OnOff:
         return self._experience.token_s
 
     def begin(self) -> None:
-        """Note that a session arrives at this load: the number of failed tests is reset, their
-        budget is not."""
+        """Begin a session at this load: forget failed tries, but not their allowance."""
         self._failed = 0
 
     def undrafted(
@@ -245,9 +238,8 @@ class OnOff:
         return self._stop(alone_s, fruitless=fruitless)
 
     def beside_prompts(self, tokens: float, seconds: float, alone_s: float) -> str | None:
-        """Count a round with drafting in which prompts were prefilled, which says nothing about
-        rounds without prefill. If such rounds lose, drafting pauses until no prompts are prefilled,
-        since the pass with the prompt waits for the draft. Return a decision in words, or None."""
+        """Count a drafted round in which prompts were read, which is no evidence for others. If
+        such rounds lose, drafting pauses until none are read. Return a decision, or None."""
         if self.state == "off" or alone_s <= 0.0:
             return None
         self._beside = max(0.0, self._beside + seconds / alone_s - tokens)
@@ -302,8 +294,7 @@ class OnOff:
         return None
 
     def catching_up(self, tokens: float, seconds: float, alone_s: float, *, among: int) -> None:
-        """Count a round in which drafts prefilled prompts, which says nothing about drafting; its
-        cost is charged to drafting or to the test."""
+        """Count a round in which drafts read prompts; drafting or its trial pays for it."""
         cost_s = max(0.0, seconds - tokens * alone_s) / among
         if self.state == "try":
             self._cost_s += cost_s
@@ -313,8 +304,7 @@ class OnOff:
     def straggled(
         self, era: int, tokens: float, seconds: float, alone_s: float, *, among: int
     ) -> None:
-        """Count a round that began in an earlier era. If drafting or a test has just ended, the
-        round is part of its cost."""
+        """Count a round of an earlier era: a cost of the drafting or try that just ended."""
         if self.state != "off" or self._before == "off" or era != self.era - 1:
             return
         cost_s = max(0.0, seconds - tokens * alone_s) / among

@@ -29,9 +29,8 @@ class Pair:
     costs: PairCosts
     shared: bool  # True if both compute on one device
     in_turns: bool = False
-    """True if both compute on the same cores: each slows the other down, so nothing is drafted
-    ahead."""
-    reads: bool = False  # True if the draft reads its target's states
+    """True if both compute on the same cores, so that nothing is drafted ahead."""
+    reads: bool = False  # true if the draft reads its target's states
     experiences: dict[bool, Experience] = field(
         default_factory=lambda: {True: Experience(), False: Experience()}
     )
@@ -96,8 +95,7 @@ class Pair:
         self.context = float(done.context)
 
     def state(self, offs: Sequence[str | None] = ()) -> PairState:
-        """Return the figures of the pair for `dovetail status`. `offs`: for each running session
-        why it does not draft, or None."""
+        """Return the pair's figures for `dovetail status`. `offs`: why sessions do not draft."""
         costs, alone_s = self.costs, self.costs.alone_s(context=self.context)
         return PairState(
             draft=self.draft,

@@ -36,10 +36,8 @@ NEW = 2  # first rounds of a pair, not judged because the draft's caches are col
 HASTE = 0.4
 """Share of the patience after which a new draft starts no further level, so that two fit."""
 LEAST_WAIT_S = 2e-3  # timers and schedulers of a busy machine are no more precise than this
-USUAL = 2.0  # multiple of its usual time after which a proposal cannot pay off
-STEPS = (4, 8, 16, 32)
-"""Further rows over which the price of one is computed: a pass gets more expensive in steps, and
-several rows may be cheaper per row than one."""
+USUAL = 2.0  # multiple of its usual time that a proposal may take while it can still pay
+STEPS = (4, 8, 16, 32)  # rows over which the price of one is sought: passes get dearer in steps
 MOST_FLOOR = 0.95
 
 
@@ -81,17 +79,15 @@ class Pricing:
     # -- what a second is worth --------------------------------------------------------------------
 
     def rate(self, context: int) -> float:
-        """Return the value of a second in tokens; 0 if nothing is known. It is the recent rate, but
-        with other sessions at least the rate without any drafting: a wasted second is wasted for
-        all of them."""
+        """Return a second's worth in tokens, 0 if unknown: the recent rate, but with other sessions
+        at least that without drafting, since all of them lose a wasted second."""
         now, rate = self._now, self.rate_of_late(context)
         if now.load.alone or (alone_s := self.alone_s(context)) <= 0.0:
             return rate
         return max(rate, 1.0 / alone_s) * (now.crowd.care if now.crowd is not None else 1.0)
 
     def rate_of_late(self, context: int) -> float:
-        """Return the session's recent tokens a second: at first those of the pair's last rounds, or
-        else of the target alone; 0 if nothing is known."""
+        """Return the recent tokens/s: at first the pair's or the target's; 0 if unknown."""
         tokens, seconds = self._tokens, self._seconds
         if (missing := FEW - len(self._recent)) > 0:
             usual_tokens, usual_s = self._usual(context)
@@ -116,8 +112,7 @@ class Pricing:
     # -- what is drafted ---------------------------------------------------------------------------
 
     def plan(self, context: int, pair: Pair, *, trying: bool, doubted: bool, ahead: bool) -> Plan:
-        """Return the plan of drafting for a round whose size is not fixed. `trying`: to test
-        whether drafting pays off; `doubted`: the draft has proposed nothing for some rounds."""
+        """Return a plan for a round. `trying`: a try; `doubted`: proposals were empty lately."""
         load = self._now.load
         depth = self._hopeful_depth(context) if trying or (doubted and load.alone) else None
         alone_s = self.alone_s(context)
@@ -141,9 +136,8 @@ class Pricing:
         )
 
     def _wait_s(self, alone_s: float, pair: Pair, depth: int | None) -> float | None:
-        """Return the seconds that a round may wait for a proposal: a round of the target alone, or
-        longer if drafting is known to pay off, but at least `LEAST_WAIT_S`. None if nothing is
-        known yet. `depth`: levels of a test."""
+        """Return the seconds to wait for a proposal, None if unknown: a round of the target alone,
+        longer if drafting pays, at least `LEAST_WAIT_S`. `depth`: of a try."""
         if alone_s <= 0.0:
             return None
         now = self._now
@@ -174,9 +168,8 @@ class Pricing:
         return self._hope(context)[1]
 
     def _hope(self, context: int) -> tuple[int, float]:
-        """Return how many one-node levels gain the most in predictable text, and their gain above
-        their cost, in tokens. All sessions on the draft pay for its passes, each of which serves as
-        many of them as can share one, and all in the target's pass for rows."""
+        """Return how many levels of one node gain most in predictable text, and the gain in tokens.
+        All sessions share the draft's passes and pay for the target's rows."""
         now = self._now
         target, draft, costs = now.load.target, now.load.draft, now.costs
         alone_s = self.alone_s(context)
@@ -192,17 +185,15 @@ class Pricing:
         return levels, gain - levels * price - costs.orders_s(draft) / alone_s
 
     def reading_s(self, tokens: int) -> float:
-        """Return how long the target waits while its draft prefills this many tokens; 0 if they
-        share no device, or nothing is known."""
+        """Return the target's wait while its draft reads; 0 on separate devices or if unknown."""
         pair = self._now.pair
         if pair is None or not tokens or not pair.shared:
             return 0.0
         return pair.costs.prompts.expect(tokens) or 0.0
 
     def worth_reading(self, tokens: int, room: int, load: Load, on_off: OnOff) -> bool:
-        """Return whether drafting at this load saves more time in `room` tokens than the draft
-        takes to prefill `tokens` tokens first, as far as both are known. If draft and target share
-        a device, all running sessions lose that time."""
+        """Return whether drafting saves more in `room` tokens than reading `tokens` takes the
+        draft. On a shared device all sessions lose that time."""
         pair = self._now.pair
         assert pair is not None
         reading_s = pair.costs.prompts.expect(tokens)
@@ -219,9 +210,8 @@ class Pricing:
 
 
 def least_probability(rate: float, seconds: Callable[[int], float], rows: int, most: int) -> float:
-    """Return how likely a node must be for its row to pay off, in a pass of about this many rows
-    with room for `most`: the least price of a row from there on. `seconds(M)`: of a pass over M
-    rows, up to most + 1."""
+    """Return how likely a node must be to pay in a pass of about this many rows, `most` at most:
+    the least price of a row from there on. `seconds(M)`: of a pass over M rows, up to most + 1."""
     ends = [end for step in STEPS if (end := rows + step) <= most] or [max(rows + 1, most)]
     price = min((seconds(end) - seconds(rows)) / (end - rows) for end in ends)
     return min(MOST_FLOOR, max(0.0, rate * price))

@@ -1,5 +1,4 @@
-"""The inputs and outputs of a speculation controller: a plan before a round, the round as it
-begins, and as it was."""
+"""The values of a speculation controller: a plan, a round as it begins, and as it was."""
 
 from dataclasses import dataclass, field
 

@@ -14,10 +14,8 @@ from dovetail.protocol.calibration import ExpertCosts, weighted_median
 
 VARIETIES = 8  # the last passes, from which the variety of rows is estimated
 FULL = 0.95  # the share of experts beyond which a pass says little about variety
-SLOPES = 128  # the last slopes, from which the cost of an expert is estimated
-PRIOR = 2.0
-"""The weight of the known cost before any pass: that of a slope between passes that are this many
-times the experts of a row apart."""
+SLOPES = 128  # slopes that the cost of an expert is estimated from: the last ones
+PRIOR = 2.0  # weight of the known cost, as a slope between passes this many rows' experts apart
 
 
 class ExpertsOfPasses:
@@ -49,9 +47,8 @@ class ExpertsOfPasses:
             self.variety = weighted_median(self._varieties)
 
     def weigh(self, seconds: float, experts: float, *, usual_s: float, row_s: float) -> None:
-        """Learn the cost of an expert from a pass that took `seconds`. `experts`: how many more it
-        used than other passes over as many rows, which take `usual_s` seconds. `row_s`: seconds of
-        a pass over one row, which bound the cost: its experts take no more."""
+        """Learn an expert's cost from a pass of `seconds` with `experts` more than usual, where
+        usual passes take `usual_s`. `row_s`: a pass over one row, an upper bound."""
         before, now = self._before, (seconds / usual_s, experts / usual_s)
         self._before = now
         if before is None or (apart := now[1] - before[1]) == 0.0:

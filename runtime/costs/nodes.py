@@ -11,10 +11,9 @@ from dovetail.protocol.calibration import RowsSeconds
 from dovetail.runtime.costs.rounds import Origin
 
 MEETING_S = 50e-6
-"""Additional seconds of a layer spread over nodes: four synchronisations of a microsecond, and half
-of the activations of 16 rows (4096 wide, 11008 in an MLP: 0.75 MB) over a link of 16 GB/s. An
-estimate: no machine with several nodes has been measured."""
-ASSUMED = f"{MEETING_S * 1e6:.0f} us a layer for transfers (assumed, not measured)"
+"""Additional seconds of a spread layer: four synchronisations of 1 us, and half of the activations
+of 16 rows (0.75 MB) at 16 GB/s. An estimate, measured on no machine."""
+ASSUMED = f"{MEETING_S * 1e6:.0f} us a layer for what crosses (assumed, not measured)"
 
 
 @dataclass(frozen=True)

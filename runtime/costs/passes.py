@@ -22,13 +22,10 @@ from dovetail.runtime.costs.experts import ExpertsOfPasses
 EXACT_ROWS = 32  # smaller numbers of rows are stored separately
 KEPT = 16  # stored passes of each number of rows
 FEW = 8  # with fewer passes than this only the median counts
-TRUST = 2.0  # passes that weigh as much as neighbouring rows and the profile
-HOPE = 0.5
-"""Without a profile, the share of a rise between two observed numbers of rows that is assigned to
-those between them, so that they are tried too."""
+TRUST = 2.0  # passes of a number of rows that weigh as much as its neighbours and the profile
+HOPE = 0.5  # without a profile, the share of a rise that is assigned to the rows in between
 ROW_SHARE = 0.01
-"""If nothing is known, the cost of a further row relative to a pass over one: little, so that
-larger passes are tried, and then known."""
+"""Unknown cost of a further row, in passes over one: little, so that more are tried."""
 FIRST_ROWS = 4
 """Without a profile, the most rows of first passes: 16 can take eight times as long as 1."""
 OUTLIER = 4.0  # passes up to this multiple of the usual seconds count for the slope over context
@@ -42,9 +39,8 @@ MOST_TABLES = 64
 SPEEDS = 5  # last passes whose median is the machine's present speed
 SEEN = 2  # passes of a number of rows before further ones measure the speed
 PASSING = 0.95
-"""Exponent of the slowness that is divided out of a pass before it is stored. The rest makes a
-lasting change usual after some hundred passes, and leaves the rise over the context to be
-learned."""
+"""Exponent of the slowness taken out of a pass: a lasting change becomes usual after some hundred
+passes."""
 STALE_PASSES = 8
 MOST_POINTS = 24  # the most points of a displayed curve
 
@@ -133,8 +129,7 @@ class RowCosts:
 
     @property
     def most_rows(self) -> int:
-        """The most rows that a pass should have: twice as many as any had, so that an expensive
-        pass is known before it is made often. No bound with curves."""
+        """Return the most rows to try: twice what passes have had; no bound with curves."""
         return (
             MAX_NODES * MAX_SESSIONS
             if self.profiled
@@ -147,8 +142,7 @@ class RowCosts:
         return len(found.last) if found else 0
 
     def observe(self, rows: int, seconds: float, context: float = 0.0, experts: int = 0) -> None:
-        """Learn from a pass over `rows` rows behind `context` tokens that took `seconds`.
-        `experts`: how many it used; 0: not counted."""
+        """Learn from a pass of `seconds` behind `context` tokens; `experts` 0: not counted."""
         if seconds <= 0.0:
             return
         key = rows if rows < EXACT_ROWS else bucket(rows)
@@ -175,8 +169,7 @@ class RowCosts:
         context: float,
         experts: int,
     ) -> float:
-        """Learn the cost of experts from a pass. Return how many it used, or is expected to have
-        used if they were not counted."""
+        """Learn experts' cost from a pass; return how many it went through, or should have."""
         if not experts:
             return passes.at(rows)
         if len(known.last) >= SEEN:
@@ -204,8 +197,7 @@ class RowCosts:
             self.observe(rows, duration_ns / 1e9)
 
     def at(self, rows: int, context: float = 0.0, experts: int = 0) -> float:
-        """Return the seconds of a pass; 0 if nothing is known. `experts`: how many it used; 0: it
-        is still to come, or they were not counted."""
+        """Return the seconds of a pass, 0 if unknown; `experts` 0: not counted."""
         return self._slowness * self._usual(rows, context, experts)
 
     def up_to(self, most: int, context: float = 0.0) -> Callable[[int], float]:
@@ -241,8 +233,7 @@ class RowCosts:
         return found
 
     def curve(self, context: float = 0.0, *, usual: bool = False) -> RowsSeconds | None:
-        """Return the predicted seconds for the observed numbers of rows; None if there are none.
-        `usual`: at the usual speed, regardless of current disturbances."""
+        """Return the curve over seen rows, or None; `usual`: without present disturbance."""
         rows = sorted(self._passes)[:: 1 + len(self._passes) // MOST_POINTS]
         if not rows:
             return None
@@ -250,8 +241,7 @@ class RowCosts:
         return RowsSeconds(rows=tuple(rows), seconds=tuple(table[count] for count in rows))
 
     def usual(self, rows: tuple[int, ...], context: float = 0.0) -> RowsSeconds | None:
-        """Return passes over these rows, ascending, at their usual speed, observed or not; None if
-        nothing is known."""
+        """Return passes over these ascending rows at usual speed; None if nothing is known."""
         if not self.known:
             return None
         seconds = self._made(rows[-1], context)
@@ -273,8 +263,7 @@ class RowCosts:
         return [0.0, *accumulate(bent[1:], max)]
 
     def _expected(self, most: int, context: float) -> list[float]:
-        """Return the curve before any measurement: that of the profile at this context, else a pass
-        of 1 with a little more for each row."""
+        """Return the curve before measurements: the profile's, else a little more for each row."""
         if self._curves is None:
             return [1.0 + ROW_SHARE * (rows - 1) for rows in range(most + 1)]
         table = self._curves.table(most, context)
@@ -283,8 +272,7 @@ class RowCosts:
         return [max(LEAST_S, seconds) for seconds in table]
 
     def _more_s(self, rows: int) -> float:
-        """Return the seconds that a future pass takes beyond the profile's, since it is expected to
-        use another number of experts."""
+        """Return the seconds beyond the profile's for another number of experts."""
         assert self.experts is not None
         measured = self.experts.measured(rows) if rows else None
         if measured is None:
@@ -292,8 +280,7 @@ class RowCosts:
         return self.experts.expert_s * (self.experts.at(rows) - measured)
 
     def _anchors(self, expected: Sequence[float], context: float) -> list[tuple[int, float]]:
-        """Return (rows, observed over expected time), ascending in rows; with few observations the
-        ratio leans on all of them together."""
+        """Return (rows, share of the expected seconds), ascending; few passes lean on all."""
         slope = self._learned_slope()
         found = []
         for rows, passes in sorted(self._passes.items()):
@@ -315,8 +302,7 @@ class RowCosts:
         )
 
     def _learned_slope(self) -> float:
-        """Return the seconds a token of context, beyond those of the profile's curves, from passes
-        over the same number of rows behind different contexts."""
+        """Return seconds a token of context beyond the profile's, by passes of equal rows."""
         if self._curves is not None and len(self._curves.contexts) > 1:
             return 0.0
         contexts = sum(passes.contexts for passes in self._passes.values())
@@ -327,8 +313,7 @@ class RowCosts:
 def _risen(
     found: Sequence[tuple[int, float, float]], expected: Sequence[float]
 ) -> list[tuple[int, float]]:
-    """Return (rows, share) whose seconds do not fall with rows: neighbours that do are averaged by
-    weight (pool adjacent violators)."""
+    """Pool adjacent violators: (rows, share) whose seconds do not fall with rows."""
     pools: list[tuple[float, float, list[int]]] = []
     for rows, share, weight in found:
         pools.append((share * expected[rows], weight, [rows]))

@@ -3,14 +3,10 @@
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-LAST = 9
-"""Chunks that are stored. The median of their seconds a row counts, so that a pause of the machine
-is not mistaken for the cost of a row."""
-FIRST_ROWS = 16  # rows of a chunk of unknown cost
+LAST = 9  # chunks remembered; their median seconds a row counts, so that pauses do not
+FIRST_ROWS = 16  # rows of a chunk while nothing is known of their cost
 LEAST_S = 1e-6  # the least seconds of a row, so that chunks stay finite where rows are free
-MORE = 2
-"""How much larger a chunk may be than the last ones, so that a cost that rises with rows is seen
-early."""
+MORE = 2  # the most by which a chunk may exceed the last ones: costs that rise are seen early
 
 
 class ReadingCosts:
@@ -45,11 +41,9 @@ def reading_order(
     reading_s: Sequence[float],
     since_s: Mapping[str, float] | None = None,
 ) -> list[int]:
-    """Return the places of logs in the order in which they are prefilled: one of each owner, then
-    the second ones, and so on; among these the longest wait, minus the time of the prefill, first,
-    so that short prompts are not held up by long ones, nor long ones for ever. `since_s`: seconds
-    since the last log of an owner was prefilled. Its other logs count as waiting from then on, so
-    that an owner of many does not overtake an owner of one."""
+    """Return the order in which logs are read: one of each owner, then the second ones, and so on;
+    first the longest wait less its reading time. `since_s`: seconds since an owner's last log was
+    read, from which its others count as waiting."""
     before: Counter[str] = Counter()
     turns = list[tuple[int, float, int, int]]()
     for place in sorted(range(len(owners)), key=lambda log: reading_s[log] - waited_s[log]):
@@ -61,9 +55,8 @@ def reading_order(
 
 
 def shares(left: list[int], rows: int, *, at_once: int) -> list[int]:
-    """Return how many of `rows` rows each log gets, where `left` rows of each are unread: the first
-    `at_once` logs equal shares, at most what they have left, or one each if there are too few; then
-    the others in order what remains."""
+    """Return how many of `rows` rows each log gets, of `left` unread: the first `at_once` equal
+    shares, at least one each, and the others in order what is over."""
     given = [0] * len(left)
     waiting = [place for place, most in enumerate(left) if most > 0]
     open_ = waiting[:at_once]

@@ -10,14 +10,12 @@ from dovetail.runtime.costs.passes import RowCosts
 
 MOST_SLOWNESS = 1.5  # factor by which a pass is slower than its like before it is more than noise
 DRAFTED_HOPS, UNDRAFTED_HOPS = 4, 2
-"""Messages of a round with a draft - order, proposal, Verify, verdict - and without one; the
-coordinator handles every second of them."""
+"""Messages of a round with a draft, and without; the coordinator handles half."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a number, in words: passes measured by `dovetail calibrate`, or an estimate
-    from a machine's bandwidth and arithmetic."""
+    """The source of a number: `dovetail calibrate`, or an estimate from limits."""
 
     words: str
     estimated: bool = False
@@ -84,8 +82,7 @@ class PairCosts:
         return ceil(sessions / self.together) * self.draft_hop_s.value
 
     def slowness(self, pass_s: float, *, rows: int, context: float, experts: int = 0) -> float:
-        """Return how many times as long a pass took as passes over as many rows and experts do,
-        within bounds: a round without a draft would have taken that much longer, too."""
+        """Return how much slower a pass was than its like, within bounds: so was the round."""
         usual_s = self.target.at(rows, context, experts)
         if usual_s <= 0.0:
             return 1.0
@@ -97,8 +94,7 @@ class PairCosts:
         return self.target_hop_s.value + (self.host_s if drafted else host).value
 
     def alone_s(self, *, context: float = 0.0, rows: int = 1) -> float:
-        """Return the seconds of a round without a draft; 0 if unknown. `rows`: of its pass,
-        including those of other sessions."""
+        """Return the seconds of an undrafted round of `rows` in all; 0 if unknown."""
         if not self.target.known:
             return 0.0
         return self.target.at(rows, context) + self.beside_s(drafted=False)

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dovetail.runtime.costs.pooled import slowness
 from dovetail.runtime.fleet.peers import Worker
 
-NOISE = 1.25
-"""Ratio of pass times up to which targets count as equally fast: the passes of one target vary as
-much."""
+NOISE = 1.25  # ratio of pass times of targets that count as equally fast: noise is as large
 
 
 def are_alike(targets: Sequence[Worker]) -> bool:
@@ -22,8 +20,7 @@ def are_alike(targets: Sequence[Worker]) -> bool:
 
 
 def next_of(targets: Sequence[Worker], context: int) -> Worker:
-    """Return the target, of at least one, on which another session has the shortest rounds; of
-    equals one that is not known yet."""
+    """Return the target with the shortest rounds for one more session; of equals an unknown one."""
     known = [target for target in targets if target.verifying.known]
     if not known:
         return min(targets, key=lambda target: target.sessions)

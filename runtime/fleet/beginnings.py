@@ -1,5 +1,4 @@
-"""Finds running sessions whose rows other requests of the same owner can share as a prefix. Changes
-nothing."""
+"""Finds running sessions whose rows other requests of an owner can begin with. Pure."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,9 +8,7 @@ from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
 from dovetail.runtime.session.request import Request
 from dovetail.runtime.session.state import State
 
-WORTH_WAITING = 64
-"""The fewest tokens of a prefix for which a request waits: prefilling fewer takes little longer
-than the pass that it would wait for."""
+WORTH_WAITING = 64  # fewest tokens of a beginning to wait for: reading fewer is hardly longer
 
 
 def prompts_on_target(
@@ -46,9 +43,8 @@ def prompts_on_draft(
 
 
 def comes_later(request: Request, target: Worker, running: Mapping[int, RunningRequest]) -> bool:
-    """Return whether a request should wait before it begins on a target: its prefix is being
-    prefilled for another session of its owner, by this target or by that session's draft, and it
-    can share those rows afterwards."""
+    """Return whether a request should wait: its beginning is being read for another session of its
+    owner, and it can share those rows."""
     if not (request.may_reuse and target.limits.shares):
         return False
     there = list(prompts_on_target(running, target, request.owner))

@@ -38,8 +38,7 @@ class FailingDrafts:
         self._failing: dict[bytes, _Failing] = {}
 
     def failed(self, draft: Worker, running: RunningRequest | None, why: str, now_ns: int) -> None:
-        """Note that a draft failed and when, in a session or in growth ahead. The session's first
-        failure is also noted there."""
+        """Note a draft's failure, and in its session if it is the first there."""
         where = (
             "while drafting ahead"
             if running is None

@@ -75,8 +75,7 @@ def shared_cores(worker: Worker, other: Worker) -> str:
 
 
 def read_language(hello: Hello) -> Language | None:
-    """Return the vocabulary in a worker's Hello, and the tokenizer unless it only drafts; None for
-    a draft without a vocabulary."""
+    """Return a Hello's vocabulary, and its tokenizer unless it drafts; None without."""
     drafts = hello.roles == ("draft",)
     if drafts and not (hello.vocabulary or hello.tokenizer or hello.table):
         return None

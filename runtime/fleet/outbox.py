@@ -126,8 +126,7 @@ class Outbox:
         return self._patience_ns
 
     def remind(self) -> bool:
-        """Return whether the caller must call again in `patience_ns` for waiting messages: True
-        once until they are sent, or if it is sooner than before."""
+        """Return whether to call again in `patience_ns`; once until the messages are sent."""
         sooner = self._reminded_ns is None or self._patience_ns < self._reminded_ns
         if sooner:
             self._reminded_ns = self._patience_ns

@@ -44,9 +44,8 @@ class Placement:
         say: Callable[[str], None],
         sessions: int = 0,
     ) -> None:
-        """`running`: the sessions by their numbers. `reuse`: sessions may reuse rows of others.
-        `say` is called with every decision about a session's drafting; `sessions`: the highest
-        number so far."""
+        """`running`: sessions by number. `reuse`: they may continue others' rows. `say`: called
+        with decisions; `sessions`: the highest number so far."""
         self._registry, self._epoch, self._reuse, self._say = registry, epoch, reuse, say
         self._running = running
         self._pairs: dict[Peers, Pair] = {}  # by the addresses of draft and target
@@ -100,8 +99,7 @@ class Placement:
         return best(targets, [target_rate(target, self._pairs, context) for target in targets])
 
     def reader(self) -> Worker | None:
-        """Return the target whose tokenizer and limits are used for requests: that with the longest
-        context, so that the limit does not depend on placement."""
+        """Return the target that requests are read with: of the longest context."""
         targets = [
             worker
             for worker in self._registry.workers.values()
@@ -129,8 +127,7 @@ class Placement:
         )
 
     def goes_with(self, draft: Worker, target: Worker) -> bool:
-        """Return whether a draft can draft for a target: one that shares a process with a target
-        reads that target's rows only."""
+        """Return whether a draft suits a target: a unified one serves only itself."""
         own = [
             other
             for other in self._registry.workers.values()
@@ -210,9 +207,8 @@ class Placement:
         return running
 
     def _beginning(self, target: Worker, request: Request) -> Base | None:
-        """Return shared rows that a request can reuse on its target although its draft, which reads
-        the target's features, lacks them. The draft then joins later, if that is worth recomputing
-        all features."""
+        """Return the shared rows to begin with on the target if a reading draft lacks them; that
+        joins later, if worth computing all features again."""
         running = prompts_on_target(self._running, target, request.owner)
         base = target.shelf.find(request.packed, owner=request.owner, running=running)
         return base if base is not None and base.shared else None
@@ -237,8 +233,7 @@ class Placement:
     def read_log(
         self, client: ClientPeer, target: Worker, request: Request, now_ns: int
     ) -> RunningRequest:
-        """Return an uncounted session that only prefills the prompt of `request` on this target,
-        ahead of a move. It reuses rows that the target has."""
+        """Return a session that only reads a prompt here, ahead of a move."""
         submit = Submit(
             epoch=self._epoch,
             request=0,
@@ -326,8 +321,7 @@ class Placement:
         )
 
     def draft_base(self, running: RunningRequest, draft: Worker) -> Base | None:
-        """Return the rows that a joining draft reuses; its cache pins them. It prefills all but the
-        last token of the log."""
+        """Return a joining draft's base, pinned; it reads all but the last token."""
         session = running.session
         if not (self._reuse and session.request.may_reuse) or draft is running.target:
             return None
@@ -341,8 +335,7 @@ class Placement:
         return base
 
     def target_base(self, running: RunningRequest, target: Worker) -> Base | None:
-        """Return the base on a session's new target, or None. The target prefills the rest of the
-        log; features of the base are not needed any more."""
+        """Return the base on a session's new target, or None; its features are not needed."""
         session = running.session
         if running.draft is target:
             return None

@@ -46,9 +46,8 @@ class PrefixCache:
         self._kept[kept.session] = kept
 
     def give_up(self, tokens: int, base: Base | None = None) -> list[int]:
-        """Evict kept sessions, the oldest first, until at most `tokens` tokens are kept, and return
-        their numbers. Pinned sessions neither count nor go. `base`: what a session is about to
-        reuse; the rows that it shares count as that one's, and it goes last."""
+        """Drop the oldest sessions until at most `tokens` tokens are kept; return them. Pinned ones
+        stay uncounted; rows shared with `base` count as its, and it goes last."""
         spared = base.session if base is not None and base.session in self._kept else None
         if base is not None and spared is not None:
             tokens += base.tokens // WHOLE * WHOLE
@@ -65,8 +64,7 @@ class PrefixCache:
         return oldest
 
     def pin(self, base: Base) -> None:
-        """Reserve the cache of a session for another one until it is `taken` or given back. A
-        shared base needs no pin."""
+        """Pin a session whose cache another takes, until `taken` or given back; not if shared."""
         if not base.shared:
             self._pinned[base.session] = self._kept.pop(base.session)
 

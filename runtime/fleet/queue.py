@@ -88,9 +88,8 @@ class FairQueue(Generic[T]):
     def take(
         self, fits: Callable[[T], bool | None], held: Mapping[str, int], now_ns: int
     ) -> T | None:
-        """Remove and return the next request that fits, or None. `fits` returns None for a request
-        that waits for something other than room, which blocks no other. `held`: the tokens that
-        each key holds on targets."""
+        """Remove and return the next request that fits, or None. `fits` is None for one that waits
+        for something other than room. `held`: tokens of each key on targets."""
 
         def rank(head: Waiting[T]) -> tuple[float, int]:
             tokens = max(held.get(head.key, 0), self._of_late(head.key, now_ns))

@@ -20,8 +20,7 @@ def candidates(workers: Iterable[Worker], role: str) -> list[Worker]:
 
 
 def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
-    """Return the worker with the highest rate if all are known (0: unknown). Of equals, and
-    otherwise, return the one with the fewest sessions, preferably one with an unknown rate."""
+    """Prefer the best rate if all are known, else the fewest sessions, then an unknown one."""
     known = all(rates)
     ranked = [
         (-rate if known else 0.0, worker.sessions, rate > 0.0, place)
@@ -31,8 +30,7 @@ def best(workers: Sequence[Worker], rates: Sequence[float]) -> Worker | None:
 
 
 def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> float:
-    """Return rounds a second with one more session, each with the usual rows; 0: not known. What a
-    round yields depends on the draft."""
+    """Return rounds/s with one more session of as many rows as there; 0: unknown."""
     if not target.verifying.known:
         return 0.0
     gammas = [
@@ -45,8 +43,7 @@ def target_rate(target: Worker, pairs: Mapping[Peers, Pair], context: int) -> fl
 
 
 def draft_rate(draft: Worker, target: Worker, pair: Pair | None, context: int) -> float:
-    """Return tokens a second of one more session; 0 if not known. Its drafting waits for the
-    others' if they share no passes; its verification is one pass with theirs."""
+    """Return tokens/s of one more session, 0: unknown; unshared drafting waits for others."""
     if pair is None or not (pair.rounds and pair.costs.exposed_s.known and target.verifying.known):
         return 0.0
     verify_s = target.verifying.at(round((1.0 + pair.gamma.value) * (target.sessions + 1)), context)

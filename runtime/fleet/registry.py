@@ -32,16 +32,14 @@ class Registry:
         self.workers: dict[bytes, Worker] = {}
         self.clients: dict[bytes, ClientPeer] = {}
         self.engaged: set[tuple[str, int]] = set()
-        """Workers promoted from standby: one whose connection failed before it received that
-        message is promoted when it reconnects."""
+        """Workers put in place from standby, even if they have not received that."""
         self._loading: dict[bytes, tuple[LoadingState, int]] = {}
         """The last progress of each worker that is not registered yet, and when it came."""
 
     def hear_loading(
         self, peer: bytes, state: LoadingState, key: PeerKey | None, now_ns: int
     ) -> None:
-        """Note the progress of a worker that loads its model, unless its key lacks the role or
-        there are too many workers."""
+        """Note the progress of a loading worker, if its role allows it and not too many load."""
         if "client" in state.roles or (key is not None and not key.may_be(state.roles)):
             return
         self._loading = {
@@ -125,9 +123,8 @@ class Registry:
         return misfits
 
     def warnings(self, worker: Worker) -> list[str]:
-        """Return warnings about this worker together with the present ones: heads that were trained
-        for another checkpoint work, but guess badly, and workers on the same cores slow each other
-        down."""
+        """Return warnings: a head for another checkpoint guesses badly, and workers with the same
+        cores slow each other down."""
         pairs = [(worker, target) for target in self._others(worker, "target")] + [
             (draft, worker) for draft in self._others(worker, "draft")
         ]
@@ -141,8 +138,7 @@ class Registry:
         ]
 
     def _beside(self, worker: Worker) -> list[Worker]:
-        """Return the other serving workers of the same role that share cores with this one. A draft
-        may share a core with its target: they take turns."""
+        """Return other active workers of its role on its cores; draft and target take turns."""
         return [
             other
             for other in self.workers.values()

@@ -1,5 +1,4 @@
-"""The room on a target, in tokens: the most that its sessions may take, and what a request needs in
-addition. Shared rows count once. Pure."""
+"""Room on a target in tokens: its sessions', and what a request needs. Pure."""
 
 from collections.abc import Mapping
 
@@ -15,8 +14,7 @@ def tokens_of(request: Request) -> int:
 
 
 def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
-    """Return how many tokens the sessions on a target may take in all, including those whose logs
-    are prefilled there before a move."""
+    """Return the tokens that a target's sessions may take, moving ones included."""
     there = {one.session.number: tokens_of(one.claim) for one in _on(target, running)}
     return sum(there.values()) - target.shelf.shared.saved(there)
 
@@ -24,8 +22,7 @@ def held_on(target: Worker, running: Mapping[int, RunningRequest]) -> int:
 def has_room(
     target: Worker, request: Request, running: Mapping[int, RunningRequest], *, reuse: bool
 ) -> bool:
-    """Return whether a request fits into a target's memory along with the sessions there. An idle
-    target takes any, and refuses one that is too large."""
+    """Return whether a request fits with those there; an idle target takes any."""
     held = held_on(target, running)
     return (
         target.limits.room is None
@@ -37,8 +34,7 @@ def has_room(
 def needs(
     request: Request, target: Worker, running: Mapping[int, RunningRequest], *, reuse: bool
 ) -> int:
-    """Return how many tokens a request may take on a target in addition to the sessions there.
-    `reuse`: sessions may reuse rows of others."""
+    """Return the additional tokens of a request. `reuse`: rows of others may be shared."""
     if not (reuse and request.may_reuse):
         return tokens_of(request)
     begun = prompts_on_target(running, target, request.owner)

@@ -88,8 +88,7 @@ class Turns:
     postponed: dict[int, list[Open | Feed]] = field(default_factory=dict)
     """By session: prompts whose prefill is deferred."""
     void: set[int] = field(default_factory=set)
-    """Sessions that ended here while their answer was under way: it is dropped, even if a session
-    of the same number has begun."""
+    """Sessions that ended while it was under way: their answers are dropped."""
     _sent: list[tuple[int, Waiting]] = field(default_factory=list)
     """The commands that `next` returned last, by session."""
     _reading: dict[int, Rest] = field(default_factory=dict)
@@ -158,9 +157,8 @@ class Turns:
         return wanted
 
     def read(self, session: int, round: int, done: int) -> bool:
-        """Note that the worker has prefilled a log up to row `done`, and queue the unread rows
-        before the session's other commands. Return False if that chunk was not requested, or the
-        rest is no longer wanted."""
+        """Note that a log was read up to row `done`, and queue the rest before the session's other
+        commands. Return False if that was not requested, or is unwanted."""
         owed, rest = self.owed.get(session), self._reading.get(session)
         if owed is None or owed.type not in (Opened, Refed) or owed.round != round:
             return False
@@ -250,8 +248,7 @@ class Turns:
         self.waiting.appendleft(entry)
 
     def _orders(self, command: Draft, most: int) -> tuple[Sent, Sequence[int]]:
-        """Return the message for `command` with the commands that can join it, and their sessions:
-        those without an earlier command waiting."""
+        """Return the message for `command` and all that can join it, with their sessions."""
         first: dict[int, Waiting] = {}
         for session, asked in self.waiting:
             first.setdefault(session, asked)

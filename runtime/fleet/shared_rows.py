@@ -12,8 +12,7 @@ ANEW = 2  # more than this multiple of the shared rows make a new group
 
 @dataclass
 class SharedRows:
-    """The sessions of one worker that share rows, in groups. A group has a common prefix, of which
-    each session shares some first rows."""
+    """A worker's sessions in groups of a common beginning, whose first rows they share."""
 
     _groups: dict[int, int] = field(default_factory=dict)  # the group of each session
     _rows: dict[int, int] = field(default_factory=dict)  # the rows that each session shares

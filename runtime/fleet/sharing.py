@@ -6,8 +6,7 @@ from dovetail.protocol.messages import Draft, Verify, VerifyItem
 
 
 def alike(orders: Mapping[int, Draft]) -> dict[int, Draft]:
-    """Return the commands that may be in one message, by session: those whose features have the
-    type and width of the first, and those without features."""
+    """Return by session the commands whose features are of the first's type and width, or none."""
     kinds = {s: (f.dtype, f.shape[1:]) for s, o in orders.items() if (f := o.features) is not None}
     kind = next(iter(kinds.values()), None)
     return {s: order for s, order in orders.items() if kinds.get(s, kind) == kind}

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 WORTH = 2.0  # least ratio of what a move saves to what it costs: both are predictions
 LEAST_GAIN = 0.05
-"""A move must save at least this share of the remaining seconds of both targets' sessions, so that
-noise in the passes moves no session back and forth."""
+"""Least share of both targets' remaining seconds that a move saves: noise moves nothing."""
 LEAST_S = 0.5  # seconds that a move must save at least, to be noticeable
 
 

@@ -55,8 +55,7 @@ class Moving:
     # -- drafts ------------------------------------------------------------------------------------
 
     def seek(self, running: RunningRequest) -> Joining | None:
-        """Find a draft for a session whose own was lost or is no longer available, or that never
-        had one, if that is worth it."""
+        """Find a draft for a session without an available one, if that is worth it."""
         draft = self._placement.joining(running)
         if draft is None and (running.draft is None or running.draft.serves):
             return None
@@ -87,15 +86,13 @@ class Moving:
         self._acts.perform(running, running.give(running.session.draft_lost))
 
     def draft_failed(self, running: RunningRequest, why: str) -> None:
-        """Continue with the target alone, since a session's draft cannot carry out a command; this
-        is reported, and the draft is not used again."""
+        """Continue with the target alone after a draft's failure, which is reported."""
         if running.draft is not None and not running.trial:
             self._failing.failed(running.draft, running, why, self._now_ns())
         self.drop_draft(running, shun=True)
 
     def change_draft(self, running: RunningRequest) -> None:
-        """Have a session leave its draft, which gets no more sessions: at the end of its round, and
-        at once before its first."""
+        """Part a session from its leaving draft: after its round, or at once before the first."""
         if running.session.state in (State.OPENING, State.WAITING):
             self._each([running], self.drop_draft)
 

@@ -27,14 +27,12 @@ from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead
 from dovetail.runtime.session.state import State
 from dovetail.runtime.telemetry.metrics import Tally
 
-LEAST_LEFT = 64
-"""The fewest tokens that a session must be expected to need still, unless its limit allows fewer.
-It is expected to need as many as it has had, since most end long before their limit."""
+LEAST_LEFT = 64  # fewest further tokens expected of a session; longer ones are expected to double
 MOST_OPENING = 0.25
-"""Share of sessions in prefill from which on nothing moves, since the future time of passes is
-unknown."""
-SETTLED_ROUNDS = 3  # rounds of a moved session on its new target before the next move is considered
-STAY_NS = 5_000_000_000  # nanoseconds for which a moved session is not moved again
+"""Share of sessions in prefill from which nothing moves: costs are unknown till then."""
+SETTLED_ROUNDS = 3
+"""Rounds that a moved session has on its new target before the next move is looked for."""
+STAY_NS = 5_000_000_000  # nanoseconds for which a session that has moved is not moved again
 REFUSED_NS = 30_000_000_000
 """Nanoseconds for which no session moves to a target after one could not, or did not stay."""
 
@@ -74,8 +72,7 @@ class Rebalancing:
         self._now_ns, self._ahead, self._acts = clock_ns, ahead, acts
         self._under: Under | None = None
         self._ways: tuple[bytes, bytes] | None = None
-        """Old and new target of the best move at the last check; a move begins if they are the same
-        at the next one, so that nothing moves for a momentary gain."""
+        """The best move at the last look; it begins if it is the best twice in a row."""
         self._refused: dict[bytes, int] = {}
         """By peer: time until which a target is left alone, in nanoseconds."""
         self._moved: dict[int, int] = {}
@@ -103,8 +100,7 @@ class Rebalancing:
             self._begin(gain)
 
     def step(self, *, changing: bool) -> None:
-        """Take the next step of the current move, if it is due. Called after every message and at
-        every tick. `changing`: a change of workers is under way, and goes first."""
+        """Take the next step of a move, if due. `changing`: a change of workers goes first."""
         if (under := self._under) is None:
             return
         if under.phase == "settling":
@@ -264,8 +260,7 @@ class Rebalancing:
 
 
 def _may_leave(running: RunningRequest) -> bool:
-    """Return whether a session is between rounds, with nothing else in progress, and its tokens do
-    not depend on the drafts."""
+    """Return whether a session only decodes, and its tokens do not depend on drafts."""
     return (
         running.session.state in (State.DRAFTING, State.VERIFYING)
         and running.loss is None
@@ -284,8 +279,7 @@ def _in_common(one: Worker, other: Worker) -> bool:
 
 
 def _passes_of(target: Worker, targets: Sequence[Worker], context: float) -> Callable[[int], float]:
-    """Return the seconds of a target's passes over this many rows: by its profile and its passes,
-    or by its passes and those of others with its fingerprint."""
+    """Return a target's seconds of passes: of its profile, its own, or its fingerprint's."""
     if target.verifying.profiled:
         return partial(target.verifying.at, context=context)
     others = [other.verifying.curve(context) for other in targets if other is not target]

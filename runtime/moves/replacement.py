@@ -195,8 +195,7 @@ class Changes:
             )
 
     def break_off(self, why: str) -> None:
-        """Abandon the current change for a fault of ours: the old worker stays, and a newcomer on
-        standby is dismissed."""
+        """End a change after an internal error: the old worker stays, the newcomer goes."""
         if self._old is not None:
             self._old.leaving = False
         self._trials.abandon()
@@ -291,8 +290,7 @@ class Changes:
                     self._end(why)
 
     def _put_in_place(self) -> None:
-        """Give new sessions to the newcomer and none to the old worker, unless the newcomer does
-        not fit workers that have registered meanwhile."""
+        """Give sessions to the newcomer and none to the old worker, if it still fits."""
         if self._old is not None:
             self._old.leaving = True
             self._reading = {

@@ -26,8 +26,7 @@ SILENT_NS = 30_000_000_000
 
 TrialName = Literal["alone", "drafted", "before"]
 Standing = Literal["held", "movable", "coming", "over"]
-"""The standing of a session: on the old worker, to stay or to move; on another one that does not
-serve it yet; on another one."""
+"""A session's standing: on the old worker, to stay or go; moving; on another one."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,7 @@ class Change:
     newcomer: Party | None
     old: Party | None
     trials: Sequence[Trial] = ()
-    """Trials of the newcomer: as a target alone, on a draft's proposals, and `before` on a target
-    of equal fingerprint; as a draft, for a target."""
+    """Trials: a target alone, with a draft, and `before` on its equal; or a draft."""
     phase: Phase = Phase.TRYING
     longest_pause_ns: int = 0
     _heard_ns: int = 0
@@ -267,8 +265,7 @@ class Change:
         return []
 
     def failed(self, peer: bytes, why: str) -> list[Action]:
-        """Handle a worker's failure at a session's command. A newcomer that has fully replaced the
-        old worker is a worker like any other."""
+        """Note a worker's failure; a newcomer fully in place is like any other."""
         if (
             self.phase is not Phase.MOVING
             or self.newcomer is None

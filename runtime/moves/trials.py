@@ -49,8 +49,7 @@ class Trials:
         return heard
 
     def ended(self) -> Iterator[tuple[TrialName, Finished | Failed, bool]]:
-        """Yield the trials that have ended, and whether the draft of each carried out its commands.
-        Ends arrive while other events are handled, so they are queued."""
+        """Yield ended trials, and whether the draft of each did what was asked."""
         while self._ended:
             ended = self._ended.popleft()
             self._running.pop(ended[0], None)
@@ -68,9 +67,8 @@ class Trials:
         self._ended.clear()
 
     def plan(self, newcomer: Worker, role: Role, old: Worker | None) -> Sequence[Trial]:
-        """Return the trials of a newcomer: as a draft, drafting for the present target; as a target
-        alone, then with the present draft, and compared with a target that should give the same
-        tokens."""
+        """Return a newcomer's trials: as a draft for the present target; as a target alone, with
+        the draft, and against its equal."""
         if role == "draft":
             target = self._placement.target(
                 lambda target: self._placement.goes_with(newcomer, target)
@@ -159,8 +157,7 @@ def _decides_as(one: Worker, other: Worker) -> bool:
 
 
 def trial_tokens(target: Worker) -> tuple[int, ...]:
-    """Return a prompt of ordinary tokens that repeat, so that an n-gram draft finds something. No
-    tokenizer is loaded: that takes seconds."""
+    """Return a prompt of repeating ordinary tokens, without reading the tokenizer."""
     assert target.language is not None
     table, begin = target.language.table, target.facts.begin
     special = {*table.special.values(), *target.facts.end}
