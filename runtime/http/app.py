@@ -194,7 +194,6 @@ def _no_object(request: Request, error: Any) -> str:
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:
-    """Return the complaint about the first wrong field that is about the form it was meant to have:
-    of the right type, and exact about the place."""
+    """Return the most exact complaint about the first wrong field, of the right type if any."""
     same = (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2])
     return max(same, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))

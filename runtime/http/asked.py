@@ -1,5 +1,4 @@
-"""Pending requests to the coordinator, each with its receiver and what was delivered; pending
-queries; and the target of requests."""
+"""Pending requests with their receivers, pending queries, and the target of requests."""
 
 import asyncio
 from collections import deque

@@ -17,9 +17,7 @@ MAX_CHOICES = 128  # replies to one request: prompts times n
 LONGEST_KIND = 40  # characters of an unknown type that an error shows
 STOP_CHARACTERS = 1024
 LARGEST_SEED = (1 << 63) - 1
-DEEPEST = 64
-"""Nesting depth of values for a chat template: more than any template reads, and below the 255 at
-which pydantic's serializer fails."""
+DEEPEST = 64  # nesting of values for a chat template: pydantic's serializer fails at 255
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Strings = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]

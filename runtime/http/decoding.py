@@ -45,8 +45,7 @@ class Run:
         self._waiter: asyncio.Future[None] | None = None
 
     async def begin(self, order: Order, within_s: float | None = None) -> None:
-        """Request the replies and wait at most `within_s` seconds for the first message;
-        `WrongVocabulary` if the prompt must be tokenized again."""
+        """Request the replies and wait for the first message; may raise `WrongVocabulary`."""
         self._order, self._next = order, 0
         self._ask()
         with suppress(TimeoutError):
@@ -111,8 +110,7 @@ class Run:
         return tell
 
     def _put_off(self, index: int) -> bool:
-        """Have a reply that found the queue full wait until another ends, or, if none runs, for
-        some time. Return False if the queue has taken none."""
+        """Have a reply that found the queue full wait for another's end; False if none fits."""
         del self._numbers[index]
         if not self._numbers:
             if not self._begun:

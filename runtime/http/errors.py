@@ -74,8 +74,7 @@ OTHERS: Mapping[str, Sequence[str]] = {
     "/tokenize": (),
     "/detokenize": (),
 }
-"""Served paths, and the endings of their counterparts in other APIs (OpenAI's Responses, Anthropic,
-Ollama, llama-server, TGI)."""
+"""Served paths, and endings of their counterparts in other APIs."""
 
 
 def wrong_method(method: str, path: str, allow: str) -> ApiError:

@@ -126,9 +126,8 @@ def check_fields(
     benign: Collection[str] = BENIGN,
     param: str = "",
 ) -> None:
-    """Accept a body whose fields are all `known`, `benign` or without effect; else raise `ApiError`
-    with the first that is not. `param`: the field whose value the body is.
-    """
+    """Accept a body whose fields are `known`, `benign` or without effect; else raise `ApiError`.
+    `param`: the field whose value the body is."""
     for name, value in body.items():
         if name in known or name in benign or value is None:
             continue

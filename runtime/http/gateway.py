@@ -51,8 +51,7 @@ from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 log = logging.getLogger("dovetail.http")
 
 RETRY_S, MOST_RETRY_S = 0.1, 1.0
-"""Seconds from one search for a coordinator to the next: at first, and at most. A search that took
-this long is followed by the next at once."""
+"""Seconds between searches for a coordinator: at first, and at most."""
 FRESH_S = 0.5  # seconds for which the last description of the target is valid
 BUSY_S = 0.005
 MAX_UNSENT = 4096
@@ -73,9 +72,8 @@ class Gateway:
         answer_s: float = ANSWER_S,
         read: Callable[[], TextCodec | None] = lambda: None,
     ) -> None:
-        """`connect` opens a link, blocking, or raises; `first` is open. `answer_s`: how long an
-        answer may take. `read` loads the tokenizer of the first target in advance; None if that is
-        not known."""
+        """`connect` opens a link, blocking, or raises; `first` is open. `answer_s`: how long to
+        wait for answers. `read` loads the first target's tokenizer in advance; or None."""
         self._read_ahead = read
         self._ahead: asyncio.Future[TextCodec | None] | None = None
         self._answer_s = answer_s
@@ -138,11 +136,9 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, tell: Callable[[Told], None]) -> int:
-        """Submit a completion and return the number to cancel it by. Its messages go to the
-        receiver, the last one a Finished or a Failed. One that continues a ticket, or is a part of
-        an answer that has begun, waits for the next coordinator if one was just lost. `ApiError`
-        without a coordinator, or if it is too long for a message.
-        """
+        """Submit a completion; return the number to cancel it by. Its messages go to the receiver,
+        the last a Finished or a Failed. One with a ticket, or that has begun, waits for the next
+        coordinator if one was just lost; else `ApiError`."""
         if not (submit.again and self._comes_back):
             self._check_there()
         self._number += 1
@@ -295,8 +291,7 @@ class Gateway:
             asked.tell(Failed(epoch=self._epoch, code="coordinator_lost", text=text))
 
     def _send(self, message: Message) -> None:
-        """Send now or, while the queue is full, soon; then look what has come, since sending may
-        have swallowed the sign of it."""
+        """Send now or soon; then check for messages, whose signal sending may have consumed."""
         frames = encode(message)
         if self._link is None:
             return

@@ -191,8 +191,7 @@ def shared(app: App, cors: str) -> App:
 
 
 async def answer(error: ApiError, send: Send) -> None:
-    """Answer with an error. The connection stays: were it closed while the client is still sending,
-    that would take the answer from it."""
+    """Answer with an error. The connection stays open, or a sending client would lose it."""
     body = json.dumps(error.body).encode()
     headers = {
         "content-type": "application/json",

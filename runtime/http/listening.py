@@ -7,8 +7,7 @@ from dovetail.protocol.errors import UserError
 
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 64 << 10
-"""Bytes that the kernel keeps for a client that does not read: enough for a stream of tokens, and
-little for thousands of connections."""
+"""Bytes kept by the kernel for a client that does not read: enough for a stream."""
 FIRST_FREE_PORT = 1024  # ports below it are the administrator's
 OWN_ADDRESS = (
     "set --http.host to 127.0.0.1 for clients on this machine, or to 0.0.0.0 for those on others "

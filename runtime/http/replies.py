@@ -316,8 +316,7 @@ class TextWriter(Writer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
-        """The token itself is among the likeliest, even where it is not; the first one of a prompt
-        has nothing before it to be likely after."""
+        """Add the token to the likeliest; a prompt's first token has none."""
         return {
             "tokens": [self._spelling(shown) for shown in tokens],
             "token_logprobs": [

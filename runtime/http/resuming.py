@@ -53,8 +53,7 @@ def event_id(name: str, places: Sequence[Place | None]) -> str:
 
 
 def read_event_id(text: str) -> tuple[str, tuple[Place | None, ...]]:
-    """Return the id of the response, empty if there is none, and what has been streamed; a number
-    alone counts the characters of the only reply. `ApiError` if it is no event id."""
+    """Return a response's id, or "", and what was streamed; a number alone: characters."""
     name, _, told = text.strip().rpartition(":")
     places: list[Place | None] = []
     for part in told.split(","):
@@ -88,8 +87,7 @@ def beyond(place: Place, whole: Place) -> ApiError:
 
 
 def check_same(sent: ChatBody | CompletionBody, kept: ChatBody | CompletionBody) -> None:
-    """Raise `ApiError` if a request that comes back for an answer is not the one it was for; how it
-    is streamed may differ, and a seed may be left out."""
+    """Raise `ApiError` unless a request that returns is the same, but for streaming and seed."""
     if type(sent) is type(kept) and sent.seed in (None, kept.seed) and _asked(sent) == _asked(kept):
         return
     raise ApiError(
@@ -106,8 +104,7 @@ def _asked(body: ChatBody | CompletionBody) -> dict[str, Any]:
 
 
 def ticketed(order: Order, body: ChatBody | CompletionBody, *, again: bool) -> Order:
-    """Return the order with a ticket for each reply, by which the journal knows it, and what it
-    takes to write the answer again. `again`: the journal may know it already."""
+    """Return the order with tickets for the journal, and a memo to write the answer again."""
     seed = order.submits[0].seed
     kept = {
         "kind": order.kind,

@@ -85,8 +85,7 @@ class PatientProtocol(HttpToolsProtocol):
             super().data_received(self._fed)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Ignore an offer to upgrade to another protocol (h2c, websocket). The parser would treat
-        the body as that protocol, so a new one is fed the headers that determine its length."""
+        """Ignore upgrades (h2c, websocket): a new parser gets the headers of the body's length."""
         self._left = self._fed[getattr(sys.exception(), "args", (0,))[0] :]
         self.parser = type(self.parser)(self)
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in BODY_LENGTH]
@@ -149,8 +148,7 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def look(self, now_s: float) -> None:
-        """End the connection if its request does not arrive, or if nothing of what was written has
-        been read for too long; a stream ends in words first."""
+        """End a connection whose request does not arrive, or whose client does not read."""
         patience = self.shared.receive_s
         unread = self.transport.get_write_buffer_size()
         if unread == 0 or unread < self._unread:
@@ -162,8 +160,7 @@ class PatientProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _let_go(self, now_s: float) -> None:
-        """End the stream of a client that does not read, with an error after the queued data; it
-        has the same time again to read them."""
+        """End the stream of a client that does not read, with an error that it may still read."""
         if self._told_s is None:
             self.shared.let_go += 1
             log.warning(
@@ -182,8 +179,7 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _awaits_request(self) -> bool:
-        """Return whether the rest of a request is all that this connection waits for; the next one
-        may take its time while one is answered."""
+        """Return whether this connection waits only for the rest of a request."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
 

@@ -44,9 +44,7 @@ from dovetail.runtime.text.templates import RENDERERS
 
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
 REFUSAL_S = 1.0  # seconds without a token after which a stream's head, and so its status, is sent
-SILENCE_S = 15.0
-"""Seconds without data after which a comment is sent, since proxies close silent streams: the HTML
-standard's advice (server-sent events, authoring notes)."""
+SILENCE_S = 15.0  # seconds after which a silent stream gets a comment, for proxies (HTML standard)
 CLIENT_GONE = 499  # a status that nobody reads (nginx's)
 EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -120,8 +118,7 @@ class Service:
     async def resume(
         self, name: str, request: Request, *, stream: bool, sent: ChatOrTextBody | None = None
     ) -> Response:
-        """Return the response with this id, after the part given by the header Last-Event-ID.
-        `ApiError` if it is not known, or if the client's repeated request differs."""
+        """Return a known response, after its Last-Event-ID; `ApiError` if unknown or different."""
         event = request.headers.get("last-event-id", "")
         named, places = read_event_id(event) if event else ("", ())
         if named not in ("", name):

@@ -72,8 +72,7 @@ class Database:
     """The records of one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """`UserError` if the folder cannot be used, has other files or the journal of an earlier
-        release, or another process uses it."""
+        """`UserError` if the folder is unusable, in use, or has other files or an old journal."""
         self.folder, self._file = folder, folder / FILE
         self._lock = _locked(folder)
         self._erased, self._moved_s = False, time.monotonic()
@@ -298,9 +297,8 @@ def _locked(folder: Path) -> int:
 
 
 def _other(folder: Path) -> str | None:
-    """Return the name of a file that is not a journal's: any other file in a folder without a
-    journal, whose permissions are not ours to set, or one with a journal's name that is not a
-    regular file."""
+    """Return a file that is no journal's: another in a folder without one, or one of its names that
+    is no regular file."""
     names = sorted(path.name for path in folder.iterdir())
     if FILE not in names and (other := next((name for name in names if name not in OURS), None)):
         return other

@@ -1,5 +1,4 @@
-"""Entries of a recording: how a session, the arguments of its events and its actions are written.
-How the file looks is in `recording.py`. Pure."""
+"""Recorded forms of sessions, of events' arguments and of actions. Pure."""
 
 from datetime import datetime
 from typing import Any

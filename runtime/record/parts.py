@@ -40,8 +40,7 @@ def _own_part(verify: Verify, session: int) -> Verify:
 
 
 def own_verdicts(event: Event, session: int) -> Sequence[tuple[VerifiedItem, Array | None]]:
-    """Return this session's verdicts of a pass, each with its features; without them if they are
-    not as many as there should be."""
+    """Return this session's verdicts of a pass, with features if their count is right."""
     if not isinstance(event, Verified):
         return []
     every = zip(event.items, features_of_items(event), strict=True)

@@ -60,9 +60,8 @@ MAX_NOTES = 1024  # notes that are remembered and not packed
 
 
 class Recorder:
-    """Records the events of a coordinator's sessions. They are only stored at first, which takes a
-    microsecond, and packed by `settle`, once the workers have their commands.
-    """
+    """Records the events of sessions: storing one takes a microsecond, and `settle` packs them once
+    the workers have their commands."""
 
     def __init__(self, folder: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """`UserError` if no file can be made in the folder, which is made if it is not there."""
@@ -136,8 +135,7 @@ class Recorder:
                 log.exception("a message could not be recorded")
 
     def tick(self, running: Container[int]) -> None:
-        """Write everything; later messages of an ended session are kept until the next call.
-        `running`: the sessions that have not ended."""
+        """Write everything; `running`: sessions that have not ended. Ended ones stay for a call."""
         self.settle()
         over = {number for number in self._files if number not in running}
         ended = [self._files.pop(number) for number in over & self._over]

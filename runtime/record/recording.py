@@ -137,8 +137,7 @@ class Said(Frozen):
 
 
 class Step(Frozen):
-    """An event of the session: a call of a method of `session.Session`. What it was handed of a
-    message, it was handed of the last one that came in."""
+    """A call of a method of `session.Session`, with parts of the last message."""
 
     type: Literal["step"] = "step"
     at: Count

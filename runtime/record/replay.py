@@ -92,8 +92,7 @@ class Replay:
     _place: int = 0
     _in_hand: Said | None = None  # the last message that has come
     _asked: list[Ask] = field(default_factory=list)
-    """Commands that have not been seen to be sent; they need not be, if the session has ended
-    meanwhile or the worker was lost."""
+    """Commands that were not seen: the session may have ended, or the worker was lost."""
     _told: list[Reply] = field(default_factory=list)
     """The recorded messages to the client, without the last."""
 

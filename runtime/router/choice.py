@@ -25,19 +25,15 @@ USUAL_TOKENS = 256  # the assumed tokens of a reply, if the request allows more
 USUAL_S, USUAL_FURTHER = 0.02, 0.5
 """Seconds a token alone, and for each further session, before any report."""
 READING = 0.05  # seconds of reading a token over those of writing one, if not reported
-ALIKE = 0.02
-"""Predictions that differ by less are the same: then the replica with the fewest requests is
-chosen, and among these the one that was chosen longest ago."""
+ALIKE = 0.02  # relative difference of equal predictions, among which the idlest replica is chosen
 BUSY = 4  # sessions at which rates are compared
 EQUAL = 0.25  # replicas whose rates differ by less are taken as equal, given noise
 AGE_S = 300.0
-"""Seconds after which the rate of a replica without a round expires: it may have been slow for a
-reason that is gone, which at a light load would stay unnoticed. One that is still slow gets one
-request in that time, which measures it again."""
+"""Seconds after which a replica's rate expires, so that one that was slow is tried again with one
+request."""
 NEVER = float("-inf")
 BESIDE_STREAMS = 2.0
-"""Assumed slow-down of reading a prompt while streams run, which take a third of the passes: with
-1.5, in a simulated fleet, the slowest first tokens came later."""
+"""Assumed slow-down of reading beside streams; 1.5 was worse in a simulated fleet."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +172,7 @@ def wanted(body: Any, key: bytes) -> Wanted:
 
 
 def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replica | None:
-    """Return the replica that is predicted to finish first, and note that it reads the request from
-    `now_s` on; None without a replica."""
+    """Choose the replica predicted to finish first, and note its request; None without one."""
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None
@@ -207,9 +202,8 @@ class Predicted(NamedTuple):
 
 
 def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
-    """Return what a replica takes for a request: for a place, for what is read before it, for
-    reading what it has not read, and for writing at the rate that a session has when this one has
-    come."""
+    """Return a request's seconds on a replica: waiting, what is read before it, its reading, and
+    writing at the rate of one more session."""
     load, queued, rate = replica.load, replica.queued, replica.rate
     beside = load.sessions if queued else replica.running
     token_s = rate.alone_s + rate.further_s * (beside + request.samples - 1)
@@ -221,8 +215,7 @@ def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
 
 
 def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
-    """Set the rates of replicas: their mean for rates near each other, and the mean of all others
-    for those without a report within `AGE_S`."""
+    """Set rates: the mean of similar ones, and of all others without a recent report."""
     told = sorted(
         (
             (rate, one)

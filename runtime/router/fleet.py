@@ -41,8 +41,7 @@ class Fleet:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
-        """Read a changed list, and the report of each replica. One that is no longer listed gets no
-        further requests, and is forgotten when its last one has ended."""
+        """Read a changed list and each replica's report; unlisted ones end with their requests."""
         urls = self._listed()
         for url in urls:
             if self._all.setdefault(url, Replica(url)).draining:
@@ -64,8 +63,7 @@ class Fleet:
         self._upstream.close(replica.url)
 
     async def _ask(self, replica: Replica) -> None:
-        """Query whether a replica serves, and its rate. Its running requests may include ours:
-        those running at the query, and those sent until the answer."""
+        """Query a replica's state; its running requests may include ours."""
         asked = replica.in_flight - replica.sent
         try:
             async with asyncio.timeout(ANSWER_S):

@@ -105,8 +105,7 @@ class EventLog:
         return self.now_ns() if self.fine else 0
 
     def finely(self, name: str, start_ns: int, about: Any) -> int:
-        """Add a fine span of the coordinator about a message or a session, which ends now; return
-        its end. Does nothing if none are recorded."""
+        """Record a fine span that ends now, if those are recorded; return that time."""
         if not self.fine:
             return start_ns
         now_ns = self.now_ns()

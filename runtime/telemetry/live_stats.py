@@ -174,9 +174,8 @@ class LiveStats:
         session: int | None = None,
         called: Callable[[str], str] = folder_name,
     ) -> dict[str, Any]:
-        """Return all displayed values, and the last tree of this session, or of the newest.
-        `spell`: without it neither tokens nor texts are included; `called`: a model -> its name in
-        the view."""
+        """Return all displayed values, with the last tree of a session or of the newest. `spell`:
+        None hides tokens and texts; `called`: a model -> its name."""
         state = self._state
         assert state is not None, "nothing has arrived yet"
         stats = self._sessions.get(session) if session is not None else None
@@ -292,8 +291,7 @@ class LiveStats:
         }
 
     def _waited_for(self, worker: WorkerState) -> float | None:
-        """Return the share of the last whole seconds in which rounds waited for a draft worker,
-        which is also busy with growth ahead."""
+        """Return the share of seconds in which rounds waited for a draft worker."""
         last = self._now_ns // 10**9
         seconds = min(RATE_S, last - (self._since_ns or self._now_ns) // 10**9)
         if "draft" not in worker.roles or seconds < 1:

@@ -9,10 +9,9 @@ MANY = 8  # the sessions of the pass at which the cost of a further one is taken
 
 
 def load_of(state: Reported) -> dict[str, Any]:
-    """Return the fields `load` of /readyz: running and waiting requests, the number of targets, and
-    predictions: `seconds_per_token` of a session alone, `further_seconds_per_token`, which each
-    further session adds to all, and `reading_seconds_per_token` of a prompt. They are None until a
-    target has had a round."""
+    """Return `load` of /readyz: sessions, targets and predictions, None until a round:
+    `seconds_per_token` alone, `further_seconds_per_token` for each further session, and
+    `reading_seconds_per_token` of a prompt."""
     targets = [
         worker
         for worker in state.workers
@@ -32,8 +31,7 @@ def load_of(state: Reported) -> dict[str, Any]:
 
 
 def _predicted(target: WorkerState) -> tuple[float, float, float] | None:
-    """Return the three figures of one target: the time of its recent tokens, scaled to other
-    numbers of sessions by the curve of its passes."""
+    """Return a target's three figures: recent times, scaled by the curve of its passes."""
     curve, token_s = target.t_v, target.token_s
     if curve is None or token_s is None or not curve.seconds[0]:
         return None

@@ -29,8 +29,7 @@ def extent_ns(spans: Sequence[Span]) -> int:
 
 @dataclass
 class RoundTimes:
-    """The times of a round, from the previous verdict (or the first token) to its own, in
-    nanoseconds, and the experts of its pass."""
+    """Nanoseconds of a round, from verdict to verdict, and what its pass went through."""
 
     draft_ns: int = 0  # drafting that was waited for
     draft_hop_ns: int = 0  # from command to proposal, without drafting; `target_hop_ns` likewise
@@ -55,9 +54,8 @@ class RoundTimes:
 
     @property
     def missed_ns(self) -> int:
-        """The part of that wait caused by drafting: without it a session asks as soon as it has its
-        verdict, and shares the next pass with all that wait. A wait longer than a pass is for a
-        prefill."""
+        """Return the part of a wait due to drafting: without it a session joins the next pass. A
+        wait longer than a pass is for a prompt."""
         return min(self.target_queue_ns, self.verify_ns)
 
     @property

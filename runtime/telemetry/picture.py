@@ -1,5 +1,4 @@
-"""Parts of the view in the dashboard and `dovetail top`: states and trees as plain values, and
-tokens in printable form. Pure."""
+"""What the dashboard and `dovetail top` show, as plain values. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import exp
@@ -16,8 +15,7 @@ Spell = Callable[[int], str]  # returns the text of a token id, as `label` write
 
 
 def label(content: bytes) -> str:
-    """Return a token's bytes as printable text: one line without control characters, with visible
-    spaces and line ends, cut if it is long."""
+    """Return a token for drawing: one short line with visible spaces and line ends."""
     text = content.decode(errors="replace").translate(SIGNS)
     text = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
@@ -134,8 +132,7 @@ def process_figures(state: Reported, before: Reported | None) -> list[dict[str, 
 
 
 def tree_picture(last: SeenRound, root: int | None, spell: Spell | None) -> dict[str, Any]:
-    """Return the tree of a round, best node first: the parent of each node, its outcome, and its
-    probability by the draft. `root`: the token of the tree's root, if known."""
+    """Return a round's tree, best node first: parents, outcomes, likelihoods; `root`: its token."""
     record = last.record
     if not last.readable:
         spell = None

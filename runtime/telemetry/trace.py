@@ -19,8 +19,7 @@ from dovetail.protocol.messages import SeenSpan
 from dovetail.runtime.telemetry.event_log import OURS
 
 TRIP = ("draft", "handle", "verify", "commit")
-"""Spans through which a tree passes in a round, in this order; then it is the coordinator's and the
-draft's again, in the next one."""
+"""Spans of a tree in a round, in order, before the next coordinator's and draft's."""
 
 
 Place = tuple[int, int]  # (row, track) numbers
@@ -29,9 +28,8 @@ Place = tuple[int, int]  # (row, track) numbers
 def trace_events(
     spans: Iterable[SeenSpan], bounds: Mapping[str, int | None] | None = None
 ) -> list[dict[str, Any]]:
-    """Return Chrome trace events: a row for each process, a slice for each span, an arrow for each
-    step of a tree; times in microseconds. `bounds`: by process, the accuracy of its spans' times,
-    in nanoseconds."""
+    """Chrome trace events in microseconds: a row a process, a slice a span, an arrow a step of a
+    tree. `bounds`: by process, the error of its spans in ns."""
     spans = sorted(spans, key=lambda seen: (seen.span[1], -seen.span[2]))
     rows = {
         process: number
@@ -59,8 +57,7 @@ def trace_events(
 
 
 def _lanes(spans: Sequence[SeenSpan]) -> Iterator[tuple[SeenSpan, int, int]]:
-    """Yield each span with the session whose track it is on, 0 for none, and the first lane in
-    which it overlaps nothing partly; by start time."""
+    """Yield spans by begin with their sessions (0: none) and first free lanes."""
     open_ends: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
     for seen in spans:
         session = seen.session or 0 if seen.process == OURS else 0

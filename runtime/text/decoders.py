@@ -12,6 +12,7 @@ complete characters of such a run are kept (see `ByteFallback`).
 """
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -88,8 +89,7 @@ class Replace(Stage):
 
 
 class Metaspace(Stage):
-    """Replaces the characters that represent spaces; in the first token they are dropped if the
-    tokenizer had put one before the text."""
+    """Replaces the characters for spaces; drops a prepended one in the first token."""
 
     def __init__(self, replacement: str, *, prepended: bool) -> None:
         self._replacement, self._space = replacement, "" if prepended else " "
@@ -101,7 +101,7 @@ class Metaspace(Stage):
         return ((shown, end),)
 
 
-class WholeTokens(Stage):
+class WholeTokens(Stage, ABC):
     """Waits for the end of each token."""
 
     def __init__(self) -> None:
@@ -116,9 +116,9 @@ class WholeTokens(Stage):
         token, self._parts = "".join(self._parts), []
         return self.take(token)
 
+    @abstractmethod
     def take(self, token: str) -> Iterable[Piece]:
-        """Return the pieces of text that one more token completes; every decoder has its own."""
-        raise NotImplementedError
+        """Return the pieces of text that one more token completes."""
 
 
 class Rewritten(WholeTokens):
@@ -186,11 +186,8 @@ class Bytes(WholeTokens):
 
 
 class ByteFallback(WholeTokens):
-    """Decodes runs of byte tokens such as <0xE4>; a character is emitted with its last byte.
-
-    As in SentencePiece, each invalid byte becomes a replacement character, and an incomplete
-    character at the end of the text becomes a single one.
-    """
+    """Decodes runs of byte tokens such as <0xE4>. As in SentencePiece, each invalid byte becomes
+    U+FFFD, and an incomplete character at the end a single one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,8 +258,7 @@ def open_stages(
     library: Callable[[Any], Callable[[list[str]], str]],
     byte_of_letter: Mapping[str, int],
 ) -> list[Stage]:
-    """The chain of a decoder in tokenizer.json, None without one. `library` makes the library's
-    decoder from such a description."""
+    """Return the stages of a decoder in tokenizer.json; `library` makes the library's."""
 
     def alone(spec: Any) -> Rewrite:
         decode = library(spec)

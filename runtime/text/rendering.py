@@ -242,8 +242,7 @@ def _answer(job: bytes) -> bytes:
 
 
 def main(parent: int, memory: int, cpu_s: float) -> None:
-    """Serve the socket on stdin until it is closed. `memory`, `cpu_s`: limits of a rendering in
-    bytes and in seconds of CPU time."""
+    """Serve the socket on stdin; `memory`, `cpu_s`: limits in bytes and CPU seconds."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     prctl(PR_SET_NAME, b"dovetail render", 0, 0, 0)

@@ -17,11 +17,8 @@ def borders(pattern: str) -> tuple[int, ...]:
 
 
 def advance(pattern: str, matched: int, text: str, *, early: bool = False) -> tuple[int, int]:
-    """Return how much of the pattern the text so far ends with, `matched` before `text`; and where
-    in `text` the first whole one ends, 0: there is none. `early`: ignore whole ones.
-
-    What lies behind a whole one is not looked at.
-    """
+    """Return how much of the pattern the text ends with, `matched` before `text`, and where the
+    first whole one ends in it, 0: nowhere. `early`: ignore whole ones."""
     shorter, place, whole = borders(pattern), 0, len(pattern)
     while place < len(text):
         if not matched:
@@ -41,8 +38,7 @@ def advance(pattern: str, matched: int, text: str, *, early: bool = False) -> tu
 
 
 class StopStrings:
-    """Cuts a text before the first stop string, and holds back what may turn out to be the
-    beginning of one. Takes time in proportion to the text."""
+    """Cuts a text before the first stop string, holding back beginnings, in linear time."""
 
     def __init__(self, stops: Sequence[str], marks: str = "") -> None:
         """`marks`: characters for hidden tokens; stop strings without marks ignore them."""
@@ -53,8 +49,7 @@ class StopStrings:
         """Characters of each stop string that the text ends with."""
 
     def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
-        """Return the text that is safe to show, and whether a stop string is complete. `early`:
-        ignore one that this text completes; it may still begin another."""
+        """Return the text to show, and whether a stop string is complete. `early`: ignore it."""
         if not self._stops or not text:
             return text, False
         self._held += text

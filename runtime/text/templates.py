@@ -1,5 +1,4 @@
-"""Renders chat templates in separate processes (`rendering.py`), since they are programs of a
-checkpoint: one that never ends, fills memory or crashes fails only its request."""
+"""Renders chat templates in processes of their own (`rendering.py`): they are programs."""
 
 import atexit
 import json
@@ -59,8 +58,7 @@ class Renderer:
                 self._idle.pop().end()
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
-        """Render a template; the content of each of `values["messages"]` is a string or a list of
-        parts. Raises `RequestError` if it fails."""
+        """Render a template over messages of strings or parts; `RequestError` if it fails."""
         try:
             job = json.dumps([template, MAX_TEXT, values], ensure_ascii=False)
         except RecursionError:
@@ -122,8 +120,7 @@ class _Process:
         self.pid = self._process.pid
 
     def ask(self, job: bytes) -> tuple[str, str]:
-        """Return the kind of the answer (see `rendering.py`) and its text. Raises `_Lost` if there
-        is none, unless a limit was exceeded."""
+        """Return the kind and text of the answer (`rendering.py`); `_Lost` without one."""
         self._until_s = time.monotonic() + WALL_S
         try:
             self._channel.settimeout(WALL_S)

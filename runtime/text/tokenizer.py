@@ -91,11 +91,8 @@ class Spelling:
         return self.table.spelling(index) or ""
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound on the number of tokens of a text, without tokenizing it: no token is
-        longer than the longest of the vocabulary.
-
-        Half of what that gives, since a normalizer may drop characters.
-        """
+        """Return a lower bound on the tokens of a text: half of its length by the longest token,
+        since a normalizer may drop characters."""
         return len(text) // (2 * self.table.longest)
 
     def detokenizer(self, prompt: Sequence[int] = (), *, special: bool = False) -> "Detokenizer":
@@ -103,8 +100,7 @@ class Spelling:
         return Detokenizer(self, {} if special else self.table.special, prompt)
 
     def prompt_text(self, prompt: Sequence[int]) -> str:
-        """Return the text of a prompt up to where the reply's text begins: a character that the
-        prompt leaves incomplete belongs to the reply."""
+        """Return a prompt's text, without a character that it leaves incomplete."""
         return self.detokenizer().read_prompt(prompt)
 
 
@@ -129,8 +125,7 @@ class TextCodec(Spelling):
         return self._ids(_valid(text), special=special)
 
     def encode_turns(self, turns: Sequence[str]) -> tuple[int, ...]:
-        """Token ids of a conversation (user first, then alternating) up to where the next reply
-        begins; of plain text where there is no template."""
+        """Return the token ids of turns up to the next reply; plain text without a template."""
         if not self.facts.template:
             return self.encode("\n".join(turns))
         return self.encode_messages(
@@ -155,9 +150,8 @@ class TextCodec(Spelling):
         reply: bool = True,
         values: Mapping[str, Any] = NO_VALUES,
     ) -> str:
-        """Render a conversation of (role, content) with the chat template; `RequestError` if there
-        is none or it fails. `reply`: up to where the next reply begins. `values`: additional values
-        for the template, none in `OWN_VALUES`."""
+        """Render (role, content) with the chat template; may raise `RequestError`. `reply`: up to
+        the next reply. `values`: more values, none in `OWN_VALUES`."""
         if not self.facts.template:
             raise RequestError("settings", f"{NO_TEMPLATE}: {INSTEAD}")
         begin, end = (
@@ -181,8 +175,7 @@ class TextCodec(Spelling):
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text, in its middle; they need not be a whole character.
-        Special tokens are written out."""
+        """Return the bytes of a token within a text, perhaps no whole character."""
         if token not in self._pieces:
             self._pieces[token] = self._piece(token)
         return self._pieces[token]
@@ -212,8 +205,7 @@ class TextCodec(Spelling):
 
 
 def codec_of(described: Described, earlier: TextCodec | None = None) -> TextCodec:
-    """Return the codec of a target. `earlier`: a codec whose tokenizer is reused if it is the same,
-    since reading a large one takes seconds."""
+    """Return a target's codec; `earlier`: one whose equal tokenizer is reused."""
     if earlier is not None and earlier.content == described.tokenizer.data:
         codec = copy.copy(earlier)
         codec.facts, codec.content = described.vocabulary, described.tokenizer.data  # held once
@@ -313,8 +305,7 @@ def open_detokenizer(tokenizer: bytes, prompt: Sequence[int]) -> Detokenizer:
 
 
 class Piece:
-    """The text that some tokens of a reply complete. It is decoded lazily, after the workers have
-    their commands, unless stop strings are searched for."""
+    """The text of some tokens, decoded lazily unless stop strings are searched for."""
 
     def __init__(self, reply: "ReplyText", tokens: Sequence[int], text: str | None = None) -> None:
         self.tokens, self.text, self._reply = tokens, text, reply
@@ -361,9 +352,8 @@ class ReplyText:
         return "".join(self._shown)
 
     def read(self, tokens: Sequence[int], room: int) -> tuple[int, Piece, FinishReason | None]:
-        """Return how many of these tokens belong to the reply, the text that they complete, which
-        counts as shown, and why the reply ends with them, if it does. `room`: tokens that it may
-        still have."""
+        """Return how many tokens belong to the reply, their text, and why it ends, if it does.
+        `room`: tokens that it may still have."""
         kept, reason = tokens[:room], _LENGTH if len(tokens) >= room else None
         count = len(kept)
         for place, token in enumerate(kept):
@@ -416,8 +406,7 @@ class ReplyText:
 
 
 def _byte_letters() -> Mapping[str, int]:
-    """The letters for bytes in byte-level vocabularies (GPT-2's): printable bytes are themselves,
-    the rest follow from U+0100 on."""
+    """Return the letters for bytes of GPT-2: printable ones, others from U+0100 on."""
     themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in themselves]
     return {
