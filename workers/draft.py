@@ -211,7 +211,7 @@ class DraftWorker(Generic[SessionT]):
         return self._opened(command, session)
 
     def _open_base(self, number: int | None) -> Left | None:
-        """Return the log and the rows of a session that is open."""
+        """Return the log and rows of an open session."""
         held = self._held.get(number or 0)
         return None if held is None or self._keeper is None else self._keeper.left(held.session)
 

@@ -21,8 +21,8 @@ PROBE_S = 0.6  # duration of the probe of bandwidth; half as long for each kind 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be measured, its own design, and that of the whole model that it stands for: of
-    fewer layers where memory does not hold all of them."""
+    """A model to be measured, its own design, and that of the whole model that it represents: the
+    measured one has fewer layers if memory does not hold all of them."""
 
     model: LanguageModel
     measured: Design
@@ -31,7 +31,7 @@ class Subject:
 
     @property
     def scale(self) -> float:
-        """Seconds of the whole model for one second of the one that is measured."""
+        """Seconds of the whole model for one second of the measured one."""
         return self.whole.weights / self.measured.weights
 
 

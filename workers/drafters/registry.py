@@ -53,7 +53,7 @@ class Wanted:
     def identity(
         self, model: "LanguageModel | Head", device: "Device", called: str, **more: Any
     ) -> Identity:
-        """Return the description of a worker with a model on a device."""
+        """Return the registration of a worker with a model on a device."""
         from dovetail.workers.drafters.levels import known_levels
         from dovetail.workers.sessions.room import base_rows
 

@@ -52,7 +52,7 @@ class BackEnd(Protocol):
         """Finish the back end once it has all layers and the rest of the model has its weights."""
 
     def new_cache(self, capacity: int) -> Cache:
-        """An empty cache for `capacity` rows."""
+        """Return an empty cache for `capacity` rows."""
 
     def compute(self, asked: ModelPass) -> Tensor:
         """Return logits [R, V], see `LanguageModel.forward`; keeps wanted states."""

@@ -92,8 +92,8 @@ def read_design(settings: TargetSettings, layers: int | None = None) -> Design:
 
 
 def calibration_key(model: LanguageModel, design: Design) -> ProfileKey:
-    """Return where a calibration holds: that of the library's measurements, or, with the kernels,
-    their version and instruction set in place of torch's."""
+    """Return the key of a calibration: that of the library's measurements or, with the kernels,
+    with their version and instruction set in place of torch's."""
     if model.backend == "library":
         return profile_key(design.shapes, weights=model.weights)
     software = f"{model.kernels}-{kernels.isa().name.lower()}"

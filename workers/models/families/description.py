@@ -58,8 +58,8 @@ class Attention:
     head_dim: int
     scale: float
     rope: Rope | None = field(default_factory=Rope)
-    window: int = 0  # a position sees itself and window - 1 before it; 0: all
-    chunk: int = 0  # a position sees those before it back to a multiple of chunk; 0: all
+    window: int = 0  # a position attends to itself and window - 1 before it; 0: all
+    chunk: int = 0  # a position attends to those before it back to a multiple of chunk; 0: all
     growth: Growth | None = None
     softcap: float = 0.0
     qkv: Sequence[str] = SEPARATE
@@ -81,7 +81,7 @@ class Latent:
     """Attention whose cache holds a latent and a rotated key for all heads; parts by name."""
 
     heads: int
-    rank: int  # numbers of a latent
+    rank: int  # width of a latent
     plain: int  # numbers of a head's query and key that are not rotated, and stand first
     rotated: int
     value_dim: int
@@ -124,7 +124,7 @@ class StateMixer:
     step_bias: str | None = None
     skip: str | None = None
     norm: str | None = None  # the name of the RMS norm of what is read, with plain weights
-    norm_width: int = 0  # numbers that have a norm together
+    norm_width: int = 0  # numbers that are normed together
     gate_first: bool = False  # True if the norm is of what has been multiplied by the gate
     epsilon: float = 1e-6
     query_scale: float = 1.0
@@ -167,10 +167,10 @@ class Router:
     groups: int = 1
     chosen_groups: int = 1
     """Experts are chosen within this many groups: those whose two best experts are best."""
-    best_alone: bool = False  # True if a group is worth what its best expert is
+    best_alone: bool = False  # True if a group's score is its best expert's
     normalised: bool = True  # True if the weights are divided by their sum, or by `least_sum`
     least_sum: float = 0.0
-    added_sum: float = 0.0  # the number that is added to that sum
+    added_sum: float = 0.0  # added to that sum
     scale: float = 1.0
     bias: str | None = None  # the name of what is added to the logits, a number for each expert
     scales_input: bool = False  # True if an expert's input is weighted, not its output
@@ -200,7 +200,7 @@ class Experts:
     shared_gate: str | None = None  # a linear [1, hidden]: its sigmoid weights the shared MLP
     input_norm: str | None = None
     """The norm of what the experts read, the states before the half's norm."""
-    output_norm: str | None = None  # the norm of what the experts of a row add up to
+    output_norm: str | None = None  # the norm of the sum of a row's experts
     shared_norm: str | None = None  # the norm of what the shared MLP gives
     around: tuple[str, str] | None = None  # the linears around experts of another width
 
@@ -223,7 +223,7 @@ class Norms:
 class OwnInput:
     """A layer's own input, computed from the token alone; parts by their names within the layer."""
 
-    first: int  # the place in a row of the inputs of all layers where it begins
+    first: int  # where it begins in a row of all layers' inputs
     gate: str = "per_layer_input_gate"
     projection: str = "per_layer_projection"
     norm: str = "post_per_layer_input_norm"

@@ -78,7 +78,7 @@ class Stage:
             self._ring = Ring(self._transfer, self._blobs, min(BUFFERS, len(self._blobs)))
 
     def new_cache(self, capacity: int, dtype: torch.dtype) -> Cache:
-        """An empty cache for `capacity` rows."""
+        """Return an empty cache for `capacity` rows."""
         return self.engine.new_cache(self.layout.plans, capacity, dtype)
 
     def mirror(self, layer: int, before: Layout) -> None:
