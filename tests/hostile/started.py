@@ -88,7 +88,10 @@ def main() -> None:
     import dovetail.launch.commands.worker
     import dovetail.workers.draft
     import dovetail.workers.target  # noqa: F401
+    from dovetail.workers.models import transformers
 
+    for name in transformers.MODULES:  # each is imported when it is first used
+        getattr(transformers, name)
     for line in sys.stdin:
         with tempfile.TemporaryFile() as log:
             print(json.dumps(asdict(_fork(json.loads(line), log))), flush=True)
