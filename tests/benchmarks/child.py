@@ -39,16 +39,14 @@ class Side:
         *,
         python: str = sys.executable,
         threads: int = 1,
-        installed: bool = False,
     ) -> None:
-        """`installed`: the other Python has a dovetail of its own, which it uses."""
         ours = python == sys.executable
         paths = (
             [str(TESTS), *filter(None, (os.environ.get("PYTHONPATH"),))] if ours else [str(TESTS)]
         )
         run = (
             [python, "-P", "-m", f"benchmarks.{module}", *arguments]
-            if ours or installed
+            if ours
             else command_of(python, f"benchmarks.{module}", arguments)
         )
         environment = {

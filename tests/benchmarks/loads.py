@@ -17,7 +17,6 @@ from typing import Any
 
 import click
 
-from benchmarks.child import Side
 from benchmarks.coupling import PROMPTS
 from benchmarks.measure import Estimate, ratio
 from benchmarks.options import Command, Numbers, option, options, report, settings_of
@@ -25,7 +24,7 @@ from dovetail.launch.bench.methods import read_prompt_set
 from dovetail.launch.console.terminal import note, print_table
 from dovetail.launch.processes.stack import start_stack, wait_until_ready
 from dovetail.launch.processes.supervise import Supervisor
-from dovetail.protocol.errors import DovetailError, UserError
+from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import Emitted, Failed, Finished, Result
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.runtime.client import Client
@@ -132,12 +131,6 @@ class Streams:
     default=5,
     help="Times that the methods take turns at a load.",
 )
-@option(
-    "--before",
-    default="",
-    help="The Python of another installation, such as that of an earlier tree, whose streams take "
-    "turns with ours.",
-)
 @options("json")
 def loads(
     weights: str,
@@ -149,7 +142,6 @@ def loads(
     prompts: Path,
     max_tokens: int,
     repeat: int,
-    before: str,
     as_json: bool,
 ) -> None:
     """Tokens a second of 1, 2, 4, 8 streams over plain decoding of the same, after each other and
@@ -158,16 +150,6 @@ def loads(
     rows = []
     for kind in weights.split(","):
         for draft in drafts.split(","):
-            if before:
-                about = kind, draft, inflate, f"{max_tokens}", f"{temperature}", f"{prompts}"
-                for row in beside(before, about, methods.split(","), streams, repeat):
-                    rows.append({"weights": kind, "draft": draft, **row})
-                    other = row["before"]["median"]
-                    note(
-                        f"{kind} {draft}: {row['load']} {row['method']} {row['median']:.2f}, "
-                        f"{other:.2f} of before"
-                    )
-                continue
             with running(kind, draft, inflate) as client:
                 found = Streams(client, texts, max_tokens, temperature)
                 for row in measured(found, methods.split(","), streams, repeat):
@@ -190,55 +172,6 @@ def running(weights: str, draft: str, inflate: str) -> Iterator[Client]:
         wait_until_ready(supervisor, stack)
         with stack.connect() as client:
             yield client
-
-
-def beside(
-    before: str, about: Sequence[str], methods: Sequence[str], counts: Sequence[int], repeat: int
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for every load and method: our installation over plain decoding and over another
-    one. `DovetailError` if a reply differs."""
-    there = partial(Side, "streams_side", about, python=before, installed=True)
-    with Side("streams_side", about) as ours, there() as other:
-        every = [(ours, PLAIN), *((side, method) for method in methods for side in (ours, other))]
-        for side, method in every:
-            side.ask("run", method=method, count=1, turn=0)  # warms up
-        for count in counts:
-            turns: list[dict[int, dict[str, Any]]] = []
-            for turn in range(repeat):
-                found = {}
-                for place in range(len(every)):
-                    number = (place + turn) % len(every)
-                    side, method = every[number]
-                    found[number] = side.ask("run", method=method, count=count, turn=turn)
-                if len({burst["replies"] for burst in found.values()}) > 1:
-                    raise DovetailError(f"replies of {count} streams differ")
-                turns.append(found)
-            for place, method in enumerate(methods):
-                yield compared(f"{count}", method, turns, ours=1 + 2 * place)
-
-
-def compared(
-    load: str, method: str, turns: Sequence[Mapping[int, Mapping[str, Any]]], *, ours: int
-) -> dict[str, Any]:
-    """Return the figures of a method at a load. `ours`: the number of our side in a turn, behind
-    which comes that of the other installation."""
-    rates = [[turn[side]["rate"] for turn in turns] for side in (0, ours, ours + 1)]
-    found, over = ratio(rates[1], rates[0]), ratio(rates[1], rates[2])
-    middle = [sorted(its)[len(its) // 2] for its in rates]
-    drafted = [turn[ours]["drafted"] for turn in turns]
-    return {
-        "load": load,
-        "method": method,
-        "plain_tokens_per_s": middle[0],
-        "tokens_per_s": middle[1],
-        **found.as_json(),
-        "before": over.as_json(),
-        "before_over_plain": ratio(rates[2], rates[0]).as_json(),
-        "least_drafted": min(drafted),
-        "drafted": sum(drafted) / len(drafted),
-        "tau": sum(turn[ours]["tau"] for turn in turns) / len(turns),
-        "holds": found.median >= LEAST,
-    }
 
 
 def measured(
@@ -303,7 +236,7 @@ def row(load: str, method: str, pairs: Sequence[tuple[Burst, Burst]]) -> dict[st
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    headings: tuple[str, ...] = (
+    headings = (
         "weights",
         "draft",
         "streams",
@@ -315,8 +248,6 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "tau",
         f">= {LEAST}",
     )
-    if any("before" in row for row in rows):
-        headings += "before / plain", "/ before (95 %)"
     print_table(headings, [_line(row) for row in rows])
 
 
@@ -334,9 +265,4 @@ def _line(row: Mapping[str, Any]) -> Sequence[object]:
         drafted,
         f"{row['tau']:.2f}",
         "yes" if row["holds"] else "NO",
-        *(_estimate(row[name]) for name in ("before_over_plain", "before") if name in row),
     )
-
-
-def _estimate(told: Mapping[str, float]) -> str:
-    return str(Estimate(told["median"], told["low"], told["high"]))
