@@ -1,19 +1,9 @@
-"""The command: `python tests/gpu`, in an environment that has dovetail installed or just its
-dependencies."""
+"""The command: `python tests/gpu`."""
 
 import importlib
-import importlib.util
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(
-        Path(__file__).resolve().parent.parent
-    )  # tests: what lies here is gpu.NAME, and shadows no library
-    if importlib.util.find_spec("dovetail") is None:
-        importlib.import_module(
-            "conftest"
-        )  # gives a bare checkout its import name, here and in child processes
-    else:
-        importlib.import_module("pretended").add()
-    importlib.import_module("gpu.commands").main()
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # what lies here is gpu.NAME
+    importlib.import_module("support.program").run("gpu.commands")
