@@ -1,7 +1,5 @@
-"""A client's end of the conversation with a coordinator: blocking, for commands and tests.
-
-Knows the protocol's requests and replies, nothing of processes or terminals.
-"""
+"""A client of a coordinator: blocking, for commands and tests. Knows the protocol's requests and
+replies, nothing of processes or terminals."""
 
 import os
 import secrets
@@ -49,7 +47,7 @@ class Client:
     """One registered client; `close` it, or use it as a context."""
 
     def __init__(self, link: Link, answer_s: float = ANSWER_S) -> None:
-        """Register; `LinkClosed` if the coordinator does not answer within `answer_s`."""
+        """Register. Raises `LinkClosed` if the coordinator does not answer within `answer_s`."""
         self._link, self._answer_s = link, answer_s
         self._loading: Sequence[LoadingState] = ()
         """The workers that were loading at the last status."""
@@ -100,16 +98,15 @@ class Client:
         record: bool = False,
         ahead: bool | None = None,
     ) -> int:
-        """Ask for a completion of token ids, of text or of chat turns; returns the request's
-        number, under which the replies come.
+        """Request a completion of token ids, text or chat turns. Return the request's number, which
+        its replies carry.
 
         `sample`: which of several replies to the same prompt and seed; `owner`: the owner of the
-        request; `end`: ids that end the reply, None: the target's; `vocabulary`: the digest of that
-        which `tokens` are of, where the target is to have no other. `logprobs`: tokens come with
-        their log-probabilities and so many alternatives, `scored`: those of the prompt too, ahead
-        of them. `record`: every round comes as a Recorded; `ahead`: whether drafting goes on while
-        the target verifies, None: where that pays.
-        """
+        request; `end`: ids that end the reply, None: the target's; `vocabulary`: the digest of the
+        vocabulary of `tokens`, if the target must have the same. `logprobs`: the number of
+        alternatives in the log-probabilities of each token, `scored`: also those of the prompt,
+        before the reply. `record`: every round is sent as a Recorded; `ahead`: whether drafting
+        continues while the target verifies, None: if that pays off."""
         self._requests += 1
         self._send(
             Submit(
@@ -141,7 +138,7 @@ class Client:
         self._send(Cancel(epoch=self.epoch, request=request))
 
     def stop(self) -> None:
-        """Have the coordinator finish what runs, drain its workers and end."""
+        """Have the coordinator finish running requests, dismiss its workers and end."""
         self._send(Stop(epoch=self.epoch))
 
     def status(self) -> Reported:
@@ -161,8 +158,8 @@ class Client:
         return self._wait_for(Described)
 
     def look(self, after: int = 0, *, spans: bool = False) -> Seen:
-        """Return what has happened since number `after`, the `next` of the last answer; `spans`:
-        with these, fine ones too from now on. Not while a completion streams, as with `status`."""
+        """Return the events since number `after`, the `next` of the last answer; `spans`: include
+        spans, fine ones from now on. Like `status`, not while a completion streams."""
         self._requests += 1
         self._send(Look(epoch=self.epoch, request=self._requests, after=after, spans=spans))
         return self._wait_for(Seen)
@@ -183,7 +180,7 @@ class Client:
     def changed(
         self, request: int, say: Callable[[str], None] = lambda _: None
     ) -> Swapped | Dismissed:
-        """Wait for the end of a change of workers; `RequestError` if it failed."""
+        """Wait for the end of a change of workers; raise `RequestError` if it failed."""
         while True:
             reply = self.receive(None)
             if isinstance(reply, Progressed) and reply.request == request:
@@ -196,7 +193,7 @@ class Client:
                 raise LinkClosed("the coordinator does not report the change of workers")
 
     def replies(self, timeout_s: float | None = None) -> Iterator[Reply]:
-        """Replies as they come; ends when none came within the timeout."""
+        """Yield replies as they come, until none came within the timeout."""
         while (reply := self.receive(timeout_s)) is not None:
             yield reply
 
@@ -212,7 +209,7 @@ class Client:
                 return reply
 
     def complete(self, request: int) -> Finished:
-        """Wait until a request is done; `RequestError` if it failed."""
+        """Wait until a request is done; raise `RequestError` if it failed."""
         while True:
             reply = self.receive(None)
             if isinstance(reply, Finished) and reply.request == request:

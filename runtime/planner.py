@@ -1,16 +1,15 @@
-"""The planner: where the layers of a target, its head and a draft should be, and which tree goes
-with that, from what each of them costs in each place.
+"""The planner: where to place the layers of a target, its head and a draft, and which tree to use,
+given the cost of each in each place.
 
-The draft is placed first, then the keys and values, then layers of the target: on the device, which
-keeps their weights or has them stream through two buffers, or on the CPU. How many of them, the
-tree and, where there are several drafts, which of them are decided together, since each changes
-what the others are worth: a layer on the CPU costs more with every row of the tree, a streamed one
-next to nothing. The spaces are small, and all of them is looked at.
+The draft is placed first, then the KV cache, then layers of the target: on the device, which keeps
+their weights or streams them through two buffers, or on the CPU. The number of layers, the tree and
+the draft, if there are several, are chosen together, since each changes the value of the others: a
+layer on the CPU costs more with every row of the tree, a streamed one almost nothing. The spaces
+are small enough to search exhaustively.
 
-A round takes T_D, the draft's levels; T_V(gamma + 1), the target's pass; and messages. It brings as
-many tokens as the tree lets expect, which whoever asks knows. Pure: numbers in, numbers out; knows
-neither files nor models, nor where a number is from.
-"""
+A round takes T_D, the draft's levels; T_V(gamma + 1), the target's pass; and messages. It yields
+the tree's expected tokens, given by the caller. Pure: numbers in, numbers out; knows neither files
+nor models, nor the origin of a number."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +21,13 @@ from dovetail.protocol.policies import POLICIES
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, PairCosts
 
 Seconds = Callable[[int], float]  # returns the seconds of a pass over this many rows
-BUFFERS = 2  # that streamed layers pass through (`workers/models/backends/placement.py`)
+BUFFERS = 2  # buffers of streamed layers (`workers/models/backends/placement.py`)
 LEAST_BUDGET = 128  # usual nodes of trees in offloading (SpecExec; the Dovetail paper's Table 4)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree as the settings have it; gamma 0: none."""
+    """A tree as in the settings; gamma 0: none."""
 
     policy: str
     gamma: int
@@ -36,7 +35,8 @@ class Tree:
     width: int
 
     def passes(self) -> Iterator[tuple[int, float]]:
-        """Most rows of the draft's passes: root, then levels, or as many as `budget` expands."""
+        """Yield the most rows of each of the draft's passes: the root's, then levels, or as many as
+        `budget` expands."""
         yield 1, 1.0
         more = (
             self.depth - 1
@@ -51,7 +51,7 @@ LONGER, WIDEST = 1.3, 64
 """A pass ahead takes at most this multiple of one as wide as the tree, and has at most this many
 rows (`workers/speculation/prices.py`, `workers/drafters/ahead.py`)."""
 Bytes = Callable[[int, int], int]
-"""Returns the bytes of this many computed and kept layers, on device or host."""
+"""Returns the bytes, on device or host, of this many computed and resident layers."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Target:
     layer: int
     head: int
     device_bytes: Bytes
-    """Weights, buffers, keys and values, a pass; not asked for a device that computes nothing."""
+    """Weights, buffers, keys and values, a pass; not called for a device that computes nothing."""
     host_bytes: Bytes
     mixture: Mixture = DENSE  # experts, and their share of a layer
     states: StateTraffic = STATELESS  # the traffic of states in a layer
@@ -78,10 +78,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Link:
-    """The way of streamed layers."""
+    """The link over which layers are streamed."""
 
     layer_s: Seconds  # seconds of copying one layer during a pass over this many rows
-    overlaps: bool  # true if copies are free; where the CPU stands for a GPU they take turns
+    overlaps: bool  # True if copies are free; not if the CPU stands in for a GPU
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,14 @@ class Machine:
     device: Place | None
     link: Link | None
     device_bytes: int | None = None
-    """The most that target and draft may take of the device; None: no limit."""
+    """The most bytes of the device for target and draft; None: no limit."""
     host_bytes: int | None = None
-    messages: Messages | PairCosts = NO_MESSAGES
-    """Estimated, or as the rounds of a pair were measured."""
+    messages: Messages | PairCosts = NO_MESSAGES  # estimated, or measured in a pair's rounds
 
 
 @dataclass(frozen=True)
 class Draft:
-    """One that could be used."""
+    """A candidate draft."""
 
     name: str
     level_s: Callable[[int, int], float]
@@ -109,19 +108,19 @@ class Draft:
     """Return its bytes on the device with this many resident layers; `host_bytes`: on the host."""
     host_bytes: int
     tokens: Callable[[Tree], float]
-    """Returns the tokens that a round with a tree brings on average, its own counted."""
+    """Returns the mean tokens of a round with a tree, including the target's own."""
     trees: Sequence[Tree]
     passes: Callable[[Tree, float], Iterable[tuple[int, float]]] = lambda tree, _: tree.passes()
-    """Returns (rows, how many in a round on average) of the passes that a proposal waits for, if
-    the draft could expand this many nodes ahead, while the target verified the last one."""
+    """Returns (rows, mean number in a round) of the passes that a proposal waits for, if the draft
+    could expand this many nodes ahead, during the previous verification."""
     proposal_s: float = 0.0  # seconds of a proposal without its passes
     shares: bool = False
-    """True if it computes with the target's resident layers, which may cost it more."""
+    """True if it computes with the target's resident layers, which may increase its cost."""
 
     def drafting_s(self, tree: Tree, resident: int, ahead_s: float = 0.0) -> float:
-        """Return a round's wait for its proposal. `ahead_s`: time to draft ahead before."""
+        """Return how long a round waits for its proposal. `ahead_s`: time to draft ahead before."""
         ahead, longest_s = 0.0, LONGER * self.level_s(tree.width, resident)
-        if ahead_s and longest_s:  # a look-up's pass takes no time
+        if ahead_s and longest_s:  # an n-gram draft's pass takes no time
             passes_s = ((rows, self.level_s(rows, resident)) for rows in range(1, WIDEST + 1))
             ahead = ahead_s * max(rows / taken for rows, taken in passes_s if taken <= longest_s)
         passes = self.passes(tree, ahead)
@@ -130,7 +129,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run, with what is expected of it."""
+    """One way to run, with its expected figures."""
 
     draft: Draft | None
     tree: Tree | None
@@ -165,7 +164,7 @@ class Option:
 
     @property
     def bound(self) -> str:
-        """Return what takes most of a round: draft, link, device or cpu."""
+        """The largest part of a round: draft, link, device or cpu."""
         if self.draft_s > self.verify_s:
             return "draft"
         if self.copy_s > 0.5 * self.verify_s:
@@ -173,7 +172,7 @@ class Option:
         return "cpu" if self.on_cpu or self.host_experts else "device"
 
 
-Places = Sequence[tuple[int, int]]  # (computed, resident) of every placement that is looked at
+Places = Sequence[tuple[int, int]]  # (computed, resident) of every candidate placement
 
 
 @dataclass(frozen=True)
@@ -183,18 +182,17 @@ class Planner:
     target: Target
     machine: Machine
     apart: "Planner | None" = None
-    """Plans it with the experts of layers on the device on the CPU; None: there are
-    none."""
+    """Plans it with the experts of device layers on the CPU; None: there are no experts."""
     spread: "Planner | None" = None  # plans it spread over memory nodes; None: it cannot be
     host_experts: bool = False
     nodes: int = 1  # memory nodes that the target is spread over
 
     def on_cpu(self) -> Places:
-        """The whole target on the CPU."""
+        """Return the placement with the whole target on the CPU."""
         return [(0, 0)] if self.machine.host is not None else []
 
     def split(self) -> Places:
-        """The last layers and the head on the device, which keeps them."""
+        """Return placements with the last layers and the head resident on the device."""
         return (
             [(n, n) for n in range(1, self.target.layers)]
             if self.machine.host is not None and self.machine.device is not None
@@ -202,24 +200,25 @@ class Planner:
         )
 
     def streamed(self) -> Places:
-        """Return all layers on the device, some through the link; one or two would save nothing."""
+        """Return placements with all layers on the device, some streamed; one or two would save
+        nothing."""
         if self.machine.device is None or self.machine.link is None:
             return []
         return [(self.target.layers, n) for n in range(max(0, self.target.layers - BUFFERS))]
 
     def mixed(self) -> Places:
-        """Some layers on the CPU, some streamed, some resident."""
+        """Return placements with some layers on the CPU, some streamed, some resident."""
         if None in (self.machine.host, self.machine.device, self.machine.link):
             return []
         return [(n, r) for n in range(1, self.target.layers) for r in range(max(0, n - BUFFERS))]
 
     def whole(self) -> Places:
-        """All on the device."""
+        """Return the placement with everything on the device."""
         return [] if self.machine.device is None else [(self.target.layers, self.target.layers)]
 
     def best(self, places: Places, drafts: Iterable[Draft | None]) -> Option | None:
-        """The fastest of all of these within the limits; None: there is none. Among equals the one
-        that takes less of the device."""
+        """Return the fastest of all options within the limits; None: there is none. Among equals
+        the one that takes less of the device."""
         found = [option for draft in drafts for option in self._options(places, draft)]
         return max(
             found, key=lambda option: (option.tokens_per_s, -option.device_bytes), default=None
@@ -234,7 +233,8 @@ class Planner:
                 yield self.option(computed, resident, draft, tree, tokens)
 
     def _worthwhile(self, places: Places, draft: Draft | None) -> Iterator[tuple[int, int]]:
-        """Return those within the limits, of each split that with the most resident layers."""
+        """Yield the placements within the limits, for each split the one with the most resident
+        layers."""
         fitting = [
             (computed, resident)
             for computed, resident in places
@@ -267,7 +267,7 @@ class Planner:
         *,
         ahead: bool = False,
     ) -> Option:
-        """Return a round's seconds and tokens. `ahead`: drafting goes on while verifying."""
+        """Return a round's seconds and tokens. `ahead`: drafting continues while verifying."""
         draft_s = 0.0 if draft is None or tree is None else draft.drafting_s(tree, resident)
         rows = 1 + (tree.gamma if tree is not None else 0)
         verify_s = self.pass_s(rows, computed, resident, draft_s)
@@ -324,5 +324,5 @@ class Planner:
 
 
 def by_budget(draft: Draft) -> Draft:
-    """The draft with large trees alone, of at least LEAST_BUDGET nodes."""
+    """Return the draft with large trees alone, of at least LEAST_BUDGET nodes."""
     return replace(draft, trees=[tree for tree in draft.trees if tree.gamma >= LEAST_BUDGET])

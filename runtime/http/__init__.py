@@ -1,1 +1,1 @@
-"""The HTTP API, which is OpenAI-compatible: a client of the coordinator in a separate process."""
+"""The OpenAI-compatible HTTP API: a client of the coordinator in a separate process."""

@@ -1,8 +1,7 @@
-"""The routes: which address answers what, and how an error is answered.
+"""The routes, and how errors are answered.
 
-A request is read (`bodies.py`), put into the target's terms (`orders.py`), decoded (`decoding.py`)
-and written (`replies.py`); `service.py` ties these together.
-"""
+A request is parsed (`bodies.py`), put into the target's terms (`orders.py`), decoded
+(`decoding.py`) and written (`replies.py`); `service.py` ties these together."""
 
 import os
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from dovetail.runtime.http.guard import OPEN_PATHS, App, Guard, shared
 from dovetail.runtime.http.service import Service, json_response
 
 BEARER = HTTPBearer(scheme_name="key", auto_error=False)
-"""The API key, for the document alone: the guard has checked it before a route is called."""
+"""The API key, only for the document: the guard has checked it before a route is called."""
 
 
 def open_app(service: Service) -> App:
@@ -79,7 +78,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
     @app.get("/v1/chat/completions/{name}", **documented("chat_again"))
     async def chat_again(name: str, request: Request, stream: bool | None = None) -> Response:
         """The reply to a conversation again, by the id of the response, as long as the journal has
-        it; as a stream, after the part that the header Last-Event-ID gives. With that header it is
+        it; as a stream, after the part given by the header Last-Event-ID. With that header it is
         streamed unless `stream` is false."""
         return await service.resume(name, request, stream=_streamed(stream, request))
 
@@ -145,7 +144,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 UNPARSED = "There was an error parsing the body"
-"""FastAPI's words for every body that it cannot read for another reason than its JSON's syntax."""
+"""FastAPI's message for every body that it cannot read for any reason but its JSON's syntax."""
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -183,7 +182,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _no_object(request: Request, error: Any) -> str:
-    """Return why there are no fields: curl's -d sends another Content-Type than JSON's."""
+    """Return why there are no fields: for example, curl's -d does not send a JSON Content-Type."""
     kind = request.headers.get("content-type", "")
     if "json" in kind and error["type"] == "json_invalid":
         return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
@@ -194,6 +193,7 @@ def _no_object(request: Request, error: Any) -> str:
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:
-    """Return the most exact complaint about the first wrong field, of the right type if any."""
+    """Return the most specific error about the first wrong field, preferably one about a value of
+    the right type."""
     same = (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2])
     return max(same, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))

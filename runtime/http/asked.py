@@ -27,7 +27,7 @@ A = TypeVar("A", Described, Reported, Seen, Recalled)
 
 @dataclass(frozen=True)
 class Target:
-    """The target that requests are decoded with at present."""
+    """The current target of requests."""
 
     described: Described
     text: TextCodec
@@ -52,7 +52,7 @@ class Asked:
 
     submit: Submit
     tell: Callable[[Told], None]
-    told: ToldPart  # the part of its reply that was delivered
+    told: ToldPart  # the delivered part of its reply
 
     def count(self, reply: Emitted | PromptScored) -> None:
         """Note what is delivered."""
@@ -60,12 +60,12 @@ class Asked:
 
     @property
     def again(self) -> Submit:
-        """Return what another coordinator is sent."""
+        """Return the request as sent to another coordinator."""
         return self.submit.model_copy(update={"told": self.told, "again": True})
 
 
 class Questions:
-    """The questions that the coordinator has not answered; it does in their order."""
+    """The unanswered queries; the coordinator answers them in order."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[type[Any], asyncio.Future[Any]]] = deque()
@@ -88,7 +88,7 @@ class Questions:
             answer.set_result(reply)
 
     def failed(self, error: ApiError) -> None:
-        """Have the first question fail."""
+        """Fail the first query."""
         _, answer = self._waiting.popleft()
         if not answer.done():
             answer.set_exception(error)

@@ -53,7 +53,7 @@ def plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """Fields that change nothing are let pass, though the document does not promise them."""
+    """A body. Fields without effect are accepted, though the document does not promise them."""
 
     model_config = ConfigDict(
         strict=True,
@@ -184,7 +184,7 @@ class Decoding(Body):
 
 
 class TextPart(Body):
-    """A part of a message; one of another type is refused as such."""
+    """A part of a message; other types are refused."""
 
     place = "messages"
     benign = frozenset({"cache_control", "annotations"})

@@ -50,7 +50,7 @@ HEADERS = {
 
 
 def page_files() -> dict[str, tuple[str, bytes]]:
-    """Path -> (content type, content) of everything that the page is made of."""
+    """Return path -> (content type, content) of all files of the page."""
     found = {
         path.name: (TYPES[path.suffix], path.read_bytes())
         for path in sorted(FOLDER.iterdir())
@@ -82,7 +82,7 @@ class Watch:
         self._hearing = asyncio.Lock()
 
     async def picture(self, session: int | None) -> bytes:
-        """The whole state, as JSON; `ApiError` without a coordinator."""
+        """Return the whole state as JSON; raise `ApiError` without a coordinator."""
         async with self._hearing:
             if asyncio.get_running_loop().time() - self._heard_s >= FRESH_S:
                 await self._hear()
@@ -118,7 +118,7 @@ def _spelt(target: Target, token: int) -> str:
 
 
 def add_dashboard(app: FastAPI, watch: Watch) -> None:
-    """The routes of the page and of its state; none of them is part of the API."""
+    """Add the routes of the page and of its state, which are not part of the API."""
     for path, (kind, content) in page_files().items():
         about = {"content-type": kind, "etag": f'"{hashlib.sha256(content).hexdigest()[:16]}"'}
         app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(
@@ -127,7 +127,7 @@ def add_dashboard(app: FastAPI, watch: Watch) -> None:
 
     @app.get(STATE_PATH, include_in_schema=False)
     async def state(session: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None) -> Response:
-        """Return what the page shows; of this session's tree, or of the newest's."""
+        """Return the state of the page, with this session's tree or the newest one's."""
         return Response(
             await watch.picture(session),
             headers={**HEADERS, "content-type": "application/json", "cache-control": "no-store"},
@@ -135,7 +135,7 @@ def add_dashboard(app: FastAPI, watch: Watch) -> None:
 
 
 def _serve(content: bytes, about: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that returns a file, or 304 if it has not changed."""
+    """Return a route that serves a file, or 304 if it has not changed."""
     headers = {**HEADERS, **about, "cache-control": "no-cache"}
 
     async def serve(request: Request) -> Response:

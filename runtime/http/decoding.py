@@ -1,8 +1,8 @@
 """One HTTP request while it is decoded: a queue of the coordinator's messages about its replies, in
-order, which the writer of the response reads. It ends with the last reply, with an error, or when
-the client disconnects; replies that still run are then cancelled at once. A full queue refuses it
-if none of its replies has a place; else the others are submitted again as earlier ones end.
-"""
+order, read by the writer of the response. It ends with the last reply, with an error, or when the
+client disconnects, which cancels the running replies at once. If the coordinator's queue is full
+and has no place for any reply, the request is refused; otherwise further replies are submitted as
+earlier ones end."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ class Gone(Exception):
 
 
 class WrongVocabulary(Exception):
-    """The prompt was read with the vocabulary of an earlier target."""
+    """The prompt was tokenized with the vocabulary of an earlier target."""
 
 
 class Run:
@@ -36,16 +36,16 @@ class Run:
         self._order: Order | None = None
         self._next = 0  # the number of the first reply that has not been submitted
         self._numbers: dict[int, int] = {}
-        """Reply -> number of its request with the coordinator, while it runs."""
+        """Reply -> its request's number at the coordinator, while it runs."""
         self._refused: deque[int] = deque()
-        """Replies for which the queue had no place, though it had for others."""
-        self._begun = False  # True when one of the replies has
+        """Replies for which the queue had no place, although it had for others."""
+        self._begun = False  # True once one of the replies has
         self._heard: deque[tuple[int, Told]] = deque()
         self._end: ApiError | Gone | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def begin(self, order: Order, within_s: float | None = None) -> None:
-        """Request the replies and wait for the first message; may raise `WrongVocabulary`."""
+        """Submit the replies and wait for the first message; may raise `WrongVocabulary`."""
         self._order, self._next = order, 0
         self._ask()
         with suppress(TimeoutError):
@@ -59,12 +59,9 @@ class Run:
             raise of_failure(first)
 
     async def take(self, within_s: float | None = None) -> list[tuple[int, Told]]:
-        """Return what has come since the last time, at least one thing, each with the reply that it
-        is about; empty: all have ended.
-
-        Raises `ApiError` if a reply failed, `Gone` if the client has disconnected, and
-        `TimeoutError` if nothing has come within `within_s` seconds.
-        """
+        """Return the new messages, at least one, each with the reply that it is about; empty: all
+        have ended. Raises `ApiError` if a reply failed, `Gone` if the client has disconnected, and
+        `TimeoutError` if nothing came within `within_s` seconds."""
         if not (self._heard or self._numbers or self._refused or self._end):
             return []
         await self._wait(within_s)
@@ -72,13 +69,13 @@ class Run:
         return heard
 
     def fail(self, error: ApiError | Gone) -> None:
-        """End it all, with this."""
+        """End the run with this error."""
         self._end = self._end or error
         self.close()
         self._wake()
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the running replies."""
         numbers, self._numbers = self._numbers, {}
         self._refused.clear()
         self._next = len(self._order.submits) if self._order is not None else 0
@@ -110,7 +107,8 @@ class Run:
         return tell
 
     def _put_off(self, index: int) -> bool:
-        """Have a reply that found the queue full wait for another's end; False if none fits."""
+        """Have a reply that found the queue full wait for another one's end; return False if none
+        was accepted."""
         del self._numbers[index]
         if not self._numbers:
             if not self._begun:

@@ -1,5 +1,5 @@
-"""The document of the API, /openapi.json: the routes, their requests, and the errors that they
-answer with. A fuzzer holds the API to it."""
+"""The document of the API, /openapi.json: routes, requests and errors. A fuzzer tests the API
+against it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +55,7 @@ ERROR = {
 
 
 def documented(name: str) -> dict[str, Any]:
-    """Return the arguments with which a route is declared, so that the document has its answers."""
+    """Return the arguments for declaring a route, so that the document has its responses."""
     responses: dict[int | str, dict[str, Any]] = {
         status: {
             "content": {"application/json": {"schema": ERROR}},

@@ -30,7 +30,7 @@ BRANCHES = (
     "literal",
     "json",
 )
-"""Beginnings of a union's branches in an error's place, which are no field's name."""
+"""Prefixes of union branches in an error's location, which are not field names."""
 KEY = "[key]"  # the part of a place that follows a wrong key of a table
 
 
@@ -95,12 +95,12 @@ def not_served(method: str, path: str) -> ApiError:
 
 
 def unavailable(why: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """503: a coordinator or target is missing, perhaps not for long."""
+    """Return a 503 error: a coordinator or target is missing, perhaps temporarily."""
     return ApiError(503, why, code="unavailable", retry_after_s=retry_after_s)
 
 
 def unread(seconds: float) -> ApiError:
-    """408: the client reads nothing of its stream."""
+    """Return a 408 error: the client does not read its stream."""
     text = (
         f"this client has read nothing for {seconds:g} s (http.receive_s), and its request "
         "was ended: read replies as they come"
@@ -109,7 +109,7 @@ def unread(seconds: float) -> ApiError:
 
 
 def of_failure(failed: Failed) -> ApiError:
-    """Return what the coordinator's word means to an HTTP client."""
+    """Return the HTTP error for a failure reported by the coordinator."""
     match failed.code:
         case "settings":
             return ApiError(400, failed.text)
@@ -127,8 +127,8 @@ def of_failure(failed: Failed) -> ApiError:
             return unavailable(text, retry_after_s=RESTART_S)
         case "worker_lost":
             return unavailable(
-                "the target worker was lost while it decoded this, and no other that computes the "
-                "same could go on: try again once one is running, or anew if /readyz says ready",
+                "the target worker was lost during this request, and no other that computes the "
+                "same could continue it: try again once one is running, or now if /readyz is ready",
                 retry_after_s=RESTART_S,
             )
         case "ticket":
@@ -155,7 +155,7 @@ MOST_SHOWN = 40
 
 
 def complaint(error: Mapping[str, Any]) -> str:
-    """Return what goes behind a field's name: what is wrong with it, its value, and the remedy."""
+    """Return what follows a field's name: the problem, the value, and the remedy."""
     kind, context = str(error["type"]), error.get("ctx", {})
     shown = f" is {_shown(error.get('input'))}"
     bounds = {
@@ -205,7 +205,8 @@ def _shown(value: object) -> str:
 
 
 def place(loc: Sequence[str | int]) -> str | None:
-    """The field that a validation error is about, as OpenAI writes it: `messages[0].content`."""
+    """Return the field that a validation error is about, in OpenAI's notation:
+    `messages[0].content`."""
     name = ""
     for part in loc[1 : loc.index(KEY) - 1 if KEY in loc else None]:
         if isinstance(part, int):

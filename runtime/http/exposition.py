@@ -142,7 +142,7 @@ class Watch:
         self.last_s = now_s
 
     def ended(self) -> None:
-        """The reply is whole."""
+        """Note that the reply is complete."""
         self.whole.observe(time.monotonic() - self.began_s)
 
 
@@ -178,7 +178,7 @@ class Exposition:
         )
 
     def watch(self, model: str, began_s: float) -> "Watch":
-        """Times a reply of this model to a request that arrived then."""
+        """Return a watch for a reply of this model to a request that arrived then."""
         return Watch(began_s, self._first.of(model), self._between.of(model), self._whole.of(model))
 
     def text(
@@ -190,7 +190,7 @@ class Exposition:
         connections: int,
         let_go: int,
     ) -> bytes:
-        """The page; without a coordinator, what this process knows by itself."""
+        """Return the page; without a coordinator, only the figures of this process."""
         self._state.reported, self._state.model = reported, model
         self._answering.set(answering)
         self._connections.set(connections)
@@ -236,7 +236,7 @@ def _own(reported: Reported) -> Iterable[Metric]:
     yield faults
     yield _counter(
         "dovetail_draft_failures",
-        "Times that a draft failed and its session went on without it.",
+        "Times that a draft failed and its session continued without it.",
         totals.draft_failures,
     )
     yield _gauge("dovetail_sessions", "Requests that are being decoded.", reported.sessions)
@@ -316,7 +316,7 @@ def _of_tokens(totals: Totals) -> Iterable[Metric]:
 
 
 def _known(reported: Reported, model: str) -> Iterable[Metric]:
-    """Yield the metrics under the names that others look for."""
+    """Yield the metrics under vLLM's names."""
     totals, label = reported.totals, {"model_name": model}
     yield _gauge(
         "vllm:num_requests_running",

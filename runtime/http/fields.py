@@ -1,10 +1,7 @@
-"""Fields of a body that other servers support and this one does not: their values without effect,
-and fields that never have one.
-
-From the references of OpenAI's API, vLLM, llama-server, SGLang, TGI and the routers before them.
-Fields in neither table are unknown, and are refused as OpenAI refuses them: the name may be
-misspelt, or the field may change the output.
-"""
+"""Fields of other servers that are unsupported here: their values without effect, and fields that
+never have one. From the references of OpenAI's API, vLLM, llama-server, SGLang, TGI and their
+routers. Fields in neither table are unknown and refused, as by OpenAI: the name may be misspelt, or
+the field may change the output."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

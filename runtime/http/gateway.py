@@ -51,7 +51,7 @@ from dovetail.runtime.text.tokenizer import TextCodec, codec_of
 log = logging.getLogger("dovetail.http")
 
 RETRY_S, MOST_RETRY_S = 0.1, 1.0
-"""Seconds between searches for a coordinator: at first, and at most."""
+"""Seconds between attempts to reach a coordinator: at first, and at most."""
 FRESH_S = 0.5  # seconds for which the last description of the target is valid
 BUSY_S = 0.005
 MAX_UNSENT = 4096
@@ -96,7 +96,7 @@ class Gateway:
         self._target: Target | None = None
         self._codec: TextCodec | None = None
         """The last target's, reused if the next target has the same tokenizer."""
-        self._target_s = 0.0  # when it was last known to be there, on the loop's clock
+        self._target_s = 0.0  # when it was last known to exist, on the loop's clock
         self._describing = asyncio.Lock()
 
     async def run(self) -> None:
@@ -136,9 +136,9 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, tell: Callable[[Told], None]) -> int:
-        """Submit a completion; return the number to cancel it by. Its messages go to the receiver,
-        the last a Finished or a Failed. One with a ticket, or that has begun, waits for the next
-        coordinator if one was just lost; else `ApiError`."""
+        """Submit a completion; return its number, for `cancel`. Its messages go to the receiver
+        `tell`, the last a Finished or a Failed. One with a ticket, or that has begun, waits for the
+        next coordinator if one was just lost; otherwise `ApiError` is raised."""
         if not (submit.again and self._comes_back):
             self._check_there()
         self._number += 1
@@ -153,11 +153,11 @@ class Gateway:
 
     @property
     def _comes_back(self) -> bool:
-        """Return whether requests wait for another coordinator."""
+        """Whether requests wait for another coordinator."""
         return self.journal and time.monotonic() - self._lost_s < AWAY_S
 
     async def recall(self, ticket: str, owner: str) -> bytes:
-        """Return the memo of a ticket; `ApiError` if its owner has none."""
+        """Return the memo of a ticket; raise `ApiError` if its owner has none."""
         try:
             question = Recall(epoch=self._epoch, request=0, ticket=ticket, owner=owner)
         except ValidationError:  # longer than any that was handed out
@@ -171,7 +171,8 @@ class Gateway:
             self._send(Cancel(epoch=self._epoch, request=number))
 
     async def target(self) -> Target:
-        """Return the target of requests, queried when it may have changed, or `ApiError`."""
+        """Return the target of requests, querying it if it may have changed; raise `ApiError` if
+        there is none."""
         self._check_there()
         async with self._describing:
             now_s = asyncio.get_running_loop().time()
@@ -197,17 +198,17 @@ class Gateway:
             return self._target
 
     def forget_target(self) -> None:
-        """It may be another by now."""
+        """Forget the target, which may have changed."""
         self._target = None
 
     async def status(self) -> Reported:
-        """The coordinator's state; `ApiError` without a coordinator."""
+        """Return the coordinator's state; raise `ApiError` without a coordinator."""
         state = await self._ask(Status(epoch=self._epoch), Reported)
         self._loading = state.loading
         return state
 
     async def look(self, after: int) -> Seen:
-        """Return the events since a number; `ApiError` without a coordinator."""
+        """Return the events since a number; raise `ApiError` without a coordinator."""
         return await self._ask(Look(epoch=self._epoch, request=0, after=after), Seen)
 
     async def _ask(self, question: Describe | Status | Look | Recall, kind: type[A]) -> A:
@@ -272,7 +273,7 @@ class Gateway:
         self._unsent.clear()
 
     def _lose(self, why: str) -> None:
-        """Nothing more comes from this coordinator."""
+        """Treat the coordinator as lost."""
         if self._there:
             self._lost_s = time.monotonic()
         self._there, self._why, self._target = False, why, None
@@ -283,7 +284,7 @@ class Gateway:
         self._give_up(lambda asked: not (comes_back and asked.submit.ticket))
 
     def _give_up(self, given_up: Callable[[Asked], bool]) -> None:
-        """Fail these requests, for which no coordinator is there."""
+        """Fail these requests, since there is no coordinator for them."""
         gone = {number: asked for number, asked in self._asked.items() if given_up(asked)}
         for number, asked in gone.items():
             del self._asked[number]
@@ -310,7 +311,7 @@ class Gateway:
             loop.call_later(BUSY_S, self._resume) if self._unsent else loop.call_soon(self._resume)
 
     def _resume(self) -> None:
-        """Send what waits, and read."""
+        """Send waiting messages, and read."""
         self._due = False
         waiting, self._unsent = self._unsent, deque()
         for message in waiting:
@@ -326,7 +327,7 @@ class Gateway:
         self._read(lambda link: link.take())
 
     def _look(self) -> None:
-        """The coordinator may be lost: handle its last messages, and find out."""
+        """Handle the last messages of a coordinator that may be lost, and find out."""
         self._read(lambda link: link.receive(0))
 
     def _read(self, take: Callable[[Link], list[bytes] | None]) -> None:
@@ -361,7 +362,7 @@ class Gateway:
                 self._questions.answered(reply)
 
     def _welcomed(self, welcome: Welcome) -> None:
-        """Go on with the requests that another coordinator had."""
+        """Continue the requests that another coordinator had."""
         if self._there:  # it only checks that we are still here
             return
         self._there, self.journal = True, welcome.journal
@@ -370,7 +371,7 @@ class Gateway:
             self._send(asked.again)
 
     def _failed(self, failed: Failed) -> None:
-        """A request, a question or our registration came to nothing."""
+        """Handle the failure of a request, a query or our registration."""
         if failed.code in ("worker_lost", "no_target", "vocabulary", "ending"):
             self._target = None
         if failed.session is not None:

@@ -1,8 +1,5 @@
 """The guard before every route: it checks keys, host names, body sizes and encodings. A plain ASGI
-layer, since every token passes through it.
-
-Knows headers and addresses, nothing of models.
-"""
+layer, since every token passes through it. Knows headers and addresses, nothing of models."""
 
 import hashlib
 import hmac
@@ -21,9 +18,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS: tuple[str, ...] = ("/health", "/readyz")  # paths for supervisors, which have no key
-LOCAL_PATHS = ("/metrics",)  # these answer on the machine itself without a key too
+LOCAL_PATHS = ("/metrics",)  # open without a key on the machine itself
 STRAIGHT = "dovetail.send"
-"""Key of a stream's way past the framework, whose layers cost microseconds a token."""
+"""Key of a stream's path around the framework, whose layers cost microseconds a token."""
 OWNER = "dovetail.owner"
 """The scope's key for a request's owner: a digest of its API key; absent without one."""
 UNREAD = "dovetail.unread"
@@ -37,7 +34,7 @@ ENCODED = (b"content-encoding", b"content-length")
 
 
 class Guard:
-    """Passes on what may pass, and answers the rest."""
+    """Passes on permitted requests, and answers the others."""
 
     def __init__(
         self,
@@ -209,7 +206,8 @@ async def answer(error: ApiError, send: Send) -> None:
 
 
 def is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
-    """True if the request comes from this machine, and not through a proxy, which adds a header."""
+    """Return whether the request comes from this machine, and not through a proxy, which adds a
+    header."""
     client = scope.get("client")
     return (
         client is not None
@@ -226,7 +224,7 @@ def is_loopback(address: str) -> bool:
 
 
 def host_name(header: bytes) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     text = header.decode("latin-1").strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""The socket that the HTTP API listens at, and why it cannot be had; knows nothing of servers."""
+"""The listening socket of the HTTP API, and errors about it; knows nothing of servers."""
 
 import errno
 import socket
@@ -17,7 +17,7 @@ OTHER_PORT = "choose another port with --http.port (0: any free one)"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; `UserError` if it cannot be had."""
+    """Return a socket that listens there; raise `UserError` if that is impossible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,9 +1,6 @@
-"""The orders of a body, in the terms of the target: prompts as token ids, and for each reply a
-Submit. Pure; long prompts take their time.
-
-Knows bodies and the target's text, nothing of sockets. Whatever does not fit is an `ApiError` that
-names the field.
-"""
+"""Turns a body into the target's terms: prompts as token ids, and for each reply a Submit. Pure;
+long prompts take time. Knows bodies and the target's text, nothing of sockets. Whatever does not
+fit raises an `ApiError` naming the field."""
 
 import secrets
 import time
@@ -51,7 +48,7 @@ class Defaults:
     tree: TreeSettings
     speculate: bool = True
     ahead: bool | None = None
-    """True if drafting continues while the target verifies; None to do so where that pays."""
+    """True if drafting continues while the target verifies; None: if that pays off."""
     template: Mapping[str, Any] = field(default_factory=dict)  # values for the chat template
     fit: bool = True
     """False: refuse a max_tokens that does not fit into the context instead of lowering it."""
@@ -59,7 +56,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Order:
-    """A request in tokens: one Submit for each reply, those to one prompt next to each other."""
+    """A request in tokens: one Submit for each reply, grouped by prompt."""
 
     kind: Kind
     submits: tuple[Submit, ...]
@@ -69,7 +66,7 @@ class Order:
     usage_always: bool
     wishes: Wishes
     logprobs: int | None = None  # the number of alternatives with log-probabilities for each token
-    echo: tuple[str, ...] | None = None  # the prompts as text, where they come before the replies
+    echo: tuple[str, ...] | None = None  # the prompts as text, if they precede the replies
     name: str = ""  # the id of the response, which is unguessable
     asked: int = 0  # the max_tokens of the request; 0 if it has none
     created: int = 0  # when the request came, in seconds since 1970
@@ -79,7 +76,7 @@ class Order:
         return self.echo is not None
 
     def prompt(self, index: int) -> str:
-        """The text of the prompt that comes before a reply; empty if none does."""
+        """Return the text of the prompt that precedes a reply; empty if none does."""
         return self.echo[index // self.copies] if self.echo is not None else ""
 
 
@@ -134,7 +131,7 @@ def completion_order(
 
 
 def tokens_of(body: TokenizeBody, target: Target, defaults: Defaults) -> tuple[int, ...]:
-    """The token ids of a text or of messages."""
+    """Return the token ids of a text or of messages."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
     try:
@@ -252,7 +249,7 @@ def _check_best_of(body: Decoding) -> None:
 
 
 def _sampling(body: Decoding, target: Target, base: SamplingSettings) -> Sampling:
-    """The processors of a request: its fields, and the settings for the others."""
+    """Return the processors of a request: its fields, and the settings for the others."""
     said = {name: value for name in OVERRIDES if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
         said["top_k"] = max(0, body.top_k)
@@ -275,7 +272,7 @@ def _sampling(body: Decoding, target: Target, base: SamplingSettings) -> Samplin
 
 
 def _end(body: Decoding, target: Target) -> tuple[int, ...] | None:
-    """Ids that end the reply, if these are not just the target's."""
+    """Return the ids that end the reply, if these are not just the target's."""
     if not body.ignore_eos and not body.stop_token_ids:
         return None
     size = target.described.vocabulary.size
@@ -342,7 +339,7 @@ def _template_values(
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
-    """The prompts one by one, whichever of the four forms they were given in."""
+    """Return the prompts one by one, given in any of the four forms."""
     given = body.prompt
     if isinstance(given, str):
         return [given]
@@ -362,7 +359,8 @@ def _prompt(given: str | list[int], target: Target) -> tuple[int, ...]:
 
 
 def _check_length(texts: Iterable[str], target: Target, param: str) -> None:
-    """Refuse what cannot fit before it is tokenized, which takes long for what is very long."""
+    """Refuse prompts that cannot fit before tokenizing them, which takes long for very long
+    ones."""
     sizes = [(len(text), target.text.least_tokens(text)) for text in texts]
     if (
         sum(least for _, least in sizes) >= target.context
@@ -372,7 +370,8 @@ def _check_length(texts: Iterable[str], target: Target, param: str) -> None:
 
 
 def _checked(prompt: tuple[int, ...], target: Target, param: str) -> tuple[int, ...]:
-    """A prompt that the target can read; an empty one is the token that begins a text."""
+    """Return a prompt that the target can read; an empty one becomes the token that begins a
+    text."""
     begin, size = target.described.vocabulary.begin, target.described.vocabulary.size
     if not prompt and begin is None:
         raise ApiError(
@@ -393,7 +392,7 @@ def _checked(prompt: tuple[int, ...], target: Target, param: str) -> tuple[int, 
 
 def _too_long(count: str, target: Target, param: str) -> ApiError:
     text = (
-        f"the prompt has {count} tokens, and with its reply the target holds at most "
-        f"{target.context}: shorten it to at most {target.context - 1}"
+        f"the prompt has {count} tokens, but the target holds at most {target.context} with its "
+        f"reply: shorten it to at most {target.context - 1}"
     )
     return ApiError(400, text, param=param, code="context_length_exceeded")

@@ -1,9 +1,6 @@
 """Replies to HTTP clients: OpenAI's chunks and completions, byte for byte where clients look.
-Streamed lines are put together by hand: a line is a few microseconds, and nothing else of the HTTP
-process is done as often.
-
-Knows shapes and numbers, nothing of sockets.
-"""
+Streamed lines are assembled by hand: a line takes a few microseconds, and the HTTP process does
+nothing more often. Knows shapes and numbers, nothing of sockets."""
 
 import json
 from abc import ABC, abstractmethod
@@ -20,28 +17,28 @@ from dovetail.runtime.text.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no token yet\n"
-LEAST_LOGPROB = -9999.0  # the number that OpenAI writes for a logarithm that JSON has none for
+LEAST_LOGPROB = -9999.0  # OpenAI's number for a logarithm that JSON cannot represent
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that failed; no [DONE] follows."""
+    """Return the last event of a stream that failed; no [DONE] follows."""
     return event(error.body)
 
 
 def open_writer(
     order: Order, target: Target, model: str, places: Sequence[Place | None] = ()
 ) -> "Writer":
-    """Return the writer of an order's answer. `places`: what a returning client has."""
+    """Return the writer of an order's response. `places`: what a returning client has."""
     return (ChatWriter if order.kind == "chat" else TextWriter)(order, target, model, places)
 
 
 class Writer(ABC):
-    """Writes one answer, streamed or whole."""
+    """Writes one response, streamed or whole."""
 
     chunk_object: str
     whole_object: str
@@ -49,7 +46,7 @@ class Writer(ABC):
     def __init__(
         self, order: Order, target: Target, model: str, places: Sequence[Place | None] = ()
     ) -> None:
-        """`places`: what a client that comes back has of each reply."""
+        """`places`: what a returning client has of each reply."""
         self.replies = [Reply(order, index, target) for index in range(len(order.submits))]
         self._order, self._text, self._context = order, target.text, target.context
         self._head = {
@@ -155,21 +152,21 @@ class Writer(ABC):
 
     @abstractmethod
     def _first(self, index: int, metrics: dict[str, Any]) -> str:
-        """The chunk that opens a reply, with these metrics, if its kind has one."""
+        """Return the chunk that opens a reply, with these metrics, if its kind has one."""
 
     @abstractmethod
     def _choice(self, index: int, part: Part, reason: str | None) -> str:
-        """A choice of a chunk."""
+        """Return a choice of a chunk."""
 
     # -- whole -------------------------------------------------------------------------------------
 
     def keep(self, reply: Reply, part: Part | None) -> None:
-        """Remember what is new of a reply."""
+        """Store the new part of a reply."""
         if part is not None:
             self._parts.setdefault(reply.index, []).append(part)
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the response in one piece."""
         choices, metrics = [], []
         for reply in self.replies:
             parts = self._parts[reply.index]
@@ -197,7 +194,7 @@ class Writer(ABC):
     def _whole_choice(
         self, index: int, text: str, tokens: Sequence[ShownToken], reason: str
     ) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """Return a choice of a whole response."""
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -216,7 +213,7 @@ class Writer(ABC):
         return {"max_tokens": room} if room < self._order.asked else {}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once, however many replies it has."""
+        """Return the tokens so far; a prompt counts once, however many replies it has."""
         results = [reply.result for reply in self.replies if reply.result is not None]
         first = [reply for reply in self.replies if reply.index % self._order.copies == 0]
         prompts = sum(len(self._order.submits[reply.index].tokens or ()) for reply in first)
@@ -240,7 +237,7 @@ class Writer(ABC):
 
 
 def _behind(place: Place, part: Part) -> Place:
-    """The part of a reply that has been streamed once another part has been."""
+    """Return the streamed part of a reply, once another part has been streamed."""
     characters, tokens = place.characters + len(part.text), place.tokens + len(part.tokens)
     return Place(characters, tokens, part.ended is not None)
 
@@ -316,7 +313,8 @@ class TextWriter(Writer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
-        """Add the token to the likeliest; a prompt's first token has none."""
+        """Return log-probabilities, adding the token to the likeliest; a prompt's first token has
+        none."""
         return {
             "tokens": [self._spelling(shown) for shown in tokens],
             "token_logprobs": [
@@ -343,7 +341,7 @@ class TextWriter(Writer):
 
 
 def spelling(text: TextCodec, token: int) -> str:
-    """A token as text; one that is no whole character by its bytes, as OpenAI does it."""
+    """Return a token as text; as its bytes, in OpenAI's notation, if it is not valid text."""
     piece = text.piece(token)
     try:
         return piece.decode()
@@ -356,8 +354,9 @@ def finite(logprob: float) -> float:
 
 
 def metrics_of(result: Result, gamma: int, *, failure: bool = False) -> dict[str, Any]:
-    """Return what a reply cost and what its draft brought: our own figures, and the same in vLLM's
-    names. `gamma`: nodes that a tree may have; `failure`: with the first one of the draft."""
+    """Return the cost of a reply and the benefit of its draft: our own figures, and the same in
+    vLLM's names. `gamma`: the most nodes of a tree; `failure`: include the draft's first
+    failure."""
     drafts = result.rounds - result.plain_rounds
     reached = [round(share * result.rounds) for share in result.accepted_per_position]
     histogram = [

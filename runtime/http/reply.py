@@ -1,4 +1,4 @@
-"""A reply as it grows: its text and tokens that may be shown, scores, and its end."""
+"""A growing reply: its text and tokens that may be shown, scores, and its end."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ class Tokens:
         self._detokenizer = detokenizer
         self._offset = self._length = offset
         self._held: deque[tuple[ShownToken, int]] = deque()
-        """Each with where the text ends that it has a part in."""
+        """Each with the end of the text that it is a part of."""
         self._open: list[ShownToken] = []
-        """The last ones, which have brought no text yet: they may be a part of what comes."""
+        """The last tokens, which have no text yet: they may be a part of what follows."""
 
     def push(
         self,
@@ -60,7 +60,7 @@ class Tokens:
                 self._open = []
 
     def shown(self, length: int) -> list[ShownToken]:
-        """The tokens that lie wholly within the first `length` characters of the reply."""
+        """Return the tokens wholly within the first `length` characters of the reply."""
         shown = []
         while self._held and self._held[0][1] <= self._offset + length:
             shown.append(self._held.popleft()[0])
@@ -96,7 +96,7 @@ class Reply:
         self._ends = (
             self._submit.end if self._submit.end is not None else target.described.vocabulary.end
         )
-        self._length = 0  # characters of the text that has been shown, prompt not counted
+        self._length = 0  # shown characters of the text, without the prompt
         self._prompt = order.prompt(index)
         self._scores: list[TokenLogprobs | None] = [None]
         """Log-probabilities of the prompt, whose first token follows nothing."""
@@ -106,7 +106,7 @@ class Reply:
         self._tokens = Tokens(reads, len(self._prompt)) if reads is not None else None
 
     def hear(self, told: Told) -> Part | None:
-        """Return what is new, if anything is; the error of a reply that failed is raised."""
+        """Return the new part, if any; raise the error of a reply that failed."""
         match told:
             case PromptScored():
                 self._scores += told.logprobs
@@ -143,7 +143,7 @@ class Reply:
         return Part(text, tokens, result)
 
     def _echo(self) -> tuple[str, list[ShownToken]]:
-        """The prompt, once, where it comes before the reply."""
+        """Return the prompt, once, if it precedes the reply."""
         if not self._echoes:
             return "", []
         self._echoes = False

@@ -1,9 +1,8 @@
-"""Replies that clients request again by the id of the response: what they have of them, and what is
-kept of a request to write its response again.
+"""Replies that clients request again by the id of the response: what the client has of them, and
+what is stored of a request to write its response again.
 
 An event id is the id of the response and, for each reply, how much of it has been streamed:
-characters, tokens whose text has been shown, and e once its last chunk has been. Pure.
-"""
+characters, tokens whose text has been shown, and e once its last chunk has been. Pure."""
 
 import json
 import re
@@ -44,11 +43,11 @@ class Resumed:
     name: str
     created: int
     places: Sequence[Place | None] = ()
-    """For each reply; None, as of those that are left out: nothing has been streamed."""
+    """For each reply; None or missing: nothing has been streamed."""
 
 
 def event_id(name: str, places: Sequence[Place | None]) -> str:
-    """Return the id of an event, behind which so much has been streamed."""
+    """Return the id of an event, after which this much has been streamed."""
     return f"{name}:{','.join('' if place is None else str(place) for place in places)}"
 
 
@@ -87,7 +86,7 @@ def beyond(place: Place, whole: Place) -> ApiError:
 
 
 def check_same(sent: ChatBody | CompletionBody, kept: ChatBody | CompletionBody) -> None:
-    """Raise `ApiError` unless a request that returns is the same, but for streaming and seed."""
+    """Raise `ApiError` unless a repeated request is the same, except for streaming and seed."""
     if type(sent) is type(kept) and sent.seed in (None, kept.seed) and _asked(sent) == _asked(kept):
         return
     raise ApiError(

@@ -1,9 +1,7 @@
-"""uvicorn with deadlines: connections that send their request too slowly or read their answer too
-slowly are cut off, as are those beyond a limit.
-
-uvicorn itself waits for ever for a header, a body or a reader. All connections are looked at once a
-second, so that the token path knows nothing of it. The only door to `uvicorn`.
-"""
+"""uvicorn with deadlines: connections that send their request too slowly or read their response too
+slowly are closed, as are those beyond a limit. uvicorn itself waits for ever for a header, a body
+or a reader. All connections are checked once a second, outside the token path. The only door to
+`uvicorn`."""
 
 import asyncio
 import json
@@ -28,20 +26,20 @@ MAX_HEAD_BYTES = 64 << 10
 BODY_LENGTH = (b"content-length", b"transfer-encoding")
 """Headers that determine where the body of a request ends."""
 KEEP_ALIVE_S = 30
-GRACE_S = 5.0  # after a signal, requests that run have so long to end
+GRACE_S = 5.0  # seconds for running requests to end after a signal
 LAST_WORDS_S = 2.0  # seconds for the error that ends them then
 
 
 class Connections:
-    """The connections of a server: their limits, and a look at each of them."""
+    """The connections of a server, with their limits and checks."""
 
     def __init__(self, *, receive_s: float, most: int) -> None:
         self.receive_s, self.most = receive_s, most
-        self.let_go = 0  # clients that read nothing
+        self.let_go = 0  # disconnected clients that did not read
         self.open: set[PatientProtocol] = set()
 
     def look(self, now_s: float) -> None:
-        """Cut off who is too slow."""
+        """Close slow connections."""
         for connection in [*self.open]:
             connection.look(now_s)
 
@@ -121,10 +119,10 @@ class PatientProtocol(HttpToolsProtocol):
         if self._head > MAX_HEAD_BYTES:
             raise ValueError(
                 "the head of the request is too large"
-            )  # which the parser passes on as its own error
+            )  # the parser passes it on as its own error
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP in our own words."""
+        """Answer invalid HTTP with our own error."""
         if self._head > MAX_HEAD_BYTES:
             self._refuse(
                 ApiError(

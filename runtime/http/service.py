@@ -1,7 +1,5 @@
-"""The service behind the routes: from a request's body to its answer.
-
-It sees to it that a client who leaves, a deadline or the end of the server cancels what runs.
-"""
+"""The service behind the routes: from a request's body to its response. A disconnected client, a
+deadline or the end of the server cancels running replies."""
 
 import asyncio
 import json
@@ -45,7 +43,7 @@ from dovetail.runtime.text.templates import RENDERERS
 SMALL_CHARACTERS = 4096  # texts up to this length are tokenized at once, longer ones in a thread
 REFUSAL_S = 1.0  # seconds without a token after which a stream's head, and so its status, is sent
 SILENCE_S = 15.0  # seconds after which a silent stream gets a comment, for proxies (HTML standard)
-CLIENT_GONE = 499  # a status that nobody reads (nginx's)
+CLIENT_GONE = 499  # nginx's status; the client has gone
 EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -63,7 +61,7 @@ class Terms:
     defaults: Defaults
     model: str = ""  # name under which the target is served; empty: its own
     names: Mapping[str, str] = field(default_factory=dict)
-    """Own names of targets, by the ends of their folders' paths; others have that of the folder."""
+    """Names of targets, by the ends of their folders' paths; others are named after the folder."""
     called: Callable[[str], str] = folder_name  # returns how the dashboard calls a model
     version: str = ""
     keys: Sequence[str] = ()
@@ -87,7 +85,8 @@ class Service:
         self._readings: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, RENDERERS // 2)
         )
-        """Limits the prompts of each owner that are read, so that none takes all threads."""
+        """Limits the prompts of each owner that are tokenized at a time, so that none takes all
+        threads."""
 
     def end(self) -> None:
         """Fail all waiting requests, since the server ends."""
@@ -99,7 +98,8 @@ class Service:
         return self.terms.model or target.name(self.terms.names)
 
     async def target(self, model: str | None = None) -> Target:
-        """Return the target; `ApiError` if there is none, or if a client asks for another model."""
+        """Return the target; raise `ApiError` if there is none, or if a client requests another
+        model."""
         target = await self.gateway.target()
         if model is not None and model not in (self.name_of(target), target.described.model):
             text = f"there is no model {model!r} here: {self.name_of(target)!r} is served"
@@ -118,7 +118,8 @@ class Service:
     async def resume(
         self, name: str, request: Request, *, stream: bool, sent: ChatOrTextBody | None = None
     ) -> Response:
-        """Return a known response, after its Last-Event-ID; `ApiError` if unknown or different."""
+        """Return a known response, after its Last-Event-ID; raise `ApiError` if unknown or
+        different."""
         event = request.headers.get("last-event-id", "")
         named, places = read_event_id(event) if event else ("", ())
         if named not in ("", name):
@@ -168,7 +169,7 @@ class Service:
     async def _begin(
         self, body: ChatOrTextBody, run: Run, owner: str, resumed: Resumed | None
     ) -> tuple[Writer, str]:
-        """Start the replies, until their first message; again if the target changes."""
+        """Start the replies and wait for their first message; start again if the target changes."""
         for _ in range(2):
             target = await self.target(body.model)
             order = await self._order(body, target, owner)
@@ -309,7 +310,7 @@ class Answer:
         self._watches = [exposition.watch(model, run.began_s) for _ in writer.replies]
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer when all of it is there."""
+        """Return the response once it is complete."""
         while heard := await self._run.take():
             for index, told in heard:
                 self._note(index, told)
@@ -318,7 +319,8 @@ class Answer:
         return self._writer.whole()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the response as it comes, with comments while nothing does; an error comes last."""
+        """Yield the response as it is decoded, with comments while nothing is; an error comes
+        last."""
         try:
             while True:
                 try:

@@ -27,8 +27,8 @@ FILE, LOCK = "journal.sqlite", "lock"
 LOGGED = f"{FILE}-wal"
 OURS = (FILE, LOGGED, f"{FILE}-shm", LOCK)
 MAGIC, NEWEST = b"SQLite format 3\0", 2
-"""The beginning of a file, and the newest version to read and to write that follows it in bytes 18
-and 19 (https://sqlite.org/fileformat.html); 2 is WAL."""
+"""The beginning of a file, and the newest version to read and to write, in bytes 18 and 19
+(https://sqlite.org/fileformat.html); 2 is WAL."""
 EARLIER = "segment-*"  # the files of a journal of an earlier release
 PRAGMAS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=0", "secure_delete=on")
 """A commit does not wait for the disk: `sync` does. Deleted rows are overwritten."""
@@ -46,12 +46,12 @@ DAMAGED = (
     sqlite3.SQLITE_ERROR,
     sqlite3.SQLITE_FORMAT,
 )
-"""The errors of a file whose content is wrong, not of its disk."""
+"""The errors of a file with wrong content, as opposed to disk errors."""
 WAL_BYTES = 16 << 20  # size of the write-ahead log at which it is moved into the database
 ERASED_S = 60.0  # how long deleted rows may stay in the write-ahead log
 
 Row = tuple[int, int, bytes]
-"""The number of a reply, the number of a record in it, counted from 0, and the record."""
+"""The number of a reply, the number of a record in it, from 0, and the record."""
 Stored = tuple[int, int, int, bytes, int]
 """A row as it is stored: its place, then as above, and the checksum."""
 
@@ -62,7 +62,7 @@ def checksum(reply: int, number: int, record: bytes) -> int:
 
 
 def fits(row: Stored) -> bool:
-    """Return whether a row that was read is intact; damage changes types, too."""
+    """Return whether a stored row is intact; damage may change types, too."""
     _, reply, number, record, check = row
     typed = isinstance(record, bytes) and isinstance(reply, int) and isinstance(number, int)
     return typed and check == checksum(reply, number, record)
@@ -72,14 +72,15 @@ class Database:
     """The records of one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """`UserError` if the folder is unusable, in use, or has other files or an old journal."""
+        """Raises `UserError` if the folder is unusable, in use, or has other files or an old
+        journal."""
         self.folder, self._file = folder, folder / FILE
         self._lock = _locked(folder)
         self._erased, self._moved_s = False, time.monotonic()
         self._spans: dict[int, tuple[int, int]] = {}
         """The places of the first and the last record of each reply."""
         self._place = 0  # the place of the last record
-        self.damaged = False  # True if records were lost since they were written
+        self.damaged = False  # True if written records were lost
         try:
             self._base = self._open()
         except sqlite3.DatabaseError as error:
@@ -120,7 +121,7 @@ class Database:
         )
 
     def _damage(self, error: sqlite3.DatabaseError) -> str:
-        """Return how the file is damaged; `UserError` if it is intact and cannot be read."""
+        """Return how the file is damaged; raise `UserError` if it is intact but cannot be read."""
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in DAMAGED:
             return str(error)
         raise UserError(
@@ -168,7 +169,7 @@ class Database:
         self._base.execute("commit")
 
     def _readable(self) -> list[Stored]:
-        """Return the rows before the first damaged page and after the last one, by their places."""
+        """Return the rows before the first damaged page and after the last one, in order."""
         rows = {}
         for order in ("asc", "desc"):
             with suppress(sqlite3.DatabaseError):
@@ -240,7 +241,7 @@ class Database:
         return sum(file.stat().st_size for file in files if file.exists())
 
     def close(self, *, remove: bool = False) -> None:
-        """Let the folder go; `remove`: and everything in it."""
+        """Release the folder; `remove`: delete its files, too."""
         self._base.close()
         if remove:
             for name in OURS:
@@ -297,8 +298,8 @@ def _locked(folder: Path) -> int:
 
 
 def _other(folder: Path) -> str | None:
-    """Return a file that is no journal's: another in a folder without one, or one of its names that
-    is no regular file."""
+    """Return a file that does not belong to a journal: another one in a folder without a journal,
+    or one of its names that is not a regular file."""
     names = sorted(path.name for path in folder.iterdir())
     if FILE not in names and (other := next((name for name in names if name not in OURS), None)):
         return other

@@ -62,16 +62,16 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Return approximately the bytes that it takes, including its session's tokens."""
+        """Return roughly the bytes that it takes, including its session's tokens."""
         return self._asked + TOKEN_BYTES * len(self.tokens) + scores_size(self.logprobs)
 
     @property
     def depends_on_draft(self) -> bool:
-        """Return whether its tokens depend on the draft, so that they cannot be decoded again."""
+        """Whether its tokens depend on the draft, so that they cannot be decoded again."""
         return self.submit.sampling.rejects
 
     def done(self) -> dict[str, Any]:
-        """Return what is committed, as the fields of a session."""
+        """Return the committed tokens, as the fields of a session."""
         return {"tokens": [*self.tokens], "margins": [*self.margins], "logprobs": [*self.logprobs]}
 
     # -- the records that change it ----------------------------------------------------------------
@@ -85,16 +85,16 @@ class Entry:
         return self._said("serves", session, fingerprint, load_s, tokens)
 
     def committed(self, emit: Emit, margins: Sequence[float]) -> bytes:
-        """Note that tokens were committed; the record of that."""
+        """Note that tokens were committed; return the record."""
         logprobs = [(one.logprob, one.top) for one in emit.logprobs]
         return self._said("committed", emit.tokens, emit.drafted, [*margins], logprobs)
 
     def left(self, now_s: float) -> bytes:
-        """Note that it runs no more, though it has not ended; the record of that."""
+        """Note that it is no longer running, though it has not ended; return the record."""
         return self._said("left", now_s)
 
     def ended(self, finished: Finished, now_s: float) -> bytes:
-        """Note how it ended; return the record. Spans are sent once."""
+        """Note how it ended; return the record. Spans are sent only once."""
         self.finished, self.left_s = finished.model_copy(update={"spans": ()}), now_s
         return _record("ended", encode(self.finished)[0], now_s)
 
@@ -135,7 +135,7 @@ class Ended:
 
 
 def rebuilt(reply: int, records: Sequence[bytes]) -> Entry:
-    """Return the entry of a reply from its records; `DecodeError` if they are not valid."""
+    """Return the entry of a reply from its records; raise `DecodeError` if they are not valid."""
     try:
         (kind, *what), *later = (msgpack.unpackb(record, use_list=False) for record in records)
         if kind != "begun":
@@ -151,7 +151,7 @@ def rebuilt(reply: int, records: Sequence[bytes]) -> Entry:
 
 
 def stored_size(record: bytes) -> int:
-    """Return approximately the bytes that a record takes on disk."""
+    """Return roughly the bytes that a record takes on disk."""
     return len(record) + ROW_BYTES
 
 
@@ -161,7 +161,7 @@ def coordinated(epochs: Iterable[int], sessions: int) -> bytes:
 
 
 def coordinators(record: bytes) -> tuple[set[int], int]:
-    """Return the arguments of `coordinated`; `DecodeError` if the record is not valid."""
+    """Return the arguments of `coordinated`; raise `DecodeError` if the record is not valid."""
     try:
         _kind, epochs, sessions = msgpack.unpackb(record)
         return set(map(int, epochs)), int(sessions)

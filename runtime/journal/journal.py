@@ -1,13 +1,10 @@
 """The journal of a coordinator: what a later one needs to continue its requests.
 
 A request with a ticket is written when it is accepted, and every token before its client gets it,
-in one transaction for all sessions that have committed tokens. What was written outlives the
-process. A thread flushes it to disk several times a second; if the machine fails, the tokens since
-then are decoded again, to the same ones.
-
-Replies that have ended are only on disk, for some minutes, for clients that reconnect. When the
-disk fails, the journal ends, which is reported; the service goes on.
-"""
+in one transaction for all sessions that have committed tokens. Written records outlive the process.
+A thread flushes them to disk several times a second; if the machine fails, the tokens since then
+are decoded again, identically. Ended replies are only on disk, for some minutes, for clients that
+reconnect. When the disk fails, the journal ends, which is reported; the service continues."""
 
 import logging
 import sqlite3
@@ -57,7 +54,7 @@ def open_journal(folder: Path, *, keep_s: float, most: int) -> "Journal":
 
 
 class Journal:
-    """Entries by their tickets, and the records that are yet to be written."""
+    """Entries by their tickets, and the records to write next."""
 
     def __init__(
         self,
@@ -68,13 +65,12 @@ class Journal:
         now_s: Callable[[], float] = time.time,
         aside: Aside = _at_once,
     ) -> None:
-        """`keep_s`: how long a reply that is not running is kept. `most`: limit in bytes of all
-        replies on disk, and of those in memory. `aside`: syncs to disk in the background."""
+        """`keep_s`: how long an idle reply is kept. `most`: limit in bytes of all replies on disk,
+        and of those in memory. `aside`: syncs to disk in the background."""
         self._base, self._keep_s, self._most, self._now_s = base, keep_s, most, now_s
         self.aside = aside
         self._entries: dict[str, Entry] = {}  # entries of replies that have not ended
-        self._ended: dict[str, Ended] = {}
-        """Replies that have ended; a ticket is either here or above."""
+        self._ended: dict[str, Ended] = {}  # ended replies; a ticket is either here or above
         self._epochs: set[int] = set()
         self.sessions = 0  # the highest number of a session of any coordinator
         self._replies = COORDINATORS  # the highest number of a reply on disk
@@ -83,14 +79,14 @@ class Journal:
         self._deleted: list[int] = []
         self._dirty, self._syncing = False, False
         self._write_us, self._sync_ms = Average(), Average()
-        self.failed = ""  # why nothing is written any more; empty: it is
+        self.failed = ""  # why writing has stopped; empty: it has not
         self._failed_s = 0.0
         self._forgot_s = now_s()
         self._attempt(self._read)
         self.found = len(self._entries)  # requests that an earlier coordinator has not ended
 
     def begin(self, epoch: int) -> None:
-        """Write from now on, for the coordinator of this epoch."""
+        """Start writing, for the coordinator of this epoch."""
         self._epochs.add(epoch)
         self._note_coordinators()
         for entry in self._entries.values():
@@ -154,14 +150,14 @@ class Journal:
 
     @property
     def stopped_s(self) -> float:
-        """Return for how many seconds nothing has been written; 0 while it is."""
+        """For how many seconds nothing has been written; 0 if writing works."""
         return max(0.0, self._now_s() - self._failed_s) if self.failed else 0.0
 
     def _known(self) -> dict[str, Entry | Ended]:
         return {**self._entries, **self._ended}
 
     def holds(self, ticket: str) -> bool:
-        """Return whether this ticket is known, whoever's it is."""
+        """Return whether this ticket is known, of any owner."""
         return ticket in self._entries or ticket in self._ended
 
     def state(self) -> JournalState:
@@ -185,8 +181,8 @@ class Journal:
         vocabulary: str,
         begun: Entry | None = None,
     ) -> None:
-        """Note a request that was accepted, as it was read with a vocabulary of this digest. One
-        that is known is as it was; one that was forgotten while it waited is as `begun` has it."""
+        """Note an accepted request, as tokenized with a vocabulary of this digest. A known one is
+        unchanged; one that was dropped while it waited is restored from `begun`."""
         if self.holds(submit.ticket):
             return
         self._replies += 1
@@ -219,7 +215,7 @@ class Journal:
         self.sessions = max(self.sessions, session)
 
     def committed(self, ticket: str, emits: Iterable[Emit], session: Session) -> None:
-        """Note tokens that a session has committed, and on which target, if that has changed."""
+        """Note tokens that a session has committed, and their target if it has changed."""
         if (entry := self._entries.get(ticket)) is None:
             return
         if entry.fingerprint != session.fingerprint:
@@ -231,7 +227,7 @@ class Journal:
                 self._note(entry, entry.committed(emit, margins))
 
     def ended(self, ticket: str, finished: Finished) -> None:
-        """Note how a request ended. One that was cancelled may be gone on with."""
+        """Note how a request ended. A cancelled one may be continued."""
         if (entry := self._entries.get(ticket)) is None:
             return
         if finished.result.finish_reason == "cancelled":
@@ -241,7 +237,7 @@ class Journal:
             self._settle(entry)
 
     def left(self, ticket: str) -> None:
-        """Note that a request runs no more, if it has not ended."""
+        """Note that a request is no longer running, if it has not ended."""
         entry = self._entries.get(ticket)
         if entry is not None and entry.left_s is None:
             self._note(entry, entry.left(self._now_s()))
@@ -265,7 +261,7 @@ class Journal:
     # -- the disk ----------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Write what was noted."""
+        """Write the noted records."""
         if (self._rows or self._deleted) and not self.failed:
             began_ns = time.perf_counter_ns()
             self._attempt(lambda: self._base.write(self._rows, self._deleted))
@@ -274,7 +270,7 @@ class Journal:
         self._rows, self._deleted = [], []
 
     def tick(self) -> None:
-        """Flush what was written to disk, and drop what is too old."""
+        """Flush written records to disk, and drop old replies."""
         now_s = self._now_s()
         if abs(now_s - self._forgot_s) >= FORGET_EVERY_S or self._stored > self._most:
             self._forgot_s = now_s
@@ -285,7 +281,7 @@ class Journal:
             self.aside(self._sync)
 
     def _sync(self) -> None:
-        """In a thread: have the disk hold what was written."""
+        """Flush to disk, in a thread."""
         began_ns = time.perf_counter_ns()
         self._attempt(self._base.sync)
         self._sync_ms.add((time.perf_counter_ns() - began_ns) / 1e6)
@@ -293,13 +289,13 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Return approximately the bytes that the journal takes in memory."""
+        """Roughly the bytes that the journal takes in memory."""
         entries = sum(one.size for one in self._entries.values())
         unwritten = sum(len(record) for _, _, record in self._rows)
         return entries + OBJECT_BYTES * len(self._ended) + unwritten
 
     def give_up(self, size: int) -> None:
-        """Drop replies in memory that do not run, oldest first, until `size` bytes are free."""
+        """Drop idle replies in memory, oldest first, until `size` bytes are free."""
         for ticket, one in self._idle():
             if size <= 0:
                 break
@@ -327,7 +323,7 @@ class Journal:
         self._deleted.append(gone.reply)
 
     def _attempt(self, work: Callable[[], object]) -> None:
-        """Use the disk; if it fails, the journal ends, and serving does not."""
+        """Use the disk; if it fails, the journal ends, but the service continues."""
         try:
             work()
         except (OSError, sqlite3.Error) as error:
@@ -343,6 +339,6 @@ class Journal:
             )
 
     def close(self, *, remove: bool = False) -> None:
-        """Write what was noted, and let the folder go; `remove`: and all that is in it."""
+        """Write the noted records, and release the folder; `remove`: delete its files, too."""
         self.write()
         self._base.close(remove=remove)

@@ -1,1 +1,1 @@
-"""Recordings of sessions: writing them, reading them back, playing them again."""
+"""Recordings of sessions: writing, reading and replaying them."""

@@ -64,8 +64,8 @@ def _base(base: Base | None) -> dict[str, Any] | None:
 
 
 def plain(value: Any, *, timed: bool) -> Any:
-    """Return an argument of a step as it is recorded; None if it is the message in hand, or
-    features of it. `timed`: rounds are recorded with their times."""
+    """Return the recorded form of a step's argument; None if it is the current message, or its
+    features. `timed`: record the times of rounds."""
     match value:
         case Message() | Array():
             return None

@@ -1,4 +1,4 @@
-"""Parts of messages: a session's share of a pass, and whether a command is as asked."""
+"""Parts of messages: a session's share of a pass, and whether a command is the requested one."""
 
 from collections.abc import Sequence
 
@@ -52,8 +52,8 @@ def _rows(array: Array | None, start: int, stop: int) -> Array | None:
 
 
 def is_sent_as(asked: Command, sent: Command) -> bool:
-    """Return whether this is what was asked, or the beginning of the tree if that may be cut: one
-    that is not for rejection sampling. A log may be read in parts."""
+    """Return whether a command is the requested one, or a prefix of its tree if that may be cut,
+    which it may not under rejection sampling. A log may be read in parts."""
     if isinstance(sent, Open | Refeed):
         return asked == sent.model_copy(update={"read": None})
     if isinstance(asked, Verify) and isinstance(sent, Verify) and asked.candidates is None:

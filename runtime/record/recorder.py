@@ -2,10 +2,8 @@
 events are stored, packed once the workers have their commands, and passed every quarter of a second
 to a thread that writes them (`writer.py`). A recording is bounded in its file, in its folder, where
 the oldest are removed, and in memory, if the disk does not keep up. A recording beyond a bound, or
-that cannot be written, ends with a note; its session is not affected. What has not been written
-when the process is killed is lost. How entries look is `recording.py`'s business, what a step means
-`session.py`'s.
-"""
+that cannot be written, ends with a note; its session is not affected. Unwritten entries are lost
+when the process is killed. `recording.py` defines the entries, `session.py` the steps."""
 
 import logging
 import time
@@ -54,9 +52,9 @@ STEPS = (
     "abandon",
 )
 """The methods of a session that change it."""
-PIECE_BYTES = 256 << 10  # bytes of a recording that are kept before the thread gets them early
-MAX_SUBMITTED = 256  # requests that have arrived and whose sessions have not begun
-MAX_NOTES = 1024  # notes that are remembered and not packed
+PIECE_BYTES = 256 << 10  # bytes of a recording after which the thread gets them early
+MAX_SUBMITTED = 256  # requests whose sessions have not begun
+MAX_NOTES = 1024  # the most unpacked notes
 
 
 class Recorder:
@@ -64,7 +62,7 @@ class Recorder:
     the workers have their commands."""
 
     def __init__(self, folder: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """`UserError` if no file can be made in the folder, which is made if it is not there."""
+        """Raises `UserError` if the folder cannot be created or written to."""
         self._folder, self._now = folder, clock_ns
         self._writer = FileWriter(folder)
         self._notes: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -72,14 +70,14 @@ class Recorder:
         self._files: dict[int, _SessionFile] = {}  # the file of each session
         self._requests: dict[tuple[bytes, int], _SessionFile] = {}
         """The file of each client's request, until its end was sent."""
-        self._over: set[int] = set()  # sessions that had ended when it was looked at last
+        self._over: set[int] = set()  # sessions that had ended at the last tick
         self._submitted: dict[tuple[bytes, int], tuple[int, Sequence[bytes]]] = {}
         """Requests whose sessions have not begun: when each came, and its frames."""
 
     # -- what happens ------------------------------------------------------------------------------
 
     def begin(self, running: RunningRequest) -> None:
-        """Record a session that begins: its steps, and the messages about it."""
+        """Record a new session: its steps, and the messages about it."""
         session, began = running.session, datetime.now(UTC)
         epoch = f"{session.epoch & 0xFFFFFFFF:08x}"
         name = f"{began:%Y%m%dT%H%M%S}-{epoch}-{session.number}{recording.SUFFIX}"
@@ -100,11 +98,11 @@ class Recorder:
     def received(
         self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]
     ) -> None:
-        """A message has come, and is handled now."""
+        """Record a message that has arrived and is handled now."""
         self._note(self._say, "in", self._now(), peer, message, frames)
 
     def sent(self, peer: Worker | ClientPeer, message: Message, frames: Sequence[bytes]) -> None:
-        """A message has been sent."""
+        """Record a message that was sent."""
         self._note(self._say, "out", self._now(), peer, message, frames)
 
     def _step(
@@ -115,7 +113,7 @@ class Recorder:
         actions: Sequence[Action],
         error: BaseException | None,
     ) -> None:
-        """A session was given an event."""
+        """Record an event of a session."""
         self._note(about.add_step, self._now(), name, arguments, actions, error)
 
     def _note(self, write: Callable[..., None], *what: Any) -> None:
@@ -135,7 +133,8 @@ class Recorder:
                 log.exception("a message could not be recorded")
 
     def tick(self, running: Container[int]) -> None:
-        """Write everything; `running`: sessions that have not ended. Ended ones stay for a call."""
+        """Write everything; `running`: sessions that have not ended. Ended ones stay for one more
+        call."""
         self.settle()
         over = {number for number in self._files if number not in running}
         ended = [self._files.pop(number) for number in over & self._over]
@@ -150,7 +149,7 @@ class Recorder:
             kept.hand_over()
 
     def close(self) -> None:
-        """Write everything, and end. No session runs any more."""
+        """Write everything, and end. No session is running any more."""
         self.settle()
         for kept in self._files.values():
             kept.end("the session has ended", whole=True)
@@ -180,7 +179,7 @@ class Recorder:
         message: Message,
         frames: Sequence[bytes],
     ) -> None:
-        """A message, to all the recordings that it belongs into."""
+        """Add a message to all recordings that it belongs to."""
         files: Sequence[_SessionFile]
         if isinstance(message, Verified | Verify | Drafts):
             parts = message.orders if isinstance(message, Drafts) else message.items
@@ -273,7 +272,7 @@ class _SessionFile:
         actions: Sequence[Action],
         error: BaseException | None,
     ) -> None:
-        """A step, and what followed."""
+        """Add a step and the resulting actions."""
         entry: dict[str, Any] = {
             "type": "step",
             "at": self._since(at_ns),
@@ -287,11 +286,11 @@ class _SessionFile:
         self.add(entry)
 
     def _since(self, at_ns: int) -> int:
-        """Since the session began; its request came before that."""
+        """Return the time since the session began; its request came before that."""
         return max(0, at_ns - self._began_ns)
 
     def hand_over(self) -> None:
-        """Give the thread what there is."""
+        """Pass the packed entries to the thread."""
         if not self._pieces:
             return
         pieces, self._pieces, self._waiting = self._pieces, [], 0
@@ -304,7 +303,7 @@ class _SessionFile:
             )
 
     def end(self, why: str, *, whole: bool) -> None:
-        """Nothing more is noted."""
+        """End the recording."""
         if self._ended:
             return
         self._ended = True

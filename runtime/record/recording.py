@@ -1,14 +1,12 @@
-"""The parts of a recording of a session, and how it is read back.
+"""The format of a recording of a session, and its reader.
 
-A recording is a file of MessagePack maps, one behind the other: the session as it began, the
-tokenizer of its target, the peers as they are first heard of or spoken to, then in order every
-message (its frames as they were), every event of the session with what it was handed beside the
-message, and at last why it ends. A coordinator that was killed leaves a file that ends
-anywhere. Written by `recorder.py`, one entry at a time; knows no sessions that run.
+A recording is a file of consecutive MessagePack maps: the session as it began, its target's
+tokenizer, the peers as they first appear, then in order every message (its unchanged frames), every
+event of the session with its arguments other than the message, and finally why it ends. If the
+coordinator is killed the file may end anywhere. Written by `recorder.py`, one entry at a time.
 
-A recording holds what the user and the models said. The keys of links are in no message, and the
-`key` of a session is the one its noise is derived from.
-"""
+A recording contains the users' and the models' text. No message contains the keys of links; the
+`key` of a session is the one from which its noise is derived."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -46,7 +44,7 @@ MAX_ENTRY_BYTES = MAX_FILE_BYTES + MAX_ARRAY_BYTES
 class Wanted(Frozen):
     """`session.Request`."""
 
-    prompt: bytes  # four bytes a token, as `kept.pack` has them
+    prompt: bytes  # four bytes a token, as in `kept.pack`
     key: bytes
     seed: Count
     sampling: Sampling
@@ -143,14 +141,13 @@ class Step(Frozen):
     at: Count
     name: Name
     arguments: tuple[Any, ...] = ()
-    actions: tuple[tuple[Any, ...], ...] = ()
-    """The actions that followed, as `recording.outline` has them."""
+    actions: tuple[tuple[Any, ...], ...] = ()  # the resulting actions, as in `entries.outline`
     raised: tuple[Name, Text] | None = None
-    """The exception that it ended with instead: its name and its words."""
+    """The exception instead of actions: its name and message."""
 
 
 class End(Frozen):
-    """The last entry. `whole`: everything is there."""
+    """The last entry. `whole`: the recording is complete."""
 
     type: Literal["end"] = "end"
     whole: bool
@@ -164,13 +161,13 @@ _PACKER = msgpack.Packer()
 
 
 def pack_entry(entry: Mapping[str, Any]) -> bytes:
-    """An entry of the file, with the fields of a class above. For one thread."""
+    """Return an entry of the file, with the fields of a class above. Not thread-safe."""
     packed: bytes = _PACKER.pack(entry)
     return packed
 
 
 def deflated(tokenizer: bytes) -> bytes:
-    """The entry of a tokenizer; takes half a second for a large one."""
+    """Return the entry of a tokenizer; takes half a second for a large one."""
     return bytes(msgpack.packb({"type": "tokenizer", "deflated": zlib.compress(tokenizer)}))
 
 
@@ -184,13 +181,13 @@ class Recording:
 
     @property
     def whole(self) -> bool:
-        """Return whether the session is there to its end."""
+        """Whether the recording is complete."""
         last = self.entries[-1] if self.entries else None
         return isinstance(last, End) and last.whole
 
     @property
     def words(self) -> str:
-        """Why it ends where it does."""
+        """Why it ends."""
         last = self.entries[-1] if self.entries else None
         return (
             last.why
@@ -204,7 +201,7 @@ class Recording:
 
     @cached_property
     def tokenizer(self) -> bytes:
-        """The bytes of tokenizer.json; `UserError` if they are not there."""
+        """Return the bytes of tokenizer.json; raise `UserError` if they are missing."""
         found = next((entry for entry in self.entries if isinstance(entry, Deflated)), None)
         if found is None:
             raise UserError(
@@ -224,7 +221,8 @@ class Recording:
 
 
 def read_recording(path: Path) -> Recording:
-    """The recording in a file, as far as it goes; `UserError` if the file is none."""
+    """Read the recording in a file, as far as it goes; raise `UserError` if it is not a
+    recording."""
     try:
         entries = list(_entries(path))
     except OSError as error:
@@ -244,7 +242,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _entries(path: Path) -> Iterator[Entry]:
-    """Every entry that is there as a whole."""
+    """Yield every complete entry."""
     with path.open("rb") as file:
         unpacker = msgpack.Unpacker(
             file, use_list=False, strict_map_key=True, max_buffer_size=MAX_ENTRY_BYTES

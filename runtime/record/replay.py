@@ -1,8 +1,7 @@
-"""Replays a recording through the present session logic, and compares the actions. Every step is
-taken again with its recorded arguments; the resulting actions, the commands to workers and the
-messages to the client are compared with the recorded ones. The first difference ends it, since
-later events answered other commands.
-"""
+"""Replays a recording with the present session logic, and compares the actions. Every step is
+repeated with its recorded arguments; the resulting actions, the commands to workers and the
+messages to the client are compared with the recorded ones. The first difference ends the replay,
+since later events answered other commands."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ from dovetail.runtime.telemetry.metrics import Accounts, RoundTimes
 from dovetail.runtime.text.tokenizer import open_detokenizer
 
 Asked = Open | Feed | Refeed | Draft | Verify
-"""Commands that a session asks a worker. Close is the coordinator's too."""
+"""A session's commands to a worker. Close may also come from the coordinator."""
 TOLD: tuple[tuple[type[Action], type[Reply], Sequence[str]], ...] = (
     (Emit, Emitted, ("tokens", "text", "logprobs")),
     (Score, PromptScored, ("logprobs",)),
@@ -54,7 +53,7 @@ MOST_WORDS = 300  # characters of one side of a difference
 
 @dataclass(frozen=True)
 class Difference:
-    """The place where today's session logic does something else than the recorded one."""
+    """The place where the present session logic differs from the recorded one."""
 
     entry: int  # number of the entry in the file, from 0 on
     at_s: float  # seconds since the session began
@@ -75,7 +74,7 @@ class _Differs(Exception):
 
 @dataclass(frozen=True)
 class Taken:
-    """A step as it is recorded today, with all of the commands that follow, and what follows."""
+    """A step as it is recorded today, with all resulting commands and actions."""
 
     step: Step
     actions: Sequence[Action]
@@ -83,16 +82,16 @@ class Taken:
 
 @dataclass
 class Replay:
-    """One recording and the session that takes its steps."""
+    """One recording and the session that repeats its steps."""
 
     recording: Recording
-    taken: list[Taken] = field(default_factory=list)  # the steps, the one that differs with them
+    taken: list[Taken] = field(default_factory=list)  # the steps, including the one that differs
     commands: int = 0  # commands that have been compared
     difference: Difference | None = None
     _place: int = 0
-    _in_hand: Said | None = None  # the last message that has come
+    _in_hand: Said | None = None  # the last received message
     _asked: list[Ask] = field(default_factory=list)
-    """Commands that were not seen: the session may have ended, or the worker was lost."""
+    """Commands not seen: the session may have ended, or the worker was lost."""
     _told: list[Reply] = field(default_factory=list)
     """The recorded messages to the client, without the last."""
 
@@ -100,7 +99,7 @@ class Replay:
         self.session = _session(self.recording)
 
     def play(self) -> Difference | None:
-        """Return the first difference; `UserError` if the recording makes no sense."""
+        """Return the first difference; raise `UserError` if the recording is inconsistent."""
         try:
             for place, entry in enumerate(self.recording.entries):
                 self._place = place
@@ -127,7 +126,7 @@ class Replay:
     # -- steps -------------------------------------------------------------------------------------
 
     def _step(self, step: Step) -> None:
-        """Take a step again."""
+        """Repeat a step."""
         if step.name not in STEPS:
             raise UserError(
                 f"{self.recording.path} has a step {step.name[:64]!r} that this release does not "
@@ -155,7 +154,7 @@ class Replay:
     def _compare(
         self, step: Step, actions: Sequence[Action], raised: tuple[str, str] | None
     ) -> None:
-        """Compare actions with those recorded, commands as a whole where they are."""
+        """Compare actions with the recorded ones, including whole commands if recorded."""
         then = [action[:3] if action[:1] == ("ask",) else action for action in step.actions]
         now = [outline(action) for action in actions]
         if (then, step.raised) != (now, raised):
@@ -195,7 +194,7 @@ class Replay:
         return event
 
     def _verdict(self, round: int) -> tuple[VerifiedItem, Array | None]:
-        """Return the item of this session and round of the message in hand, and its features."""
+        """Return the item of this session and round in the current message, and its features."""
         event = self._event()
         found = next(
             (pair for pair in own_verdicts(event, self.session.number) if pair[0].round == round),
@@ -211,7 +210,7 @@ class Replay:
     # -- messages ----------------------------------------------------------------------------------
 
     def _sent(self, said: Said) -> None:
-        """Compare a message that went out then with what is asked for today."""
+        """Compare a message sent then with the present command."""
         peer = self.recording.peers[said.peer]
         if peer.roles == ("client",):
             reply = _decoded(REPLY, said.frames)
@@ -239,12 +238,12 @@ class Replay:
         )
         if place is None:
             self._compare_commands(where, then, asked[-1].command)
-        for ask in asked[: (place or 0) + 1]:  # those before it were withdrawn
+        for ask in asked[: (place or 0) + 1]:  # earlier ones were withdrawn
             self._asked.remove(ask)
         self.commands += 1
 
     def _compare_commands(self, where: str, then: Command, now: Command) -> None:
-        """Compare a command with what was sent then."""
+        """Compare a command with the one sent then."""
         if is_sent_as(now, then):
             return
         name = next(
@@ -343,7 +342,7 @@ def _times(times: Mapping[str, int] | None) -> RoundTimes | None:
 
 
 def _joined(name: str, pieces: Sequence[Any]) -> Any:
-    """Return a field of all of these, in one."""
+    """Return one field of several messages, concatenated."""
     parts = [getattr(piece, name) for piece in pieces]
     return (
         "".join(parts)
@@ -363,7 +362,7 @@ def _words(actions: Sequence[Sequence[Any]], raised: Sequence[str] | None) -> st
 
 
 def short(value: object) -> str:
-    """Return a value in words, cut if they are many."""
+    """Return a value in words, truncated."""
     words = str(value)
     return (
         words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]}... ({len(words)} characters)"

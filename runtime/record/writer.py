@@ -1,7 +1,6 @@
-"""The thread that writes recordings, so that nothing else waits for a disk. It makes their files,
-readable by their owner alone, and keeps a folder within its bound by removing the oldest. A file
-that cannot be written is given up, which is logged once. Pieces of files are opaque here.
-"""
+"""The thread that writes recordings, so that nothing else waits for a disk. It creates their files,
+readable by their owner only, and keeps a folder within its bound by removing the oldest. A file
+that cannot be written is given up, which is logged once. Contents are opaque here."""
 
 import logging
 import os
@@ -25,7 +24,7 @@ MAX_WAITING_BYTES = 128 << 20  # most bytes that wait for the disk
 
 @dataclass(frozen=True)
 class _Piece:
-    """Something for a file. `content` is asked for by the thread; None: nothing more comes."""
+    """A piece of a file. `content` is called by the thread; None: the file is complete."""
 
     path: Path
     size: int = 0
@@ -33,13 +32,13 @@ class _Piece:
 
 
 class FileWriter:
-    """Writes into one folder. Its methods do not wait, but for `close`."""
+    """Writes into one folder. Its methods do not block, except `close`."""
 
     def __init__(self, folder: Path) -> None:
-        """`UserError` if no file can be made there; the folder is made if it is not there."""
+        """Raises `UserError` if the folder cannot be created or written to."""
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
         self._added = self._written = 0
-        """Bytes; the first counted by whoever adds, the second by the thread."""
+        """Bytes: the first counted by the callers, the second by the thread."""
         self._files: dict[Path, BinaryIO | None] = {}  # None: it could not be written
         self._tokenizer: tuple[bytes, bytes] = (b"", b"")  # the last one, and its entry
         self._done = _recordings(folder)  # complete files with their sizes, oldest first
@@ -48,7 +47,7 @@ class FileWriter:
         self._thread.start()
 
     def add(self, path: Path, pieces: Sequence[bytes]) -> bool:
-        """Return whether these fit into the file; if not, it has ended."""
+        """Add pieces; return False, ending the file, if they do not fit."""
         size = sum(map(len, pieces))
         room = self._added - self._written + size <= MAX_WAITING_BYTES
         if room:
@@ -59,15 +58,15 @@ class FileWriter:
         return room
 
     def add_tokenizer(self, path: Path, content: bytes) -> None:
-        """Its packed entry, shared by all recordings."""
+        """Add the tokenizer's packed entry, shared by all recordings."""
         self._queue.put(_Piece(path, 0, lambda: self._deflated(content)))
 
     def finish(self, path: Path) -> None:
-        """Nothing more comes for this file."""
+        """Note that a file is complete."""
         self._queue.put(_Piece(path))
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write all waiting pieces."""
         self._queue.put(None)
         self._thread.join()
 
@@ -103,7 +102,7 @@ class FileWriter:
         return self._tokenizer[1]
 
     def _close(self, path: Path) -> None:
-        """It is done, and for that the oldest may have to go."""
+        """Close a complete file, and remove the oldest ones if necessary."""
         if (file := self._files.pop(path, None)) is None:
             return
         size = file.tell()
@@ -128,7 +127,7 @@ def _for_its_owner(path: str, flags: int) -> int:
 
 
 def _recordings(folder: Path) -> deque[tuple[Path, int]]:
-    """Those that are there, oldest first; `UserError` if there cannot be more."""
+    """Return the existing recordings, oldest first; raise `UserError` if no more can be written."""
     probe = folder / f"{secrets.token_hex(8)}.new"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

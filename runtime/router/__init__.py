@@ -1,1 +1,1 @@
-"""Several services behind one address: which of them gets a request, and the way there and back."""
+"""Several services behind one address: chooses a service for each request, and passes it on."""

@@ -1,10 +1,9 @@
-"""The router as an application: a request goes to one replica, and the reply comes back as it is.
+"""The router as an application: passes a request to one replica, and returns its unchanged reply.
 
 A request goes to the next best replica if one cannot be reached, is full (429, 503), or disconnects
-before the first byte of its reply (the head of a stream and comments do not count). A reply that is
-requested again by its id is looked for at all replicas. A later disconnect ends the client's
-connection: a stream can be requested again with the seed in its first chunk.
-"""
+before the first byte of its reply (the head of a stream and comments do not count). For a reply
+requested again by its id, all replicas are asked. A later disconnect ends the client's connection:
+a stream can be requested again with the seed in its first chunk."""
 
 import asyncio
 import json
@@ -27,9 +26,9 @@ COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 PASSED = (*COMPLETIONS, "/tokenize", "/detokenize", "/version", "/openapi.json")
 MODELS = "/v1/models"
 AGAIN = tuple(f"{path}/" for path in COMPLETIONS)
-"""Below these paths a reply is requested again by its id, which one of the replicas has."""
+"""Below these paths a reply is requested again by its id, which one of the replicas knows."""
 BELOW = (f"{MODELS}/", *AGAIN)
-FULL = (429, 503)  # answers of a replica that has no room, or no target at present
+FULL = (429, 503)  # statuses of a replica without room or without a target
 KEPT_BACK = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade http2-settings host content-length expect x-forwarded-for".split()
@@ -41,7 +40,7 @@ NOTHING = Wanted((), 0.0, 0.0)
 
 
 class Call:
-    """One request of a client, with the connection to the replica that it is at."""
+    """One request of a client, with its present connection to a replica."""
 
     def __init__(self) -> None:
         self.gone = self.headed = False
@@ -49,23 +48,23 @@ class Call:
         self.connection: Connection | None = None
 
     def end(self) -> None:
-        """The client has gone, or the router ends: cancel the replica's request."""
+        """Cancel the replica's request, because the client has gone or the router ends."""
         self.gone = True
         if self.connection is not None:
             self.connection.close()
 
 
 class Router:
-    """Answers what is asked of the router itself, and passes on the rest."""
+    """Answers requests to the router itself, and passes on the others."""
 
     def __init__(self, fleet: Fleet, upstream: Upstream) -> None:
         self._fleet, self._upstream = fleet, upstream
         self._calls: set[Call] = set()
         self.counts: Counter[tuple[str, str]] = Counter()
-        """Events by what and at which replica: requests, retries, broken."""
+        """Numbers of events by kind (requests, retries, broken) and replica."""
 
     def end(self) -> None:
-        """Let go of the requests that still run."""
+        """Cancel running requests."""
         for call in self._calls:
             call.end()
 
@@ -101,7 +100,7 @@ class Router:
     async def _try_all(
         self, scope: Scope, body: bytes, request: Wanted, call: Call, send: Send
     ) -> None:
-        """Have the request answered by the first replica that does."""
+        """Have the request answered by the first replica that can."""
         tried: set[str] = set()
         refusal: tuple[Message, bytes] | None = None
         while not call.gone:
@@ -147,7 +146,7 @@ class Router:
         self, replica: Replica, scope: Scope, body: bytes, call: Call, send: Send
     ) -> tuple[Message, bytes] | None:
         """Pass on the reply of one replica; return it if it is a refusal that another replica may
-        not give. `Broken` if nothing was sent to the client yet."""
+        not give. Raises `Broken` if nothing was sent to the client yet."""
         target = scope["raw_path"] + (
             b"?" + scope["query_string"] if scope["query_string"] else b""
         )
@@ -240,13 +239,13 @@ class Router:
 
 
 def _asks_again(scope: Scope) -> bool:
-    """Return whether a client has come back for a reply, which one of the replicas knows."""
+    """Return whether a client requests a reply again, which one of the replicas knows."""
     back = any(name == b"last-event-id" for name, _ in scope["headers"])
     return back or bool(scope["path"].startswith(AGAIN))
 
 
 async def _whole(receive: Receive) -> bytes:
-    """The body of a request."""
+    """Return the body of a request."""
     pieces, more = [], True
     while more:
         message = await receive()
@@ -256,7 +255,7 @@ async def _whole(receive: Receive) -> bytes:
 
 
 def _watch(receive: Receive, call: Call) -> "asyncio.Task[None]":
-    """Have a call end when its client leaves."""
+    """End a call when its client leaves."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -277,7 +276,7 @@ def _wanted(scope: Scope, body: bytes) -> Wanted:
 
 
 def _headers(scope: Scope, url: str) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request as a replica gets them: the client's, API key and all."""
+    """Return the headers for a replica: the client's, including the API key."""
     kept = [(name, value) for name, value in scope["headers"] if name not in KEPT_BACK]
     client = scope.get("client")
     origin = [(b"x-forwarded-for", client[0].encode())] if client else []

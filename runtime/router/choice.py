@@ -1,14 +1,11 @@
-"""Decides which replica gets a request: the one that is predicted to finish it first. Pure.
+"""Decides which replica gets a request: the one predicted to finish it first. Pure.
 
-A replica that has read the beginning of a conversation keeps it in its prefix cache and reads only
-what is new, so that it is chosen unless its sessions make it slower by more than reading the
-beginning elsewhere takes. Beginnings are remembered as hashes of blocks of text, each with all that
-came before it and the API key, since a cache is shared by requests of one key alone. What replicas
-have evicted since is not known: then a guess was wrong, and the prompt is read anew.
-
-Prompts that a replica still has to read, and requests that wait for a place there, come first: both
-are in the prediction.
-"""
+A replica that has prefilled the beginning of a conversation has it in its prefix cache and only
+prefills what is new, so it is chosen unless its sessions slow it down by more than the prefill
+elsewhere takes. Prefixes are stored as hashes of blocks of text, each including everything before
+it and the API key, since caches are shared only between requests of one key. Evictions on replicas
+are unknown: then a guess was wrong, and the prompt is prefilled again. The prediction includes
+prompts that a replica still has to prefill, and requests waiting there."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +17,11 @@ from dovetail.protocol.messages.parts import Count
 
 BLOCK = 64  # characters of a block
 CHARACTERS = 4.0  # characters of a token, about
-MOST_BLOCKS = 1 << 16  # blocks that are remembered of a replica: a million tokens
+MOST_BLOCKS = 1 << 16  # stored blocks of a replica: a million tokens
 USUAL_TOKENS = 256  # the assumed tokens of a reply, if the request allows more
 USUAL_S, USUAL_FURTHER = 0.02, 0.5
 """Seconds a token alone, and for each further session, before any report."""
-READING = 0.05  # seconds of reading a token over those of writing one, if not reported
+READING = 0.05  # prefill time of a token relative to decoding, if not reported
 ALIKE = 0.02  # relative difference of equal predictions, among which the idlest replica is chosen
 BUSY = 4  # sessions at which rates are compared
 EQUAL = 0.25  # replicas whose rates differ by less are taken as equal, given noise
@@ -32,13 +29,12 @@ AGE_S = 300.0
 """Seconds after which a replica's rate expires, so that one that was slow is tried again with one
 request."""
 NEVER = float("-inf")
-BESIDE_STREAMS = 2.0
-"""Assumed slow-down of reading beside streams; 1.5 was worse in a simulated fleet."""
+BESIDE_STREAMS = 2.0  # assumed slow-down of prefill by streams; 1.5 was worse in a simulated fleet
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request as far as the choice goes by it."""
+    """The properties of a request that the choice depends on."""
 
     blocks: Sequence[int]  # hashes of its blocks, each with everything before it
     prompt_tokens: float
@@ -63,7 +59,7 @@ UNKNOWN = Rate(USUAL_S, USUAL_FURTHER * USUAL_S)  # the rate of replicas before 
 
 @dataclass(frozen=True)
 class Load:
-    """The last word of a replica about itself; see `dovetail.runtime.telemetry.load`."""
+    """The last report of a replica; see `dovetail.runtime.telemetry.load`."""
 
     epoch: str = ""
     sessions: Count = 0
@@ -76,10 +72,10 @@ class Load:
 
 
 class Noted(NamedTuple):
-    """Notes of a choice about its replica, which are taken back if that refuses the request."""
+    """What a choice has noted at its replica, undone if that refuses the request."""
 
     reading_s: float  # seconds of reading it
-    known: int  # blocks of it that had been read before
+    known: int  # its blocks that had been prefilled before
 
 
 NOTHING = Noted(0.0, 0)
@@ -98,15 +94,15 @@ class Replica:
     """When its rate last changed, by the clock of `told`; every round changes it."""
     in_flight: int = 0  # requests of this router that run there
     sent: int = 0  # requests that this router has sent there
-    chosen_s: float = NEVER  # when a choice fell on it last
+    chosen_s: float = NEVER  # when it was last chosen
     unread_s: float = 0.0
-    """Seconds that it was to go on reading then, what it was chosen for included."""
-    noted: Noted = NOTHING  # the notes of the last choice that fell on it
+    """Seconds of prefill that it still had then, including the chosen request's."""
+    noted: Noted = NOTHING  # what the last choice of it has noted
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Hashes of the blocks that it has read, those of long ago first."""
+    """Hashes of the blocks that it has prefilled, the oldest first."""
 
     def told(self, load: Load, now_s: float = 0.0) -> None:
-        """Take its report; a restarted coordinator has read nothing."""
+        """Handle its report; a restarted coordinator has an empty cache."""
         if load.epoch != self.load.epoch:
             self.known.clear()
             self.unread_s = 0.0
@@ -116,27 +112,27 @@ class Replica:
 
     @property
     def running(self) -> int:
-        """Return how many requests are there, ours and those of others."""
+        """The number of requests there, ours and those of others."""
         others = self.load.sessions + self.load.queued - self.load.in_flight
         return self.in_flight + max(0, others)
 
     @property
     def queued(self) -> int:
-        """Return the requests waiting there, with all since its last report if any waited."""
+        """The number of waiting requests there, with all since its last report if any waited."""
         return self.load.queued and self.load.queued + max(0, self.in_flight - self.load.in_flight)
 
     def reads_on_s(self, now_s: float) -> float:
-        """Return for how many seconds it still reads what it was chosen for."""
+        """Return for how many more seconds it prefills requests sent to it."""
         return max(0.0, self.unread_s - (now_s - self.chosen_s))
 
     def refused(self, blocks: Sequence[int], noted: Noted) -> None:
-        """Take back what a choice has noted: it has read nothing of the request."""
+        """Undo what a choice has noted: the replica has not prefilled the request."""
         self.unread_s = max(0.0, self.unread_s - noted.reading_s)
         for block in blocks[noted.known :]:
             self.known.pop(block, None)
 
     def has_read(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks, from the first on, it has read."""
+        """Return how many of these blocks, from the first on, it has prefilled."""
         low, high = 0, len(blocks)
         while low < high:
             middle = (low + high + 1) // 2
@@ -144,7 +140,7 @@ class Replica:
         return low
 
     def reads(self, blocks: Sequence[int]) -> None:
-        """Note that it reads these; what is at the beginning is forgotten last."""
+        """Note that it prefills these blocks; the first ones are dropped last."""
         for block in reversed(blocks):
             self.known[block] = None
             self.known.move_to_end(block)
@@ -153,7 +149,8 @@ class Replica:
 
 
 def wanted(body: Any, key: bytes) -> Wanted:
-    """Read a request's JSON for the choice alone; its replica reports errors in it."""
+    """Read the parts of a request's JSON that the choice needs; its replica reports errors in
+    it."""
     fields = body if isinstance(body, Mapping) else {}
     text = _text(fields)
     blocks, before = [], hash(key)
@@ -172,7 +169,7 @@ def wanted(body: Any, key: bytes) -> Wanted:
 
 
 def choose(replicas: Iterable[Replica], request: Wanted, now_s: float) -> Replica | None:
-    """Choose the replica predicted to finish first, and note its request; None without one."""
+    """Choose the replica predicted to finish first, and note its request; None if there is none."""
     there = [replica for replica in replicas if replica.ready and not replica.draining]
     if not there:
         return None
@@ -198,12 +195,12 @@ class Predicted(NamedTuple):
     """The seconds that a replica takes for a request."""
 
     finish_s: float  # until it is done
-    reading_s: float  # seconds of reading what it has not read
+    reading_s: float  # seconds of prefill
 
 
 def _predicted(replica: Replica, request: Wanted, now_s: float) -> Predicted:
-    """Return a request's seconds on a replica: waiting, what is read before it, its reading, and
-    writing at the rate of one more session."""
+    """Return a request's seconds on a replica: waiting, earlier prefills, its own prefill, and
+    decoding at the rate with one more session."""
     load, queued, rate = replica.load, replica.queued, replica.rate
     beside = load.sessions if queued else replica.running
     token_s = rate.alone_s + rate.further_s * (beside + request.samples - 1)
@@ -237,7 +234,7 @@ def agree_on_rates(replicas: Sequence[Replica], now_s: float = 0.0) -> None:
 
 
 def _rate(load: Load) -> Rate | None:
-    """Return the report of a replica; None if there is none yet."""
+    """Return the rate reported by a replica; None if there is none yet."""
     alone_s, further_s = load.seconds_per_token, load.further_seconds_per_token
     if not alone_s:
         return None
@@ -249,7 +246,7 @@ def _mean(rates: Sequence[Rate]) -> Rate:
 
 
 def _text(fields: Mapping[Any, Any]) -> str:
-    """Return what a request begins with, in the order in which it is read."""
+    """Return the beginning of a request's text, in the order of prefill."""
     messages = fields.get("messages")
     if isinstance(messages, list):
         parts = [part for message in messages for part in _parts(message)]

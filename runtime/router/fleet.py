@@ -1,4 +1,4 @@
-"""The replicas behind a router, and the report of each, twice a second."""
+"""The replicas behind a router, with their reports, twice a second."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from dovetail.runtime.router.upstream import Broken, Upstream
 log = logging.getLogger("dovetail.router")
 
 LOOK_EVERY_S = 0.5
-ANSWER_S = 2.0  # seconds in which a replica has to answer how it is
+ANSWER_S = 2.0  # seconds within which a replica must report
 LOAD = TypeAdapter(Load)  # reads the report of a replica, without fields of later versions
 
 
@@ -23,7 +23,7 @@ class Fleet:
     """Replicas by their URLs."""
 
     def __init__(self, listed: Callable[[], Sequence[str]], upstream: Upstream) -> None:
-        """`listed` returns the URLs of those that are to be used at present."""
+        """`listed` returns the URLs of the replicas to use at present."""
         self._listed, self._upstream = listed, upstream
         self._all: dict[str, Replica] = {}
 
@@ -32,16 +32,17 @@ class Fleet:
         return [*self._all.values()]
 
     async def run(self) -> None:
-        """Look after the replicas for ever."""
+        """Poll the replicas for ever."""
         while True:
             try:
                 await self.look()
-            except Exception:  # a fault of ours, which the next look may not have
+            except Exception:  # a fault of ours, which may not recur
                 log.exception("the replicas could not be looked after")
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
-        """Read a changed list and each replica's report; unlisted ones end with their requests."""
+        """Read a changed list and each replica's report; unlisted replicas only finish their
+        requests."""
         urls = self._listed()
         for url in urls:
             if self._all.setdefault(url, Replica(url)).draining:
@@ -56,7 +57,7 @@ class Fleet:
         agree_on_rates(self.replicas, time.monotonic())
 
     def lost(self, replica: Replica, why: str) -> None:
-        """Do without a replica until it answers again."""
+        """Do not use a replica until it answers again."""
         if replica.ready:
             log.warning("the replica %s gets no requests: %s", replica.url, why)
         replica.ready = False

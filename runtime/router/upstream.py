@@ -1,9 +1,7 @@
-"""The router's connections to replicas: requests as they came, and replies piece by piece as they
-arrive. The only door to `httptools`.
-
-A connection that is kept is used again; one that a replica has closed meanwhile is noticed before a
-byte of a reply and replaced. Nothing of a body is looked at or changed.
-"""
+"""The router's connections to replicas: passes requests on unchanged, and replies piece by piece as
+they arrive. The only door to `httptools`. Idle connections are reused; one that a replica has
+closed meanwhile is detected before the first byte of a reply and replaced. Bodies are neither read
+nor changed."""
 
 import asyncio
 import socket
@@ -13,11 +11,11 @@ from urllib.parse import urlsplit
 
 import httptools
 
-CONNECT_S = 2.0  # seconds in which a replica has to take a connection
+CONNECT_S = 2.0  # seconds within which a replica must accept a connection
 PIECE = 64 << 10
-MOST_KEPT = 256  # connections to one replica that are kept without a request
+MOST_KEPT = 256  # the most idle connections to one replica
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-"""A machine that is gone without a word is noticed after some ten seconds."""
+"""A machine that disappears is detected after some ten seconds."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -50,7 +48,7 @@ class Connection:
         return self._parser.get_status_code(), self._headers
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body of the reply, as it arrives."""
+        """Yield the body of the reply, as it arrives."""
         while True:
             pieces, self._pieces = self._pieces, []
             if pieces:
@@ -62,12 +60,12 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Return whether the replica has closed it."""
+        """Whether the replica has closed it."""
         return self._reader.at_eof()
 
     @property
     def reusable(self) -> bool:
-        """Return whether another request can follow."""
+        """Whether another request can follow."""
         return self._over and self._parser.should_keep_alive() and not self.closed
 
     def close(self) -> None:
@@ -104,7 +102,8 @@ class Upstream:
         self._kept: defaultdict[str, list[Connection]] = defaultdict(list)
 
     async def take(self, url: str, *, fresh: bool = False) -> Connection:
-        """Connect to a replica, or reuse unless `fresh`; `Broken` if it takes none."""
+        """Return a connection to a replica, a kept one unless `fresh`; raise `Broken` if it cannot
+        be reached."""
         kept = self._kept[url]
         while kept and not fresh:
             connection = kept.pop()
@@ -124,7 +123,7 @@ class Upstream:
         return Connection(reader, writer)
 
     async def get(self, url: str, target: bytes) -> tuple[int, bytes]:
-        """The status and the whole reply to a GET without a key, on a new connection."""
+        """Return the status and the whole reply to a GET without a key, on a new connection."""
         connection = await self.take(url, fresh=True)
         try:
             host = [(b"host", urlsplit(url).netloc.encode()), (b"connection", b"close")]
@@ -134,7 +133,7 @@ class Upstream:
             connection.close()
 
     def give_back(self, url: str, connection: Connection) -> None:
-        """Keep a connection whose reply has been read to its end; close any other."""
+        """Keep a connection whose reply has been read completely; close any other."""
         if connection.reusable and len(self._kept[url]) < MOST_KEPT:
             connection.used = True
             self._kept[url].append(connection)
@@ -142,6 +141,6 @@ class Upstream:
             connection.close()
 
     def close(self, url: str) -> None:
-        """Close what is kept to a replica."""
+        """Close the kept connections to a replica."""
         for connection in self._kept.pop(url, []):
             connection.close()

@@ -1,15 +1,14 @@
-"""Decoders of a tokenizer.json, a token at a time: what comes out bit by bit is what the library's
+"""Decoders of a tokenizer.json, one token at a time: the concatenated pieces are what the library's
 decoder makes of all tokens at once.
 
 A decoder is a chain of stages. Each takes pieces of tokens and passes pieces on, as soon as nothing
-that may follow can change them; what it still holds comes out when no token will follow. A piece is
-a text and whether its token ends with it: behind a `Fuse` there is one token, which grows until the
-end. A stage holds back only what is uncertain: an incomplete character, or a possible beginning of
-a pattern. Where the library fails on a token, its spelling is kept: no stage raises.
+that may follow can change them; the rest follows once no token will come. A piece is a text and
+whether its token ends with it: after a `Fuse` there is one token, which grows until the end. A
+stage holds back only what is uncertain: an incomplete character, or a possible beginning of a
+pattern. If the library fails on a token, its spelling is kept: no stage raises.
 
 Unlike the library, which replaces all bytes of a run of byte tokens if any is invalid UTF-8,
-complete characters of such a run are kept (see `ByteFallback`).
-"""
+complete characters of such a run are kept (see `ByteFallback`)."""
 
 import codecs
 from abc import ABC, abstractmethod
@@ -34,16 +33,16 @@ class Stage:
     """Passes pieces on as they are."""
 
     def push(self, text: str, end: bool) -> Iterable[Piece]:
-        """Return what follows from one more piece."""
+        """Return the pieces that one more piece gives."""
         return ((text, end),)
 
     def flush(self) -> Iterable[Piece]:
-        """Return what is left when no token will follow."""
+        """Return the remaining pieces when no token will follow."""
         return ()
 
 
 class Fuse(Stage):
-    """Makes one token of all."""
+    """Merges all tokens into one."""
 
     def push(self, text: str, end: bool) -> Iterable[Piece]:
         return ((text, False),)
@@ -75,7 +74,7 @@ class Strip(Stage):
 
 
 class Replace(Stage):
-    """Puts one string in the place of another, wherever that is within a token."""
+    """Replaces a string by another within tokens."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern, self._content, self._held = pattern, content, ""
@@ -223,7 +222,7 @@ class Spaced(WholeTokens):
 
 
 class Collected(WholeTokens):
-    """A decoder that is not known here gets all tokens at the end."""
+    """An unknown decoder, which gets all tokens at the end."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:
         super().__init__()
@@ -240,14 +239,14 @@ class Collected(WholeTokens):
 
 
 def through(stages: Sequence[Stage], pieces: Iterable[Piece]) -> str:
-    """The text that comes out of a chain into which these go."""
+    """Return the text that a chain makes of these pieces."""
     for stage in stages:
         pieces = [out for text, end in pieces for out in stage.push(text, end)]
     return "".join([text for text, _ in pieces])
 
 
 def flushed(stages: Sequence[Stage]) -> str:
-    """Return what is left in a chain when no token will follow."""
+    """Return the remaining text of a chain when no token will follow."""
     return "".join(
         through(stages[place + 1 :], stage.flush()) for place, stage in enumerate(stages)
     )
@@ -303,14 +302,15 @@ def open_stages(
 
 
 def overlap(text: str, pattern: str) -> int:
-    """Length of the longest end of `text` that begins `pattern` and is not all of it."""
+    """Return the length of the longest proper prefix of `pattern` that ends `text`."""
     return next(
         (n for n in range(min(len(text), len(pattern) - 1), 0, -1) if text.endswith(pattern[:n])), 0
     )
 
 
 def _byte(token: str) -> int | None:
-    """The byte of a token such as <0xE4>, parsed as in the library, also with a plus sign."""
+    """Return the byte of a token such as <0xE4>, parsed as in the library, also with a plus
+    sign."""
     digits = token[3:-1]
     if (
         len(token) != 6

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=256)
 def borders(pattern: str) -> tuple[int, ...]:
-    """Return for every beginning of a pattern its longest border, other than itself."""
+    """Return for every prefix of a pattern the length of its longest proper border."""
     found, length = [0], 0
     for letter in pattern[1:]:
         while length and pattern[length] != letter:
@@ -17,8 +17,8 @@ def borders(pattern: str) -> tuple[int, ...]:
 
 
 def advance(pattern: str, matched: int, text: str, *, early: bool = False) -> tuple[int, int]:
-    """Return how much of the pattern the text ends with, `matched` before `text`, and where the
-    first whole one ends in it, 0: nowhere. `early`: ignore whole ones."""
+    """Return how much of the pattern the text ends with (`matched`: before `text`), and where its
+    first complete match ends in the text, 0: nowhere. `early`: ignore complete matches."""
     shorter, place, whole = borders(pattern), 0, len(pattern)
     while place < len(text):
         if not matched:

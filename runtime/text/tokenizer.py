@@ -27,16 +27,16 @@ from dovetail.runtime.text.stops import StopStrings
 from dovetail.runtime.text.templates import INSTEAD, RENDERER
 
 MAX_GROWTH = 64
-"""The most letters that tokenizing and its inverse make of one; today's models make one or two."""
+"""The most letters that tokenizing and its inverse make of one; current models make one or two."""
 OWN_VALUES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token", "tools"))
-"""Names of what every chat template is given."""
-LARGE = 1 << 20  # bytes of a tokenizer.json that leaves much memory behind when it has been read
+"""Names of the values that every chat template gets."""
+LARGE = 1 << 20  # bytes of a tokenizer.json whose parsing leaves much memory behind
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 PROMPT_TAIL = 32
 """Last tokens of a prompt that are detokenized with a reply: they decide whether its first token
 begins the text, completes a character of up to four tokens, or continues a pattern."""
 MARKS = "".join(map(chr, range(0xD800, 0xE000)))
-"""Lone surrogates, which stand for special tokens in the search for stop strings."""
+"""Lone surrogates, which represent special tokens in the search for stop strings."""
 _STOP: FinishReason = "stop"
 _LENGTH: FinishReason = "length"
 NO_TEMPLATE = "the model has no chat template"
@@ -45,16 +45,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def against_values(values: Mapping[str, Any], template: str) -> str:
-    """Return why a template cannot be given these values, and what to do; empty: it can."""
+    """Return why a template cannot be given these values, and the remedy; empty if it can."""
     if values and not template:
-        return "they are for a chat template, and the target has none: leave them out"
+        return "they are for a chat template, but the target has none: leave them out"
     if ours := sorted(OWN_VALUES.intersection(values)):
         return f"{', '.join(ours)} may not be among them: these follow from the request"
     return ""
 
 
 def why_no_chats(template: str) -> str:
-    """Return why a model does not support chats, or an empty string; its template is tried."""
+    """Return why a model does not support chats, or an empty string; its template is tried out."""
     try:
         if template:
             RENDERER.render(template, _given([{"role": "user", "content": "hello"}]))
@@ -77,7 +77,7 @@ class Spelling:
     """Detokenizes without a tokenizer. No method raises, whatever the ids are."""
 
     def __init__(self, table: TokenTable) -> None:
-        """`RequestError` for a decoder that is unreadable or expands text too much."""
+        """Raises `RequestError` for a decoder that is unreadable or expands text too much."""
         self.table = table
         try:
             if _growth(table.decoder) > MAX_GROWTH:
@@ -121,7 +121,8 @@ class TextCodec(Spelling):
         self._pieces: dict[int, bytes] = {}
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of text; `special`: with the tokenizer's own around it."""
+        """Return the token ids of text; `special`: with the tokenizer's own special tokens around
+        it."""
         return self._ids(_valid(text), special=special)
 
     def encode_turns(self, turns: Sequence[str]) -> tuple[int, ...]:
@@ -171,11 +172,11 @@ class TextCodec(Spelling):
         return _valid(RENDERER.render(self.facts.template, {**given, **values}))
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of token ids; `special`: with the special tokens written out."""
+        """Return the text of token ids; `special`: with special tokens spelled out."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of a token within a text, perhaps no whole character."""
+        """Return the bytes of a token within a text, which may be an incomplete character."""
         if token not in self._pieces:
             self._pieces[token] = self._piece(token)
         return self._pieces[token]
@@ -226,21 +227,18 @@ class Stopwatch(Protocol):
 
 
 class Detokenizer:
-    """Turns a growing list of token ids into text, as soon as it is certain: all pieces together
-    are what the tokenizer makes of prompt and reply at once, without the prompt's text.
-
-    Ids that the vocabulary does not have are left out, special tokens too, as the tokenizer does
-    it. Nothing raises, whatever the ids are.
-    """
+    """Turns a growing list of token ids into text, as soon as it is certain: the pieces together
+    are what the tokenizer makes of prompt and reply at once, without the prompt's text. Unknown ids
+    and special tokens are left out, as by the tokenizer. Nothing raises, whatever the ids are."""
 
     def __init__(
         self, spelling: Spelling, special: Mapping[str, int], prompt: Sequence[int] = ()
     ) -> None:
-        """`special`: spellings and ids of tokens that are left out. `prompt`: the tokens before the
+        """`special`: spellings and ids of tokens to leave out. `prompt`: the tokens before the
         reply; the last `PROMPT_TAIL` with a text are used."""
         self._spelling, self._special = spelling.table.spelling, special
         self._stages = open_stages(spelling.decoder, _library, BYTE_OF_LETTER)
-        self._had = ""  # text of the prompt that the stages still hold; it is not part of the reply
+        self._had = ""  # held text of the prompt, which is not part of the reply
         if prompt:
             shown = (token for token in reversed(prompt) if self._spelt(token) is not None)
             self.read_prompt([*islice(shown, PROMPT_TAIL)][::-1])
@@ -286,7 +284,7 @@ class Detokenizer:
 
 
 def _library(spec: Any) -> Callable[[list[str]], str]:
-    """The library's own decoder of such a description."""
+    """Return the library's own decoder for a description."""
     decoder = decoders.Fuse()
     decoder.__setstate__(json.dumps(spec).encode())
     return lambda tokens: str(decoder.decode(tokens))
