@@ -32,7 +32,7 @@ from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
 from dovetail.protocol.settings import DraftSettings, Sampling, TargetSettings, TreeSettings
 from dovetail.runtime import planner as places
-from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import Messages
 from dovetail.runtime.planner import Draft, Machine, Planner, Target, Tree
 from dovetail.workers.draft import DraftWorker

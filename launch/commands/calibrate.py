@@ -52,7 +52,7 @@ from dovetail.protocol.profile import (
     update_profile,
 )
 from dovetail.protocol.settings import HEAD_KINDS, TARGETS_OWN, TargetSettings
-from dovetail.runtime.costs.curves import curves_of
+from dovetail.runtime.costs.passes import curves_of
 from dovetail.workers.models.checkpoints.gguf.view import weight_paths
 from dovetail.workers.models.checkpoints.hub import CONFIG_ALONE, find_folder
 

@@ -22,8 +22,8 @@ from dovetail.protocol.calibration import (
     StateTraffic,
 )
 from dovetail.protocol.experts import DENSE, Mixture
-from dovetail.runtime.costs.curves import curves_of
 from dovetail.runtime.costs.nodes import Nodes
+from dovetail.runtime.costs.passes import curves_of
 from dovetail.runtime.costs.rounds import Messages, Origin
 from dovetail.runtime.planner import Link, Machine, Place, Seconds, Target
 from dovetail.workers.models.backends.sizes import INT4

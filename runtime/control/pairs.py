@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 from dovetail.protocol.messages import Drafted, Hello, PairState
 from dovetail.runtime.control.ahead_trial import AheadTrial
-from dovetail.runtime.control.calibration import MOST_CALIBRATION
 from dovetail.runtime.control.crowd import Crowd
-from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.on_off import Experience, OnOff
-from dovetail.runtime.control.rounds import Round
+from dovetail.runtime.control.rounds import MOST_CALIBRATION, Load, Round
 from dovetail.runtime.costs.averages import Average, add_all
 from dovetail.runtime.costs.rounds import PairCosts
 

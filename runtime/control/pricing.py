@@ -19,12 +19,10 @@ from itertools import islice
 from math import ceil, exp, log
 
 from dovetail.protocol.settings import TreeSettings
-from dovetail.runtime.control.calibration import WINDOW
 from dovetail.runtime.control.crowd import Crowd
-from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import OnOff
 from dovetail.runtime.control.pairs import Pair
-from dovetail.runtime.control.rounds import Plan
+from dovetail.runtime.control.rounds import ALONE, WINDOW, Load, Plan
 from dovetail.runtime.costs.rounds import PairCosts
 
 FEW = 4

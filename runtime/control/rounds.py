@@ -1,10 +1,56 @@
-"""The values of a speculation controller: a plan, a round as it begins, and as it was."""
+"""The values of a speculation controller: the load of a session's workers, a plan, a round as it
+begins and as it was, and the calibration of its predictions."""
 
 from dataclasses import dataclass, field
+from functools import cache
 
 from dovetail.protocol.messages import Drafted
-from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.telemetry.metrics import RoundTimes
+
+WINDOW = 16  # rounds over which a session's own figures are taken
+PRIOR_NODES = 2.0  # expected nodes for which the pair's calibration outweighs the session's own
+MOST_CALIBRATION = 2.0
+
+
+class Calibration:
+    """Compares the nodes expected by scores with those accepted."""
+
+    def __init__(self, prior: float) -> None:
+        """`prior`: the calibration of the pair of workers."""
+        self._expected, self._accepted = PRIOR_NODES, PRIOR_NODES * prior
+        self.factor = min(MOST_CALIBRATION, prior)  # accepted nodes for each expected node
+
+    def learn(self, tokens: int, expected_nodes: float) -> float:
+        """Count a round. Return its tokens with half of the chance removed: the mean of committed
+        and expected tokens."""
+        kept = 1.0 - 1.0 / WINDOW
+        self._expected = kept * self._expected + expected_nodes
+        self._accepted = kept * self._accepted + tokens - 1.0
+        self.factor = min(MOST_CALIBRATION, self._accepted / self._expected)
+        return 0.5 * (tokens + 1.0 + expected_nodes * self.factor)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sessions on a session's workers, itself included, beyond prompts and with a target."""
+
+    target: int = 1  # on its target, each with at least one row in a pass
+    draft: int = 1  # on its draft
+    alone: bool = field(init=False, repr=False)  # True if no other session runs on these workers
+    level: tuple[int, int] = field(init=False, repr=False)
+    """Loads of one level are treated alike: 1, 2, 3 and 4, 5 to 8, 9 to 16, ..."""
+
+    def __post_init__(self) -> None:
+        target, draft = self.target, self.draft
+        object.__setattr__(self, "alone", target <= 1 and draft <= 1)
+        object.__setattr__(self, "level", ((target - 1).bit_length(), (draft - 1).bit_length()))
+
+    def __str__(self) -> str:
+        return f"{self.target} sessions on the target, {self.draft} on the draft"
+
+
+ALONE = Load()
+load_of = cache(Load)  # returns the load of these counts, cached because every round needs it
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.stored import StoredReply
 from dovetail.runtime.fleet.outbox import MAX_JOINED
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.fleet.registry import Service
 from dovetail.runtime.session.kept import TOKEN_BYTES, Kept
 from dovetail.runtime.session.session import Session
 

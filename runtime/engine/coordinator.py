@@ -52,8 +52,7 @@ from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.fleet.registry import Registry, Service
 from dovetail.runtime.moves.moving import MOST_LOOKED_AT, Moving
 from dovetail.runtime.moves.reading_ahead import ReadingAhead
 from dovetail.runtime.moves.rebalancing import Rebalancing

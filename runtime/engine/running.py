@@ -23,8 +23,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.spans import Span
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.loads import Load, load_of
-from dovetail.runtime.control.rounds import Round
+from dovetail.runtime.control.rounds import Load, Round, load_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.session.actions import Action, Emit
 from dovetail.runtime.session.request import Request

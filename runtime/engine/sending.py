@@ -21,8 +21,8 @@ from dovetail.protocol.messages import (
     Verify,
     VerifyItem,
 )
-from dovetail.runtime.control.loads import Load
 from dovetail.runtime.control.pricing import cut, worth_waiting
+from dovetail.runtime.control.rounds import Load
 from dovetail.runtime.engine.faults import aside, reraise_exits
 from dovetail.runtime.engine.outgoing import Outgoing
 from dovetail.runtime.engine.reading import AT_ONCE, chunked_s, in_order, pass_of, rows_read, share
@@ -30,7 +30,7 @@ from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.shared import Shared
 from dovetail.runtime.engine.waits import due_s
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.rest import Rest
+from dovetail.runtime.fleet.sharing import Rest
 from dovetail.runtime.session.actions import Ask
 from dovetail.runtime.session.request import base_of
 from dovetail.runtime.session.state import MAX_HELD_BYTES, State

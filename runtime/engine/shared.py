@@ -17,8 +17,7 @@ from dovetail.runtime.fleet.outbox import TOKEN_BYTES, scores_size, size_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.placement import Placement
 from dovetail.runtime.fleet.queue import FairQueue
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.fleet.registry import Registry, Service
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.replacement import Changes
 from dovetail.runtime.session.kept import TOKEN_BYTES as PACKED_BYTES

@@ -12,9 +12,8 @@ from dovetail.runtime.engine.faults import refusal, reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.shared import Shared, WaitingRequest
 from dovetail.runtime.engine.stored import StoredReply
-from dovetail.runtime.fleet.beginnings import comes_later
+from dovetail.runtime.fleet.beginnings import comes_later, has_room, tokens_of
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
-from dovetail.runtime.fleet.room import has_room, tokens_of
 from dovetail.runtime.session.request import Request
 
 log = logging.getLogger("dovetail.coordinator")

@@ -15,11 +15,18 @@ from dovetail.runtime.control.pairs import Pair, share_cores, share_device
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.engine.running import JOIN_WORTH, RunningRequest
 from dovetail.runtime.engine.stored import StoredReply
-from dovetail.runtime.fleet.alike import are_alike, next_of
 from dovetail.runtime.fleet.beginnings import prompts_on_draft, prompts_on_target
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import WORTH, bases
-from dovetail.runtime.fleet.rates import Peers, best, candidates, draft_rate, target_rate
+from dovetail.runtime.fleet.rates import (
+    Peers,
+    are_alike,
+    best,
+    candidates,
+    draft_rate,
+    next_of,
+    target_rate,
+)
 from dovetail.runtime.fleet.registry import Registry
 from dovetail.runtime.session.draft_sync import DraftSync
 from dovetail.runtime.session.kept import TOKEN_BYTES, Base

@@ -1,10 +1,12 @@
-"""The registry of workers and clients, and the checks of a Hello that only the coordinator can do:
-protocol versions, the role of a key, whether a draft fits its target (`fit.py`). Without sockets; a
-refusal is a `RequestError` whose code and text are sent to the peer."""
+"""The state of the service, the registry of workers and clients, and the checks of a Hello that
+only the coordinator can do: protocol versions, the role of a key, whether a draft fits its target
+(`fit.py`). Without sockets; a refusal is a `RequestError` that is sent to the peer."""
+
+from dataclasses import dataclass, field
 
 from dovetail.protocol.errors import RequestError
 from dovetail.protocol.keys import PeerKey
-from dovetail.protocol.messages import VERSION, Hello, LoadingState, Role
+from dovetail.protocol.messages import VERSION, Hello, LoadingState, Role, Supervised
 from dovetail.runtime.control.pairs import share_cores
 from dovetail.runtime.costs.passes import RowCosts
 from dovetail.runtime.fleet.fit import (
@@ -17,6 +19,29 @@ from dovetail.runtime.fleet.fit import (
 from dovetail.runtime.fleet.peers import ClientPeer, Worker
 from dovetail.runtime.fleet.prefix_cache import PrefixCache
 from dovetail.runtime.fleet.scheduler import Turns
+
+
+@dataclass
+class Service:
+    """State that concerns all sessions of one coordinator."""
+
+    epoch: int
+    ending: bool = False  # True if nothing new begins
+    given_up: str = ""
+    """Why the supervisor ends the service: a missing part will not return. Empty if it does not."""
+    drained: set[Role] = field(default_factory=set)
+    """Roles of which an operator drained a worker, until the next one registers."""
+    supervised: Supervised = field(default_factory=Supervised)
+    """The last report of the supervisor; `supervised_ns`: its time."""
+    supervised_ns: int = 0
+
+    def refusal(self) -> RequestError:
+        """Return why nothing new begins."""
+        why = self.given_up
+        return RequestError(
+            "ending", f"the service is ending: {why}" if why else "the coordinator is ending"
+        )
+
 
 MAX_WORKERS = 64
 LOADING_NS = 15 * 10**9

@@ -29,8 +29,7 @@ from dovetail.protocol.messages import (
     Verify,
     VerifyItem,
 )
-from dovetail.runtime.fleet.rest import Rest
-from dovetail.runtime.fleet.sharing import alike, beginning, drawn_from
+from dovetail.runtime.fleet.sharing import Rest, alike, beginning, drawn_from
 
 Command = Open | Feed | Refeed | Draft | Verify
 """A Verify has one item each here; they are combined later."""

@@ -13,13 +13,11 @@ from dovetail.protocol.settings import CoordinatorSettings
 from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.faults import reraise_exits
 from dovetail.runtime.engine.running import RunningRequest
-from dovetail.runtime.fleet.beginnings import comes_later
+from dovetail.runtime.fleet.beginnings import comes_later, has_room, held_on, needs
 from dovetail.runtime.fleet.draft_failures import FailingDrafts
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.room import has_room, held_on, needs
-from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.fleet.registry import Registry, Service
 from dovetail.runtime.moves.recovery import Recovery
 from dovetail.runtime.session.draft_sync import Joining
 from dovetail.runtime.session.kept import Base

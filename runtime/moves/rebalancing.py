@@ -19,8 +19,7 @@ from dovetail.runtime.engine.acts import Acts
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.fleet.peers import Worker
 from dovetail.runtime.fleet.placement import Placement
-from dovetail.runtime.fleet.registry import Registry
-from dovetail.runtime.fleet.service import Service
+from dovetail.runtime.fleet.registry import Registry, Service
 from dovetail.runtime.moves.gains import Gain, Place, Price, Seat, best_move
 from dovetail.runtime.moves.moving import Moving
 from dovetail.runtime.moves.reading_ahead import Reading, ReadingAhead

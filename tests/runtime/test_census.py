@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dovetail.runtime.control.loads import Load
+from dovetail.runtime.control.rounds import Load
 from dovetail.runtime.engine.running import Census
 from dovetail.runtime.session.state import State
 

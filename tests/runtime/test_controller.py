@@ -9,10 +9,9 @@ import pytest
 from dovetail.protocol.messages import Drafted
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import Experience
 from dovetail.runtime.control.pairs import Pair
-from dovetail.runtime.control.rounds import Round
+from dovetail.runtime.control.rounds import ALONE, Load, Round
 from dovetail.runtime.costs.rounds import PairCosts
 from dovetail.runtime.telemetry.metrics import RoundTimes
 

@@ -10,9 +10,9 @@ import pytest
 from dovetail.launch.settings.configure import configure
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.crowd import Crowd
-from dovetail.runtime.control.loads import ALONE, Load
 from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.control.pricing import worth_waiting
+from dovetail.runtime.control.rounds import ALONE, Load
 from support.cases import everyday
 from support.loaded import FIXED, GOODPUT, Crowded, Pace, drafted, passes_of, rate
 

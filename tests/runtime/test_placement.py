@@ -9,9 +9,15 @@ from dovetail.protocol.messages import Finished, Limits, Open
 from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.pairs import Pair
 from dovetail.runtime.costs.rounds import PairCosts
-from dovetail.runtime.fleet.alike import are_alike, next_of
 from dovetail.runtime.fleet.peers import Worker
-from dovetail.runtime.fleet.rates import best, candidates, draft_rate, target_rate
+from dovetail.runtime.fleet.rates import (
+    are_alike,
+    best,
+    candidates,
+    draft_rate,
+    next_of,
+    target_rate,
+)
 from dovetail.runtime.fleet.registry import Registry
 from support.houses import House
 from support.scripted import (

@@ -7,8 +7,8 @@ import pytest
 from dovetail.protocol.messages import Failed, Finished, Limits, Open
 from dovetail.protocol.messages.status import KeyWaits, Totals
 from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
+from dovetail.runtime.fleet.beginnings import tokens_of
 from dovetail.runtime.fleet.queue import AGEING, PASSED_S, FairQueue
-from dovetail.runtime.fleet.room import tokens_of
 from support.houses import DYNAMIC, PROMPT, House
 from support.scripted import ScriptedTarget, ScriptedWorker, continuation
 

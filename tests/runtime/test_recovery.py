@@ -30,7 +30,7 @@ from dovetail.protocol.messages import (
 )
 from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.control.controller import Controller
-from dovetail.runtime.control.loads import Load
+from dovetail.runtime.control.rounds import Load
 from dovetail.runtime.engine.running import MOST_BREAKS, MOST_LOSSES
 from support.cases import everyday
 from support.houses import PROMPT, House

@@ -10,7 +10,7 @@ from dovetail.launch.profiling.timeline import waited_for
 from dovetail.protocol.calibration import MAX_POINTS, ContextCurve, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.messages import RoundRecord
-from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import DRAFTED_HOPS, UNDRAFTED_HOPS, Messages, Origin
 from simulation.prices import PlacedCosts
 

@@ -19,7 +19,7 @@ from dovetail.launch.planning.machines import (
 from dovetail.protocol.calibration import WEIGHT_BYTES, ContextCurve, LeastTime, RowsSeconds
 from dovetail.protocol.errors import UserError
 from dovetail.protocol.settings import MAX_GAMMA
-from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import NO_MESSAGES, Messages, Origin
 
 

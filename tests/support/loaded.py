@@ -37,7 +37,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.noise import mix
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import ROOT
-from dovetail.runtime.costs.curves import PassCurves
+from dovetail.runtime.costs.passes import PassCurves
 from dovetail.runtime.costs.rounds import Messages
 from dovetail.runtime.engine.coordinator import Coordinator
 from simulation.clockwork import Agenda, Clock, Process, StillHub
