@@ -14,6 +14,14 @@ from dovetail.protocol.messages import Drafted, Hello, Message, Open, Submit, Ve
 from dovetail.protocol.settings import Sampling, TreeSettings
 from dovetail.protocol.tree import TokenTree
 from support import golden
+from support.wire_reference import PAGE, reference
+
+
+def test_the_page_of_messages_is_made_from_their_classes() -> None:
+    assert PAGE.read_text(encoding="utf-8") == reference(), (
+        "run: PYTHONPATH=tests python tests/support/wire_reference.py"
+    )
+
 
 DIALECTS: dict[str, tuple[Dialect[Any], tuple[type[Message], ...]]] = {
     "command": (codec.COMMAND, get_args(messages.Command)),

@@ -4,6 +4,8 @@ notices; a worker that will not answer is lost."""
 import functools
 import json
 import logging
+import select
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 from dovetail.protocol.codec import encode
+from dovetail.protocol.keys import generate_keys
+from dovetail.protocol.links import open_hub, open_link
 from dovetail.protocol.messages import (
     Command,
     Draft,
@@ -27,7 +31,7 @@ from dovetail.protocol.settings import TreeSettings
 from dovetail.runtime.control.controller import Controller
 from dovetail.runtime.engine import outgoing as post
 from dovetail.runtime.engine import reading
-from dovetail.runtime.engine.coordinator import DEFAULTS
+from dovetail.runtime.engine.coordinator import DEFAULTS, Coordinator
 from dovetail.runtime.engine.running import RunningRequest
 from dovetail.runtime.engine.sending import CommandSender
 from dovetail.runtime.fleet.liveness import DEAF
@@ -39,6 +43,7 @@ from dovetail.runtime.text.tokenizer import TextCodec
 from explore.workers import CarefulTarget
 from support import scripted
 from support.houses import PROMPT, House
+from support.patience import PATIENCE_S
 from support.scripted import (
     END,
     READS,
@@ -48,8 +53,35 @@ from support.scripted import (
     ScriptedWorker,
     choice,
     continuation,
+    hello,
     tokenizer_bytes,
 )
+
+
+def test_a_worker_that_has_gone_has_not_lost_its_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    generate_keys(keys := tmp_path / "keys")
+    caplog.set_level(logging.INFO)
+    hub = open_hub("tcp://127.0.0.1:*", keys=keys)
+    link = open_link(hub.address, keys=keys, role="draft")
+    try:
+        coordinator, end_s = Coordinator(hub), time.monotonic() + PATIENCE_S
+        link.send(encode(hello("draft", epoch=1, vocabulary=None)))
+        while not coordinator.registry.workers:
+            coordinator.pump()
+            assert time.monotonic() < end_s
+        link.close()
+        while coordinator.registry.workers:
+            select.select([hub.monitor_fileno()], [], [], 0.1)
+            coordinator.look_around()
+            assert time.monotonic() < end_s
+    finally:
+        link.close()
+        hub.close()
+    assert "disconnected" in caplog.text
+    assert "lost its key" not in caplog.text
+
 
 S = 1_000_000_000
 

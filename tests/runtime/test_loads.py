@@ -5,6 +5,8 @@ The same streams are decoded with and without a draft, each in turn, by workers 
 and wait for each other.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
 from dovetail.launch.settings.configure import configure
@@ -13,8 +15,34 @@ from dovetail.runtime.control.crowd import Crowd
 from dovetail.runtime.control.on_off import Experience, OnOff
 from dovetail.runtime.control.pricing import worth_waiting
 from dovetail.runtime.control.rounds import ALONE, Load
+from dovetail.runtime.engine.running import Census
+from dovetail.runtime.session.state import State
 from support.cases import everyday
 from support.loaded import FIXED, GOODPUT, Crowded, Pace, drafted, passes_of, rate
+
+TARGET, DRAFT = object(), object()
+
+
+def counted(*states: State, opening: bool = False) -> Load:
+    """Return the load that the first of sessions in these states has on its workers."""
+    running = {
+        number: SimpleNamespace(session=SimpleNamespace(state=state), target=TARGET, draft=DRAFT)
+        for number, state in enumerate(states)
+    }
+    return Census(running).load(running[0], opening=opening)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [State.READY, State.BETWEEN, State.DRAFTING, State.VERIFYING])
+def test_a_session_counts_itself_in_its_first_round_as_in_any_other(own: State) -> None:
+    assert counted(own) == Load(1, 1)
+    assert counted(own, State.VERIFYING, State.DRAFTING) == Load(3, 3)
+
+
+def test_prompts_that_are_read_count_only_where_they_are_asked_for() -> None:
+    states = State.READY, State.OPENING, State.WAITING, State.DONE
+    assert counted(*states) == Load(1, 1)
+    assert counted(*states, opening=True) == Load(2, 2)
+
 
 INSISTED = TreeSettings(policy="dynamic", gamma=15, depth=8, insist=True)
 DEAR = Pace(pass_s=lambda rows: 0.008 + 0.0006 * rows)

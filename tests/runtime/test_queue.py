@@ -1,18 +1,181 @@
 """Requests that wait for room: whose turn it is, how many may wait, and what frees their place."""
 
+import random
+import tracemalloc
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
-from dovetail.protocol.messages import Failed, Finished, Limits, Open
+from dovetail.protocol.messages import Failed, Finished, Limits, Open, Recall, Recalled, Submit
 from dovetail.protocol.messages.status import KeyWaits, Totals
-from dovetail.protocol.settings import CoordinatorSettings, TreeSettings
+from dovetail.protocol.settings import CoordinatorSettings, Sampling, TreeSettings
 from dovetail.runtime.fleet.beginnings import tokens_of
 from dovetail.runtime.fleet.queue import AGEING, PASSED_S, FairQueue
+from dovetail.runtime.journal.database import Database
+from dovetail.runtime.journal.journal import Journal
+from explore.clock import MS, S
+from explore.schedules import Schedule, Wish
+from explore.told import Told
+from explore.workers import Costs
+from explore.world import World
 from support.houses import DYNAMIC, PROMPT, House
-from support.scripted import ScriptedTarget, ScriptedWorker, continuation
+from support.scripted import ROOMY, ScriptedTarget, ScriptedWorker, continuation
 
-S = 1_000_000_000
+MIB = 1 << 20
+
+
+def settings(memory: str) -> CoordinatorSettings:
+    return CoordinatorSettings(memory=memory)
+
+
+def submit(house: House, number: int, **fields: object) -> None:
+    about = {"tokens": (5, 6, 7), "max_tokens": 1, "seed": 1, "tree": DYNAMIC, **fields}
+    client = house.client
+    client._send(Submit(epoch=client.epoch, request=number, sampling=Sampling(), **about))  # type: ignore[arg-type]
+
+
+def memo(number: int, size: int) -> bytes:
+    """Incompressible bytes."""
+    return random.Random(number).randbytes(size)
+
+
+def test_finished_replies_are_kept_within_the_limit_the_newest_longest(tmp_path: Path) -> None:
+    journal = Journal(Database(tmp_path), most=4 * MIB)
+    house = House(journal=journal, settings=settings("4MiB"))
+    tracemalloc.start()
+    for number in range(1, 33):
+        submit(house, number, ticket=f"{number}/0", memo=memo(number, MIB // 4))
+        house.run()
+        assert isinstance(house.replies()[-1], Finished)
+        house.coordinator.tick()
+        assert journal.size <= 4 * MIB
+    assert tracemalloc.get_traced_memory()[0] < 8 * MIB
+    tracemalloc.stop()
+    for number in (1, 32):
+        client = house.client
+        client._send(Recall(epoch=client.epoch, request=100 + number, ticket=f"{number}/0"))
+        (reply,) = house.replies()
+        assert isinstance(reply, Recalled if number == 32 else Failed)
+    journal.close()
+    assert 2 * MIB < journal.state().bytes <= 6 * MIB
+    for _ in range(2):  # a restart reads no more
+        again = Journal(Database(tmp_path), most=4 * MIB)
+        assert again.size < MIB
+        assert 8 < again.state().replies < 16
+        again.close()
+
+
+def test_running_requests_are_kept_and_a_request_beyond_the_limit_is_refused(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(Database(tmp_path), most=2 * MIB)
+    house = House(journal=journal, settings=settings("2MiB"))
+    for number in (1, 2, 3):
+        submit(house, number, ticket=f"{number}/0", memo=memo(number, 7 * MIB // 8), max_tokens=9)
+    house.coordinator.pump()
+    replies = house.replies()
+    (refused,) = (reply for reply in replies if isinstance(reply, Failed))
+    assert (refused.session, refused.code) == (3, "capacity")
+    assert "exceeds coordinator.memory" in refused.text
+    assert sum(isinstance(reply, Finished) for reply in replies) == 2
+    submit(house, 4, ticket="4/0", memo=memo(4, 7 * MIB // 8))
+    house.run()
+    assert isinstance(house.replies()[-1], Finished)
+
+
+@pytest.mark.parametrize("target", [True, False])
+def test_requests_that_wait_count_without_a_journal(target: bool) -> None:
+    """In the queue behind a request that fills the cache, or for a target that is not there yet."""
+    limits = ROOMY.model_copy(update={"room": 40_000, "context": 60_000})
+    house = House(settings=settings("4MiB"), limits=limits, target=target)
+    for number in range(1, 9):
+        prompt = (number, *(3 for _ in range(30_000)))
+        submit(house, number, tokens=prompt, max_tokens=9, again=not target)
+    house.coordinator.pump()
+    codes = [reply.code for reply in house.replies() if isinstance(reply, Failed)]
+    assert len(codes) >= 4
+    assert set(codes) == {"capacity"}
+    assert house.coordinator._intake.relieve() <= 0
+
+
+FLOOD, TOKENS = 30, 200
+
+
+def prompt(number: int, tokens: int = TOKENS) -> tuple[int, ...]:
+    """A prompt that shares no prefix with another."""
+    return (2 + number % 7, 2 + number // 7, *(3 for _ in range(tokens - 2)))
+
+
+def settled(**about: int) -> World:
+    world = World(Schedule(kept=0, **about), None)
+    world.run_until(world.ready, 30 * S, "not everybody came")
+    return world
+
+
+def first_token_ms(world: World, told: Told) -> float:
+    """Run until the first token; return the milliseconds from now."""
+    began_ns = world.time.now_ns
+    world.run_until(lambda: bool(told.heard_ns), 60 * S, "no token came")
+    return (told.heard_ns[0] - began_ns) / MS
+
+
+@pytest.mark.parametrize("streams", [0, 2])
+@pytest.mark.parametrize("part", [0, 64])
+def test_a_prompt_behind_a_flood_of_another_key_waits_for_one_of_its_prompts(
+    part: int, streams: int
+) -> None:
+    world = settled(part=part)
+    for number in range(streams):
+        stream = Wish((9, 2 + number), tokens=600, speculate=False, owner="c")
+        first_token_ms(world, world.reader.submit(stream))
+    flood = [
+        world.reader.submit(Wish(prompt(number), tokens=40, speculate=False, owner="a"))
+        for number in range(FLOOD)
+    ]
+    world.run_until(lambda: bool(flood[2].heard_ns), 60 * S, "the flood is not read")
+    alone_ms = Costs().reading(TOKENS) / MS
+    waited_ms = first_token_ms(world, world.reader.submit(Wish(prompt(60, 3), owner="b")))
+    assert sum(bool(one.heard_ns) for one in flood) < FLOOD / 2
+    assert waited_ms < 3 * alone_ms
+
+
+def test_a_key_that_was_just_served_comes_after_a_later_one() -> None:
+    world = settled()
+    wishes = [
+        Wish(prompt(number), tokens=1, speculate=False, owner=owner)
+        for number, owner in enumerate("aaaabbbbcd")
+    ]
+    told = [world.reader.submit(wish) for wish in wishes]
+    world.run_until(lambda: all(one.heard_ns for one in told), 60 * S, "no token came")
+    order = sorted(range(len(told)), key=lambda place: told[place].heard_ns[0])
+    owners = "".join(wishes[place].owner for place in order)
+    assert sorted(owners[:4]) == sorted("abcd"), owners
+    assert sorted(owners[4:6]) == sorted(owners[6:8]) == ["a", "b"], owners
+
+
+def test_a_draft_reads_the_prompts_of_each_key_in_turn() -> None:
+    world, read = settled(), list[str]()
+    draft = next(one for one in world.processes if one.role == "draft")
+    owners = {}
+    worker = draft.worker
+    assert worker is not None
+    handle = worker.handle
+
+    def noted(command: object) -> object:
+        if isinstance(command, Open):
+            read.append(owners[command.prompt])
+        return handle(command)  # type: ignore[arg-type]
+
+    worker.handle = noted  # type: ignore[method-assign,assignment]
+    for number, owner in enumerate("aaaaaaaab"):
+        wish = Wish(prompt(number), tokens=30, owner=owner)
+        owners[wish.prompt] = owner
+        world.reader.submit(wish)
+    world.run_until(lambda: len(read) == 9, 60 * S, "the draft does not read")
+    assert "b" in read[:3], read
+
+
 TWO = Limits(context=512, sessions=2)
 ROOM_FOR_TWO = Limits(context=512, room=300)
 """The limits of a target with room for two requests of 100 tokens."""
