@@ -34,16 +34,8 @@ from dovetail.protocol.settings import Frozen
 MAX_BYTES = 64 << 20
 
 MACHINE_FIELDS = (
-    "vendor_id",
-    "model name",
-    "cpu family",
-    "model",
-    "stepping",
-    "flags",
-    "CPU implementer",
-    "CPU variant",
-    "CPU part",
-    "Features",
+    *("vendor_id", "model name", "cpu family", "model", "stepping", "flags", "CPU implementer"),
+    *("CPU variant", "CPU part", "Features"),
 )
 """The fields of /proc/cpuinfo that distinguish processors, on x86-64 and on aarch64."""
 

@@ -223,15 +223,8 @@ class ChatMessage(Body):
     place = "messages"
     benign = frozenset(
         {
-            "name",
-            "refusal",
-            "annotations",
-            "id",
-            "reasoning",
-            "reasoning_content",
-            "tool_calls",
-            "function_call",
-            "audio",
+            *("name", "refusal", "annotations", "id", "reasoning", "reasoning_content"),
+            *("tool_calls", "function_call", "audio"),
         }
     )
 

@@ -17,18 +17,8 @@ TYPES = {
 }
 """Other statuses below 500 are an `invalid_request_error`, those from 500 on a `server_error`."""
 BRANCHES = (
-    "str",
-    "int",
-    "float",
-    "bool",
-    "list",
-    "dict",
-    "constrained",
-    "function",
-    "tagged",
-    "nullable",
-    "literal",
-    "json",
+    *("str", "int", "float", "bool", "list", "dict", "constrained", "function", "tagged"),
+    *("nullable", "literal", "json"),
 )
 """Prefixes of union branches in an error's location, which are not field names."""
 KEY = "[key]"  # the part of a place that follows a wrong key of a table

@@ -20,73 +20,22 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dovetail.protocol.messages import KeyWaits, Reported, Totals
+from dovetail.protocol.messages import KeyWaits, Reported
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
+
+
+def _bounds(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
+FIRST_TOKEN_S = _bounds(
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160"
 )
-BETWEEN_TOKENS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
+BETWEEN_TOKENS_S = _bounds(
+    "0.001 0.0025 0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 10"
 )
-WHOLE_S = (
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-    960.0,
-)
+WHOLE_S = _bounds("0.1 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960")
 
 
 class Counts:
@@ -220,72 +169,67 @@ class _State(Collector):
 
 def _own(reported: Reported) -> Iterable[Metric]:
     totals = reported.totals
-    yield _gauge("dovetail_uptime_seconds", "Time since the coordinator began.", reported.uptime_s)
-    yield _gauge(
-        "dovetail_degraded",
-        "Whether a part that was available is missing.",
-        float(reported.degraded),
-    )
-    faults = GaugeMetricFamily(
-        "dovetail_fault_seconds",
-        "Seconds for which a part has not been working; a working part has no sample.",
-        labels=("part",),
-    )
-    for fault in reported.faults:
-        faults.add_metric((fault.part,), fault.since_s)
-    yield faults
-    yield _counter(
-        "dovetail_draft_failures",
-        "Times that a draft failed and its session continued without it.",
-        totals.draft_failures,
-    )
-    yield _gauge("dovetail_sessions", "Requests that are being decoded.", reported.sessions)
-    yield _gauge(
-        "dovetail_waiting_sessions",
-        "Requests whose target was lost and that wait for another.",
-        totals.waiting,
-    )
-    yield _gauge(
-        "dovetail_kept_sessions", "Ended conversations whose caches are kept.", totals.kept
-    )
+    for name, text, value in (
+        ("uptime_seconds", "Time since the coordinator began.", reported.uptime_s),
+        ("degraded", "Whether a part that was available is missing.", float(reported.degraded)),
+        ("sessions", "Requests that are being decoded.", reported.sessions),
+        (
+            "waiting_sessions",
+            "Requests whose target was lost and that wait for another.",
+            totals.waiting,
+        ),
+        ("kept_sessions", "Ended conversations whose caches are kept.", totals.kept),
+    ):
+        yield _gauge(f"dovetail_{name}", text, value)
+    text = "Seconds for which a part has not been working; a working part has no sample."
+    faults = [((fault.part,), fault.since_s) for fault in reported.faults]
+    yield _family(GaugeMetricFamily, "dovetail_fault_seconds", text, ("part",), faults)
     yield from _of_workers(reported)
     yield from _of_requests(reported)
-    yield from _of_tokens(totals)
-    yield _counter(
-        "dovetail_clients_let_go",
-        "Clients whose requests were ended because they did not read.",
-        totals.let_go,
-    )
-    yield _counter(
-        "dovetail_moves", "Times that a request continued on another target.", totals.moves
-    )
-    yield _counter("dovetail_rebalanced", "Moves to a faster target.", totals.rebalanced)
-    yield _counter(
-        "dovetail_stale_messages", "Messages that came too late or twice.", reported.stale
-    )
-    yield _counter(
-        "dovetail_refused_messages", "Peers and messages that broke the protocol.", reported.refused
-    )
+    for name, text, value in (
+        (
+            "draft_failures",
+            "Times that a draft failed and its session continued without it.",
+            totals.draft_failures,
+        ),
+        (
+            "clients_let_go",
+            "Clients whose requests were ended because they did not read.",
+            totals.let_go,
+        ),
+        ("moves", "Times that a request continued on another target.", totals.moves),
+        ("rebalanced", "Moves to a faster target.", totals.rebalanced),
+        ("stale_messages", "Messages that came too late or twice.", reported.stale),
+        ("refused_messages", "Peers and messages that broke the protocol.", reported.refused),
+        ("prompt_tokens", "Tokens of prompts.", totals.prompt_tokens),
+        ("reused_tokens", "Prompt tokens taken from the prefix cache.", totals.reused_tokens),
+        ("completion_tokens", "Tokens of replies.", totals.completion_tokens),
+        ("drafted_tokens", "Nodes that were verified.", totals.drafted_tokens),
+        ("accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens),
+    ):
+        yield _counter(f"dovetail_{name}", text, value)
 
 
 def _of_workers(reported: Reported) -> Iterable[Metric]:
-    workers = GaugeMetricFamily("dovetail_workers", "Registered workers.", labels=("role",))
-    for role in ("target", "draft"):
-        workers.add_metric((role,), sum(role in worker.roles for worker in reported.workers))
-    yield workers
-    busy = GaugeMetricFamily(
-        "dovetail_worker_busy_share",
-        "Share of its time that a worker has computed.",
-        labels=("worker",),
-    )
-    memory = GaugeMetricFamily(
-        "dovetail_worker_resident_bytes", "Memory of a worker.", labels=("worker",)
-    )
-    for worker in {worker.name: worker for worker in reported.workers}.values():
-        busy.add_metric((worker.name,), worker.busy_share)
-        memory.add_metric((worker.name,), worker.rss_mb * 1e6)
-    yield busy
-    yield memory
+    roles = [
+        ((role,), sum(role in worker.roles for worker in reported.workers))
+        for role in ("target", "draft")
+    ]
+    yield _family(GaugeMetricFamily, "dovetail_workers", "Registered workers.", ("role",), roles)
+    named = {worker.name: worker for worker in reported.workers}.items()
+    for name, text, values in (
+        (
+            "busy_share",
+            "Share of its time that a worker has computed.",
+            [((name,), worker.busy_share) for name, worker in named],
+        ),
+        (
+            "resident_bytes",
+            "Memory of a worker.",
+            [((name,), worker.rss_mb * 1e6) for name, worker in named],
+        ),
+    ):
+        yield _family(GaugeMetricFamily, f"dovetail_worker_{name}", text, ("worker",), values)
 
 
 def _of_requests(reported: Reported) -> Iterable[Metric]:
@@ -304,91 +248,76 @@ def _of_requests(reported: Reported) -> Iterable[Metric]:
     yield _of_keys("longest_wait_seconds", "Longest wait in the queue", totals.queue, "longest_s")
 
 
-def _of_tokens(totals: Totals) -> Iterable[Metric]:
-    for name, text, count in (
-        ("prompt", "Tokens of prompts.", totals.prompt_tokens),
-        ("reused", "Prompt tokens taken from the prefix cache.", totals.reused_tokens),
-        ("completion", "Tokens of replies.", totals.completion_tokens),
-        ("drafted", "Nodes that were verified.", totals.drafted_tokens),
-        ("accepted", "Nodes that were accepted.", totals.accepted_tokens),
-    ):
-        yield _counter(f"dovetail_{name}_tokens", text, count)
-
-
 def _known(reported: Reported, model: str) -> Iterable[Metric]:
     """Yield the metrics under vLLM's names."""
-    totals, label = reported.totals, {"model_name": model}
-    yield _gauge(
-        "vllm:num_requests_running",
-        "Requests that are being decoded.",
-        max(0, reported.sessions - totals.opening),
-        label,
-    )
-    yield _gauge(
-        "vllm:num_requests_waiting",
-        "Requests in the queue, or whose prompt has not been read yet.",
-        totals.opening + totals.queued,
-        label,
-    )
-    yield _gauge(
-        "vllm:kv_cache_usage_perc",
-        "Share of the targets' sessions that are open; 1 is all.",
-        totals.occupied,
-        label,
-    )
-    yield _counter("vllm:prompt_tokens", "Tokens of prompts.", totals.prompt_tokens, label)
-    yield _counter("vllm:generation_tokens", "Tokens of replies.", totals.completion_tokens, label)
-    success = CounterMetricFamily(
-        "vllm:request_success",
-        "Requests by how they ended.",
-        labels=("model_name", "finished_reason"),
-    )
-    for reason, count in totals.reasons:
-        success.add_metric((model, {"cancelled": "abort"}.get(reason, reason)), count)
-    yield success
-    yield _counter(
-        "vllm:spec_decode_num_drafts",
-        "Rounds that were verified with a tree.",
-        totals.drafts,
-        label,
-    )
-    yield _counter(
-        "vllm:spec_decode_num_draft_tokens",
-        "Nodes that were verified.",
-        totals.drafted_tokens,
-        label,
-    )
-    yield _counter(
-        "vllm:spec_decode_num_accepted_tokens",
-        "Nodes that were accepted.",
-        totals.accepted_tokens,
-        label,
-    )
-    depths = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Rounds that accepted a node at a depth below the root.",
-        labels=("model_name", "position"),
-    )
-    for depth, count in enumerate(totals.accepted_per_depth):
-        depths.add_metric((model, str(depth)), count)
-    yield depths
+    totals = reported.totals
+    running = max(0, reported.sessions - totals.opening)
+    waiting = totals.opening + totals.queued
+    for name, text, value in (
+        ("num_requests_running", "Requests that are being decoded.", running),
+        (
+            "num_requests_waiting",
+            "Requests in the queue, or whose prompt has not been read yet.",
+            waiting,
+        ),
+        (
+            "kv_cache_usage_perc",
+            "Share of the targets' sessions that are open; 1 is all.",
+            totals.occupied,
+        ),
+    ):
+        yield _gauge(f"vllm:{name}", text, value, model)
+    for name, text, value in (
+        ("prompt_tokens", "Tokens of prompts.", totals.prompt_tokens),
+        ("generation_tokens", "Tokens of replies.", totals.completion_tokens),
+        ("spec_decode_num_drafts", "Rounds that were verified with a tree.", totals.drafts),
+        ("spec_decode_num_draft_tokens", "Nodes that were verified.", totals.drafted_tokens),
+        ("spec_decode_num_accepted_tokens", "Nodes that were accepted.", totals.accepted_tokens),
+    ):
+        yield _counter(f"vllm:{name}", text, value, model)
+    ends = [
+        ((model, {"cancelled": "abort"}.get(reason, reason)), count)
+        for reason, count in totals.reasons
+    ]
+    depths = [((model, str(depth)), n) for depth, n in enumerate(totals.accepted_per_depth)]
+    for name, text, label, counts in (
+        ("request_success", "Requests by how they ended.", "finished_reason", ends),
+        (
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Rounds that accepted a node at a depth below the root.",
+            "position",
+            depths,
+        ),
+    ):
+        labels = ("model_name", label)
+        yield _family(CounterMetricFamily, f"vllm:{name}", text, labels, counts)
 
 
-def _gauge(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=tuple(labels or ()))
-    family.add_metric(tuple((labels or {}).values()), value)
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """Return a metric with a value for each of these label values."""
+    family = kind(name, text, labels=labels)
+    for of_labels, value in values:
+        family.add_metric(of_labels, value)
     return family
+
+
+def _gauge(name: str, text: str, value: float, model: str | None = None) -> Metric:
+    named = ((), ()) if model is None else (("model_name",), (model,))
+    return _family(GaugeMetricFamily, name, text, named[0], [(named[1], value)])
+
+
+def _counter(name: str, text: str, value: float, model: str | None = None) -> Metric:
+    named = ((), ()) if model is None else (("model_name",), (model,))
+    return _family(CounterMetricFamily, name, text, named[0], [(named[1], value)])
 
 
 def _of_keys(name: str, text: str, queue: Sequence[KeyWaits], field: str) -> Metric:
     text = f"{text}, by the first digits of the digest of the API key."
-    family = GaugeMetricFamily(f"dovetail_queue_{name}", text, labels=("key",))
-    for own in queue:
-        family.add_metric((own.key,), getattr(own, field))
-    return family
-
-
-def _counter(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
-    family = CounterMetricFamily(name, text, labels=tuple(labels or ()))
-    family.add_metric(tuple((labels or {}).values()), value)
-    return family
+    values = [((own.key,), getattr(own, field)) for own in queue]
+    return _family(GaugeMetricFamily, f"dovetail_queue_{name}", text, ("key",), values)

@@ -27,12 +27,7 @@ from dovetail.runtime.text.tokenizer import against_values
 
 COMPLETION_TOKENS = 16  # tokens of a text completion without `max_tokens`: OpenAI's default
 OVERRIDES = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
+    *("temperature", "top_p", "min_p", "min_tokens", "presence_penalty", "frequency_penalty"),
     "repetition_penalty",
 )
 

@@ -33,23 +33,9 @@ from dovetail.runtime.session.actions import Action
 log = logging.getLogger("dovetail.coordinator")
 
 STEPS = (
-    "begin",
-    "base_refused",
-    "prefilled",
-    "refed",
-    "scored",
-    "opened",
-    "drafted",
-    "sent",
-    "verified",
-    "draft_late",
-    "draft_lost",
-    "target_lost",
-    "recovered",
-    "tree_refused",
-    "next_round",
-    "cancel",
-    "abandon",
+    *("begin", "base_refused", "prefilled", "refed", "scored", "opened", "drafted", "sent"),
+    *("verified", "draft_late", "draft_lost", "target_lost", "recovered", "tree_refused"),
+    *("next_round", "cancel", "abandon"),
 )
 """The methods of a session that change it."""
 PIECE_BYTES = 256 << 10  # bytes of a recording after which the thread gets them early

@@ -273,16 +273,8 @@ class Replay:
     def _compare_result(self, finished: Finished) -> None:
         now = self.session.result(finished.result.rounds, finished.result.finish_reason)
         for name in (
-            "token_ids",
-            "text",
-            "prompt_tokens",
-            "seed",
-            "fingerprint",
-            "fingerprints",
-            "moves",
-            "reused_tokens",
-            "rounds",
-            "accepted_tokens",
+            *("token_ids", "text", "prompt_tokens", "seed", "fingerprint", "fingerprints", "moves"),
+            *("reused_tokens", "rounds", "accepted_tokens"),
         ):
             if (then := getattr(finished.result, name)) != getattr(now, name):
                 raise _Differs(f"{name} of the result", short(then), short(getattr(now, name)))

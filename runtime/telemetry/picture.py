@@ -61,13 +61,8 @@ def counts(state: Reported, missed: int) -> dict[str, int]:
         **{
             name: getattr(totals, name)
             for name in (
-                "refused_requests",
-                "opening",
-                "waiting",
-                "kept",
-                "prompt_tokens",
-                "reused_tokens",
-                "completion_tokens",
+                *("refused_requests", "opening", "waiting", "kept", "prompt_tokens"),
+                *("reused_tokens", "completion_tokens"),
             )
         },
         "missed": missed,
